@@ -1,0 +1,74 @@
+"""Named units and the shapes everything is measured in.
+
+Inside the planner time is an integer number of nanoseconds and memory an integer number of bytes, so that a plan is
+the same on every machine. Files and people read milliseconds and megabytes (1 MB = 1,000,000 bytes).
+"""
+
+import enum
+from typing import NamedTuple, NewType
+
+Nanoseconds = NewType("Nanoseconds", int)
+Bytes = NewType("Bytes", int)
+
+NS_PER_MS = 1_000_000
+BYTES_PER_MB = 1_000_000
+
+LENGTH_MULTIPLE = 8
+"""Lengths of micro-batches are padded up to a multiple of this (tensor cores want it; the cost models are in it)."""
+
+
+class ModelFamily(enum.StrEnum):
+    """Which of the two kinds of model a run trains."""
+
+    GPT = "gpt"
+    T5 = "t5"
+
+
+class Recompute(enum.StrEnum):
+    """What a stage keeps of a micro-batch's forward: everything, all but attention's inside, or its input alone."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class Shape(NamedTuple):
+    """The padded shape of a micro-batch: samples × input positions (× target positions).
+
+    `target_length` is 0 for decoder-only models.
+    """
+
+    size: int
+    input_length: int
+    target_length: int = 0
+
+    @property
+    def positions(self) -> int:
+        """Padded positions, the model's work in tokens."""
+        return self.size * (self.input_length + self.target_length)
+
+    def __str__(self) -> str:
+        lengths = f"{self.input_length}" if not self.target_length else f"{self.input_length}+{self.target_length}"
+        return f"{self.size}x{lengths}"
+
+
+def round_up(length: int, multiple: int = LENGTH_MULTIPLE) -> int:
+    """The least multiple of `multiple` that is at least `length`."""
+    return -(-length // multiple) * multiple
+
+
+def input_positions(family: ModelFamily, tokens: int) -> int:
+    """Positions the first stack runs for a sample of `tokens` input tokens.
+
+    A decoder-only sample of n tokens predicts its tokens 2…n from its tokens 1…n-1.
+    """
+    return max(tokens - 1, 1) if family is ModelFamily.GPT else tokens
+
+
+def target_positions(family: ModelFamily, tokens: int) -> int:
+    """Positions the decoder is given room for, for a target of `tokens` tokens; 0 for decoder-only models.
+
+    A T5 target of n tokens trains on n + 1 positions (start token in, end token out); shapes count n + 2, as the
+    published planner does, so that predictions can be compared with its figures.
+    """
+    return 0 if family is ModelFamily.GPT else tokens + 2
