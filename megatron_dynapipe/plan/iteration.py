@@ -1,0 +1,138 @@
+"""Plans as values: micro-batches, one stage's instruction list, a whole iteration, and what one rank is sent.
+
+    IterationPlan ─┬─ ReplicaPlan 0 ─┬─ MicroBatch 0, 1, …
+                   │                 └─ StagePlan 0, 1, …      (one per pipeline rank)
+                   └─ ReplicaPlan 1 …
+
+A `StageEntry` is the share of one (replica, stage): the replica's micro-batches and that stage's list.
+"""
+
+from typing import Self
+
+import msgspec
+
+from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.plan.instructions import Instruction
+from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+
+
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """Samples that run together in one padded shape.
+
+    Lengths are in tokens after truncation, so that every stage can build its masks without reading the data:
+    decoder-only samples have their whole sequence in `input_lengths` and 0 in `target_lengths`. Bytes are per virtual
+    stage in model order: what its forward keeps until its backward, and the forward's high-water mark.
+    """
+
+    sample_ids: tuple[int, ...]
+    input_lengths: tuple[int, ...]
+    target_lengths: tuple[int, ...]
+    shape: Shape
+    recompute: Recompute
+    stored_bytes: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        counts = (len(self.sample_ids), len(self.input_lengths), len(self.target_lengths))
+        if set(counts) != {self.shape.size} or self.shape.size == 0:
+            raise PlanError(
+                f"expected {self.shape.size} ≥ 1 samples with their lengths in a micro-batch of shape {self.shape}, "
+                f"got {counts[0]} sample ids, {counts[1]} input lengths, {counts[2]} target lengths"
+            )
+        if len(self.stored_bytes) != len(self.peak_bytes):
+            raise PlanError(
+                f"expected stored and peak bytes for the same virtual stages, got {len(self.stored_bytes)} and "
+                f"{len(self.peak_bytes)}"
+            )
+
+
+class StagePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """What one pipeline rank executes in one iteration, and when the planner expects each pass to run."""
+
+    stage: int
+    instructions: tuple[Instruction, ...]
+    predicted: tuple[Event, ...]
+
+
+class ReplicaPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """One data-parallel replica's share of an iteration; it may hold no micro-batch at all."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    stages: tuple[StagePlan, ...]
+    predicted_ns: int
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """An iteration over all its replicas, in numbers that every rank may want to log."""
+
+    samples: int
+    real_tokens: int
+    """Tokens of all samples, without padding."""
+    padded_positions: int
+    """Positions of all micro-batches, with padding."""
+    micro_batches: tuple[int, ...]
+    """Micro-batches per replica."""
+    predicted_ns: int
+    """Predicted time of the slowest replica: forward, backward and transfers."""
+
+
+class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """Everything one iteration does: a pure function of (lengths, settings, seed)."""
+
+    iteration: int
+    family: ModelFamily
+    forward_only: bool
+    settings_digest: str
+    pipeline_stages: int
+    chunks: int
+    """Virtual stages per pipeline rank; virtual stage v is chunk v // stages of rank v % stages."""
+    memory_limit_bytes: int
+    model_state_bytes: tuple[int, ...]
+    """Parameters, gradients and optimizer state per pipeline rank."""
+    replicas: tuple[ReplicaPlan, ...]
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over the replicas."""
+        batches = [mb for replica in self.replicas for mb in replica.micro_batches]
+        return Totals(
+            samples=sum(mb.shape.size for mb in batches),
+            real_tokens=sum(sum(mb.input_lengths) + sum(mb.target_lengths) for mb in batches),
+            padded_positions=sum(mb.shape.positions for mb in batches),
+            micro_batches=tuple(len(replica.micro_batches) for replica in self.replicas),
+            predicted_ns=max((replica.predicted_ns for replica in self.replicas), default=0),
+        )
+
+
+class StageEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """What the rank (replica, stage) fetches: enough to run its share and to log the iteration."""
+
+    iteration: int
+    replica: int
+    family: ModelFamily
+    forward_only: bool
+    plan_digest: str
+    """Digest of the whole iteration's plan: equal on all ranks that run the same plan."""
+    pipeline_stages: int
+    chunks: int
+    micro_batches: tuple[MicroBatch, ...]
+    stage_plan: StagePlan
+    totals: Totals
+
+    @classmethod
+    def of(cls, plan: IterationPlan, replica: int, stage: int, *, plan_digest: str) -> Self:
+        """Cut the share of one rank out of a whole plan."""
+        share = plan.replicas[replica]
+        return cls(
+            iteration=plan.iteration,
+            replica=replica,
+            family=plan.family,
+            forward_only=plan.forward_only,
+            plan_digest=plan_digest,
+            pipeline_stages=plan.pipeline_stages,
+            chunks=plan.chunks,
+            micro_batches=share.micro_batches,
+            stage_plan=share.stages[stage],
+            totals=plan.totals,
+        )

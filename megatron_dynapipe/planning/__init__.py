@@ -1,0 +1,1 @@
+"""From a global batch to a verified plan: ordering, partition, balance, schedule, simulation, lowering."""
