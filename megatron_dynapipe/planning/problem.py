@@ -5,7 +5,7 @@
 Virtual stage v of a pipeline of n ranks is chunk v // n of rank v % n; without interleaving v is the rank.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import numpy as np
@@ -66,10 +66,9 @@ class PipelineProblem:
     def take(self, order: npt.ArrayLike) -> Self:
         """The same problem over the micro-batches `order` names, in that order."""
         rows = np.asarray(order, dtype=np.int64)
-        arrays = {
-            field.name: np.ascontiguousarray(getattr(self, field.name)[rows])
+        per_micro_batch = {
+            field.name: np.ascontiguousarray(value[rows])
             for field in fields(self)
-            if isinstance(getattr(self, field.name), np.ndarray) and field.name != "model_state_bytes"
+            if isinstance(value := getattr(self, field.name), np.ndarray) and field.name != "model_state_bytes"
         }
-        rest = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in arrays}
-        return type(self)(**arrays, **rest)
+        return replace(self, **per_micro_batch)
