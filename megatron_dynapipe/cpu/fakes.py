@@ -1,0 +1,198 @@
+"""Objects and wrappers that take the place of CUDA's on a machine without one.
+
+Everything runs at once, in order, on the CPU: a stream is nothing, an event is a reading of the host clock, and
+memory is not counted.
+"""
+
+import functools
+import os
+import time
+import types
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+class Stream:
+    """A queue of work that is always empty, since every operation has finished when its call returns."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.cuda_stream = 0
+        self.stream_id = 0
+        self.device = CPU
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Lowest and highest priority; there is one."""
+        return 0, 0
+
+    def query(self) -> bool:
+        """Whether all work is done: always."""
+        return True
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """Record `event` (or a new one) now."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def wait_event(self, event: object) -> None:
+        """Wait for nothing."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Wait for nothing."""
+
+
+class Event:
+    """A reading of the host clock where CUDA would mark a point of a stream."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self._recorded_ns = 0
+
+    def record(self, stream: object = None) -> None:
+        """Read the clock."""
+        self._recorded_ns = time.perf_counter_ns()
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Milliseconds from this event to `end`."""
+        return (end._recorded_ns - self._recorded_ns) / 1e6
+
+    def query(self) -> bool:
+        """Whether the event has happened: always."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def wait(self, stream: object = None) -> None:
+        """Wait for nothing."""
+
+
+class Scope:
+    """A context manager that does nothing, for `torch.cuda.device(…)`, `torch.cuda.stream(…)` and their like."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+
+def device_properties(device: object = None) -> types.SimpleNamespace:
+    """What `torch.cuda.get_device_properties` would say of the host: memory in bytes, processors, capability 8.0."""
+    return types.SimpleNamespace(
+        name="cpu",
+        major=8,
+        minor=0,
+        total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        multi_processor_count=os.cpu_count() or 1,
+    )
+
+
+def nothing(*args: object, **kwargs: object) -> None:
+    """Do nothing, whatever the arguments."""
+
+
+def always(value: Any) -> Callable[[Any], Any]:
+    """A maker of stand-ins: replace the original, whatever it was, by `value`."""
+    return lambda original: value
+
+
+def returning(value: Any) -> Callable[[Any], Any]:
+    """A maker of stand-ins: replace the original by a function that returns `value`, whatever its arguments."""
+    return lambda original: lambda *args, **kwargs: value
+
+
+def as_cpu(device: Any) -> Any:
+    """`device`, with every way of naming a CUDA device (`"cuda"`, `"cuda:1"`, 0, `torch.device`) turned into the CPU."""
+    if isinstance(device, torch.device):
+        return CPU if device.type == "cuda" else device
+    if isinstance(device, str):
+        return CPU if device.startswith("cuda") else device
+    if isinstance(device, int) and not isinstance(device, bool):
+        return CPU
+    return device
+
+
+def on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` (a factory of tensors), whose `device` argument may name a CUDA device and means the CPU."""
+
+    @functools.wraps(original)
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs["device"] = as_cpu(kwargs["device"])
+        return original(*args, **kwargs)
+
+    return factory
+
+
+def moving_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.to` or `Module.to`, for which every CUDA device is the CPU.
+
+    A first argument that is a device index is one too; other positional arguments are types, tensors and switches.
+    """
+
+    @functools.wraps(original)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (as_cpu(args[0]), *args[1:])
+        if kwargs.get("device") is not None:
+            kwargs["device"] = as_cpu(kwargs["device"])
+        return original(self, *args, **kwargs)
+
+    return to
+
+
+def staying(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.cuda`, `Module.cuda` or `Tensor.pin_memory`: hand the object back as it is."""
+
+    @functools.wraps(original)
+    def stay(self: Any, *args: object, **kwargs: object) -> Any:
+        return self
+
+    return stay
+
+
+def naming_cuda_types(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type`, which says `torch.cuda.FloatTensor` where the CPU's is `torch.FloatTensor`."""
+
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    return type_
+
+
+def compile_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile`, as a decorator with or without arguments, that leaves the function as it is."""
+
+    @functools.wraps(original)
+    def compile_(model: Any = None, *args: object, **kwargs: object) -> Any:
+        return (lambda function: function) if model is None else model
+
+    return compile_
+
+
+def get_rng_state(device: object = "cuda") -> torch.Tensor:
+    """The state of the CPU's generator, from which every dropout draws."""
+    return torch.default_generator.get_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: object = "cuda") -> None:
+    """Set the state of the CPU's generator."""
+    torch.default_generator.set_state(new_state)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the CPU's generator."""
+    torch.default_generator.manual_seed(int(seed))

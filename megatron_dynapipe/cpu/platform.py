@@ -1,0 +1,162 @@
+"""Switching the stand-ins on and off.
+
+`enable()` runs before Megatron is imported: some of Megatron's modules take what is replaced by value, or decorate
+functions with it, while they are imported.
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+
+from megatron_dynapipe.cpu.standins import ENVIRONMENT, STAND_INS
+from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
+
+KNOWN_MEGATRON_VERSIONS = ("0.19.2",)
+"""Versions of `megatron-core` whose use of CUDA the table of stand-ins has been checked against."""
+
+Device = Literal["auto", "cpu", "cuda"]
+
+_MISSING = object()
+
+
+class _Undo:
+    """What `enable` replaced, newest last: (owner, name, what the owner itself held)."""
+
+    def __init__(self) -> None:
+        self.attributes: list[tuple[Any, str, Any]] = []
+        self.environment: list[str] = []
+
+    def roll_back(self) -> None:
+        """Put everything back, newest first."""
+        while self.attributes:
+            owner, name, held = self.attributes.pop()
+            if held is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, held)
+        while self.environment:
+            os.environ.pop(self.environment.pop(), None)
+
+
+_undo: _Undo | None = None
+
+
+def is_enabled() -> bool:
+    """Whether the stand-ins are in force in this process."""
+    return _undo is not None
+
+
+def is_needed(device: Device = "auto") -> bool:
+    """Whether a run on `device` needs the stand-ins: "cpu" does, "auto" does where there is no CUDA device.
+
+    Raises:
+        ConfigError: `device` is none of "auto", "cpu", "cuda".
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"expected a device of auto, cpu or cuda, got {device!r}")
+    if device == "auto":
+        return is_enabled() or not torch.cuda.is_available()
+    return device == "cpu"
+
+
+def enable(device: Device = "auto") -> bool:
+    """Put the stand-ins in force if a run on `device` needs them; a second call changes nothing.
+
+    Returns:
+        Whether they are in force, which is whether the run is on the CPU.
+
+    Raises:
+        UnsupportedMegatronError: the table has not been checked against the installed Megatron.
+        ConfigError: Megatron has been imported already.
+    """
+    global _undo
+    if not is_needed(device):
+        return False
+    if is_enabled():
+        return True
+    check_megatron_version()
+    if "megatron.core" in sys.modules:
+        raise ConfigError(
+            "expected the CPU platform to be enabled before Megatron is imported, got it enabled after",
+            hint="call megatron_dynapipe.cpu.enable() first, at the top of the script",
+        )
+    importlib.import_module("torch._dynamo")  # on import it files torch.cuda's functions by identity: the real ones
+    undo = _Undo()
+    try:
+        for variable, value in ENVIRONMENT.items():
+            if variable not in os.environ:
+                os.environ[variable] = value
+                undo.environment.append(variable)
+        for stand_in in STAND_INS:
+            _replace(undo, _resolve(stand_in.owner), stand_in.name, stand_in.make)
+        mends = importlib.import_module("megatron_dynapipe.cpu.megatron_mends")
+        for mend in mends.MENDS:
+            _replace(undo, _resolve(mend.owner), mend.name, mend.make)
+    except BaseException:
+        undo.roll_back()
+        raise
+    _undo = undo
+    return True
+
+
+def disable() -> None:
+    """Take the stand-ins back, if they are in force. For tests: Megatron stays imported as it is."""
+    global _undo
+    if _undo is not None:
+        _undo.roll_back()
+        _undo = None
+
+
+@contextlib.contextmanager
+def enabled(device: Device = "auto") -> Iterator[bool]:
+    """`enable` for the length of a block; leaves stand-ins that were already in force where they are."""
+    was_enabled = is_enabled()
+    try:
+        yield enable(device)
+    finally:
+        if not was_enabled:
+            disable()
+
+
+def check_megatron_version() -> str:
+    """The version of the installed Megatron, read without importing it.
+
+    Raises:
+        UnsupportedMegatronError: there is none, or its version is not a known one.
+    """
+    known = ", ".join(KNOWN_MEGATRON_VERSIONS)
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UnsupportedMegatronError(
+            f"expected megatron-core {known}, found none installed",
+            hint=f'pip install "megatron-core[training]=={KNOWN_MEGATRON_VERSIONS[-1]}"',
+        ) from error
+    if version not in KNOWN_MEGATRON_VERSIONS:
+        raise UnsupportedMegatronError(
+            f"expected a megatron-core that the CPU platform knows ({known}), found {version}",
+            hint="install a known version, or train on a CUDA device, where nothing is replaced",
+        )
+    return version
+
+
+def _resolve(path: str) -> Any:
+    """The module, or the class in a module, at a dotted path."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+def _replace(undo: _Undo, owner: Any, name: str, make: Any) -> None:
+    """Set `owner.name` to its replacement and remember what the owner itself (not a base class) held."""
+    held = vars(owner).get(name, _MISSING)
+    setattr(owner, name, make(getattr(owner, name)))
+    undo.attributes.append((owner, name, held))
