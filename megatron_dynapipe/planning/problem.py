@@ -6,7 +6,7 @@ Virtual stage v of a pipeline of n ranks is chunk v // n of rank v % n; without 
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +66,7 @@ class PipelineProblem:
     def take(self, order: npt.ArrayLike) -> Self:
         """The same problem over the micro-batches `order` names, in that order."""
         rows = np.asarray(order, dtype=np.int64)
-        per_micro_batch = {
+        per_micro_batch: dict[str, Any] = {
             field.name: np.ascontiguousarray(value[rows])
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), np.ndarray) and field.name != "model_state_bytes"
