@@ -1,0 +1,41 @@
+# The commands of this project; each sets up first (.venv, pinned packages, demo data), which is skipped when up to date.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-gpt test test-full check clean
+
+PYTHON := .venv/bin/python
+PYTEST := $(PYTHON) -m pytest
+TRAIN := OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2
+
+help:
+	@echo "make demo       train a multi-task T5 on two pipeline stages, on this machine"
+	@echo "make demo-gpt   the same with Megatron's GPT"
+	@echo "make test       the test suite (make test-full: with the slow tests)"
+	@echo "make check      lint, types, import order"
+	@echo "make setup      only set up; make clean: remove what was built, not .venv"
+
+setup:
+	@scripts/setup.sh
+
+demo: setup
+	@$(TRAIN) pretrain_t5_multitask.py --dynapipe-config configs/demo_t5.yaml
+
+demo-gpt: setup
+	@$(TRAIN) pretrain_gpt_multitask.py --dynapipe-config configs/demo_gpt.yaml
+
+test: setup
+	$(PYTEST) tests -m "not slow and not gpu"
+
+test-full: setup
+	$(PYTEST) tests
+
+check: setup
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	$(PYTEST) tests/test_architecture.py -q
+
+clean:
+	rm -rf build dist .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find megatron_dynapipe tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find megatron_dynapipe -name '_native*.so' -delete

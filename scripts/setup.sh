@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Sets up .venv and the demo data, step by step; a step whose inputs have not changed is skipped.
+#
+# A step is done when its stamp holds the digest of its inputs; the stamp is written last, so an interrupted step runs
+# again. The checkout's path is an input: an environment and an editable install do not survive a move.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+unset PYTHONHOME PYTHONPATH
+export PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+NEEDED_KB=9000000  # environment and downloads together
+PYTHON=.venv/bin/python
+STATE=.venv/.setup
+DATA=.demo/data
+
+say() { echo "setup: $*" >&2; }
+fail() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 2; }
+
+digest() { { printf '%s\n' "$PWD"; cat -- "$@"; } | sha256sum; }
+is_done() { [[ -f $1 && $(<"$1") == "$2" ]]; }
+mark() { printf '%s\n' "$2" >"$1.new" && mv -- "$1.new" "$1"; }
+
+make_environment() {
+    if [[ -x $PYTHON ]] && "$PYTHON" -I -c 'import pip' 2>/dev/null; then
+        "$PYTHON" -I -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))' ||
+            fail ".venv holds $("$PYTHON" -V), needed is Python 3.12 or 3.13" "move .venv away and run this again"
+        return
+    fi
+    local found
+    found=$(scripts/find-python.sh) || exit 2
+    say "making .venv with $found"
+    "$found" -m venv --clear .venv || fail "$found could not make .venv" "is its venv module complete, the disk full?"
+}
+
+install_packages() {
+    local inputs free
+    inputs=$(digest requirements.lock)
+    is_done "$STATE/packages" "$inputs" && return
+    if ! "$PYTHON" -I -c 'import torch' 2>/dev/null; then
+        free=$(df -Pk . | awk 'NR == 2 {print $4}')
+        ((free >= NEEDED_KB)) || fail "$((free / 1000000)) GB free here, set-up needs $((NEEDED_KB / 1000000)) GB" \
+            "free some space, or clone to another disk"
+        say "downloading the pinned packages: about 3 GB, 6 GB installed; once"
+    fi
+    pip_install "$(grep '^pip==' requirements.lock)"
+    pip_install --no-deps -r requirements.lock
+    mark "$STATE/packages" "$inputs"
+}
+
+pip_install() {
+    "$PYTHON" -m pip install --progress-bar on "$@" ||
+        fail "pip could not install ${*: -1}" "see its message above; a network that works is needed once. Run this again"
+}
+
+install_project() {
+    local inputs
+    inputs=$(shopt -s nullglob; digest requirements.lock pyproject.toml setup.py csrc/*)
+    is_done "$STATE/project" "$inputs" && return
+    say "installing megatron-dynapipe (editable)"
+    pip_install --quiet --no-build-isolation --no-deps --editable .
+    if compgen -G 'csrc/*.cpp' >/dev/null && ! "$PYTHON" -c 'import megatron_dynapipe.planning._native' 2>/dev/null; then
+        say "notice: the native planner core was not built (no C++17 compiler?); planning runs in pure Python, slower"
+    fi
+    mark "$STATE/project" "$inputs"
+}
+
+make_demo_data() {
+    local inputs
+    inputs=$(digest requirements.lock megatron_dynapipe/data/*.py)
+    is_done "$DATA/.setup" "$inputs" && return
+    say "building the demo data in $DATA"
+    rm -rf -- "$DATA"
+    "$PYTHON" -m megatron_dynapipe data demo --output "$DATA" >&2 ||
+        fail "the demo data could not be built" "see the message above"
+    mark "$DATA/.setup" "$inputs"
+}
+
+mkdir -p .demo
+exec 9>.demo/setup.lock  # two commands at once: the second waits for the first's set-up
+flock -n 9 || { say "waiting for another set-up of this checkout"; flock 9; }
+make_environment
+mkdir -p "$STATE"
+install_packages
+install_project
+make_demo_data
