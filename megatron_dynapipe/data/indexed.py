@@ -1,0 +1,164 @@
+"""Writing and reading (input, target) samples in Megatron's indexed-dataset format, with numpy.
+
+Each sample is one document of two sequences. The files are byte for byte those of Megatron's own
+`IndexedDatasetBuilder`; `sampling.index_file` draws the layout of the index.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.sampling.index_file import (
+    DTYPES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    data_path,
+    index_path,
+    read_index,
+)
+from megatron_dynapipe.sampling.lengths import LengthTable
+
+_UINT16_VOCABULARY = 65_500
+"""Megatron stores vocabularies smaller than this in two bytes per token, others in four."""
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
+    """The type in which Megatron stores tokens of a vocabulary of this size."""
+    return DTYPES[8] if vocabulary_size < _UINT16_VOCABULARY else DTYPES[4]
+
+
+class IndexedWriter:
+    """Writes samples to `<prefix>.bin` and `<prefix>.idx`; both appear when `close` has succeeded, or not at all.
+
+    A context manager: leaving it normally closes, leaving it with an error drops what was written.
+
+    Args:
+        prefix: path of the two files without their endings; its folder exists.
+        vocabulary_size: token ids are in 0 … vocabulary_size - 1.
+    """
+
+    def __init__(self, prefix: Path, vocabulary_size: int) -> None:
+        self._prefix = prefix
+        self._vocabulary_size = vocabulary_size
+        self._dtype = token_dtype(vocabulary_size)
+        self._lengths: list[int] = []
+        self._unfinished = {path: _unfinished(path) for path in (data_path(prefix), index_path(prefix))}
+        self._data = self._unfinished[data_path(prefix)].open("wb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def add(self, input_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """Append one sample.
+
+        Raises:
+            DataError: the input or the target is empty, or a token is outside the vocabulary.
+        """
+        sample = len(self._lengths) // 2
+        for name, ids in (("input", input_ids), ("target", target_ids)):
+            if not ids:
+                raise DataError(f"expected every {name} to have at least 1 token, sample {sample} has 0")
+            if min(ids) < 0 or max(ids) >= self._vocabulary_size:
+                raise DataError(
+                    f"expected tokens in 0…{self._vocabulary_size - 1}, the {name} of sample {sample} has"
+                    f" {min(ids) if min(ids) < 0 else max(ids)}",
+                    hint="the tokenizer and the vocabulary size do not belong together",
+                )
+        for ids in (input_ids, target_ids):
+            self._data.write(np.asarray(ids, self._dtype).tobytes())
+            self._lengths.append(len(ids))
+
+    def close(self) -> None:
+        """Write the index and give both files their names."""
+        self._sync(self._data)
+        lengths = np.asarray(self._lengths, "<i4")
+        ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
+        pointers = ends - lengths.astype("<i8") * self._dtype.itemsize
+        documents = np.arange(0, len(lengths) + 1, 2, dtype="<i8")
+        code = next(code for code, dtype in DTYPES.items() if dtype == self._dtype)
+        with self._unfinished[index_path(self._prefix)].open("wb") as index:
+            index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
+            for array in (lengths, pointers, documents):
+                index.write(array.tobytes())
+            self._sync(index)
+        # The index last: readers look for it first, and find the data already in place.
+        for path, unfinished in self._unfinished.items():
+            unfinished.replace(path)
+
+    def discard(self) -> None:
+        """Drop what was written; files of the same name from before stay."""
+        self._data.close()
+        for unfinished in self._unfinished.values():
+            unfinished.unlink(missing_ok=True)
+
+    @staticmethod
+    def _sync(file: Any) -> None:
+        """Have the file's bytes on the disk before its name changes."""
+        if not file.closed:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+
+
+class IndexedReader:
+    """The samples of one split, memory-mapped; checked when opened.
+
+    Args:
+        prefix: path of `<prefix>.bin` and `<prefix>.idx` without their endings.
+
+    Attributes:
+        lengths: tokens of every sample.
+        dtype: type of a token on disk.
+
+    Raises:
+        DataError: files are missing, damaged, or do not hold (input, target) pairs.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        index = read_index(prefix)
+        self.lengths = LengthTable.from_index(index)
+        self.dtype = index.dtype
+        self._path = data_path(prefix)
+        # An empty file cannot be mapped.
+        self._tokens: npt.NDArray[Any] = (
+            np.memmap(self._path, dtype=self.dtype, mode="r") if len(self.lengths) else np.empty(0, self.dtype)
+        )
+        self._starts = index.sequence_pointers // self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, sample: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Input and target tokens of a sample: two read-only one-dimensional arrays of `dtype`.
+
+        Raises:
+            DataError: the split has no such sample.
+        """
+        if not 0 <= sample < len(self):
+            raise DataError(
+                f"{self._path}: expected a sample in 0…{len(self) - 1}, got {sample}",
+                hint="the plan was made from another dataset, or another split of it",
+            )
+        start, middle = int(self._starts[2 * sample]), int(self._starts[2 * sample + 1])
+        end = middle + int(self.lengths.target[sample])
+        return self._tokens[start:middle], self._tokens[middle:end]
+
+
+def _unfinished(path: Path) -> Path:
+    """Where a file is written before it gets its name."""
+    return path.with_name(f".{path.name}.unfinished")

@@ -1,0 +1,15 @@
+"""Which samples an iteration holds: lengths on disk, maximum lengths, mixture, sampler. No text, no torch."""
+
+from megatron_dynapipe.sampling.lengths import LengthTable, read_task_ids
+from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples
+from megatron_dynapipe.sampling.sampler import GlobalBatch, Sampler, SamplerSettings
+
+__all__ = [
+    "GlobalBatch",
+    "LengthTable",
+    "LongSampleReport",
+    "LongSamples",
+    "Sampler",
+    "SamplerSettings",
+    "read_task_ids",
+]

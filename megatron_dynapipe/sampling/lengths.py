@@ -1,0 +1,100 @@
+"""The lengths of a split's samples, read without opening its text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.sampling.index_file import IndexFile, index_path, read_index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LengthTable:
+    """Tokens of every sample of one split; the row is the sample's id.
+
+    Attributes:
+        input: int32[n], tokens of each input, at least 1.
+        target: int32[n], tokens of each target, at least 1.
+    """
+
+    input: npt.NDArray[np.int32]
+    target: npt.NDArray[np.int32]
+
+    def __post_init__(self) -> None:
+        if self.input.ndim != 1 or self.input.shape != self.target.shape:
+            raise DataError(
+                f"expected one input and one target length per sample, got arrays of shapes {self.input.shape}"
+                f" and {self.target.shape}"
+            )
+        for name, lengths in (("input", self.input), ("target", self.target)):
+            empty = np.flatnonzero(lengths < 1)
+            if empty.size:
+                raise DataError(
+                    f"expected every {name} to have at least 1 token, sample {empty[0]} has {lengths[empty[0]]}"
+                    f" ({empty.size} such samples)",
+                    hint=f"leave samples with an empty {name} out of the dataset",
+                )
+
+    def __len__(self) -> int:
+        return len(self.input)
+
+    @classmethod
+    def from_index(cls, index: IndexFile) -> Self:
+        """The lengths in a checked index whose documents are (input, target) pairs.
+
+        Raises:
+            DataError: the documents are not pairs, or an input or target is empty.
+        """
+        path = index_path(index.prefix)
+        sequences = len(index.sequence_lengths)
+        if sequences % 2:
+            raise DataError(
+                f"{path}: expected an even number of sequences (input, target, input, target, …), got {sequences}",
+                hint="write each sample as one document of two sequences",
+            )
+        if not np.array_equal(index.document_index, np.arange(0, sequences + 1, 2)):
+            documents = len(index.document_index) - 1
+            raise DataError(
+                f"{path}: expected {sequences // 2} documents of two sequences each, got {documents} documents of"
+                f" {sequences} sequences in all",
+                hint="write each sample as one document of two sequences",
+            )
+        try:
+            return cls(input=index.sequence_lengths[0::2], target=index.sequence_lengths[1::2])
+        except DataError as error:
+            raise DataError(f"{path}: {error.message}", hint=error.hint) from None
+
+    @classmethod
+    def read(cls, folder: Path, split: str) -> Self:
+        """Read the lengths of `split` ("train", "valid" or "test") of a dataset folder.
+
+        Raises:
+            DataError: files are missing, damaged, or do not hold (input, target) pairs.
+        """
+        return cls.from_index(read_index(folder / split))
+
+
+def task_ids_path(folder: Path, split: str) -> Path:
+    """Where a dataset folder keeps the task of each sample of a split."""
+    return folder / f"{split}.tasks.npy"
+
+
+def read_task_ids(folder: Path, split: str, samples: int) -> npt.NDArray[np.int16]:
+    """Read the task index of each of the `samples` samples of a split: int16[samples].
+
+    Raises:
+        DataError: the file is missing, unreadable, or holds another number of samples.
+    """
+    path = task_ids_path(folder, split)
+    try:
+        ids = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: expected an array of task indices, cannot read it: {error}") from error
+    if ids.dtype != np.int16 or ids.shape != (samples,):
+        raise DataError(f"{path}: expected int16[{samples}], got {ids.dtype}{list(ids.shape)}")
+    if samples and int(ids.min()) < 0:
+        raise DataError(f"{path}: expected task indices of at least 0, got {ids.min()}")
+    return np.asarray(ids, dtype=np.int16)

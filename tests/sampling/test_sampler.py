@@ -1,0 +1,188 @@
+"""The sampler against tables small enough to check by eye, and its promises by Hypothesis."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.sampling import LengthTable, LongSamples, Sampler, SamplerSettings
+from megatron_dynapipe.sampling.sampler import samples_per_task
+from megatron_dynapipe.units import ModelFamily
+
+
+def table(pairs: list[tuple[int, int]]) -> LengthTable:
+    """Lengths of samples given as (input, target) pairs."""
+    inputs, targets = zip(*pairs, strict=True)
+    return LengthTable(input=np.array(inputs, np.int32), target=np.array(targets, np.int32))
+
+
+def settings(**changes: object) -> SamplerSettings:
+    """Settings of a small T5 run, with changes."""
+    values: dict[str, object] = {
+        "family": ModelFamily.T5,
+        "seed": 1,
+        "samples_per_iteration": 2,
+        "max_input_length": 10,
+        "max_target_length": 4,
+    }
+    return SamplerSettings(**(values | changes))  # type: ignore[arg-type]
+
+
+PAIRS = [(3, 1), (10, 4), (11, 1), (2, 5), (12, 6)]
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "expected"),
+    [
+        # sample → (input, target) tokens after the policy
+        ("t5", "truncate", {0: (3, 1), 1: (10, 4), 2: (10, 1), 3: (2, 4), 4: (10, 4)}),
+        ("t5", "skip", {0: (3, 1), 1: (10, 4)}),
+        # decoder-only: input and target in one sequence, cut as one
+        ("gpt", "truncate", {0: (4, 0), 1: (10, 0), 2: (10, 0), 3: (7, 0), 4: (10, 0)}),
+        ("gpt", "skip", {0: (4, 0), 3: (7, 0)}),
+    ],
+)
+def test_long_samples(family: str, policy: str, expected: dict[int, tuple[int, int]]) -> None:
+    sampler = Sampler(
+        table(PAIRS),
+        settings(family=ModelFamily(family), long_samples=LongSamples(policy), samples_per_iteration=len(expected)),
+    )
+    batch = sampler.batch(0)
+    rows = zip(batch.sample_ids, batch.input_lengths, batch.target_lengths, strict=True)
+    assert {int(row): (int(inputs), int(targets)) for row, inputs, targets in rows} == expected
+    assert batch.sample_ids.dtype == np.int64
+    assert batch.input_lengths.dtype == batch.target_lengths.dtype == np.int32
+
+
+def test_long_samples_are_counted() -> None:
+    report = Sampler(table(PAIRS), settings(long_samples=LongSamples.SKIP)).report
+    assert (report.samples, report.long_inputs, report.long_targets, report.long_samples) == (5, 2, 2, 3)
+    assert str(report) == ("3 of 5 samples are longer than the maximum and were skipped (2 inputs, 2 targets)")
+    assert str(Sampler(table(PAIRS[:2]), settings()).report) == "all 2 samples are within the maximum lengths"
+    truncated = Sampler(table(PAIRS), settings(long_samples=LongSamples.TRUNCATE)).report
+    assert "were truncated" in str(truncated)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (
+            "t5",
+            "expected samples of at most 10 input and 4 target tokens, sample 2 has 11 and 1 (3 of 5 samples",
+        ),
+        ("gpt", "expected samples of at most 10 tokens (input and target), sample 1 has 14 (3 of 5 samples"),
+    ],
+)
+def test_long_samples_fail_by_default(family: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        Sampler(table(PAIRS), settings(family=ModelFamily(family)))
+    assert message in str(caught.value)
+    assert "--dynapipe-long-samples truncate" in str(caught.value)
+
+
+def test_nothing_left() -> None:
+    with pytest.raises(DataError, match=r"expected at least 1 usable sample, got 0 of 1 \(1 are too long\)"):
+        Sampler(table([(20, 1)]), settings(long_samples=LongSamples.SKIP))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": -1}, "expected seed of at least 0, got -1"),
+        ({"samples_per_iteration": 0}, "expected samples_per_iteration of at least 1, got 0"),
+        ({"max_input_length": 0}, "expected max_input_length of at least 1, got 0"),
+        (
+            {"max_input_length": 1, "family": ModelFamily.GPT},
+            "expected max_input_length of at least 2, got 1",
+        ),
+        ({"max_target_length": 0}, "expected max_target_length of at least 1, got 0"),
+        ({"mixture_temperature": 0.5}, "expected mixture_temperature of at least 1.0, got 0.5"),
+        ({"mixture_temperature": float("nan")}, "expected mixture_temperature of at least 1.0, got nan"),
+    ],
+)
+def test_settings_are_checked(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(**changes)
+
+
+def test_negative_iteration() -> None:
+    with pytest.raises(ConfigError, match="expected an iteration of at least 0, got -1"):
+        Sampler(table(PAIRS[:2]), settings()).batch(-1)
+
+
+def test_golden_order() -> None:
+    """The order of a seed is frozen: changing it would give resumed runs other samples."""
+    sampler = Sampler(table([(size, 1) for size in range(1, 8)]), settings(samples_per_iteration=7))
+    assert [sampler.batch(i).sample_ids.tolist() for i in range(2)] == GOLDEN
+
+
+GOLDEN = [[0, 3, 1, 4, 2, 6, 5], [2, 4, 3, 5, 1, 6, 0]]
+
+
+@examples(deadline=None)
+@given(
+    samples=st.integers(1, 40),
+    per_iteration=st.integers(1, 100),
+    seed=st.integers(0, 2**40),
+    order=st.permutations(range(6)),
+)
+def test_every_epoch_holds_every_sample_once(samples: int, per_iteration: int, seed: int, order: list[int]) -> None:
+    """Whatever order iterations are asked for, their concatenation is epoch after epoch of permutations."""
+    lengths = table([(1 + at % 9, 1 + at % 3) for at in range(samples)])
+    run = settings(seed=seed, samples_per_iteration=per_iteration)
+    sampler = Sampler(lengths, run)
+    batches = {iteration: sampler.batch(iteration) for iteration in order}
+    stream = np.concatenate([batches[iteration].sample_ids for iteration in range(6)])
+    for epoch in range(len(stream) // samples):
+        assert sorted(stream[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+    for iteration, batch in batches.items():
+        assert len(batch) == per_iteration
+        assert np.array_equal(batch.input_lengths, lengths.input[batch.sample_ids])
+        assert np.array_equal(batch.sample_ids, Sampler(lengths, run).batch(iteration).sample_ids)
+
+
+def test_seeds_and_epochs_differ() -> None:
+    lengths = table([(1, 1)] * 50)
+    first = Sampler(lengths, settings(samples_per_iteration=50))
+    other = Sampler(lengths, settings(samples_per_iteration=50, seed=2))
+    assert first.batch(0).sample_ids.tolist() != first.batch(1).sample_ids.tolist()
+    assert first.batch(0).sample_ids.tolist() != other.batch(0).sample_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "temperature", "expected"),
+    [
+        ([5, 3], 1.0, [5, 3]),
+        ([81, 1], 2.0, [74, 8]),  # shares 9 : 1 of 82
+        ([4, 4, 1], 1e9, [3, 3, 3]),
+        ([2, 1, 1], 1e9, [2, 1, 1]),  # 4 draws over three equal shares: the first gets the one left
+    ],
+)
+def test_samples_per_task(sizes: list[int], temperature: float, expected: list[int]) -> None:
+    assert samples_per_task(sizes, temperature) == expected
+
+
+@examples(deadline=None)
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=30))
+def test_temperature_one_is_the_sizes(sizes: list[int]) -> None:
+    assert samples_per_task(sizes, 1.0) == sizes
+
+
+def test_mixture_repeats_small_tasks() -> None:
+    lengths, tasks = table([(1, 1)] * 82), np.array([0] * 81 + [7], np.int16)
+    sampler = Sampler(lengths, settings(samples_per_iteration=82, mixture_temperature=2.0), tasks)
+    counts = Counter(sampler.batch(0).sample_ids.tolist())
+    assert counts.pop(81) == 8
+    assert len(counts) == 74
+    assert set(counts.values()) == {1}
+
+
+def test_mixture_needs_tasks() -> None:
+    with pytest.raises(ConfigError, match=r"expected the samples' tasks for a mixture_temperature of 2\.0, got none"):
+        Sampler(table(PAIRS[:2]), settings(mixture_temperature=2.0))
+    with pytest.raises(DataError, match="expected the tasks of 2 samples, got those of 1"):
+        Sampler(table(PAIRS[:2]), settings(mixture_temperature=2.0), np.zeros(1, np.int16))
