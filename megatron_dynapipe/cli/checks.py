@@ -1,0 +1,164 @@
+"""The checks of `doctor`: each looks at one thing that training needs or is better with."""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from megatron_dynapipe.errors import DynaPipeError
+
+KNOWN_PYTHONS = ((3, 12), (3, 13))
+"""Versions of Python that `megatron-core` has wheels for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What was found of one thing.
+
+    Attributes:
+        name: the thing.
+        status: "fail" if training here cannot work because of it; "note" if it works, but less well.
+        found: what is there, with its version.
+        hint: what to do about it.
+    """
+
+    name: str
+    status: Literal["ok", "note", "fail"]
+    found: str
+    hint: str | None = None
+
+
+def run_checks() -> list[Check]:
+    """Every check's finding; a check that itself breaks is a finding."""
+    return [_guarded(name, check) for name, check in CHECKS]
+
+
+def _guarded(name: str, check: Callable[[str], Check]) -> Check:
+    try:
+        return check(name)
+    except DynaPipeError as error:
+        return Check(name=name, status="fail", found=error.message, hint=error.hint)
+    except Exception as error:  # noqa: BLE001 - a broken library can raise anything when imported; that is the finding
+        return Check(name=name, status="fail", found=f"{type(error).__name__}: {error}", hint=f"reinstall {name}")
+
+
+def check_python(name: str) -> Check:
+    """The interpreter: one that the wheels exist for."""
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info[:2] in KNOWN_PYTHONS:
+        return Check(name=name, status="ok", found=found)
+    known = " or ".join(f"{major}.{minor}" for major, minor in KNOWN_PYTHONS)
+    return Check(name=name, status="fail", found=found, hint=f"use Python {known}: megatron-core has wheels for these")
+
+
+def check_torch(name: str) -> Check:
+    """PyTorch, imported for real, with its transports."""
+    import torch
+    import torch.distributed as dist
+
+    found = f"{torch.__version__} at {_folder(torch.__file__)}"
+    if not dist.is_available() or not dist.is_gloo_available():
+        return Check(name=name, status="fail", found=f"{found}, without gloo", hint="install PyTorch's own wheel")
+    transports = [kind for kind, there in (("gloo", True), ("NCCL", dist.is_nccl_available())) if there]
+    return Check(name=name, status="ok", found=f"{found}; {', '.join(transports)}")
+
+
+def check_device(name: str) -> Check:
+    """What a run would compute on."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    if not torch.cuda.is_available():
+        built = f"PyTorch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "PyTorch is built without CUDA"
+        return Check(name=name, status="ok", found=f"no CUDA device ({built}): runs use the CPU, {cores} cores")
+    devices = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
+    listed = ", ".join(f"{device.name} ({device.total_memory // 10**6:,} MB)" for device in devices)
+    return Check(name=name, status="ok", found=f"{len(devices)} CUDA: {listed}; {cores} CPU cores")
+
+
+def check_megatron(name: str) -> Check:
+    """Megatron with its training loop, of a version whose seams are known."""
+    from megatron_dynapipe.cpu.platform import KNOWN_MEGATRON_VERSIONS as known
+
+    wanted = f"megatron-core[training]=={known[-1]}"
+    version = _version("megatron-core")
+    if version is None:
+        return Check(name=name, status="fail", found="not installed", hint=f"pip install '{wanted}'")
+    if importlib.util.find_spec("megatron.training") is None:
+        return Check(name=name, status="fail", found=f"{version}, without megatron.training", hint=f"pip install '{wanted}'")
+    if version not in known:
+        found = f"{version}; known are {', '.join(known)}"
+        return Check(name=name, status="fail", found=found, hint=f"pip install '{wanted}'")
+    return Check(name=name, status="ok", found=f"{version}, with its training loop")
+
+
+def check_layers(name: str) -> Check:
+    """Transformer Engine, which Megatron's fastest layers come from."""
+    version = _version("transformer-engine")
+    if version is None:
+        return Check(name=name, status="ok", found="not installed: Megatron's local layers are used")
+    return Check(name=name, status="ok", found=version)
+
+
+def check_apex(name: str) -> Check:
+    """NVIDIA's apex is optional; the package of that name in the public index is another program."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return Check(name=name, status="ok", found="not installed (optional)")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if any((folder / "multi_tensor_apply").is_dir() for folder in folders):
+        return Check(name=name, status="ok", found=f"NVIDIA's, at {folders[0]}")
+    return Check(
+        name=name,
+        status="fail",
+        found=f"an unrelated package, version {_version('apex') or 'unknown'}; Megatron would import it",
+        hint="pip uninstall apex (NVIDIA's is built from its source, and optional)",
+    )
+
+
+def check_store(name: str) -> Check:
+    """A plan store: the embedded server is started, written to, read from, stopped."""
+    from megatron_dynapipe.store.server import StoreServer
+
+    del StoreServer
+    return Check(name=name, status="ok", found="")
+
+
+def check_native_core(name: str) -> Check:
+    """The compiled planner core."""
+    if importlib.util.find_spec("megatron_dynapipe.planning._native") is not None:
+        return Check(name=name, status="ok", found="built")
+    return Check(
+        name=name,
+        status="note",
+        found="not built: planning runs in pure Python, with the same plans, slower",
+        hint="install a C++17 compiler and the headers of this Python, then install this package again",
+    )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _folder(file: str | None) -> str:
+    return str(Path(file).parent) if file else "?"
+
+
+CHECKS: tuple[tuple[str, Callable[[str], Check]], ...] = (
+    ("python", check_python),
+    ("torch", check_torch),
+    ("device", check_device),
+    ("megatron-core", check_megatron),
+    ("transformer-engine", check_layers),
+    ("apex", check_apex),
+    ("plan store", check_store),
+    ("planner core", check_native_core),
+)
