@@ -1,0 +1,24 @@
+"""Executing one stage's plan: the instruction loop, buffers, transfers and the device beneath them.
+
+Nothing here plans: an executor runs a hand-written list as readily as a planned one.
+"""
+
+from megatron_dynapipe.runtime.buffers import BufferTable
+from megatron_dynapipe.runtime.executor import Handler, PipelineExecutor
+from megatron_dynapipe.runtime.platform import CpuPlatform, CudaPlatform, DevicePlatform, platform_of
+from megatron_dynapipe.runtime.trace import Trace
+from megatron_dynapipe.runtime.transfer import TorchTransport, Transport, Work
+
+__all__ = [
+    "BufferTable",
+    "CpuPlatform",
+    "CudaPlatform",
+    "DevicePlatform",
+    "Handler",
+    "PipelineExecutor",
+    "TorchTransport",
+    "Trace",
+    "Transport",
+    "Work",
+    "platform_of",
+]

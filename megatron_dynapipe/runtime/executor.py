@@ -1,0 +1,156 @@
+"""The executor: walks one stage's instruction list, giving each instruction to its handler (paper section 3).
+
+The executor itself moves tensors and drops buffers. What it means to load, run forward and run backward is the
+caller's: register a handler for each of `Load`, `Forward` and `Backward`.
+
+    executor = PipelineExecutor(transport, platform, stages=4, dtype=torch.bfloat16)
+    executor.register_handler(Load, load)
+    …
+    executor.execute(stage_plan)
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_dynapipe.errors import ExecutionError
+from megatron_dynapipe.plan.instructions import (
+    INSTRUCTION_TYPES,
+    RECEIVED_BUFFER,
+    SENT_BUFFER,
+    Backward,
+    Forward,
+    Free,
+    Instruction,
+    Load,
+    Payload,
+    RecvStart,
+    RecvWait,
+    SendStart,
+    SendWait,
+    channel_of,
+)
+from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.plan.text import format_instruction, point_at
+from megatron_dynapipe.runtime.buffers import BufferTable
+from megatron_dynapipe.runtime.platform import DevicePlatform
+from megatron_dynapipe.runtime.trace import Trace
+from megatron_dynapipe.runtime.transfer import Transport, Work
+
+_I = TypeVar("_I", Load, Forward, Backward, SendStart, SendWait, RecvStart, RecvWait, Free)
+Handler = Callable[[_I, BufferTable], None]
+"""Runs one instruction: takes what it needs from the buffers, puts what it makes into them."""
+
+_Move = tuple[Payload, int, int]
+
+
+class PipelineExecutor:
+    """Runs instruction lists on one rank of a pipeline.
+
+    Args:
+        transport: moves tensors between stages.
+        platform: the device that received tensors are allocated on.
+        stages: ranks of the pipeline.
+        dtype: of the tensors that cross stage boundaries.
+    """
+
+    def __init__(self, transport: Transport, platform: DevicePlatform, *, stages: int, dtype: torch.dtype) -> None:
+        self._transport = transport
+        self._platform = platform
+        self._stages = stages
+        self._dtype = dtype
+        self._handlers: dict[type[Instruction], Handler[Any]] = {}
+        self._sending: dict[_Move, Work] = {}
+        self._receiving: dict[_Move, tuple[Work, list[torch.Tensor]]] = {}
+        self._stage = 0
+        self.register_handler(SendStart, self._start_send)
+        self.register_handler(SendWait, self._wait_send)
+        self.register_handler(RecvStart, self._start_recv)
+        self.register_handler(RecvWait, self._wait_recv)
+        self.register_handler(Free, lambda instruction, buffers: buffers.free(instruction))
+
+    def register_handler(self, kind: type[_I], handler: Handler[_I]) -> None:
+        """Give instructions of one type to `handler`, in place of the one registered before."""
+        if kind not in INSTRUCTION_TYPES:
+            known = ", ".join(t.__name__ for t in INSTRUCTION_TYPES)
+            raise ExecutionError(f"expected one of the instruction types {known}, got {kind!r}")
+        self._handlers[kind] = handler
+
+    def execute(self, plan: StagePlan) -> Trace:
+        """Run a stage's list to its end.
+
+        Returns:
+            When each instruction ran.
+
+        Raises:
+            ExecutionError: an instruction without a handler, or buffers or transfers left over at the end.
+            Exception: whatever a handler raised, with a note naming the stage, the step and the instruction.
+        """
+        self._check_handlers(plan)
+        self._stage = plan.stage
+        buffers, trace = BufferTable(), Trace(self._platform)
+        try:
+            for instruction in plan.instructions:
+                trace.begin()
+                self._handlers[type(instruction)](instruction, buffers)
+                trace.end(instruction)
+            self._check_finished(buffers)
+        except BaseException as error:
+            if (step := len(trace)) < len(plan.instructions):
+                error.add_note(f"at stage {plan.stage}, step {step}: {point_at(plan.instructions, step)}")
+            self._abandon(buffers)
+            raise
+        return trace
+
+    def _start_send(self, instruction: SendStart, buffers: BufferTable) -> None:
+        tensors = buffers.tensors(SENT_BUFFER[instruction.payload], instruction.micro_batch, instruction.chunk)
+        shapes = tuple(tuple(t.shape) for t in tensors)
+        if shapes != instruction.shapes:
+            raise ExecutionError(f"expected to send tensors of shapes {instruction.shapes}, got {shapes}")
+        channel = channel_of(instruction.payload, self._stage, instruction.peer, self._stages)
+        self._sending[_move(instruction)] = self._transport.start_send(channel, instruction.peer, tensors)
+
+    def _wait_send(self, instruction: SendWait, buffers: BufferTable) -> None:
+        work = self._sending.pop(_move(instruction), None)
+        if work is None:
+            raise ExecutionError(f"{format_instruction(instruction)} waits for a send that was not started")
+        work.wait()
+
+    def _start_recv(self, instruction: RecvStart, buffers: BufferTable) -> None:
+        tensors = [torch.empty(s, dtype=self._dtype, device=self._platform.device) for s in instruction.shapes]
+        channel = channel_of(instruction.payload, instruction.peer, self._stage, self._stages)
+        work = self._transport.start_recv(channel, instruction.peer, tensors)
+        self._receiving[_move(instruction)] = work, tensors
+
+    def _wait_recv(self, instruction: RecvWait, buffers: BufferTable) -> None:
+        started = self._receiving.pop(_move(instruction), None)
+        if started is None:
+            raise ExecutionError(f"{format_instruction(instruction)} waits for a receive that was not started")
+        work, tensors = started
+        work.wait()
+        buffers.put(RECEIVED_BUFFER[instruction.payload], instruction.micro_batch, instruction.chunk, tensors)
+
+    def _check_handlers(self, plan: StagePlan) -> None:
+        missing = {type(i).__name__ for i in plan.instructions} - {t.__name__ for t in self._handlers}
+        if missing:
+            raise ExecutionError(
+                f"no handler is registered for {', '.join(sorted(missing))}",
+                hint="call register_handler for Load, Forward and Backward before execute",
+            )
+
+    def _check_finished(self, buffers: BufferTable) -> None:
+        if self._sending or self._receiving:
+            left = [f"{p.name} of micro-batch {mb}" for p, mb, _ in (*self._sending, *self._receiving)]
+            raise ExecutionError(f"expected every transfer to be waited for, got {', '.join(left)} under way")
+        buffers.check_empty()
+
+    def _abandon(self, buffers: BufferTable) -> None:
+        """Forget a failed iteration: its tensors must not outlive it. The peers' waits end by their deadlines."""
+        self._sending.clear()
+        self._receiving.clear()
+        buffers.clear()
+
+
+def _move(instruction: SendStart | SendWait | RecvStart | RecvWait) -> _Move:
+    return instruction.payload, instruction.micro_batch, instruction.chunk

@@ -1,0 +1,82 @@
+"""Tensors between neighbouring stages: shapes are known on both sides, so no handshake is needed.
+
+Every channel (`plan.instructions.Channel`) has a process group over the whole pipeline. Within a channel transfers
+match in the order in which both ends start them. Every wait has the transport's deadline.
+"""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_dynapipe.plan.instructions import Channel
+
+
+class Work(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Return when the tensors may be read (received) or dropped (sent); raises when the deadline has passed."""
+        ...
+
+
+class Transport(Protocol):
+    """Starts transfers to and from the other stages of this rank's pipeline."""
+
+    def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
+        """Start sending to `stage`; the tensors must live until the work is done."""
+        ...
+
+    def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
+        """Start receiving from `stage` into `tensors`."""
+        ...
+
+
+class TorchTransport:
+    """`isend`/`irecv` of torch.distributed: gloo on the host, NCCL between devices.
+
+    Args:
+        groups: one process group per channel, each over all ranks of the pipeline.
+        ranks: global rank of every stage of this pipeline.
+        deadline_s: gloo's waits raise after this long. An NCCL wait only makes the device's stream wait, so there
+            the deadline is that of the groups, enforced by NCCL's own watchdog.
+    """
+
+    def __init__(
+        self, groups: Mapping[Channel, dist.ProcessGroup], ranks: Sequence[int], *, deadline_s: float
+    ) -> None:
+        self._groups = groups
+        self._ranks = ranks
+        self._deadline_s = deadline_s
+
+    def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
+        """Start sending; see `Transport`."""
+        group, peer = self._groups[channel], self._ranks[stage]
+        return _Works([dist.isend(t, peer, group=group) for t in tensors], self._wait_s(tensors))
+
+    def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
+        """Start receiving; see `Transport`."""
+        group, peer = self._groups[channel], self._ranks[stage]
+        return _Works([dist.irecv(t, peer, group=group) for t in tensors], self._wait_s(tensors))
+
+    def _wait_s(self, tensors: Sequence[torch.Tensor]) -> float | None:
+        return None if tensors and tensors[0].is_cuda else self._deadline_s
+
+
+class _Works:
+    """Several torch works as one; keeps a hold of nothing but the works."""
+
+    def __init__(self, works: Sequence[dist.Work | None], deadline_s: float | None) -> None:
+        self._works = works
+        self._deadline_s = deadline_s
+
+    def wait(self) -> None:
+        """Wait for all of them in turn."""
+        for work in self._works:
+            assert work is not None, "this rank is in the group of the channel"
+            if self._deadline_s is None:
+                work.wait()
+            else:
+                work.wait(datetime.timedelta(seconds=self._deadline_s))
