@@ -1,0 +1,29 @@
+"""What planning asks of a cost model, whatever it was made from."""
+
+from typing import Protocol
+
+from megatron_dynapipe.cost.tables import LayerTables
+from megatron_dynapipe.units import ModelFamily, Recompute
+
+
+class CostModel(Protocol):
+    """What one layer of one model costs on one kind of device."""
+
+    @property
+    def name(self) -> str:
+        """For people: which model on which device."""
+
+    @property
+    def family(self) -> ModelFamily:
+        """The kind of model it describes."""
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal digest of everything its answers depend on; part of a plan's identity."""
+
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+        """One layer's costs under the given settings.
+
+        Raises:
+            CostModelError: it does not hold that combination; the message names those it holds.
+        """

@@ -1,0 +1,134 @@
+"""The numbers every cost model comes down to: one layer's costs on a grid of micro-batch shapes.
+
+All planning costs are read from such a grid by integer multilinear interpolation, in Python here and in the native
+core, with the same rounding; so a plan is the same on every machine and no search step calls back into a model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_dynapipe.errors import CostModelError
+
+IntArray = npt.NDArray[np.int64]
+
+ABSENT = -1
+"""Marks a grid point that was never measured or did not fit; every other value is at least 0."""
+
+LARGEST = 2**53
+"""No time (ns) or size (bytes) may exceed this: sums over layers and interpolation must stay inside 64 bits."""
+
+
+class Row(IntEnum):
+    """What each row of a grid holds; times in nanoseconds, activations in bytes.
+
+    A decoder-only model's layers are called encoder layers, and its decoder rows are zero. `HEAD` is the output head
+    and the loss together, once per model.
+    """
+
+    ENCODER_FORWARD = 0
+    ENCODER_BACKWARD = 1
+    ENCODER_STORED = 2
+    ENCODER_PEAK = 3
+    DECODER_FORWARD = 4
+    DECODER_BACKWARD = 5
+    DECODER_STORED = 6
+    DECODER_PEAK = 7
+    HEAD_FORWARD = 8
+    HEAD_BACKWARD = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerState:
+    """Parameter bytes (2 bytes each) of one layer of each kind on one tensor-parallel rank."""
+
+    embedding_bytes: int
+    encoder_bytes: int
+    decoder_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerTables:
+    """One layer's costs under one tensor parallelism and recompute mode.
+
+    Attributes:
+        sizes, inputs, targets: the grid's axes, strictly increasing; `targets` is `[0]` for decoder-only models.
+        values: int64 `[len(Row), sizes, inputs, targets]`, `ABSENT` in every row of a point that does not fit.
+        state: parameter bytes of a layer.
+    """
+
+    sizes: IntArray
+    inputs: IntArray
+    targets: IntArray
+    values: IntArray
+    state: LayerState
+
+    def __post_init__(self) -> None:
+        for name in ("sizes", "inputs", "targets"):
+            axis = getattr(self, name)
+            if axis.ndim != 1 or not len(axis) or (np.diff(axis) <= 0).any() or axis[0] < 0:
+                raise CostModelError(f"the grid's {name} must increase from 0 or more, got {axis.tolist()}")
+        expected = (len(Row), len(self.sizes), len(self.inputs), len(self.targets))
+        if self.values.shape != expected:
+            raise CostModelError(f"the grid's values must have the shape {expected}, got {self.values.shape}")
+        if self.values.min() < ABSENT or self.values.max() > LARGEST:
+            raise CostModelError(
+                f"costs must lie between 0 and {LARGEST}, got {self.values.min()} to {self.values.max()}"
+            )
+        absent = self.values == ABSENT
+        if (absent.any(axis=0) != absent.all(axis=0)).any():
+            raise CostModelError("a grid point must be absent from all rows or from none")
+
+    def knots(self, inputs: IntArray, targets: IntArray) -> IntArray:
+        """Costs at every size of the grid for queries of given lengths: `[queries, len(Row), sizes]`.
+
+        Lengths below the grid cost what its smallest does, an upper bound; lengths above it are `ABSENT`.
+        """
+        low_i, part_i, width_i = _locate(self.inputs, inputs)
+        low_t, part_t, width_t = _locate(self.targets, targets)
+        along = np.moveaxis(self.values, 1, -1)  # [rows, inputs, targets, sizes]
+        high_i, high_t = _above(low_i, self.inputs), _above(low_t, self.targets)
+        at_low = _lerp(along[:, low_i, low_t], along[:, high_i, low_t], part_i, width_i)
+        at_high = _lerp(along[:, low_i, high_t], along[:, high_i, high_t], part_i, width_i)
+        costs = np.moveaxis(_lerp(at_low, at_high, part_t, width_t), 0, 1)
+        outside = (inputs > self.inputs[-1]) | (targets > self.targets[-1])
+        return np.where(outside[:, None, None], ABSENT, costs)
+
+    def at_sizes(self, knots: IntArray, sizes: IntArray) -> IntArray:
+        """Costs at the given sizes from `[queries, rows, sizes of the grid]`: `[queries, rows]`, `ABSENT` outside."""
+        low, part, width = _locate(self.sizes, sizes)
+        query = np.arange(len(sizes))
+        costs = _lerp(knots[query, :, low], knots[query, :, _above(low, self.sizes)], part, width)
+        return np.where((sizes > self.sizes[-1])[:, None], ABSENT, costs)
+
+
+def _above(low: IntArray, axis: IntArray) -> IntArray:
+    return np.minimum(low + 1, len(axis) - 1)
+
+
+def _locate(axis: IntArray, x: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """The cell of each x: index of its lower end, distance from there, and its width (1 at a grid point)."""
+    x = np.clip(x, axis[0], axis[-1])
+    low = np.searchsorted(axis, x, side="right") - 1
+    part = x - axis[low]
+    width = np.where(part > 0, axis[_above(low, axis)] - axis[low], 1)
+    return low.astype(np.int64), part.astype(np.int64), width.astype(np.int64)
+
+
+def _lerp(low: IntArray, high: IntArray, part: IntArray, width: IntArray) -> IntArray:
+    """low + (high - low) · part / width, rounded to the nearest; `ABSENT` where an end with weight is.
+
+    The ends are `[…, queries, n]`, `part` and `width` `[queries]`.
+    """
+    part, width = part[:, None], width[:, None]
+    value = low + ((high - low) * part + width // 2) // width
+    absent = (low == ABSENT) | ((part > 0) & (high == ABSENT))
+    return np.where(absent, ABSENT, value)
+
+
+def increasing(values: Sequence[int]) -> IntArray:
+    """The distinct values as a grid axis."""
+    return np.array(sorted(set(values)), dtype=np.int64)
