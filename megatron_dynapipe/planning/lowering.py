@@ -1,0 +1,261 @@
+"""From pass orders to the instruction lists that stages execute, in named passes: lists in, new lists out.
+
+    F0 F1 B0 B1                                            pass order of a middle stage
+    LOAD0 F0 FREE_DATA0 …                                  add_data        micro-batches come and go
+    … F0 SEND_F0>2 …                                       add_sends       right after the pass that makes them
+    … WAIT_RECV_F0<0 F0 …                                  add_recv_waits  right before the pass that needs them
+    … WAIT_RECV_B0<2 WAIT_SEND_F0>2 FREE_OUTPUT0 …         add_send_waits  once the send is known to be complete
+    RECV_F0<0 … WAIT_RECV_F0<0 RECV_F1<0 …                 add_recv_starts as early as one per channel allows
+    … B0 FREE_INPUT0 FREE_OUTPUT_GRAD0 …                   add_frees       what was received
+
+A channel (`plan.instructions.Channel`) between two stages is a FIFO: both ends issue its transfers in the sender's
+order. A receiver that needs a later message first therefore waits for the earlier ones before it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_dynapipe.plan.instructions import (
+    RECEIVED_BUFFER,
+    SENT_BUFFER,
+    Backward,
+    Buffer,
+    Forward,
+    Free,
+    Instruction,
+    Load,
+    Pass,
+    Payload,
+    RecvStart,
+    RecvWait,
+    SendStart,
+    SendWait,
+)
+from megatron_dynapipe.planning.boundary import BoundaryShapes
+from megatron_dynapipe.planning.problem import PassOrder
+
+Lists = tuple[tuple[Instruction, ...], ...]
+"""Instructions per pipeline rank."""
+
+
+_Message = tuple[Payload, int, int]
+"""(payload, micro-batch, chunk) as one rank names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """What lowering needs to know of the pipeline besides the order of passes."""
+
+    stages: int
+    chunks: int
+    shapes: BoundaryShapes
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.stages > 1 or self.chunks == 1, "one rank has no use for several chunks"
+
+    @property
+    def last(self) -> int:
+        """The last virtual stage."""
+        return self.stages * self.chunks - 1
+
+
+def lower(order: PassOrder, pipeline: Pipeline) -> Lists:
+    """The instruction lists of all ranks for a pass order that does not stall."""
+    lists: Lists = order
+    lists = add_data(lists)
+    lists = add_sends(lists, pipeline)
+    lists = add_recv_waits(lists, pipeline)
+    lists = add_send_waits(lists)
+    lists = add_recv_starts(lists)
+    return add_frees(lists, pipeline)
+
+
+def add_data(lists: Lists) -> Lists:
+    """Load each micro-batch before its first pass on a rank; drop it after its last forward there."""
+    return tuple(tuple(_with_data(instructions)) for instructions in lists)
+
+
+def _with_data(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    last = {i.micro_batch: step for step, i in enumerate(instructions) if isinstance(i, Forward)}
+    loaded: set[int] = set()
+    for step, instruction in enumerate(instructions):
+        row = instruction.micro_batch
+        if row not in loaded:
+            loaded.add(row)
+            yield Load(row)
+        yield instruction
+        if last[row] == step:
+            yield Free(Buffer.DATA, row)
+
+
+def add_sends(lists: Lists, pipeline: Pipeline) -> Lists:
+    """Start sending a pass's result right after the pass."""
+    return tuple(tuple(_with_sends(rank, instructions, pipeline)) for rank, instructions in enumerate(lists))
+
+
+def _with_sends(rank: int, instructions: Sequence[Instruction], pipeline: Pipeline) -> Iterator[Instruction]:
+    downstream, upstream = (rank + 1) % pipeline.stages, (rank - 1) % pipeline.stages
+    for instruction in instructions:
+        yield instruction
+        if isinstance(instruction, Forward):
+            row, chunk = instruction.micro_batch, instruction.chunk
+            if (stage := chunk * pipeline.stages + rank) < pipeline.last:
+                yield SendStart(Payload.ACTIVATION, row, chunk, downstream, pipeline.shapes[row][stage])
+        elif isinstance(instruction, Backward):
+            row, chunk = instruction.micro_batch, instruction.chunk
+            if (stage := chunk * pipeline.stages + rank) > 0:
+                yield SendStart(Payload.GRADIENT, row, chunk, upstream, pipeline.shapes[row][stage - 1])
+
+
+def add_recv_waits(lists: Lists, pipeline: Pipeline) -> Lists:
+    """Wait for a pass's input right before the pass, after whatever its channel carries before it."""
+    arrivals = _arrivals(lists)
+    return tuple(tuple(_with_recv_waits(rank, lists[rank], arrivals[rank], pipeline)) for rank in range(len(lists)))
+
+
+_Received = dict[Payload, list[RecvStart]]
+"""What a rank receives, in the order in which it is sent. A rank receives each payload from one peer only."""
+
+
+def _arrivals(lists: Lists) -> list[_Received]:
+    received: list[_Received] = [{payload: [] for payload in Payload} for _ in lists]
+    for rank, instructions in enumerate(lists):
+        for send in instructions:
+            if isinstance(send, SendStart):
+                payload, row, chunk = _received_as(rank, send)
+                received[send.peer][payload].append(RecvStart(payload, row, chunk, rank, send.shapes))
+    return received
+
+
+def _with_recv_waits(
+    rank: int, instructions: Sequence[Instruction], received: _Received, pipeline: Pipeline
+) -> Iterator[Instruction]:
+    queues = {payload: iter(queue) for payload, queue in received.items()}
+    waited: set[_Message] = set()
+    for instruction in instructions:
+        if isinstance(instruction, Forward | Backward) and not _is_first(rank, instruction, pipeline):
+            payload = Payload.ACTIVATION if isinstance(instruction, Forward) else Payload.GRADIENT
+            needed = (payload, instruction.micro_batch, instruction.chunk)
+            while needed not in waited:
+                start = next(queues[payload])
+                waited.add((payload, start.micro_batch, start.chunk))
+                yield start
+                yield RecvWait(payload, start.micro_batch, start.chunk, start.peer)
+        yield instruction
+
+
+def _is_first(rank: int, step: Pass, pipeline: Pipeline) -> bool:
+    """Whether the pass begins its direction's way through the model, and so receives nothing."""
+    stage = step.chunk * pipeline.stages + rank
+    return stage == (0 if isinstance(step, Forward) else pipeline.last)
+
+
+def add_send_waits(lists: Lists) -> Lists:
+    """Wait for each send, and drop what it sent, where the wait cannot hold up the rank.
+
+        sender    SEND_F0>1 … WAIT_RECV_B0<1  WAIT_SEND_F0>1 FREE_OUTPUT0
+        receiver  … WAIT_RECV_F0<0 … SEND_B0>0
+
+    The receiver had received the message before it sent what the sender has by then received. Sends that nothing
+    answers are waited for at the list's end.
+    """
+    plans = [_answered_sends(rank, lists) for rank in range(len(lists))]
+    return tuple(tuple(_with_send_waits(lists[rank], plans[rank])) for rank in range(len(lists)))
+
+
+def _answered_sends(rank: int, lists: Lists) -> dict[_Message | None, list[SendStart]]:
+    """For each message the rank receives, the sends known to be complete with it; under None, the unanswered ones."""
+    answered: dict[_Message | None, list[SendStart]] = defaultdict(list)
+    sends: dict[int, list[SendStart]] = defaultdict(list)
+    for instruction in lists[rank]:
+        if isinstance(instruction, SendStart):
+            sends[instruction.peer].append(instruction)
+    for peer, started in sends.items():
+        answers = _answers(rank, peer, lists)
+        for send in started:
+            answered[answers.get(_received_as(rank, send))].append(send)
+    return answered
+
+
+def _received_as(rank: int, send: SendStart) -> _Message:
+    """The message's name on its receiver: past the ring's end, the chunk is another."""
+    step = 1 if send.payload is Payload.ACTIVATION else -1
+    return send.payload, send.micro_batch, send.chunk + step * (rank + step != send.peer)
+
+
+def _answers(rank: int, peer: int, lists: Lists) -> dict[_Message, _Message]:
+    """For each message `peer` waits for from `rank`, the next that it sends back which `rank` waits for first."""
+    position = {
+        (i.payload, i.micro_batch, i.chunk): step
+        for step, i in enumerate(lists[rank])
+        if isinstance(i, RecvWait) and i.peer == peer
+    }
+    answers: dict[_Message, _Message] = {}
+    earliest: _Message | None = None
+    for instruction in reversed(lists[peer]):
+        if isinstance(instruction, SendStart) and instruction.peer == rank:
+            name = _received_as(peer, instruction)
+            if earliest is None or position[name] < position[earliest]:
+                earliest = name
+        elif isinstance(instruction, RecvWait) and instruction.peer == rank and earliest is not None:
+            answers[instruction.payload, instruction.micro_batch, instruction.chunk] = earliest
+    return answers
+
+
+def _with_send_waits(
+    instructions: Sequence[Instruction], answered: dict[_Message | None, list[SendStart]]
+) -> Iterator[Instruction]:
+    for instruction in instructions:
+        yield instruction
+        if isinstance(instruction, RecvWait):
+            key = (instruction.payload, instruction.micro_batch, instruction.chunk)
+            for send in answered.get(key, ()):
+                yield from _complete(send)
+    for send in answered.get(None, ()):
+        yield from _complete(send)
+
+
+def _complete(send: SendStart) -> Iterator[Instruction]:
+    yield SendWait(send.payload, send.micro_batch, send.chunk, send.peer)
+    yield Free(SENT_BUFFER[send.payload], send.micro_batch, send.chunk)
+
+
+def add_recv_starts(lists: Lists) -> Lists:
+    """Start each receive as early as at most one unmatched receive per channel allows: after the one before."""
+    return tuple(_hoist_recv_starts(instructions) for instructions in lists)
+
+
+def _hoist_recv_starts(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    starts: dict[Payload, list[RecvStart]] = {payload: [] for payload in Payload}
+    for instruction in instructions:
+        if isinstance(instruction, RecvStart):
+            starts[instruction.payload].append(instruction)
+    queues = {payload: iter(queue) for payload, queue in starts.items()}
+    hoisted: list[Instruction] = [first for queue in queues.values() if (first := next(queue, None))]
+    for instruction in instructions:
+        if isinstance(instruction, RecvStart):
+            continue
+        hoisted.append(instruction)
+        if isinstance(instruction, RecvWait) and (start := next(queues[instruction.payload], None)):
+            hoisted.append(start)
+    return tuple(hoisted)
+
+
+def add_frees(lists: Lists, pipeline: Pipeline) -> Lists:
+    """Drop what was received once it has been used: after the backward, or the forward of a forward-only plan."""
+    return tuple(tuple(_with_frees(rank, instructions, pipeline)) for rank, instructions in enumerate(lists))
+
+
+def _with_frees(rank: int, instructions: Sequence[Instruction], pipeline: Pipeline) -> Iterator[Instruction]:
+    final = Forward if pipeline.forward_only else Backward
+    for instruction in instructions:
+        yield instruction
+        if isinstance(instruction, final):
+            row, chunk = instruction.micro_batch, instruction.chunk
+            stage = chunk * pipeline.stages + rank
+            if stage > 0:
+                yield Free(RECEIVED_BUFFER[Payload.ACTIVATION], row, chunk)
+            if stage < pipeline.last and not pipeline.forward_only:
+                yield Free(RECEIVED_BUFFER[Payload.GRADIENT], row, chunk)

@@ -1,0 +1,82 @@
+"""Schedules: from a replica's costs to the order of passes on each of its ranks.
+
+A schedule is a pure function `PipelineProblem → PassOrder`, under a name in `SCHEDULES`.
+See `docs/adding-a-schedule.md`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megatron_dynapipe.errors import ConfigError, InfeasibleError
+from megatron_dynapipe.plan.timeline import Timeline
+from megatron_dynapipe.planning.problem import PassOrder, PipelineProblem
+from megatron_dynapipe.planning.schedules.gpipe import gpipe
+from megatron_dynapipe.planning.schedules.one_f_one_b import default_depths, one_f_one_b
+from megatron_dynapipe.planning.simulate import simulate
+from megatron_dynapipe.units import BYTES_PER_MB
+
+
+def shallow_one_f_one_b(problem: PipelineProblem) -> PassOrder:
+    """1F1B with as many forwards ahead on each rank as its memory allows, at most the default number."""
+    depths = list(default_depths(problem))
+    while True:
+        order = one_f_one_b(problem, depths)
+        peak = simulate(problem, order).peak_bytes
+        over = [rank for rank, used in enumerate(peak) if used > problem.memory_limit_bytes]
+        reducible = [rank for rank in over if depths[rank] > 1]
+        if problem.chunks > 1 or not reducible:
+            return order
+        limit = depths[reducible[0]] - 1
+        depths = depths[: reducible[0]] + [min(depth, limit) for depth in depths[reducible[0] :]]
+
+
+SCHEDULES: Mapping[str, Callable[[PipelineProblem], PassOrder]] = MappingProxyType(
+    {"1f1b": shallow_one_f_one_b, "gpipe": gpipe}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSettings:
+    """How passes are ordered."""
+
+    method: str = "1f1b"
+    """A name in `SCHEDULES`."""
+
+    def __post_init__(self) -> None:
+        if self.method not in SCHEDULES:
+            raise ConfigError(f"expected a schedule among {', '.join(sorted(SCHEDULES))}, got {self.method!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A pass order and what is predicted of it."""
+
+    order: PassOrder
+    timeline: Timeline
+    makespan_ns: int
+    peak_bytes: tuple[int, ...]
+    """Per rank, model state included."""
+
+
+def schedule(problem: PipelineProblem, settings: ScheduleSettings) -> Schedule:
+    """Order the passes of one replica.
+
+    Raises:
+        InfeasibleError: the order holds more than a rank's memory.
+    """
+    order = SCHEDULES[settings.method](problem)
+    run = simulate(problem, order)
+    check_memory(problem, run.peak_bytes)
+    return Schedule(order=order, timeline=run.timeline, makespan_ns=run.makespan_ns, peak_bytes=run.peak_bytes)
+
+
+def check_memory(problem: PipelineProblem, peak_bytes: tuple[int, ...]) -> None:
+    """Raise an InfeasibleError naming the first rank whose peak is over the limit."""
+    for rank, used in enumerate(peak_bytes):
+        if used > problem.memory_limit_bytes:
+            raise InfeasibleError(
+                f"stage {rank} needs {used / BYTES_PER_MB:.0f} MB with this schedule, of "
+                f"{problem.memory_limit_bytes / BYTES_PER_MB:.0f} MB",
+                hint="use smaller micro-batches, more recomputation, or a schedule that holds fewer of them",
+            )

@@ -1,0 +1,74 @@
+"""1F1B (Narayanan et al., SOSP 2019), and interleaved 1F1B (Narayanan et al., SC 2021) for several chunks per rank.
+
+rank 0 of 3   F0 F1 F2 B0 F3 B1 F4 B2 …  B4      each rank runs `depth` forwards, then one backward and one
+rank 1 of 3   F0 F1 B0 F2 B1 F3 B2 …     B4      forward in turn, then the remaining backwards
+rank 2 of 3   F0 B0 F1 B1 F2 B2 …        B4
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from megatron_dynapipe.plan.instructions import Backward, Forward, Pass
+from megatron_dynapipe.planning.problem import PassOrder, PipelineProblem
+
+
+def one_f_one_b(problem: PipelineProblem, depths: Sequence[int] | None = None) -> PassOrder:
+    """1F1B over the micro-batches in index order; interleaved where ranks have several chunks.
+
+    Args:
+        problem: only its numbers of stages, chunks and micro-batches matter.
+        depths: forwards per rank before its first backward, at least 1 and never rising from rank to rank; by default
+            as many as fill the pipeline. A smaller depth holds fewer micro-batches in memory.
+    """
+    forwards, backwards = _sequences(problem)
+    if problem.forward_only:
+        return (forwards,) * problem.stages
+    if depths is None:
+        depths = default_depths(problem)
+    assert len(depths) == problem.stages and min(depths) >= 1, depths
+    assert all(ahead >= behind for ahead, behind in pairwise(depths)), depths
+    return tuple(_alternate(forwards, backwards, depth) for depth in depths)
+
+
+def default_depths(problem: PipelineProblem) -> tuple[int, ...]:
+    """The depths that keep an even pipeline full: Megatron's, where it allows the number of micro-batches."""
+    fill = [problem.stages - 1 - rank for rank in range(problem.stages)]
+    if problem.chunks == 1:
+        return tuple(ahead + 1 for ahead in fill)
+    largest = max(_groups(problem), default=0)
+    return tuple(2 * ahead + (problem.chunks - 1) * largest + 1 for ahead in fill)
+
+
+def _sequences(problem: PipelineProblem) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+    """The order of forwards and of backwards that all ranks share: group by group, and in a group chunk by chunk."""
+    forwards: list[Pass] = []
+    backwards: list[Pass] = []
+    first = 0
+    for size in _groups(problem):
+        rows = range(first, first + size)
+        forwards += [Forward(row, chunk) for chunk in range(problem.chunks) for row in rows]
+        backwards += [Backward(row, chunk) for chunk in reversed(range(problem.chunks)) for row in rows]
+        first += size
+    return tuple(forwards), tuple(backwards)
+
+
+def _groups(problem: PipelineProblem) -> list[int]:
+    """Micro-batches that pass a chunk together: even groups of at least as many as there are ranks.
+
+    With groups of g ≥ ranks (or a single one), and depths by the largest, a rank's forward never waits for a backward
+    that stands after it, whatever the number of micro-batches; Megatron's rule, groups of exactly `ranks`, is the case
+    in which the number divides.
+    """
+    count = max(problem.micro_batches // problem.stages, 1)
+    small, larger = divmod(problem.micro_batches, count)
+    return [small + (group < larger) for group in range(count)]
+
+
+def _alternate(forwards: Sequence[Pass], backwards: Sequence[Pass], depth: int) -> tuple[Pass, ...]:
+    """`depth` forwards, then backward and forward in turn until both run out."""
+    depth = min(depth, len(forwards))
+    passes = list(forwards[:depth])
+    for index, backward in enumerate(backwards):
+        passes.append(backward)
+        passes += forwards[depth + index : depth + index + 1]
+    return tuple(passes)

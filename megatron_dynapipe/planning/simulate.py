@@ -1,0 +1,114 @@
+"""What a pass order costs: an event simulation in time and memory, in plain Python.
+
+This is the readable statement of the rules and the oracle of the native twin (`csrc/simulate.cpp`).
+
+    stage 0  F0 F1 ·· B0 F2 B1 …      a pass starts when its stage is free and its input has arrived;
+    stage 1     F0 B0 F1 B1 …         a message arrives its transfer time after the pass that made it ends
+"""
+
+from dataclasses import dataclass
+
+from megatron_dynapipe.errors import PlanningError
+from megatron_dynapipe.plan.instructions import Forward, Pass
+from megatron_dynapipe.plan.timeline import Event, Timeline
+from megatron_dynapipe.planning.problem import PassOrder, PipelineProblem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """One replica's iteration as predicted. Tuples are per pipeline rank."""
+
+    timeline: Timeline
+    """One event per pass."""
+    makespan_ns: int
+    busy_ns: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+    """High-water mark, model state included."""
+
+    @property
+    def idle_ns(self) -> tuple[int, ...]:
+        """Time of each rank that no pass fills, from the iteration's first pass to its last."""
+        return tuple(self.makespan_ns - busy for busy in self.busy_ns)
+
+
+def simulate(problem: PipelineProblem, order: PassOrder, *, queue_links: bool = False) -> Simulation:
+    """Run `order` on the problem's costs.
+
+    Args:
+        problem: costs of the micro-batches.
+        order: passes per rank.
+        queue_links: a link carries one message at a time (per direction and payload), instead of all at once.
+
+    Raises:
+        PlanningError: the order stalls: a pass waits for one that can only run after it.
+    """
+    run = _Run(problem, queue_links)
+    position = [0] * problem.stages
+    events: list[list[Event]] = [[] for _ in range(problem.stages)]
+    moved = True
+    while moved:
+        moved = False
+        for rank, passes in enumerate(order):
+            while position[rank] < len(passes) and (event := run.attempt(rank, passes[position[rank]])):
+                events[rank].append(event)
+                position[rank] += 1
+                moved = True
+    stuck = [rank for rank in range(problem.stages) if position[rank] < len(order[rank])]
+    if stuck:
+        waiting = ", ".join(f"stage {rank} at {order[rank][position[rank]]}" for rank in stuck)
+        raise PlanningError(f"the pass order stalls: {waiting}")
+    return Simulation(
+        timeline=tuple(map(tuple, events)),
+        makespan_ns=max(run.free_ns, default=0),
+        busy_ns=tuple(sum(e.end_ns - e.start_ns for e in rank_events) for rank_events in events),
+        peak_bytes=tuple(run.peak_bytes),
+    )
+
+
+class _Run:
+    """State of a simulation: when each rank is free, what it holds, and when each message arrives."""
+
+    def __init__(self, problem: PipelineProblem, queue_links: bool) -> None:
+        self.problem = problem
+        self.queue_links = queue_links
+        self.free_ns = [0] * problem.stages
+        self.held_bytes: list[int] = problem.model_state_bytes.tolist()
+        self.peak_bytes = list(self.held_bytes)
+        self.arrival_ns: dict[tuple[bool, int, int], int] = {}
+        """(forward?, micro-batch, virtual stage) → when its input is there; first stages' inputs are there at 0."""
+        self.link_free_ns: dict[tuple[bool, int], int] = {}
+
+    def attempt(self, rank: int, step: Pass) -> Event | None:
+        """Run one pass if its input has been made; None otherwise."""
+        forward = isinstance(step, Forward)
+        row, stage = step.micro_batch, step.chunk * self.problem.stages + rank
+        ready = 0 if forward and stage == 0 else self.arrival_ns.get((forward, row, stage))
+        if ready is None or (not forward and (True, row, stage + 1) not in self.arrival_ns):
+            return None
+        costs = self.problem.forward_ns if forward else self.problem.backward_ns
+        start = max(self.free_ns[rank], ready)
+        end = start + int(costs[row, stage])
+        self.free_ns[rank] = end
+        self._hold(rank, row, stage, forward)
+        self._send(row, stage, forward, end)
+        return Event(step, start, end)
+
+    def _hold(self, rank: int, row: int, stage: int, forward: bool) -> None:
+        stored = 0 if self.problem.forward_only else int(self.problem.stored_bytes[row, stage])
+        if forward:
+            high = self.held_bytes[rank] + int(self.problem.peak_bytes[row, stage])
+            self.peak_bytes[rank] = max(self.peak_bytes[rank], high)
+        self.held_bytes[rank] += stored if forward else -stored
+
+    def _send(self, row: int, stage: int, forward: bool, end: int) -> None:
+        last = self.problem.virtual_stages - 1
+        times = self.problem.forward_transfer_ns if forward else self.problem.backward_transfer_ns
+        duration = int(times[row, stage])
+        depart = end
+        if self.queue_links:
+            link = (forward, stage % self.problem.stages)
+            depart = max(end, self.link_free_ns.get(link, 0))
+            self.link_free_ns[link] = depart + duration
+        self.arrival_ns[forward, row, stage + 1 if forward else stage - 1] = depart + duration
+        if forward and stage == last:
+            self.arrival_ns[False, row, stage] = end
