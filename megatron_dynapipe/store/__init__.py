@@ -1,0 +1,19 @@
+"""Plans on their way from the planner to the ranks: bytes under keys, with deadlines, in a Redis-compatible server."""
+
+from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.store.keys import PlanKeys, new_job_name
+from megatron_dynapipe.store.memory import MemoryStore
+from megatron_dynapipe.store.protocol import PlanStore
+from megatron_dynapipe.store.redis_store import RedisStore, open_store
+from megatron_dynapipe.store.server import StoreServer
+
+__all__ = [
+    "MemoryStore",
+    "PlanKeys",
+    "PlanStore",
+    "RedisStore",
+    "StoreAddress",
+    "StoreServer",
+    "new_job_name",
+    "open_store",
+]

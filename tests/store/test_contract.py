@@ -1,0 +1,214 @@
+"""What every plan store promises, on each implementation."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megatron_dynapipe.errors import StoreError, StoreTimeoutError
+from megatron_dynapipe.store import MemoryStore, PlanStore, StoreServer, open_store
+
+type Later = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[StoreServer]:
+    with StoreServer() as running:
+        yield running
+
+
+@pytest.fixture(params=["memory", "redis"])
+def store(request: pytest.FixtureRequest) -> Iterator[PlanStore]:
+    opened: PlanStore = (
+        MemoryStore() if request.param == "memory" else open_store(request.getfixturevalue("server").address)
+    )
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def key(request: pytest.FixtureRequest) -> str:
+    """A key of this test's own: the server is shared."""
+    return f"test:{request.node.name}"
+
+
+@pytest.fixture
+def later(store: PlanStore) -> Iterator[Later]:
+    """Runs an action on the store after a while; the test ends when all have run."""
+    timers: list[threading.Timer] = []
+
+    def start(action: Callable[[], object], delay_s: float = 0.15) -> None:
+        timers.append(threading.Timer(delay_s, action))
+        timers[-1].start()
+
+    yield start
+    for timer in timers:
+        timer.join(10)
+
+
+def test_a_value_is_read_as_it_was_published(store: PlanStore, key: str) -> None:
+    for name, value in (("empty", b""), ("zeros", bytes(100)), ("every byte", bytes(range(256)))):
+        store.put(f"{key}:{name}", value)
+        assert store.wait_any([f"{key}:{name}"], timeout_s=5, what="it") == (f"{key}:{name}", value)
+
+
+def test_a_large_value_passes_whole(store: PlanStore, key: str) -> None:
+    value = bytes(range(256)) * 64_000  # 16 MB, a hundred times a large plan
+    store.put(key, value)
+    assert store.wait_any([key], timeout_s=10, what="a large value")[1] == value
+
+
+def test_a_value_above_the_limit_is_refused(store: PlanStore, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_dynapipe.store.protocol.MAX_VALUE_BYTES", 10)
+    with pytest.raises(StoreError, match="is 11 B, above the limit of 10 B"):
+        store.put(key, bytes(11))
+
+
+def test_publishing_equal_bytes_again_does_nothing(store: PlanStore, key: str) -> None:
+    store.put(key, b"plan")
+    store.put(key, b"plan")
+    assert store.wait_any([key], timeout_s=5, what="it")[1] == b"plan"
+
+
+def test_publishing_other_bytes_is_refused_and_changes_nothing(store: PlanStore, key: str) -> None:
+    store.put(key, b"plan")
+    with pytest.raises(StoreError, match=r"already holds other bytes \(4 B\) than those now published \(5 B\)"):
+        store.put(key, b"other")
+    assert store.wait_any([key], timeout_s=5, what="it")[1] == b"plan"
+
+
+def test_of_several_first_writers_one_wins(store: PlanStore, key: str) -> None:
+    won: list[int] = []
+
+    def write(writer: int) -> None:
+        if store.put_first(key, b"%d" % writer):
+            won.append(writer)
+
+    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(won) == 1
+    assert store.wait_any([key], timeout_s=5, what="it")[1] == b"%d" % won[0]
+
+
+def test_every_waiting_reader_gets_the_value(store: PlanStore, key: str) -> None:
+    got: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda: got.append(store.wait_any([key], timeout_s=10, what="it")[1])) for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    assert got == []
+    store.put(key, b"plan")
+    for thread in threads:
+        thread.join(10)
+    assert got == [b"plan"] * 6
+
+
+def test_a_wait_for_several_keys_ends_with_the_one_that_comes(store: PlanStore, key: str, later: Later) -> None:
+    later(lambda: store.put(f"{key}:b", b"2"))
+    assert store.wait_any([f"{key}:a", f"{key}:b"], timeout_s=10, what="either") == (f"{key}:b", b"2")
+
+
+def test_of_several_present_keys_the_first_asked_for_is_returned(store: PlanStore, key: str) -> None:
+    store.put(f"{key}:a", b"1")
+    store.put(f"{key}:b", b"2")
+    for order in ("ab", "ba"):
+        keys = [f"{key}:{name}" for name in order]
+        assert store.wait_any(keys, timeout_s=5, what="both")[0] == keys[0]
+
+
+def test_a_wait_that_ends_in_vain_says_for_what_and_how_long(store: PlanStore, key: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(StoreTimeoutError) as caught:
+        store.wait_any([f"{key}:a", f"{key}:b"], timeout_s=0.3, what="the plan of iteration 7")
+    assert 0.25 < time.monotonic() - started < 2
+    assert str(caught.value).startswith(
+        f"waited 0.3 s for the plan of iteration 7, and none of these came: {key}:a, {key}:b\nhint: "
+    )
+
+
+def test_a_deleted_key_is_gone_and_may_be_published_anew(store: PlanStore, key: str) -> None:
+    store.put(key, b"plan")
+    store.delete([key, f"{key}:never"])
+    store.delete([])
+    with pytest.raises(StoreTimeoutError):
+        store.wait_any([key], timeout_s=0.05, what="it")
+    store.put(key, b"again")
+    assert store.wait_any([key], timeout_s=5, what="it")[1] == b"again"
+
+
+@pytest.mark.parametrize(
+    ("announced", "goal", "reached"),
+    [
+        ([0], 0, 0),
+        ([3], 3, 3),
+        ([3], 0, 3),
+        ([1, 2, 5], 4, 5),
+        ([5, 2], 4, 5),
+        ([5, 5], 5, 5),
+        ([2, 3], 4, None),
+        ([], 0, None),
+    ],
+)
+def test_progress_is_the_largest_value_announced(
+    store: PlanStore, key: str, announced: list[int], goal: int, reached: int | None
+) -> None:
+    for value in announced:
+        store.announce(key, value)
+    if reached is None:
+        with pytest.raises(StoreTimeoutError, match=r"waited 0\.05 s for training, and none of these came"):
+            store.wait_progress({key: goal}, timeout_s=0.05, what="training")
+    else:
+        assert store.wait_progress({key: goal}, timeout_s=5, what="training") == {key: reached}
+
+
+def test_progress_wakes_a_waiter_only_when_its_goal_is_reached(store: PlanStore, key: str, later: Later) -> None:
+    later(lambda: store.announce(key, 4), 0.1)
+    later(lambda: store.announce(key, 5), 0.3)
+    started = time.monotonic()
+    assert store.wait_progress({key: 5}, timeout_s=10, what="training") == {key: 5}
+    assert time.monotonic() - started > 0.25
+
+
+def test_progress_of_any_of_several_topics_ends_the_wait(store: PlanStore, key: str, later: Later) -> None:
+    store.announce(f"{key}:train", 3)
+    later(lambda: store.announce(f"{key}:valid", 1))
+    goals = {f"{key}:train": 9, f"{key}:valid": 1}
+    assert store.wait_progress(goals, timeout_s=10, what="training") == {f"{key}:valid": 1}
+    store.announce(f"{key}:train", 10)
+    assert store.wait_progress(goals, timeout_s=5, what="training") == {f"{key}:train": 10, f"{key}:valid": 1}
+
+
+def test_negative_progress_is_a_bug_of_ours(store: PlanStore, key: str) -> None:
+    with pytest.raises(AssertionError, match="progress is never negative, got -1"):
+        store.announce(key, -1)
+
+
+@pytest.mark.parametrize(("keys", "timeout_s"), [([], 1.0), (["k"], 0.0), (["k"], float("inf"))])
+def test_a_wait_without_key_or_deadline_is_a_bug_of_ours(store: PlanStore, keys: list[str], timeout_s: float) -> None:
+    with pytest.raises(AssertionError, match="a wait needs"):
+        store.wait_any(keys, timeout_s=timeout_s, what="nothing")
+
+
+def test_closing_ends_waits_of_other_threads(store: PlanStore, key: str, later: Later) -> None:
+    later(store.close)
+    started = time.monotonic()
+    with pytest.raises(StoreError) as caught:
+        store.wait_any([key], timeout_s=20, what="it")
+    assert not isinstance(caught.value, StoreTimeoutError)
+    assert time.monotonic() - started < 5
+    with pytest.raises(StoreError, match="this plan store is closed"):
+        store.put(key, b"late")
+
+
+def test_ten_thousand_plans_pass(store: PlanStore, key: str) -> None:
+    for index in range(10_000):
+        store.put(f"{key}:{index}", b"%d" % index)
+        assert store.wait_any([f"{key}:{index}"], timeout_s=5, what="it")[1] == b"%d" % index
+        if index % 100 == 99:
+            store.delete([f"{key}:{old}" for old in range(index - 99, index + 1)])

