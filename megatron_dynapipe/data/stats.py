@@ -1,0 +1,93 @@
+"""Statistics of a dataset's lengths: per task and in total."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from megatron_dynapipe.data.meta import SPLITS, meta_path, open_split, read_meta
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.sampling.lengths import read_task_ids
+
+
+class LengthStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens per sample: the mean, percentiles and the longest."""
+
+    mean: float
+    p50: int
+    p90: int
+    p99: int
+    max: int
+
+    @classmethod
+    def of(cls, lengths: npt.NDArray[np.int32]) -> "LengthStatistics":
+        """Statistics of at least one length; a percentile is a length that occurs."""
+        p50, p90, p99 = (int(value) for value in np.percentile(lengths, (50, 90, 99), method="inverted_cdf"))
+        return cls(mean=round(float(lengths.mean()), 2), p50=p50, p90=p90, p99=p99, max=int(lengths.max()))
+
+
+class TaskStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """One task's samples, or all tasks' together under the name "total"."""
+
+    task: str
+    samples: int
+    input: LengthStatistics
+    target: LengthStatistics
+
+
+class DatasetStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A split's statistics: `dynapipe-data-stats/1`."""
+
+    format: str
+    split: str
+    tasks: tuple[TaskStatistics, ...]
+    total: TaskStatistics
+
+
+def dataset_statistics(folder: Path, split: str) -> DatasetStatistics:
+    """Statistics of a split of a dataset folder; a task without samples in it is left out.
+
+    Raises:
+        DataError: the dataset is missing or damaged, or the split is empty.
+    """
+    meta, lengths = read_meta(folder), open_split(folder, split).lengths
+    if not len(lengths):
+        full = ", ".join(name for name in SPLITS if meta.samples[name])
+        raise DataError(f"{folder}: expected samples in the split {split!r}, got 0", hint=f"it has samples in {full}")
+    task_ids = read_task_ids(folder, split, len(lengths))
+    if int(task_ids.max()) >= len(meta.tasks):
+        raise DataError(f"{meta_path(folder)}: expected {task_ids.max() + 1} tasks, got {len(meta.tasks)}")
+
+    def rows(task: str, chosen: npt.NDArray[np.bool_]) -> TaskStatistics:
+        return TaskStatistics(
+            task=task,
+            samples=int(chosen.sum()),
+            input=LengthStatistics.of(lengths.input[chosen]),
+            target=LengthStatistics.of(lengths.target[chosen]),
+        )
+
+    present = [(index, name) for index, name in enumerate(meta.tasks) if bool((task_ids == index).any())]
+    return DatasetStatistics(
+        format="dynapipe-data-stats/1",
+        split=split,
+        tasks=tuple(rows(name, task_ids == index) for index, name in present),
+        total=rows("total", np.ones(len(lengths), np.bool_)),
+    )
+
+
+def statistics_table(statistics: DatasetStatistics) -> str:
+    """The statistics as text, one line per task."""
+    all_rows = [*statistics.tasks, statistics.total]
+    width = max(len(row.task) for row in all_rows)
+    columns = "".join(f"{name:>7}" for name in ("mean", "p50", "p90", "p99", "max"))
+    lines = [
+        f"{'':<{width}} {'':>9}  {'input tokens':<35}  target tokens",
+        f"{'task':<{width}} {'samples':>9} {columns} {columns}",
+    ]
+    for row in all_rows:
+        cells = " ".join(
+            f"{part.mean:7.1f}{part.p50:7d}{part.p90:7d}{part.p99:7d}{part.max:7d}" for part in (row.input, row.target)
+        )
+        lines.append(f"{row.task:<{width}} {row.samples:>9} {cells}")
+    return "\n".join(lines)
