@@ -1,11 +1,11 @@
 """The same training without a GPU: what Megatron needs when CUDA is absent.
 
-`enable()` before Megatron is imported, `ARGS_DEFAULTS` among the defaults of its arguments, `quieten()` if start-up
-noise is not wanted. With a CUDA device nothing is touched.
+At the top of a script, before Megatron is imported: `quieten()` (if start-up noise is not wanted), `enable()`, then
+`silence_prints()`; later `set_args_defaults(parser)`. With a CUDA device `enable()` touches nothing.
 """
 
-from megatron_dynapipe.cpu.flags import ARGS_DEFAULTS
-from megatron_dynapipe.cpu.noise import quieten
+from megatron_dynapipe.cpu.flags import ARGS_DEFAULTS, set_args_defaults
+from megatron_dynapipe.cpu.noise import quieten, silence_prints
 from megatron_dynapipe.cpu.platform import (
     KNOWN_MEGATRON_VERSIONS,
     check_megatron_version,
@@ -26,4 +26,6 @@ __all__ = [
     "is_enabled",
     "is_needed",
     "quieten",
+    "silence_prints",
+    "set_args_defaults",
 ]

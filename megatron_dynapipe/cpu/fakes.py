@@ -113,7 +113,7 @@ def returning(value: Any) -> Callable[[Any], Any]:
 
 
 def as_cpu(device: Any) -> Any:
-    """`device`, with every way of naming a CUDA device (`"cuda"`, `"cuda:1"`, 0, `torch.device`) turned into the CPU."""
+    """`device`, with every name of a CUDA device (`"cuda"`, `"cuda:1"`, 0, a `torch.device`) turned into the CPU."""
     if isinstance(device, torch.device):
         return CPU if device.type == "cuda" else device
     if isinstance(device, str):

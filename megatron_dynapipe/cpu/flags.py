@@ -17,8 +17,8 @@ ARGS_DEFAULTS: dict[str, Any] = {
 }
 """Defaults of Megatron's arguments (by destination) for a run on the CPU.
 
-For `parser.set_defaults`, which the command line overrides. `args_defaults` of Megatron's `parse_and_validate_args` only
-fills arguments that are None, so it changes none of these.
+For `parser.set_defaults`, which the command line overrides. The `args_defaults` of Megatron's `parse_and_validate_args`
+fill only arguments that are None, so they would change none of these.
 """
 
 

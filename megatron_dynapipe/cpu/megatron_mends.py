@@ -1,12 +1,14 @@
-"""What is mended inside Megatron itself for a run without CUDA: the one module of this package that imports it.
+"""What is mended or silenced inside Megatron itself: the one module of this package that imports it.
 
-Imported by `platform.enable` after the stand-ins are in force.
+`platform.enable` imports it after the stand-ins are in force.
 """
 
+import importlib
 import importlib.util
 
 from megatron.core.datasets import utils as _datasets_utils
 
+from megatron_dynapipe.cpu import fakes
 from megatron_dynapipe.cpu.standins import StandIn
 from megatron_dynapipe.errors import UnsupportedMegatronError
 
@@ -33,3 +35,36 @@ MENDS: tuple[StandIn, ...] = (
     ),
 )
 """Replacements in Megatron's own modules, in the form of the table of stand-ins."""
+
+SILENCED: tuple[StandIn, ...] = (
+    StandIn(
+        owner="megatron.training.arguments",
+        name="_print_args",
+        make=fakes.always(fakes.nothing),
+        why="prints some eight hundred lines, most of them of features that are off",
+    ),
+    StandIn(
+        owner="megatron.training.training",
+        name="report_theoretical_memory",
+        make=fakes.always(fakes.nothing),
+        why="prints ten lines that know nothing of plans",
+    ),
+)
+"""Functions that print at start-up what nobody reads."""
+
+SILENCED_ON_CPU: tuple[StandIn, ...] = (
+    StandIn(
+        owner="megatron.training.training",
+        name="report_memory",
+        make=fakes.always(fakes.nothing),
+        why="prints, on every rank, counters that are zero without CUDA",
+    ),
+)
+"""Functions that print what means nothing on a CPU."""
+
+
+def silence_prints(*, memory: bool) -> None:
+    """Make the functions of `SILENCED` (and, if `memory`, of `SILENCED_ON_CPU`) print nothing."""
+    for stand_in in SILENCED + (SILENCED_ON_CPU if memory else ()):
+        module = importlib.import_module(stand_in.owner)
+        setattr(module, stand_in.name, stand_in.make(getattr(module, stand_in.name)))

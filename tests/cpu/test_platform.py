@@ -1,0 +1,207 @@
+import importlib.metadata
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dynapipe.cpu import fakes, flags, platform, standins
+from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
+
+
+def run_alone(script: str) -> None:
+    """Run `script` in a process of its own, where Megatron has not been imported."""
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_every_row_names_something_that_torch_has_once():
+    rows = [(row.owner, row.name) for row in standins.STAND_INS]
+    assert len(set(rows)) == len(rows)
+    for row in standins.STAND_INS:
+        assert hasattr(platform._resolve(row.owner), row.name), row
+        assert row.why
+
+
+def test_enable_puts_everything_in_force_and_disable_takes_all_of_it_back():
+    run_alone(
+        """
+        import os, sys, torch
+        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None), os.environ.pop("TORCH_COMPILE_DISABLE", None)
+        from megatron_dynapipe import cpu
+        from megatron_dynapipe.cpu import platform, standins
+
+        rows = [(platform._resolve(row.owner), row.name) for row in standins.STAND_INS]
+        before = [vars(owner).get(name) for owner, name in rows]
+        assert not set(standins.ENVIRONMENT) & set(os.environ)
+        assert cpu.enable("cpu") and cpu.is_enabled()
+        during = [vars(owner).get(name) for owner, name in rows]
+        assert all(a is not b for a, b in zip(before, during))
+        assert cpu.enable("cpu"), "a second call changes nothing"
+        assert during == [vars(owner).get(name) for owner, name in rows]
+        assert set(standins.ENVIRONMENT) <= set(os.environ)
+        assert "megatron.core" in sys.modules, "mends are applied too"
+
+        assert torch.cuda.is_available() and torch.cuda.device_count() == 1
+        assert type(torch.cuda.current_device()) is int
+        for device in ("cuda", "cuda:0", 0, torch.device("cuda"), torch.cuda.current_device()):
+            assert torch.zeros(2, device=device).device.type == "cpu"
+            assert torch.zeros(2).to(device).device.type == "cpu"
+        assert torch.zeros(2, device="meta").device.type == "meta"
+        assert torch.zeros(2).cuda().to("cuda", torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+        assert torch.zeros(2).type(torch.int).dtype == torch.int
+        assert torch.nn.Linear(2, 2).cuda().to("cuda").weight.device.type == "cpu"
+        assert torch.compile(max) is max and torch.compile(dynamic=True)(max) is max
+
+        torch.cuda.manual_seed(3)
+        state = torch.cuda.get_rng_state()
+        first = torch.rand(4)
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(first, torch.rand(4)), "the CPU's generator is the device's"
+
+        cpu.disable()
+        assert before == [vars(owner).get(name) for owner, name in rows]
+        assert not set(standins.ENVIRONMENT) & set(os.environ)
+        cpu.disable()
+        assert not cpu.is_enabled()
+        """
+    )
+
+
+def test_megatrons_random_tracker_replays_what_it_drew():
+    run_alone(
+        """
+        from megatron_dynapipe import cpu
+        cpu.enable("cpu")
+        import torch
+        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+        def drawn(tracker):
+            with tracker.fork():
+                return torch.rand(3)
+
+        def tracker():
+            new = CudaRNGStatesTracker()
+            new.add("model-parallel-rng", 7)
+            return new
+
+        torch.manual_seed(1)
+        first = tracker()
+        outside = torch.get_rng_state()
+        a, b = drawn(first), drawn(first)
+        assert torch.equal(outside, torch.get_rng_state()), "a region leaves the state outside it alone"
+        assert not torch.equal(a, b)
+        assert torch.equal(a, drawn(tracker()))
+        """
+    )
+
+
+def test_the_context_manager_leaves_what_was_in_force_in_force():
+    run_alone(
+        """
+        import torch
+        from megatron_dynapipe import cpu
+        with cpu.enabled("cpu") as on_cpu:
+            assert on_cpu
+            with cpu.enabled("auto"):
+                assert cpu.is_enabled()
+            assert cpu.is_enabled()
+        assert not cpu.is_enabled()
+        """
+    )
+
+
+def test_enabling_after_megatron_was_imported_is_refused():
+    run_alone(
+        """
+        import megatron.core
+        from megatron_dynapipe import cpu, errors
+        try:
+            cpu.enable("cpu")
+        except errors.ConfigError as error:
+            assert "before Megatron is imported" in str(error) and "hint: " in str(error)
+        else:
+            raise SystemExit("not refused")
+        """
+    )
+
+
+@pytest.fixture
+def _with_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("_with_cuda")
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_with_a_cuda_device_nothing_is_touched(device, monkeypatch):
+    monkeypatch.setattr(platform, "_undo", None)
+    before = torch.zeros
+    assert not platform.enable(device)
+    assert torch.zeros is before and not platform.is_enabled()
+
+
+@pytest.mark.usefixtures("_with_cuda")
+def test_the_cpu_can_be_asked_for_where_there_is_cuda(monkeypatch):
+    monkeypatch.setattr(platform, "_undo", None)
+    assert platform.is_needed("cpu") and not platform.is_needed("auto")
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ConfigError, match="expected a device of auto, cpu or cuda, got 'tpu'"):
+        platform.is_needed("tpu")
+
+
+def test_an_unknown_megatron_is_refused_with_the_known_versions(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.99.0")
+    monkeypatch.setattr(platform, "_undo", None)
+    with pytest.raises(UnsupportedMegatronError, match=r"knows \(0.19.2\), found 0.99.0"):
+        platform.enable("cpu")
+    assert not platform.is_enabled()
+
+
+def test_a_missing_megatron_is_refused_with_the_version_to_install(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(UnsupportedMegatronError, match=r"expected megatron-core 0.19.2, found none") as caught:
+        platform.check_megatron_version()
+    assert "pip install" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cuda", "cpu"), ("cuda:3", "cpu"), (1, "cpu"), (torch.device("cuda", 1), "cpu"), ("meta", "meta")],
+)
+def test_names_of_cuda_devices_mean_the_cpu(device, expected):
+    assert torch.device(fakes.as_cpu(device)).type == expected
+
+
+def test_what_is_not_a_device_passes_unchanged():
+    assert fakes.as_cpu(torch.bfloat16) is torch.bfloat16
+    assert fakes.as_cpu(True) is True
+
+
+def test_events_read_the_clock():
+    start, end = fakes.Event(enable_timing=True), fakes.Event(enable_timing=True)
+    start.record()
+    end.record()
+    assert 0 <= start.elapsed_time(end) < 1000
+
+
+def test_every_default_is_an_argument_of_megatron_that_the_command_line_overrides():
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--distributed-backend", default="nccl")
+    assert flags.set_args_defaults(parser).parse_args([]).distributed_backend == "gloo"
+    assert parser.parse_args(["--distributed-backend", "nccl"]).distributed_backend == "nccl"
