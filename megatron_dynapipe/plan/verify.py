@@ -1,0 +1,98 @@
+"""The proof that a plan can run: made of every plan before it is published.
+
+samples    every sample once, in shapes that hold it                                  verify_samples
+buffers    every pass once, nothing used before it is made or after it is freed       verify_buffers
+transfers  sends and receives of equal shapes in equal order; no stall                verify_transfers
+memory     what passes keep, on top of the model state, within the limit              verify_memory
+"""
+
+from collections.abc import Collection, Sequence
+
+from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.plan.instructions import Instruction
+from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
+from megatron_dynapipe.plan.verify_buffers import Pipeline, StageTrace, trace_stage
+from megatron_dynapipe.plan.verify_memory import check_memory
+from megatron_dynapipe.plan.verify_samples import check_samples
+from megatron_dynapipe.plan.verify_transfers import check_pairing, check_progress, check_shapes
+
+
+def verify(plan: IterationPlan, *, expected_samples: Collection[int] | None = None) -> None:
+    """Prove that every rank can run its share of the plan and that no sample is lost.
+
+    Args:
+        plan: the whole iteration.
+        expected_samples: ids of the global batch, if the caller knows them.
+
+    Raises:
+        PlanError: what is wrong, naming replica, stage, step and instruction; for a stall, the cycle of waits.
+    """
+    _check_form(plan)
+    check_samples(plan, expected_samples)
+    for index, replica in enumerate(plan.replicas):
+        try:
+            _verify_replica(plan, replica)
+        except PlanError as error:
+            raise PlanError(f"iteration {plan.iteration}, replica {index}: {error.message}", hint=error.hint) from error
+
+
+def verify_lists(
+    lists: Sequence[Sequence[Instruction]], *, micro_batches: int, chunks: int = 1, forward_only: bool = False
+) -> tuple[StageTrace, ...]:
+    """Prove that instruction lists, one per pipeline rank, run every pass once and never stall.
+
+    Returns:
+        What each list does, for further checks.
+
+    Raises:
+        PlanError: as `verify`.
+    """
+    pipeline = Pipeline(stages=len(lists), chunks=chunks, micro_batches=micro_batches, forward_only=forward_only)
+    traces = tuple(trace_stage(pipeline, stage, instructions) for stage, instructions in enumerate(lists))
+    check_pairing(pipeline, traces)
+    check_progress(pipeline, traces)
+    return traces
+
+
+def _check_form(plan: IterationPlan) -> None:
+    if plan.pipeline_stages < 1 or plan.chunks < 1 or (plan.pipeline_stages == 1 and plan.chunks > 1):
+        raise PlanError(
+            f"expected at least one stage, and several chunks only on several stages, got {plan.pipeline_stages} "
+            f"stages of {plan.chunks} chunks"
+        )
+    if len(plan.model_state_bytes) != plan.pipeline_stages:
+        raise PlanError(
+            f"expected model state bytes for {plan.pipeline_stages} stages, got {len(plan.model_state_bytes)}"
+        )
+    for index, replica in enumerate(plan.replicas):
+        stages = [stage.stage for stage in replica.stages]
+        if stages != list(range(plan.pipeline_stages)):
+            raise PlanError(f"replica {index}: expected stages 0 to {plan.pipeline_stages - 1} in order, got {stages}")
+
+
+def _verify_replica(plan: IterationPlan, replica: ReplicaPlan) -> None:
+    lists = [stage.instructions for stage in replica.stages]
+    traces = verify_lists(
+        lists, micro_batches=len(replica.micro_batches), chunks=plan.chunks, forward_only=plan.forward_only
+    )
+    check_shapes(plan, replica, traces)
+    for stage_plan, trace, state_bytes in zip(replica.stages, traces, plan.model_state_bytes, strict=True):
+        _check_prediction(replica, stage_plan.stage, trace)
+        check_memory(plan, replica, trace, state_bytes)
+
+
+def _check_prediction(replica: ReplicaPlan, stage: int, trace: StageTrace) -> None:
+    """A prediction, where there is one, has the list's passes in the list's order, one after another."""
+    events = replica.stages[stage].predicted
+    if not events:
+        return
+    if [event.instruction for event in events] != trace.passes:
+        raise PlanError(f"stage {stage}: the predicted timeline does not hold the list's passes in the list's order")
+    clock = 0
+    for event in events:
+        if not clock <= event.start_ns <= event.end_ns <= replica.predicted_ns:
+            raise PlanError(
+                f"stage {stage}: expected predicted passes one after another within {replica.predicted_ns} ns, got "
+                f"{event.start_ns} to {event.end_ns} ns after {clock} ns"
+            )
+        clock = event.end_ns

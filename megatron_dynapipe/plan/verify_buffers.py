@@ -1,0 +1,283 @@
+"""Verify: one rank's list, on its own. Every buffer of every micro-batch goes through its states once, in order.
+
+    DATA                   absent ─LOAD─► ready ───────────── every chunk's F ───────────────► used ─FREE─► freed
+    INPUT, OUTPUT_GRAD     absent ─RECV─► moving ─WAIT_RECV─► ready ─ B (forward-only: F) ───► used ─FREE─► freed
+    OUTPUT, INPUT_GRAD     absent ─F, B─► ready ─SEND─► moving ─WAIT_SEND────────────────────► used ─FREE─► freed
+    the passes themselves  absent ─F─► ready ─B─► freed
+
+Since each instruction is allowed in one state only and every buffer must end freed, a list that passes has every
+pass, transfer and free exactly once, in an order that never uses what is not there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.plan.instructions import (
+    RECEIVED_BUFFER,
+    SENT_BUFFER,
+    Backward,
+    Buffer,
+    Forward,
+    Free,
+    Instruction,
+    Load,
+    Pass,
+    Payload,
+    RecvStart,
+    RecvWait,
+    SendStart,
+    SendWait,
+    TensorShape,
+)
+from megatron_dynapipe.plan.text import format_instruction, point_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """The dimensions a replica's lists are checked against."""
+
+    stages: int
+    chunks: int
+    micro_batches: int
+    forward_only: bool
+
+    def virtual_stage(self, stage: int, chunk: int) -> int:
+        """Position in the model of a rank's chunk."""
+        return chunk * self.stages + stage
+
+    @property
+    def last(self) -> int:
+        """The last virtual stage."""
+        return self.stages * self.chunks - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One end of a transfer: which tensors, as the receiving virtual stage names them, and where its start stands."""
+
+    micro_batch: int
+    boundary: int
+    """The boundary v → v + 1 between virtual stages that the tensors cross, either way: v."""
+    shapes: tuple[TensorShape, ...]
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A point of the list that blocks: until the peer has started the other end of transfer `number`."""
+
+    step: int
+    payload: Payload
+    sending: bool
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTrace:
+    """What one rank's list does, in order."""
+
+    stage: int
+    instructions: Sequence[Instruction]
+    passes: list[Pass] = field(default_factory=list)
+    sends: dict[Payload, list[Move]] = field(default_factory=lambda: {payload: [] for payload in Payload})
+    receives: dict[Payload, list[Move]] = field(default_factory=lambda: {payload: [] for payload in Payload})
+    waits: list[Wait] = field(default_factory=list)
+
+
+class State(IntEnum):
+    """Where a buffer is in its life."""
+
+    NONE = 0
+    """The stage never has this buffer: no INPUT at the model's start, no OUTPUT at its end, no gradients forward."""
+    ABSENT = 1
+    READY = 2
+    MOVING = 3
+    USED = 4
+    FREED = 5
+
+
+def trace_stage(pipeline: Pipeline, stage: int, instructions: Sequence[Instruction]) -> StageTrace:
+    """Walk one rank's list.
+
+    Raises:
+        PlanError: an instruction stands where it cannot run, or the list ends with work or buffers left.
+    """
+    walk = _Walk(pipeline, StageTrace(stage=stage, instructions=instructions))
+    handlers = walk.handlers()
+    step = -1
+    try:
+        for step, instruction in enumerate(instructions):
+            if not 0 <= instruction.micro_batch < pipeline.micro_batches:
+                raise PlanError(f"there are {pipeline.micro_batches} micro-batches")
+            handlers[type(instruction)](step, instruction)
+    except PlanError as error:
+        raise PlanError(f"stage {stage}, step {step}: {error.message}, at {point_at(instructions, step)}") from None
+    walk.check_end()
+    return walk.trace
+
+
+class _Walk:
+    """States of all buffers of one rank while its list is walked."""
+
+    def __init__(self, pipeline: Pipeline, trace: StageTrace) -> None:
+        self.pipeline, self.trace = pipeline, trace
+        self.first = trace.stage == 0
+        self.last = trace.stage == pipeline.stages - 1
+        rows, chunks = pipeline.micro_batches, pipeline.chunks
+        full = [State.ABSENT] * chunks
+        backward = [State.NONE if pipeline.forward_only else State.ABSENT] * chunks
+        not_first = [State.NONE, *full[1:]] if self.first else full
+        not_last = [*full[1:], State.NONE] if self.last else full
+        self.data = [State.ABSENT] * rows
+        self.forwards_left = [chunks] * rows
+        self.done = full * rows
+        self.buffers: dict[Buffer, list[State]] = {
+            Buffer.INPUT: not_first * rows,
+            Buffer.OUTPUT: not_last * rows,
+            Buffer.OUTPUT_GRAD: list(map(min, not_last, backward)) * rows,
+            Buffer.INPUT_GRAD: list(map(min, not_first, backward)) * rows,
+        }
+        self.sent: dict[Payload, dict[int, int]] = {payload: {} for payload in Payload}
+        self.receiving: dict[Payload, int | None] = dict.fromkeys(Payload)
+
+    def handlers(self) -> dict[type[Instruction], Callable[..., None]]:
+        """The method for each kind of instruction."""
+        return {
+            Load: self.load,
+            Forward: self.forward,
+            Backward: self.backward,
+            SendStart: self.send_start,
+            SendWait: self.send_wait,
+            RecvStart: self.recv_start,
+            RecvWait: self.recv_wait,
+            Free: self.free,
+        }
+
+    def load(self, step: int, load: Load) -> None:
+        if self.data[load.micro_batch] is not State.ABSENT:
+            raise PlanError(f"micro-batch {load.micro_batch} is loaded twice")
+        self.data[load.micro_batch] = State.READY
+
+    def forward(self, step: int, run: Forward) -> None:
+        key, row = self.key(run.micro_batch, run.chunk), run.micro_batch
+        if self.data[row] is not State.READY:
+            raise PlanError(f"DATA of micro-batch {row} is {self.data[row].name}, expected READY")
+        self.advance(self.done, key, State.ABSENT, State.READY, "the pass")
+        received, made = self.buffers[Buffer.INPUT], self.buffers[Buffer.OUTPUT]
+        if received[key] is not State.NONE:
+            after = State.USED if self.pipeline.forward_only else State.READY
+            self.advance(received, key, State.READY, after, "INPUT")
+        if made[key] is not State.NONE:
+            self.advance(made, key, State.ABSENT, State.READY, "OUTPUT")
+        self.forwards_left[row] -= 1
+        self.trace.passes.append(run)
+
+    def backward(self, step: int, run: Backward) -> None:
+        key = self.key(run.micro_batch, run.chunk)
+        if self.pipeline.forward_only:
+            raise PlanError("a forward-only plan has no backward passes")
+        self.advance(self.done, key, State.READY, State.FREED, "the forward pass")
+        for buffer, before, after in (
+            (Buffer.OUTPUT_GRAD, State.READY, State.USED),
+            (Buffer.INPUT, State.READY, State.USED),
+            (Buffer.INPUT_GRAD, State.ABSENT, State.READY),
+        ):
+            states = self.buffers[buffer]
+            if states[key] is not State.NONE:
+                self.advance(states, key, before, after, buffer.name)
+        self.trace.passes.append(run)
+
+    def send_start(self, step: int, send: SendStart) -> None:
+        payload = send.payload
+        key = self.key(send.micro_batch, send.chunk)
+        self.check_peer(send.peer, downstream=payload is Payload.ACTIVATION)
+        buffer = SENT_BUFFER[payload]
+        self.advance(self.buffers[buffer], key, State.READY, State.MOVING, buffer.name)
+        boundary = send.chunk * self.pipeline.stages + self.trace.stage - (payload is Payload.GRADIENT)
+        moves = self.trace.sends[payload]
+        self.sent[payload][key] = len(moves)
+        moves.append(Move(send.micro_batch, boundary, send.shapes, step))
+
+    def send_wait(self, step: int, wait: SendWait) -> None:
+        payload = wait.payload
+        key = self.key(wait.micro_batch, wait.chunk)
+        self.check_peer(wait.peer, downstream=payload is Payload.ACTIVATION)
+        buffer = SENT_BUFFER[payload]
+        self.advance(self.buffers[buffer], key, State.MOVING, State.USED, buffer.name)
+        self.trace.waits.append(Wait(step, payload, True, self.sent[payload][key]))
+
+    def recv_start(self, step: int, receive: RecvStart) -> None:
+        payload = receive.payload
+        key = self.key(receive.micro_batch, receive.chunk)
+        self.check_peer(receive.peer, downstream=payload is Payload.GRADIENT)
+        if self.receiving[payload] is not None:
+            raise PlanError("the channel has a receive already that has not been waited for")
+        buffer = RECEIVED_BUFFER[payload]
+        self.advance(self.buffers[buffer], key, State.ABSENT, State.MOVING, buffer.name)
+        self.receiving[payload] = key
+        boundary = receive.chunk * self.pipeline.stages + self.trace.stage - (payload is Payload.ACTIVATION)
+        self.trace.receives[payload].append(Move(receive.micro_batch, boundary, receive.shapes, step))
+
+    def recv_wait(self, step: int, wait: RecvWait) -> None:
+        payload = wait.payload
+        key = self.key(wait.micro_batch, wait.chunk)
+        self.check_peer(wait.peer, downstream=payload is Payload.GRADIENT)
+        buffer = RECEIVED_BUFFER[payload]
+        self.advance(self.buffers[buffer], key, State.MOVING, State.READY, buffer.name)
+        self.receiving[payload] = None
+        self.trace.waits.append(Wait(step, payload, False, len(self.trace.receives[payload]) - 1))
+
+    def free(self, step: int, free: Free) -> None:
+        row = free.micro_batch
+        if free.buffer is not Buffer.DATA:
+            key = self.key(row, free.chunk)
+            self.advance(self.buffers[free.buffer], key, State.USED, State.FREED, free.buffer.name)
+        elif free.chunk != 0 or self.data[row] is not State.READY or self.forwards_left[row]:
+            raise PlanError(
+                f"DATA of micro-batch {row} is {self.data[row].name} with {self.forwards_left[row]} forward passes "
+                "left, expected READY with none left"
+            )
+        else:
+            self.data[row] = State.FREED
+
+    def key(self, micro_batch: int, chunk: int) -> int:
+        """Index of a micro-batch's state on a chunk."""
+        if not 0 <= chunk < self.pipeline.chunks:
+            raise PlanError(f"the stage has {self.pipeline.chunks} chunks")
+        return micro_batch * self.pipeline.chunks + chunk
+
+    def check_peer(self, peer: int, *, downstream: bool) -> None:
+        """Activations flow to the next rank, gradients to the one before."""
+        expected = (self.trace.stage + (1 if downstream else -1)) % self.pipeline.stages
+        if peer != expected:
+            raise PlanError(f"expected stage {expected} as peer")
+
+    @staticmethod
+    def advance(states: list[State], key: int, before: State, after: State, name: str) -> None:
+        """Move a buffer from one state to the next, and from no other."""
+        if states[key] is not before:
+            raise PlanError(f"{name} is {states[key].name}, expected {before.name}")
+        states[key] = after
+
+    def check_end(self) -> None:
+        """All passes run, all buffers freed."""
+        for row, state in enumerate(self.data):
+            if state is not State.FREED:
+                raise self.leftover(f"DATA of micro-batch {row}", state)
+        run = State.READY if self.pipeline.forward_only else State.FREED
+        chunks = self.pipeline.chunks
+        for key, state in enumerate(self.done):
+            if state is not run:
+                missing = Forward if state is State.ABSENT else Backward
+                word = format_instruction(missing(key // chunks, key % chunks))
+                raise PlanError(f"stage {self.trace.stage}: the list ends without {word}")
+        for buffer, states in self.buffers.items():
+            for key, state in enumerate(states):
+                if state not in (State.FREED, State.NONE):
+                    raise self.leftover(f"{buffer.name} of micro-batch {key // chunks}, chunk {key % chunks}", state)
+
+    def leftover(self, what: str, state: State) -> PlanError:
+        """A buffer that the list's end leaves behind."""
+        return PlanError(f"stage {self.trace.stage}: the list ends with {what} {state.name}, expected FREED")

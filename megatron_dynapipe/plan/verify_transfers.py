@@ -1,0 +1,123 @@
+"""Verify: transfers pair up over all ranks, in equal shapes and order, and never wait in a circle.
+
+Channels are rendezvous channels, one FIFO per channel and pair of ranks: a send is complete once its receive has
+been started, a receive once its send has been started. Starting blocks nobody, so a list stands still only at waits,
+and a wait ends when the peer's list has passed one known step. The replay moves every list as far as it can go.
+"""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.plan.instructions import Payload, TensorShape
+from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
+from megatron_dynapipe.plan.text import point_at
+from megatron_dynapipe.plan.verify_buffers import Move, Pipeline, StageTrace, Wait
+
+
+def check_pairing(pipeline: Pipeline, traces: Sequence[StageTrace]) -> None:
+    """Raise a PlanError where the n-th send of a channel is not what its receiver receives n-th."""
+    for sender in traces:
+        for payload, sends in sender.sends.items():
+            receiver = traces[_peer(pipeline, sender.stage, payload, sending=True)]
+            for number, (send, receive) in enumerate(zip_longest(sends, receiver.receives[payload])):
+                if send is None or receive is None or _differ(send, receive):
+                    raise PlanError(
+                        f"transfer {number} of {payload.name.lower()}s from stage {sender.stage} to {receiver.stage}: "
+                        f"sent is {_describe(sender, send)}, received is {_describe(receiver, receive)}"
+                    )
+
+
+def check_progress(pipeline: Pipeline, traces: Sequence[StageTrace]) -> None:
+    """Raise a PlanError that shows the cycle where ranks would wait for each other for ever."""
+    targets = [[_target(pipeline, traces, trace.stage, wait) for wait in trace.waits] for trace in traces]
+    done = [0] * len(traces)
+    reached = [_next_wait(trace, 0) for trace in traces]
+    moved = True
+    while moved:
+        moved = False
+        for stage, trace in enumerate(traces):
+            goals, position = targets[stage], done[stage]
+            while position < len(goals) and reached[goals[position][0]] > goals[position][1]:
+                position += 1
+                reached[stage] = _next_wait(trace, position)
+            if position > done[stage]:
+                done[stage] = position
+                moved = True
+    stuck = [stage for stage, trace in enumerate(traces) if done[stage] < len(trace.waits)]
+    if stuck:
+        raise PlanError("the plan stalls: " + _cycle(traces, targets, done, stuck[0]))
+
+
+def check_shapes(plan: IterationPlan, replica: ReplicaPlan, traces: Sequence[StageTrace]) -> None:
+    """Raise a PlanError where a tensor's shape is not its micro-batch's, or a gradient's not its activation's.
+
+    Every boundary passes [input length / p, size, hidden], or that and [target length / p, size, hidden], with one
+    hidden size and one sequence-parallel size p in the whole plan.
+    """
+    moves = [(trace, payload, move) for trace in traces for payload, sent in trace.sends.items() for move in sent]
+    if not moves:
+        return
+    first = moves[0][2]
+    if not first.shapes or len(first.shapes[0]) != 3 or min(first.shapes[0]) < 1:
+        raise PlanError(f"expected tensors of three dimensions of at least 1, got {first.shapes}")
+    length, _, hidden = first.shapes[0]
+    parallel = max(replica.micro_batches[first.micro_batch].shape.input_length // length, 1)
+    allowed: list[tuple[tuple[TensorShape, ...], ...]] = []
+    for micro_batch in replica.micro_batches:
+        size, inputs, targets = micro_batch.shape
+        both = ((inputs // parallel, size, hidden), (targets // parallel, size, hidden))
+        allowed.append((both[:1], both) if targets else (both[:1],))
+    crossing: dict[int, int] = {}
+    for trace, payload, move in moves:
+        tensors = crossing.setdefault(move.boundary, len(move.shapes))
+        if move.shapes not in allowed[move.micro_batch] or len(move.shapes) != tensors:
+            shape = replica.micro_batches[move.micro_batch].shape
+            raise PlanError(
+                f"stage {trace.stage}, step {move.step}: the {payload.name.lower()}s of a micro-batch of shape {shape} "
+                f"cannot be {move.shapes}, at {point_at(trace.instructions, move.step)}"
+            )
+    counts = [crossing[boundary] for boundary in sorted(crossing)]
+    if counts != sorted(counts):
+        raise PlanError(f"expected boundaries after the first decoder layer to pass both tensors, got {counts}")
+
+
+def _peer(pipeline: Pipeline, stage: int, payload: Payload, *, sending: bool) -> int:
+    downstream = (payload is Payload.ACTIVATION) == sending
+    return (stage + (1 if downstream else -1)) % pipeline.stages
+
+
+def _differ(send: Move, receive: Move) -> bool:
+    return send.micro_batch != receive.micro_batch or send.boundary != receive.boundary or send.shapes != receive.shapes
+
+
+def _describe(trace: StageTrace, move: Move | None) -> str:
+    return "nothing" if move is None else f"{point_at(trace.instructions, move.step, around=1)} (step {move.step})"
+
+
+def _next_wait(trace: StageTrace, number: int) -> int:
+    """The step at which a list stands once `number` of its waits are over: its next wait, or its end."""
+    return trace.waits[number].step if number < len(trace.waits) else len(trace.instructions)
+
+
+def _target(pipeline: Pipeline, traces: Sequence[StageTrace], stage: int, wait: Wait) -> tuple[int, int]:
+    """(peer, step of its list that must have run) for a wait to end."""
+    peer = _peer(pipeline, stage, wait.payload, sending=wait.sending)
+    others = traces[peer].receives if wait.sending else traces[peer].sends
+    return peer, others[wait.payload][wait.number].step
+
+
+def _cycle(traces: Sequence[StageTrace], targets: list[list[tuple[int, int]]], done: list[int], start: int) -> str:
+    """Follow the waits from one stuck stage until a stage comes back; show each link of the circle."""
+    path: list[int] = []
+    stage = start
+    while stage not in path:
+        path.append(stage)
+        stage = targets[stage][done[stage]][0]
+    links = []
+    for waiting in path[path.index(stage) :]:
+        peer, step = targets[waiting][done[waiting]]
+        at = point_at(traces[waiting].instructions, traces[waiting].waits[done[waiting]].step, around=2)
+        goal = point_at(traces[peer].instructions, step, around=0)
+        links.append(f"stage {waiting} at {at} waits for stage {peer} to reach {goal} (step {step})")
+    return "; ".join(links)
