@@ -21,7 +21,9 @@ is_done() { [[ -f $1 && $(<"$1") == "$2" ]]; }
 mark() { printf '%s\n' "$2" >"$1.new" && mv -- "$1.new" "$1"; }
 
 make_environment() {
-    if [[ -x $PYTHON ]] && "$PYTHON" -I -c 'import pip' 2>/dev/null; then
+    if [[ -f $STATE/unpacking ]]; then
+        say "the last set-up was interrupted while it unpacked; making .venv anew"
+    elif [[ -x $PYTHON ]] && "$PYTHON" -I -c 'import pip' 2>/dev/null; then
         "$PYTHON" -I -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))' ||
             fail ".venv holds $("$PYTHON" -V), needed is Python 3.12 or 3.13" "move .venv away and run this again"
         return
@@ -42,8 +44,10 @@ install_packages() {
             "free some space, or clone to another disk"
         say "downloading the pinned packages: about 3 GB, 6 GB installed; once"
     fi
+    touch "$STATE/unpacking"  # pip takes a half-unpacked package for installed: see make_environment
     pip_install "$(grep '^pip==' requirements.lock)"
     pip_install --no-deps -r requirements.lock
+    rm -- "$STATE/unpacking"
     mark "$STATE/packages" "$inputs"
 }
 
@@ -57,7 +61,7 @@ install_project() {
     inputs=$(shopt -s nullglob; digest requirements.lock pyproject.toml setup.py csrc/*)
     is_done "$STATE/project" "$inputs" && return
     say "installing megatron-dynapipe (editable)"
-    pip_install --quiet --no-build-isolation --no-deps --editable .
+    PYTHONWARNINGS=ignore pip_install --quiet --no-build-isolation --no-deps --editable .
     if compgen -G 'csrc/*.cpp' >/dev/null && ! "$PYTHON" -c 'import megatron_dynapipe.planning._native' 2>/dev/null; then
         say "notice: the native planner core was not built (no C++17 compiler?); planning runs in pure Python, slower"
     fi

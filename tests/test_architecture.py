@@ -74,8 +74,9 @@ def imports(source: str, module: str, *, is_package: bool = False) -> Iterator[I
                     yield from (Import(node.lineno, f"{base}.{alias.name}") for alias in names)
                 else:
                     yield Import(node.lineno, base)
-            case ast.Call(func=ast.Name(id="import_module" | "__import__")) | ast.Call(
-                func=ast.Attribute(attr="import_module")
+            case (
+                ast.Call(func=ast.Name(id="import_module" | "__import__"))
+                | ast.Call(func=ast.Attribute(attr="import_module"))
             ):
                 if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
                     yield Import(node.lineno, node.args[0].value)

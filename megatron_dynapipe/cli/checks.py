@@ -74,8 +74,8 @@ def check_device(name: str) -> Check:
 
     cores = len(os.sched_getaffinity(0))
     if not torch.cuda.is_available():
-        built = f"PyTorch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "PyTorch is built without CUDA"
-        return Check(name=name, status="ok", found=f"no CUDA device ({built}): runs use the CPU, {cores} cores")
+        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        return Check(name=name, status="ok", found=f"no CUDA device (PyTorch is {build}): runs use {cores} CPU cores")
     devices = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
     listed = ", ".join(f"{device.name} ({device.total_memory // 10**6:,} MB)" for device in devices)
     return Check(name=name, status="ok", found=f"{len(devices)} CUDA: {listed}; {cores} CPU cores")
@@ -83,16 +83,17 @@ def check_device(name: str) -> Check:
 
 def check_megatron(name: str) -> Check:
     """Megatron with its training loop, of a version whose seams are known."""
-    from megatron_dynapipe.cpu.platform import KNOWN_MEGATRON_VERSIONS as known
+    from megatron_dynapipe.cpu.platform import KNOWN_MEGATRON_VERSIONS
 
-    wanted = f"megatron-core[training]=={known[-1]}"
+    wanted = f"megatron-core[training]=={KNOWN_MEGATRON_VERSIONS[-1]}"
     version = _version("megatron-core")
     if version is None:
         return Check(name=name, status="fail", found="not installed", hint=f"pip install '{wanted}'")
     if importlib.util.find_spec("megatron.training") is None:
-        return Check(name=name, status="fail", found=f"{version}, without megatron.training", hint=f"pip install '{wanted}'")
-    if version not in known:
-        found = f"{version}; known are {', '.join(known)}"
+        found = f"{version}, without its training loop"
+        return Check(name=name, status="fail", found=found, hint=f"pip install '{wanted}'")
+    if version not in KNOWN_MEGATRON_VERSIONS:
+        found = f"expected {' or '.join(KNOWN_MEGATRON_VERSIONS)}, found {version}"
         return Check(name=name, status="fail", found=found, hint=f"pip install '{wanted}'")
     return Check(name=name, status="ok", found=f"{version}, with its training loop")
 
@@ -122,11 +123,14 @@ def check_apex(name: str) -> Check:
 
 
 def check_store(name: str) -> Check:
-    """A plan store: the embedded server is started, written to, read from, stopped."""
-    from megatron_dynapipe.store.server import StoreServer
+    """A plan store server, really started, written to, read from and stopped."""
+    from megatron_dynapipe.store.redis_store import open_store
+    from megatron_dynapipe.store.server import StoreServer, find_server_binary
 
-    del StoreServer
-    return Check(name=name, status="ok", found="")
+    with StoreServer() as server, open_store(server.address) as store:
+        store.put("doctor", b"plan")
+        store.wait_any(["doctor"], timeout_s=5.0, what="the bytes just written")
+    return Check(name=name, status="ok", found=f"a server starts and answers: {find_server_binary()}")
 
 
 def check_native_core(name: str) -> Check:

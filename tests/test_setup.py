@@ -1,0 +1,188 @@
+"""The set-up that `make` runs: finding a Python that really runs, refusals, and the lock file."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+FIND_PYTHON = ROOT / "scripts" / "find-python.sh"
+LOCK = ROOT / "requirements.lock"
+
+REFUSING_SHIM = "echo 'pyenv: python3.12: command not found' >&2; exit 127"
+TOO_OLD = "exit 1"  # the probe's own answer on another version
+HALF_INSTALLED = "echo 'No module named ensurepip' >&2; exit 1"
+
+
+def fake_python(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def good(name: str) -> str:
+    return f"echo /opt/{name}"
+
+
+def find_python(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the finder where only tmp_path/bin (and the system's tools, no system Python) can be found."""
+    tools = tmp_path / "tools"
+    tools.mkdir(exist_ok=True)
+    for tool in ("bash", "env", "ls", "sh"):
+        if not (tools / tool).exists():
+            (tools / tool).symlink_to(f"/bin/{tool}" if Path(f"/bin/{tool}").exists() else f"/usr/bin/{tool}")
+    environment = {"PATH": f"{tmp_path / 'bin'}:{tools}", "HOME": str(tmp_path / "home"), **environment}
+    return subprocess.run(
+        ["bash", str(FIND_PYTHON)], env=environment, capture_output=True, text=True, timeout=30, check=False
+    )
+
+
+@pytest.fixture
+def no_system_python() -> None:
+    if any(Path("/usr/bin", name).exists() for name in ("python3.12", "python3.13")) or any(
+        Path("/usr/local/bin", name).exists() for name in ("python3.12", "python3.13")
+    ):
+        pytest.skip("this system's own Python would be found")
+
+
+@pytest.mark.parametrize(
+    ("pythons", "found"),
+    [
+        ({"python3.12": good("a"), "python3.13": good("b")}, "/opt/a"),
+        ({"python3.12": REFUSING_SHIM, "python3.13": good("b")}, "/opt/b"),
+        ({"python3.12": HALF_INSTALLED, "python3": good("c")}, "/opt/c"),
+        ({"python3": TOO_OLD, "python": good("d")}, "/opt/d"),
+    ],
+)
+def test_first_python_on_path_that_runs_is_taken(tmp_path: Path, pythons: dict[str, str], found: str) -> None:
+    for name, body in pythons.items():
+        fake_python(tmp_path / "bin" / name, body)
+    done = find_python(tmp_path)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, found, "")
+
+
+def test_shim_that_refuses_is_passed_over_for_pyenv_versions(tmp_path: Path) -> None:
+    for name in ("python3.12", "python3.13", "python3"):
+        fake_python(tmp_path / "bin" / name, REFUSING_SHIM)
+    root = tmp_path / "a pyenv with spaces"
+    fake_python(root / "versions" / "3.11.7" / "bin" / "python3", good("old"))
+    fake_python(root / "versions" / "3.13.0" / "bin" / "python3", good("new"))
+    assert find_python(tmp_path, PYENV_ROOT=str(root)).stdout.strip() == "/opt/new"
+
+
+def test_pyenv_in_the_home_folder_is_looked_into(tmp_path: Path) -> None:
+    fake_python(tmp_path / "home" / ".pyenv" / "versions" / "3.12.1" / "bin" / "python3", good("home"))
+    assert find_python(tmp_path).stdout.strip() == "/opt/home"
+
+
+def test_real_interpreter_passes_the_probe(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3.12").symlink_to(Path(sys.executable).resolve())
+    found = find_python(tmp_path).stdout.strip()
+    assert subprocess.run([found, "-c", ""], check=False, timeout=30).returncode == 0
+
+
+@pytest.mark.usefixtures("no_system_python")
+def test_no_python_is_one_line_and_a_hint(tmp_path: Path) -> None:
+    fake_python(tmp_path / "bin" / "python3.12", REFUSING_SHIM)
+    fake_python(tmp_path / "bin" / "python3", TOO_OLD)
+    done = find_python(tmp_path)
+    error, hint = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert error.startswith("error: no Python 3.12 or 3.13 that runs")
+    assert hint.startswith("hint: install one")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with just what set-up reads."""
+    root = tmp_path / "a checkout"
+    (root / "scripts").mkdir(parents=True)
+    for script in ("find-python.sh", "setup.sh"):
+        (root / "scripts" / script).symlink_to(ROOT / "scripts" / script)
+    return root
+
+
+def set_up(checkout: Path) -> subprocess.CompletedProcess[str]:
+    script = checkout / "scripts" / "setup.sh"
+    environment = {**os.environ, "PATH": f"{checkout / 'bin'}:/usr/bin:/bin", "PYENV_ROOT": "", "HOME": str(checkout)}
+    return subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.usefixtures("no_system_python")
+def test_set_up_without_python_stops_with_the_finders_words(checkout: Path) -> None:
+    done = set_up(checkout)
+    assert done.returncode == 2
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["error", "hint"]
+    assert not (checkout / ".venv").exists()
+
+
+def test_environment_of_another_python_is_left_alone(checkout: Path) -> None:
+    old = checkout / ".venv" / "bin" / "python"
+    fake_python(old, 'case "$*" in *pip*) exit 0;; -V) echo Python 3.10.4;; *) exit 1;; esac')
+    done = set_up(checkout)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: .venv holds Python 3.10.4, needed is Python 3.12 or 3.13",
+        "hint: move .venv away and run this again",
+    ]
+    assert old.exists()
+
+
+def test_full_disk_is_told_before_the_download(checkout: Path) -> None:
+    fake_python(checkout / ".venv" / "bin" / "python", 'case "$*" in *torch*) exit 1;; *) exit 0;; esac')
+    fake_python(checkout / "bin" / "df", "echo header; echo / 100 50 2000000 3% /")
+    (checkout / "requirements.lock").write_text("pip==1\n")
+    done = set_up(checkout)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "error: 2 GB free here, set-up needs 9 GB"
+
+
+def test_failed_install_is_told_and_tried_again_from_a_new_environment(checkout: Path) -> None:
+    fake_python(checkout / ".venv" / "bin" / "python", 'case "$*" in *"pip install"*) exit 1;; *) exit 0;; esac')
+    (checkout / "requirements.lock").write_text("pip==1\n")
+    first = set_up(checkout)
+    assert first.returncode == 2
+    assert first.stderr.splitlines()[0] == "error: pip could not install pip==1"
+    # The second time nothing of the half-unpacked environment is trusted.
+    fake_python(checkout / "bin" / "python3.12", 'case "$*" in -m*) echo made anew >&2; exit 1;; *) echo "$0";; esac')
+    assert "interrupted while it unpacked" in (second := set_up(checkout)).stderr
+    assert "made anew" in second.stderr
+
+
+def locked() -> dict[str, str]:
+    lines = [line for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
+    pins = [re.fullmatch(r"([a-z0-9-]+)(\[[a-z]+\])?==([0-9][\w.]*)", line) for line in lines]
+    assert all(pins), [line for line, pin in zip(lines, pins, strict=True) if not pin]
+    versions = {pin[1]: pin[3] for pin in pins if pin}
+    assert len(versions) == len(lines)
+    return versions
+
+
+def test_lock_satisfies_every_direct_requirement() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    direct = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["dev"]]
+    direct += project["build-system"]["requires"]
+    versions = locked()
+    wrong = [
+        text
+        for text in direct
+        if not (wanted := Requirement(text)).specifier.contains(versions.get(canonicalize_name(wanted.name), "0"))
+    ]
+    assert not wrong
+
+
+def test_lock_has_whatever_its_packages_require() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout
