@@ -1,0 +1,180 @@
+"""A rank's iterator over planned iterations, fetched and collated ahead of training."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from megatron_dynapipe.data.collate import Collator, HostMicroBatch
+from megatron_dynapipe.errors import ConfigError, DataError, StoreTimeoutError
+from megatron_dynapipe.plan.iteration import StageEntry
+
+_CLOSE_SECONDS = 5.0
+"""How long `close` waits for a fetch that is under way; its thread ends with the process in any case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedIteration:
+    """All that one rank needs for one iteration, on the host; running it twice runs the same plan on the same data.
+
+    Attributes:
+        entry: this rank's share of the plan.
+        micro_batches: the replica's micro-batches, by index; it may have none.
+        waited_seconds: how long training waited for this item.
+    """
+
+    entry: StageEntry
+    micro_batches: tuple[HostMicroBatch, ...]
+    waited_seconds: float = 0.0
+
+
+class PlannedIterator:
+    """Yields one `PlannedIteration` per training iteration, prepared ahead on a thread of its own.
+
+    The thread starts with the first call of `next` or `await_next`. An error on it is raised by `next` with its own
+    type, when the iteration it belongs to is due, and by every later `next`. Use it as a context manager, or `close`
+    it.
+
+    Args:
+        fetch: the rank's share of an iteration's plan; blocks until it is there, with a deadline of its own.
+        collator: builds the host tensors.
+        start_iteration: the first iteration to yield; a resumed run gives the one after its checkpoint.
+        stop_iteration: the iteration before which to stop; None goes on for ever.
+        ahead: how many iterations may be ready and waiting, at least 1.
+        timeout_seconds: the longest that `next` waits, longer than the deadline of `fetch`.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[int], StageEntry],
+        collator: Collator,
+        *,
+        start_iteration: int = 0,
+        stop_iteration: int | None = None,
+        ahead: int = 2,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if ahead < 1 or start_iteration < 0 or timeout_seconds <= 0:
+            raise ConfigError(
+                "expected ahead ≥ 1, start_iteration ≥ 0 and timeout_seconds > 0, got"
+                f" {ahead}, {start_iteration} and {timeout_seconds}"
+            )
+        self._fetch, self._collator = fetch, collator
+        self._next_iteration, self._stop_iteration = start_iteration, stop_iteration
+        self._ahead, self._timeout_seconds = ahead, timeout_seconds
+        self._waited_seconds = 0.0
+        # Shared with the thread, under the condition:
+        self._changed = threading.Condition()
+        self._ready: deque[PlannedIteration] = deque()
+        self._error: BaseException | None = None
+        self._doing = "start"
+        self._closed = False
+        self._thread = threading.Thread(target=self._prepare, name="dynapipe-prefetch", daemon=True)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> PlannedIteration:
+        """The next iteration's item.
+
+        Raises:
+            StopIteration: the iteration before `stop_iteration` has been yielded.
+            StoreTimeoutError: it was not ready within the deadline.
+            DataError: the iterator is closed.
+            Exception: whatever `fetch` or collation raised, as it was.
+        """
+        if self._next_iteration == self._stop_iteration:
+            raise StopIteration
+        error = self.await_next()
+        if error is not None:
+            raise error
+        with self._changed:
+            item = replace(self._ready.popleft(), waited_seconds=self._waited_seconds)
+            self._changed.notify_all()
+        self._next_iteration += 1
+        self._waited_seconds = 0.0
+        return item
+
+    def await_next(self) -> BaseException | None:
+        """Wait until `next` would not block; the error that it would raise, or None.
+
+        Lets all ranks agree on whether the next iteration can begin before any of them begins it. The wait counts for
+        the next item.
+        """
+        if self._next_iteration == self._stop_iteration:
+            return None
+        started = time.monotonic()
+        with self._changed:
+            if self._closed:
+                return DataError(f"expected an open iterator for iteration {self._next_iteration}, it is closed")
+            if self._thread.ident is None:
+                self._thread.start()
+            settled = self._changed.wait_for(
+                lambda: self._ready or self._error is not None or self._closed, timeout=self._timeout_seconds
+            )
+            self._waited_seconds += time.monotonic() - started
+            if self._ready:
+                return None
+            if not settled:
+                return StoreTimeoutError(
+                    f"expected iteration {self._next_iteration} to be ready within {self._timeout_seconds:g} s;"
+                    f" still waiting for its thread to {self._doing}",
+                    hint="look at the planner process and the plan store",
+                )
+            return self._error or DataError(f"iterator closed while waiting for iteration {self._next_iteration}")
+
+    def close(self) -> None:
+        """End the thread; no more items come. May be called more than once."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _prepare(self) -> None:
+        """The thread: prepare one iteration after another, while there is room, until told to stop."""
+        iteration = self._next_iteration
+        try:
+            while iteration != self._stop_iteration and self._wait_for_room():
+                item = self._prepare_one(iteration)
+                with self._changed:
+                    if self._closed:
+                        return
+                    self._ready.append(item)
+                    self._changed.notify_all()
+                iteration += 1
+        except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _wait_for_room(self) -> bool:
+        """Wait until another item may be prepared; False if the iterator is closed.
+
+        Without a deadline: training may take as long as it likes over an iteration, and `close` ends the wait.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._ready) < self._ahead or self._closed)
+            return not self._closed
+
+    def _prepare_one(self, iteration: int) -> PlannedIteration:
+        self._doing = f"fetch the plan of iteration {iteration}"
+        entry = self._fetch(iteration)
+        if entry.iteration != iteration:
+            raise DataError(f"expected the plan of iteration {iteration}, got that of iteration {entry.iteration}")
+        self._doing = f"read the samples of iteration {iteration}"
+        batches = tuple(
+            self._collator(index, micro_batch, entry.family) for index, micro_batch in enumerate(entry.micro_batches)
+        )
+        return PlannedIteration(entry=entry, micro_batches=batches)

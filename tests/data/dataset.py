@@ -1,0 +1,73 @@
+"""A tiny dataset folder and micro-batches of it, for the tests of this room."""
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dynapipe.data.indexed import IndexedWriter
+from megatron_dynapipe.data.meta import FORMAT, SPLITS, DatasetMeta, write_meta
+from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals
+from megatron_dynapipe.sampling.lengths import task_ids_path
+from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+
+PAD, BOS, EOS = 0, 1, 2
+
+SAMPLES = [([11, 12, 13], [21, 22]), ([14], [23]), ([15, 16, 17, 18], [24, 25, 26]), ([19, 20], [27])]
+TASKS = [0, 1, 0, 1]
+
+
+def write_dataset(folder: Path) -> Path:
+    """A dataset folder with `SAMPLES` as its training split, and empty validation and test."""
+    for split in SPLITS:
+        samples = SAMPLES if split == "train" else []
+        with IndexedWriter(folder / split, 100) as writer:
+            for given, wanted in samples:
+                writer.add(given, wanted)
+        np.save(task_ids_path(folder, split), np.array(TASKS[: len(samples)], np.int16))
+    meta = DatasetMeta(
+        format=FORMAT,
+        source="a table in a test",
+        tasks=("even", "odd"),
+        samples={"train": len(SAMPLES), "valid": 0, "test": 0},
+        vocabulary_size=100,
+        pad_id=PAD,
+        bos_id=BOS,
+        eos_id=EOS,
+        max_input_length=4,
+        max_target_length=3,
+    )
+    write_meta(folder, meta)
+    return folder
+
+
+def micro_batch(
+    samples: list[int], shape: Shape, *, inputs: list[int] | None = None, targets: list[int] | None = None
+) -> MicroBatch:
+    """A micro-batch of these samples of `SAMPLES`; their own lengths unless others are given."""
+    return MicroBatch(
+        sample_ids=tuple(samples),
+        input_lengths=tuple(inputs or [len(SAMPLES[at][0]) for at in samples]),
+        target_lengths=tuple(targets or [len(SAMPLES[at][1]) for at in samples]),
+        shape=shape,
+        recompute=Recompute.NONE,
+        stored_bytes=(1,),
+        peak_bytes=(1,),
+    )
+
+
+def stage_entry(iteration: int, *micro_batches: MicroBatch) -> StageEntry:
+    """The share of a rank that runs nothing but has these micro-batches, in a T5 run."""
+    return StageEntry(
+        iteration=iteration,
+        replica=0,
+        family=ModelFamily.T5,
+        forward_only=False,
+        plan_digest="digest",
+        pipeline_stages=1,
+        chunks=1,
+        micro_batches=micro_batches,
+        stage_plan=StagePlan(stage=0, instructions=(), predicted=()),
+        totals=Totals(
+            samples=0, real_tokens=0, padded_positions=0, micro_batches=(len(micro_batches),), predicted_ns=0
+        ),
+    )

@@ -1,0 +1,148 @@
+"""Host tensors of planned micro-batches, as tables checked by eye."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dynapipe.data.collate import Collator, HostMicroBatch, Needs
+from megatron_dynapipe.errors import DataError, PlanError
+from megatron_dynapipe.plan.iteration import MicroBatch
+from megatron_dynapipe.units import ModelFamily, Shape
+from tests.data.dataset import BOS as B
+from tests.data.dataset import EOS as E
+from tests.data.dataset import micro_batch, write_dataset
+
+ALL = Needs(tokens=True, decoder_tokens=True, labels=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_dataset(tmp_path)
+
+
+def collate(folder: Path, family: str, plan: MicroBatch, needs: Needs = ALL) -> HostMicroBatch:
+    return Collator.for_split(folder, "train", needs)(3, plan, ModelFamily(family))
+
+
+def rows(tensor: torch.Tensor | None) -> list[list[float]]:
+    assert tensor is not None
+    return tensor.tolist()  # type: ignore[no-any-return]
+
+
+def test_encoder_decoder(folder: Path) -> None:
+    batch = collate(folder, "t5", micro_batch([2, 1], Shape(2, 5, 6)))
+    assert batch.index == 3
+    assert batch.shape == (2, 5, 6)
+    assert rows(batch.tokens) == [[15, 16, 17, 18, 0], [14, 0, 0, 0, 0]]
+    assert rows(batch.decoder_tokens) == [[B, 24, 25, 26, 0, 0], [B, 23, 0, 0, 0, 0]]
+    assert rows(batch.labels) == [[24, 25, 26, E, 0, 0], [23, E, 0, 0, 0, 0]]
+    assert rows(batch.loss_mask) == [[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]]
+    assert rows(batch.input_lengths) == [4, 1]
+    assert rows(batch.decoder_lengths) == [4, 2]
+    assert batch.tokens is not None and batch.tokens.dtype == torch.int64
+    assert batch.loss_mask is not None and batch.loss_mask.dtype == torch.float32
+    assert batch.input_lengths.dtype == torch.int32
+
+
+def test_encoder_decoder_truncated(folder: Path) -> None:
+    """The plan's lengths cut the samples; the end token is kept."""
+    batch = collate(folder, "t5", micro_batch([2, 0], Shape(2, 3, 4), inputs=[3, 2], targets=[2, 1]))
+    assert rows(batch.tokens) == [[15, 16, 17], [11, 12, 0]]
+    assert rows(batch.decoder_tokens) == [[B, 24, 25, 0], [B, 21, 0, 0]]
+    assert rows(batch.labels) == [[24, 25, E, 0], [21, E, 0, 0]]
+
+
+def test_decoder_only(folder: Path) -> None:
+    """Sample 0 whole, sample 2 cut inside its target, sample 3 cut inside its input, sample 1 to a single token."""
+    plan = micro_batch([0, 2, 3, 1], Shape(4, 6), inputs=[5, 6, 2, 1], targets=[0, 0, 0, 0])
+    batch = collate(folder, "gpt", plan)
+    assert rows(batch.tokens) == [
+        [11, 12, 13, 21, 0, 0],
+        [15, 16, 17, 18, 24, 0],
+        [19, 0, 0, 0, 0, 0],
+        [14, 0, 0, 0, 0, 0],
+    ]
+    assert rows(batch.labels) == [[12, 13, 21, 22, 0, 0], [16, 17, 18, 24, 25, 0], [20, 0, 0, 0, 0, 0], [0] * 6]
+    assert rows(batch.loss_mask) == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0], [0] * 6]
+    assert rows(batch.input_lengths) == [4, 5, 1, 1]
+    assert batch.decoder_lengths is None
+    assert batch.decoder_tokens is None
+
+
+@pytest.mark.parametrize("family", ["t5", "gpt"])
+def test_middle_stages_read_no_text(folder: Path, family: str) -> None:
+    for path in folder.glob("train.*"):
+        path.unlink()
+    targets = [2] if family == "t5" else [0]
+    plan = micro_batch([0], Shape(1, 8, 8 if family == "t5" else 0), inputs=[3], targets=targets)
+    batch = collate(folder, family, plan, Needs())
+    assert (batch.tokens, batch.decoder_tokens, batch.labels, batch.loss_mask) == (None, None, None, None)
+    assert rows(batch.input_lengths) == ([3] if family == "t5" else [2])
+
+
+@pytest.mark.parametrize(
+    ("needs", "present"),
+    [
+        (Needs(tokens=True), {"tokens"}),
+        (Needs(decoder_tokens=True), {"decoder_tokens"}),
+        (Needs(labels=True), {"labels", "loss_mask"}),
+        (Needs(decoder_tokens=True, labels=True), {"decoder_tokens", "labels", "loss_mask"}),
+    ],
+)
+def test_only_what_the_stage_needs(folder: Path, needs: Needs, present: set[str]) -> None:
+    batch = collate(folder, "t5", micro_batch([0], Shape(1, 8, 8)), needs)
+    whole = collate(folder, "t5", micro_batch([0], Shape(1, 8, 8)))
+    for name in ("tokens", "decoder_tokens", "labels", "loss_mask"):
+        got = getattr(batch, name)
+        assert (got is not None) == (name in present)
+        assert got is None or torch.equal(got, getattr(whole, name))
+
+
+@pytest.mark.parametrize(
+    ("family", "plan", "message"),
+    [
+        (
+            "t5",
+            micro_batch([1, 0], Shape(2, 2, 8)),
+            "micro-batch 3 of shape 2x2+8: expected 1…2 input positions, sample 0 needs 3",
+        ),
+        ("t5", micro_batch([0], Shape(1, 8, 2)), "shape 1x8+2: expected 1…2 decoder positions, sample 0 needs 3"),
+        ("gpt", micro_batch([0], Shape(1, 3), inputs=[5]), "shape 1x3: expected 1…3 input positions, sample 0 needs 4"),
+    ],
+)
+def test_shape_too_small(folder: Path, family: str, plan: MicroBatch, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        collate(folder, family, plan)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "plan", "message"),
+    [
+        (
+            "t5",
+            micro_batch([1], Shape(1, 8, 8), inputs=[2]),
+            "expected 2 input tokens of sample 1 as planned, the dataset has 1",
+        ),
+        (
+            "t5",
+            micro_batch([1], Shape(1, 8, 8), targets=[2]),
+            "expected 2 target tokens of sample 1 as planned, the dataset has 1",
+        ),
+        (
+            "gpt",
+            micro_batch([1], Shape(1, 8), inputs=[3]),
+            "expected 3 tokens of sample 1 as planned, the dataset has 2",
+        ),
+    ],
+)
+def test_plan_of_another_dataset(folder: Path, family: str, plan: MicroBatch, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        collate(folder, family, plan)
+    assert "the plan was made from another dataset" in str(caught.value)
+
+
+def test_text_needs_a_reader() -> None:
+    with pytest.raises(DataError, match=r"expected a dataset to read for Needs\(tokens=True"):
+        Collator(needs=Needs(tokens=True), reader=None, special=None)  # type: ignore[arg-type]

@@ -1,0 +1,194 @@
+"""The rank's iterator: order, resume, replay, errors of its thread, deadlines, closing."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dynapipe.data.collate import Collator, Needs
+from megatron_dynapipe.data.iterator import PlannedIterator
+from megatron_dynapipe.errors import ConfigError, DataError, PlanError, StoreTimeoutError
+from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.units import Shape
+from tests.data.dataset import micro_batch, stage_entry, write_dataset
+
+
+@pytest.fixture
+def collator(tmp_path: Path) -> Collator:
+    return Collator.for_split(write_dataset(tmp_path), "train", Needs(tokens=True, labels=True))
+
+
+def plan(iteration: int) -> StageEntry:
+    """Iteration i runs samples i mod 4 and (i + 1) mod 4, one per micro-batch."""
+    return stage_entry(iteration, *(micro_batch([(iteration + at) % 4], Shape(1, 8, 8)) for at in range(2)))
+
+
+class Recorder:
+    """A fetch that counts its calls, and can be made to wait."""
+
+    def __init__(self) -> None:
+        self.fetched: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.called = threading.Condition()
+
+    def __call__(self, iteration: int) -> StageEntry:
+        with self.called:
+            self.fetched.append(iteration)
+            self.called.notify_all()
+        assert self.gate.wait(10)
+        return plan(iteration)
+
+    def await_calls(self, count: int) -> None:
+        with self.called:
+            assert self.called.wait_for(lambda: len(self.fetched) >= count, 10)
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    recorder = Recorder()
+    yield recorder
+    recorder.gate.set()
+
+
+def test_yields_iterations_in_order(collator: Collator) -> None:
+    with PlannedIterator(plan, collator, stop_iteration=5) as iterator:
+        items = list(iterator)
+    assert [item.entry.iteration for item in items] == [0, 1, 2, 3, 4]
+    assert [[batch.index for batch in item.micro_batches] for item in items] == [[0, 1]] * 5
+    assert items[4].micro_batches[0].tokens is not None
+    assert items[4].micro_batches[0].tokens[0, :4].tolist() == [11, 12, 13, 0]
+    assert [thread.name for thread in threading.enumerate() if "prefetch" in thread.name] == []
+
+
+def test_resumes_where_it_is_told(collator: Collator) -> None:
+    with (
+        PlannedIterator(plan, collator, stop_iteration=6) as whole,
+        PlannedIterator(plan, collator, start_iteration=4, stop_iteration=6) as resumed,
+    ):
+        for old, new in zip(list(whole)[4:], resumed, strict=True):
+            assert old.entry == new.entry
+            for one, other in zip(old.micro_batches, new.micro_batches, strict=True):
+                assert one.labels is not None and other.labels is not None
+                assert torch.equal(one.labels, other.labels)
+
+
+def test_an_iteration_without_micro_batches(collator: Collator) -> None:
+    with PlannedIterator(stage_entry, collator) as iterator:
+        assert next(iterator).micro_batches == ()
+
+
+def test_stays_so_far_ahead(collator: Collator, recorder: Recorder) -> None:
+    """With two ready, the thread waits; taking one lets it prepare one more."""
+    with PlannedIterator(recorder, collator, ahead=2) as iterator:
+        assert iterator.await_next() is None
+        recorder.await_calls(2)
+        next(iterator)
+        recorder.await_calls(3)
+        time.sleep(0.05)
+        assert recorder.fetched == [0, 1, 2]
+
+
+def test_nothing_is_fetched_before_the_first_next(collator: Collator, recorder: Recorder) -> None:
+    with PlannedIterator(recorder, collator):
+        time.sleep(0.02)
+        assert recorder.fetched == []
+
+
+def test_nothing_is_fetched_beyond_the_last(collator: Collator, recorder: Recorder) -> None:
+    with PlannedIterator(recorder, collator, start_iteration=2, stop_iteration=4, ahead=5) as iterator:
+        assert len(list(iterator)) == 2
+        assert iterator.await_next() is None
+        with pytest.raises(StopIteration):
+            next(iterator)
+    assert recorder.fetched == [2, 3]
+
+
+def test_counts_the_wait(collator: Collator, recorder: Recorder) -> None:
+    recorder.gate.clear()
+    with PlannedIterator(recorder, collator) as iterator:
+        threading.Timer(0.1, recorder.gate.set).start()
+        assert iterator.await_next() is None
+        assert 0.05 < next(iterator).waited_seconds < 5
+        iterator.await_next()
+        assert next(iterator).waited_seconds < 0.05
+
+
+def failing_at(iteration: int, error: Exception) -> Callable[[int], StageEntry]:
+    def fetch(asked: int) -> StageEntry:
+        if asked == iteration:
+            raise error
+        return plan(asked)
+
+    return fetch
+
+
+def test_errors_keep_their_type_and_come_when_due(collator: Collator) -> None:
+    error = PlanError("no such plan", hint="plan it")
+    with PlannedIterator(failing_at(2, error), collator, ahead=4) as iterator:
+        assert [next(iterator).entry.iteration for _ in range(2)] == [0, 1]
+        assert iterator.await_next() is error
+        for _ in range(2):
+            with pytest.raises(PlanError, match="no such plan"):
+                next(iterator)
+
+
+def test_errors_of_collation(collator: Collator) -> None:
+    entry = stage_entry(0, micro_batch([0], Shape(1, 2, 8)))
+    with PlannedIterator(lambda _: entry, collator) as iterator:
+        with pytest.raises(PlanError, match="sample 0 needs 3"):
+            next(iterator)
+
+
+def test_plan_of_another_iteration(collator: Collator) -> None:
+    with PlannedIterator(lambda _: plan(7), collator) as iterator:
+        with pytest.raises(DataError, match="expected the plan of iteration 0, got that of iteration 7"):
+            next(iterator)
+
+
+def test_deadline_names_what_it_waits_for(collator: Collator, recorder: Recorder) -> None:
+    recorder.gate.clear()
+    with PlannedIterator(recorder, collator, start_iteration=3, timeout_seconds=0.05) as iterator:
+        with pytest.raises(StoreTimeoutError) as caught:
+            next(iterator)
+        assert str(caught.value) == (
+            "expected iteration 3 to be ready within 0.05 s; still waiting for its thread to fetch the plan of"
+            " iteration 3\nhint: look at the planner process and the plan store"
+        )
+        recorder.gate.set()  # late is not lost: the next attempt gets it
+        assert next(iterator).entry.iteration == 3
+
+
+def test_closed(collator: Collator) -> None:
+    iterator = PlannedIterator(plan, collator)
+    next(iterator)
+    iterator.close()
+    iterator.close()
+    with pytest.raises(DataError, match="expected an open iterator for iteration 1, it is closed"):
+        next(iterator)
+
+
+def test_closing_ends_a_wait(collator: Collator, recorder: Recorder) -> None:
+    recorder.gate.clear()
+    iterator = PlannedIterator(recorder, collator)
+
+    def close() -> None:
+        recorder.await_calls(1)
+        iterator.close()
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    error = iterator.await_next()
+    recorder.gate.set()
+    closer.join(10)
+    assert isinstance(error, DataError)
+    assert "iterator closed while waiting for iteration 0" in str(error)
+
+
+@pytest.mark.parametrize("changes", [{"ahead": 0}, {"start_iteration": -1}, {"timeout_seconds": 0}])
+def test_settings_are_checked(collator: Collator, changes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="expected ahead ≥ 1, start_iteration ≥ 0 and timeout_seconds > 0, got"):
+        PlannedIterator(plan, collator, **changes)  # type: ignore[arg-type]
