@@ -1,0 +1,63 @@
+"""`show`: a plan as text, as a timeline picture, or as a Chrome/Perfetto trace."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_dynapipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cli.main import SubParsers
+    from megatron_dynapipe.plan.iteration import IterationPlan
+    from megatron_dynapipe.report.timeline import Panel
+
+
+def add_parser(subparsers: "SubParsers") -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser("show", help="a plan as text, a timeline picture, or a Chrome/Perfetto trace")
+    parser.add_argument("plan", type=Path, metavar="FILE", help="a whole iteration's plan")
+    parser.add_argument("--replica", type=int, metavar="N", help="only this data-parallel replica")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the predicted timeline (.png or .svg)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the predicted timeline for Perfetto (.json)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan as text, unless a picture or a trace is asked for; then write those and print their paths."""
+    from megatron_dynapipe.cli.verify import read_plan
+
+    plan = read_plan(args.plan)
+    replicas = range(len(plan.replicas)) if args.replica is None else [args.replica]
+    if any(not 0 <= replica < len(plan.replicas) for replica in replicas):
+        raise ConfigError(f"expected a replica from 0 to {len(plan.replicas) - 1}, got {args.replica}")
+    if args.picture is None and args.trace is None:
+        print("\n\n".join(_text(plan, replica) for replica in replicas))
+        return 0
+    from megatron_dynapipe.report.timeline import draw
+    from megatron_dynapipe.report.trace import write_trace
+
+    panels = [_panel(plan, replica) for replica in replicas]
+    if args.picture is not None:
+        if args.picture.suffix not in (".png", ".svg"):
+            raise ConfigError(f"expected a picture named .png or .svg, got {args.picture}")
+        print(draw(panels, args.picture))
+    if args.trace is not None:
+        print(write_trace(panels, args.trace))
+    return 0
+
+
+def _text(plan: "IterationPlan", replica: int) -> str:
+    from megatron_dynapipe.plan.text import format_stages
+
+    share = plan.replicas[replica]
+    lines = [f"# iteration {plan.iteration}, replica {replica}: predicted {share.predicted_ns / 1e6:.3f} ms"]
+    for row, micro_batch in enumerate(share.micro_batches):
+        samples = ",".join(map(str, micro_batch.sample_ids))
+        lines.append(f"# micro-batch {row}: shape {micro_batch.shape}, recompute {micro_batch.recompute}: {samples}")
+    return "\n".join([*lines, format_stages(stage.instructions for stage in share.stages)])
+
+
+def _panel(plan: "IterationPlan", replica: int) -> "Panel":
+    from megatron_dynapipe.report.timeline import Panel
+
+    timeline = tuple(stage.predicted for stage in plan.replicas[replica].stages)
+    return Panel(f"iteration {plan.iteration}, replica {replica}: planned", timeline)

@@ -1,0 +1,48 @@
+"""`verify`: prove that a plan file can run, or say what is wrong with it."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_dynapipe.errors import DataError, PlanError
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cli.main import SubParsers
+    from megatron_dynapipe.plan.iteration import IterationPlan
+
+
+def add_parser(subparsers: "SubParsers") -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser("verify", help="prove that a plan file can run, or say what is wrong with it")
+    parser.add_argument("plan", type=Path, metavar="FILE", help="a whole iteration's plan")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify the file; 1 with the reason if it is not a plan that can run."""
+    from megatron_dynapipe.plan.codec import digest
+    from megatron_dynapipe.plan.verify import verify
+
+    try:
+        plan = read_plan(args.plan)
+        verify(plan)
+    except PlanError as error:
+        print(f"{args.plan}: {error}")
+        return 1
+    totals = plan.totals
+    print(
+        f"{args.plan}: iteration {plan.iteration} can run: {totals.samples} samples in "
+        f"{sum(totals.micro_batches)} micro-batches on {len(plan.replicas)} replicas of {plan.pipeline_stages} stages, "
+        f"digest {digest(plan)}"
+    )
+    return 0
+
+
+def read_plan(path: Path) -> "IterationPlan":
+    """The plan in a file; raises a DataError where there is no file, a PlanDecodeError where it is not a plan."""
+    from megatron_dynapipe.plan.codec import decode_plan
+
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    return decode_plan(data)

@@ -1,0 +1,1 @@
+"""Numbers and pictures of plans and runs."""

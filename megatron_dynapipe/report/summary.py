@@ -1,0 +1,165 @@
+"""What a run prints at its end: padding, micro-batches, speed, how good the predictions were, waits for plans."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.report.records import IterationRecord
+from megatron_dynapipe.units import NS_PER_MS, Shape
+
+WARM_UP_ITERATIONS = 1
+"""The first iteration pays for starting up: it scales no prediction and counts in no error."""
+SCALING_ITERATIONS = 5
+"""Measured iterations after warm-up that the prediction is scaled by."""
+SETTLED_ITERATION = 2
+"""From this iteration on, plans are expected to be there when they are wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """The spread of a number over a run."""
+
+    minimum: int
+    median: float
+    maximum: int
+
+    @classmethod
+    def of(cls, values: Iterable[int]) -> "Range":
+        """Of at least one value."""
+        numbers = sorted(values)
+        return cls(minimum=numbers[0], median=median(numbers), maximum=numbers[-1])
+
+    def __str__(self) -> str:
+        return f"{self.minimum} / {self.median:g} / {self.maximum}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A run in numbers. Shares are of 1."""
+
+    iterations: int
+    padding_efficiency: float
+    """Real tokens per padded position."""
+    maximum_padding_efficiency: float
+    """The same if every sample were padded to the maximum lengths."""
+    micro_batches: Range
+    """Per iteration, over all replicas."""
+    sizes: Range
+    input_lengths: Range
+    target_lengths: Range
+    tokens_per_second: float
+    """Real tokens, over all but the warm-up iteration where there are others."""
+    measured_ms: float
+    """Median per iteration."""
+    predicted_ms: float
+    """Median per iteration, scaled."""
+    prediction_scale: float
+    """Measured over predicted time in the first measured iterations."""
+    prediction_error: float | None
+    """Median of |scaled prediction - measured| / measured over the iterations after those; None without any."""
+    plan_wait_share: float
+    """Time waited for plans, of all time, from the iteration `SETTLED_ITERATION` on."""
+    pictures: tuple[Path, ...]
+
+
+def summarise(records: Sequence[IterationRecord], *, maximum: Shape, pictures: Sequence[Path] = ()) -> Summary:
+    """Sum up a run.
+
+    Args:
+        records: of all iterations; where several replicas recorded one, its slowest counts and shapes are joined.
+        maximum: lengths that a run without planning would pad every sample to; its size is not looked at.
+        pictures: files to name.
+
+    Raises:
+        DataError: there are no records.
+    """
+    if not records:
+        raise DataError("expected at least one iteration to sum up, got none")
+    runs = _joined(records)
+    scale, error = _scale(runs)
+    timed = runs[WARM_UP_ITERATIONS:] or runs
+    settled = [run for run in runs if run.iteration - runs[0].iteration >= SETTLED_ITERATION] or runs
+    tokens = sum(run.totals.real_tokens for run in runs)
+    waited, worked = sum(run.plan_wait_ns for run in settled), sum(run.measured_ns for run in settled)
+    shapes = [shape for run in runs for shape in run.shapes]
+    if not shapes:
+        raise DataError("expected at least one micro-batch to sum up, got none")
+    return Summary(
+        iterations=len(runs),
+        padding_efficiency=tokens / sum(run.totals.padded_positions for run in runs),
+        maximum_padding_efficiency=tokens / (sum(run.totals.samples for run in runs) * _positions(maximum)),
+        micro_batches=Range.of(sum(run.totals.micro_batches) for run in runs),
+        sizes=Range.of(shape.size for shape in shapes),
+        input_lengths=Range.of(shape.input_length for shape in shapes),
+        target_lengths=Range.of(shape.target_length for shape in shapes),
+        tokens_per_second=sum(r.totals.real_tokens for r in timed) / (sum(_whole_ns(r) for r in timed) / 1e9),
+        measured_ms=median(run.measured_ns for run in runs) / NS_PER_MS,
+        predicted_ms=median(run.predicted_ns for run in runs) * scale / NS_PER_MS,
+        prediction_scale=scale,
+        prediction_error=error,
+        plan_wait_share=waited / (waited + worked),
+        pictures=tuple(pictures),
+    )
+
+
+def format_summary(summary: Summary) -> str:
+    """The summary as lines for the log."""
+    error = "" if summary.prediction_error is None else f", error {summary.prediction_error:.1%} (median)"
+    lines = [
+        f"{summary.iterations} iterations, {summary.tokens_per_second:,.0f} tokens per second",
+        f"padding efficiency {summary.padding_efficiency:.1%} "
+        f"({summary.maximum_padding_efficiency:.1%} with every sample padded to the maximum)",
+        f"micro-batches per iteration {summary.micro_batches} (min / median / max)",
+        f"shapes: {_span(summary.sizes)} samples, {_span(summary.input_lengths)} input positions"
+        + (f", {_span(summary.target_lengths)} target positions" if summary.target_lengths.maximum else ""),
+        f"time per iteration {summary.measured_ms:,.1f} ms measured, {summary.predicted_ms:,.1f} ms predicted "
+        f"(scaled by {summary.prediction_scale:.3g} from the first iterations{error})",
+        f"waiting for plans {summary.plan_wait_share:.2%} of the time after iteration {SETTLED_ITERATION}",
+    ]
+    lines += [f"picture: {path}" for path in summary.pictures]
+    return "\n".join(lines)
+
+
+def _joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
+    """One record per iteration, in order: the slowest replica's times, all replicas' shapes."""
+    by_iteration: dict[int, list[IterationRecord]] = defaultdict(list)
+    for record in records:
+        by_iteration[record.iteration].append(record)
+    return [
+        IterationRecord(
+            iteration=iteration,
+            measured_ns=max(r.measured_ns for r in group),
+            predicted_ns=max(r.predicted_ns for r in group),
+            plan_wait_ns=max(r.plan_wait_ns for r in group),
+            totals=group[0].totals,
+            shapes=tuple(shape for r in group for shape in r.shapes),
+            loss=group[0].loss,
+        )
+        for iteration, group in sorted(by_iteration.items())
+    ]
+
+
+def _scale(runs: Sequence[IterationRecord]) -> tuple[float, float | None]:
+    """(measured over predicted in the first measured iterations, median relative error after them)."""
+    warm = [run for run in (runs[WARM_UP_ITERATIONS:] or runs) if run.predicted_ns > 0]
+    if not warm:
+        return 1.0, None
+    first, rest = warm[:SCALING_ITERATIONS], warm[SCALING_ITERATIONS:]
+    scale = median(run.measured_ns / run.predicted_ns for run in first)
+    errors = [abs(run.predicted_ns * scale - run.measured_ns) / run.measured_ns for run in rest if run.measured_ns]
+    return scale, median(errors) if errors else None
+
+
+def _whole_ns(run: IterationRecord) -> int:
+    return run.measured_ns + run.plan_wait_ns
+
+
+def _positions(shape: Shape) -> int:
+    return shape.input_length + shape.target_length
+
+
+def _span(spread: Range) -> str:
+    return str(spread.minimum) if spread.minimum == spread.maximum else f"{spread.minimum}–{spread.maximum}"

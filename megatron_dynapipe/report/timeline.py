@@ -1,0 +1,153 @@
+"""Pictures of timelines: stages as rows, forward and backward passes as numbered boxes, waits in between.
+
+stage 0  ▐0▐1▐2▐3▐░░░░▐0 ▐4▐1 ▐…      blue: forward, orange: backward (lighter on later chunks)
+stage 1  ░░▐0▐1▐2▐░░▐0 ▐3▐1 ▐…        grey: nothing runs; hatched: a measured wait for a transfer
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from megatron_dynapipe.plan.instructions import Backward, Forward, RecvWait, SendWait
+from megatron_dynapipe.plan.timeline import Event, Timeline
+from megatron_dynapipe.units import NS_PER_MS
+
+FORWARD = "#4878a8"
+BACKWARD = "#e08a3c"
+IDLE = "#e9e9e9"
+WAIT = "#c9c9c9"
+
+_ROW = 0.42  # height of a stage's row, in inches
+_BOX = 0.8  # share of a row that a box fills
+_WIDTH = 16.0  # of the picture, in inches
+_POINTS_PER_CHARACTER = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One timeline of a picture."""
+
+    title: str
+    timeline: Timeline
+
+    @property
+    def span_ns(self) -> int:
+        """From the start of the iteration to its last event's end."""
+        return max((event.end_ns for events in self.timeline for event in events), default=0)
+
+
+def draw(panels: Sequence[Panel], path: Path) -> Path:
+    """Draw timelines above one another, each in its own time, and write them as PNG or SVG by the path's suffix."""
+    rows = [max(len(panel.timeline), 1) for panel in panels]
+    height = sum(rows) * _ROW + 0.85 * len(panels) + 0.3
+    figure = Figure(figsize=(_WIDTH, height), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=rows)[:, 0]
+    for panel, axis in zip(panels, axes, strict=True):
+        _draw_panel(axis, panel)
+    _add_legend(figure, panels)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def draw_planned_and_measured(planned: Timeline, measured: Timeline, path: Path, *, what: str) -> Path:
+    """The picture of one iteration that a run ends with: what was planned above what was measured.
+
+    Each has a time axis of its own, since an analytic prediction is in scale only with itself.
+
+    Args:
+        planned: predicted passes per stage.
+        measured: executed instructions per stage, from the iteration's start.
+        path: of the picture.
+        what: for the titles, e.g. "iteration 12, replica 0".
+    """
+    return draw([Panel(f"{what}: planned", planned), Panel(f"{what}: measured", measured)], path)
+
+
+def _draw_panel(axis: Axes, panel: Panel) -> None:
+    span = max(panel.span_ns, 1) / NS_PER_MS
+    stages = len(panel.timeline)
+    axis.set_xlim(0, span)
+    axis.set_ylim(stages - 0.5, -0.5)
+    axis.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
+    axis.set_xlabel("ms")
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.tick_params(left=False)
+    idle = _idle_share(panel)
+    axis.set_title(f"{panel.title} – {_duration(span)}, stages idle {idle:.0%} of the time", loc="left", fontsize=10)
+    axis.barh(range(stages), [span] * stages, height=_BOX, color=IDLE, zorder=0)
+    for stage, events in enumerate(panel.timeline):
+        _draw_stage(axis, stage, events, span)
+
+
+def _draw_stage(axis: Axes, stage: int, events: Sequence[Event], span: float) -> None:
+    inches_per_ms = (_WIDTH - 1.2) / span
+    waits = [e for e in events if isinstance(e.instruction, RecvWait | SendWait)]
+    passes = [e for e in events if isinstance(e.instruction, Forward | Backward)]
+    axis.add_collection(
+        PolyCollection([_corners(e, stage) for e in waits], facecolors=WAIT, edgecolors="white", hatch="////", zorder=1)
+    )
+    axis.add_collection(
+        PolyCollection(
+            [_corners(e, stage) for e in passes],
+            facecolors=[_colour(e) for e in passes],
+            edgecolors="white",
+            linewidths=0.6,
+            zorder=2,
+        )
+    )
+    for event in passes:
+        label = str(event.instruction.micro_batch)
+        width = (event.end_ns - event.start_ns) / NS_PER_MS
+        if width * inches_per_ms * 72 >= _POINTS_PER_CHARACTER * len(label) + 1:
+            middle = event.start_ns / NS_PER_MS + width / 2
+            axis.text(middle, stage, label, ha="center", va="center", fontsize=7, color="white", zorder=3, clip_on=True)
+
+
+def _corners(event: Event, stage: int) -> list[tuple[float, float]]:
+    left, right = event.start_ns / NS_PER_MS, event.end_ns / NS_PER_MS
+    top, bottom = stage - _BOX / 2, stage + _BOX / 2
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
+
+
+def _colour(event: Event) -> tuple[float, float, float]:
+    step = event.instruction
+    assert isinstance(step, Forward | Backward)
+    red, green, blue = to_rgb(FORWARD if isinstance(step, Forward) else BACKWARD)
+    paler = 1 - 0.7**step.chunk
+    return red + (1 - red) * paler, green + (1 - green) * paler, blue + (1 - blue) * paler
+
+
+def _idle_share(panel: Panel) -> float:
+    busy = sum(
+        event.end_ns - event.start_ns
+        for events in panel.timeline
+        for event in events
+        if isinstance(event.instruction, Forward | Backward)
+    )
+    whole = panel.span_ns * len(panel.timeline)
+    return 1 - busy / whole if whole else 0.0
+
+
+def _duration(span_ms: float) -> str:
+    return f"{span_ms:,.0f} ms" if span_ms >= 100 else f"{span_ms:.3g} ms"
+
+
+def _add_legend(figure: Figure, panels: Sequence[Panel]) -> None:
+    handles = [
+        Patch(color=FORWARD, label="forward"),
+        Patch(color=BACKWARD, label="backward"),
+        Patch(color=IDLE, label="idle"),
+    ]
+    events = (event for panel in panels for stage in panel.timeline for event in stage)
+    if any(isinstance(event.instruction, RecvWait | SendWait) for event in events):
+        handles.append(Patch(facecolor=WAIT, hatch="////", edgecolor="white", label="waiting for a transfer"))
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9)
