@@ -22,7 +22,7 @@ def verify(plan: IterationPlan, *, expected_samples: Collection[int] | None = No
 
     Args:
         plan: the whole iteration.
-        expected_samples: ids of the global batch, if the caller knows them.
+        expected_samples: ids of the global batch, with repetitions; None where the caller does not know them.
 
     Raises:
         PlanError: what is wrong, naming replica, stage, step and instruction; for a stall, the cycle of waits.

@@ -9,20 +9,21 @@ from megatron_dynapipe.units import ModelFamily, input_positions, target_positio
 
 
 def check_samples(plan: IterationPlan, expected: Collection[int] | None) -> None:
-    """Raise a PlanError where a sample is lost, repeated or too long for its micro-batch."""
+    """Raise a PlanError where a sample is lost, repeated or too long for its micro-batch.
+
+    A global batch may hold a sample twice (where it spans two epochs); so may the plan, then.
+    """
     virtual_stages = plan.pipeline_stages * plan.chunks
     for index, replica in enumerate(plan.replicas):
         for row, micro_batch in enumerate(replica.micro_batches):
             _check_micro_batch(plan.family, f"replica {index}, micro-batch {row}", micro_batch, virtual_stages)
-    planned = [sample for replica in plan.replicas for mb in replica.micro_batches for sample in mb.sample_ids]
-    if len(set(planned)) != len(planned):
-        repeated = [sample for sample, count in Counter(planned).items() if count > 1]
-        raise PlanError(f"expected every sample once, got more than once: {_some(repeated)}")
-    if expected is not None and set(planned) != set(expected):
-        lost, foreign = set(expected) - set(planned), set(planned) - set(expected)
+    if expected is None:
+        return
+    planned = Counter(sample for replica in plan.replicas for mb in replica.micro_batches for sample in mb.sample_ids)
+    if (wanted := Counter(expected)) != planned:
         raise PlanError(
-            f"expected the {len(expected)} samples of the global batch, got {len(planned)}: lost {_some(lost)}; "
-            f"not of the batch {_some(foreign)}"
+            f"expected the {wanted.total()} samples of the global batch, got {planned.total()}: lost "
+            f"{_some(wanted - planned)}; too many of {_some(planned - wanted)}"
         )
 
 
@@ -46,6 +47,6 @@ def _check_micro_batch(family: ModelFamily, where: str, micro_batch: MicroBatch,
         )
 
 
-def _some(samples: Collection[int]) -> str:
+def _some(samples: Counter[int]) -> str:
     names = sorted(samples)[:8]
     return ", ".join(map(str, names)) + (", …" if len(samples) > len(names) else "") if names else "none"
