@@ -1,0 +1,89 @@
+"""The layers of one stack (encoder or decoder) that lie on one stage."""
+
+import copy
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import sharded_state_dict_default
+from torch import Tensor
+
+
+class T5Stack(TransformerBlock):
+    """Some consecutive layers of an encoder or a decoder.
+
+    Megatron's block works out from its pipeline rank which layers it has, for one stack whose layers all stages share
+    alike. Here the owner says it, and the block is told that there is no pipeline.
+
+    Args:
+        config: the model's configuration; the block gets a copy of its own.
+        layer: specification of one layer.
+        layer_norm: class of the norm after the stack's last layer.
+        layers: the block's layers, by index in the whole stack.
+        depth: layers of the whole stack.
+        pg_collection: this rank's process groups.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        layer: ModuleSpec,
+        layer_norm: type,
+        layers: range,
+        depth: int,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(
+            config=_without_pipeline(config, depth),
+            spec=TransformerBlockSubmodules([layer] * len(layers), layer_norm=layer_norm),
+            pre_process=True,  # takes its input as an argument
+            post_process=depth - 1 in layers,
+            pg_collection=pg_collection,
+        )
+        self.first_layer = layers.start
+        self.depth = depth
+
+    def run(
+        self, state: Tensor, mask: Tensor, context: Tensor | None = None, context_mask: Tensor | None = None
+    ) -> Tensor:
+        """The state [length, b, h] after this block's layers; see `T5Stage.forward` for the masks' shapes."""
+        output: Tensor = self(hidden_states=state, attention_mask=mask, context=context, context_mask=context_mask)
+        return output
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Checkpoint entries under the layers' indices in the whole stack, so that any split can load them.
+
+        The forms are those of Megatron's block: by default the layers of a stack lie along a new first dimension.
+        """
+        metadata = metadata or {}
+        one_key_per_layer = metadata.get("non_homogeneous_layers") or metadata.get("singleton_local_shards")
+        entries: ShardedStateDict = {}
+        for local, layer in enumerate(self.layers):
+            index = self.first_layer + local
+            local_prefix = f"{prefix}layers.{local}."
+            offsets = [] if one_key_per_layer else [(0, index, self.depth)]
+            layer_entries = layer.sharded_state_dict(local_prefix, offsets, metadata)
+            shared_prefix = f"{prefix}layers.{index}." if one_key_per_layer else f"{prefix}layers."
+            replace_prefix_for_sharding(layer_entries, local_prefix, shared_prefix)
+            entries.update(layer_entries)
+        if self.final_layernorm is not None:
+            norm = f"{prefix}final_layernorm."
+            entries.update(sharded_state_dict_default(self.final_layernorm, norm, (), metadata, tp_group=self.tp_group))
+        return entries
+
+
+def _without_pipeline(config: TransformerConfig, depth: int) -> TransformerConfig:
+    """`config` for a stack of `depth` layers that is not cut; not validated again, since it was whole before."""
+    stack_config = copy.copy(config)
+    stack_config.num_layers = depth
+    stack_config.pipeline_model_parallel_size = 1
+    stack_config.virtual_pipeline_model_parallel_size = None
+    stack_config.pipeline_model_parallel_layout = None
+    return stack_config
