@@ -12,7 +12,7 @@ help:
 	@echo "make demo-gpt   the same with Megatron's GPT"
 	@echo "make test       the test suite (make test-full: with the slow tests)"
 	@echo "make check      lint, types, import order"
-	@echo "make setup      only set up; make clean: remove what was built, not .venv"
+	@echo "make setup      only set up; make clean: remove what was built, but not .venv"
 
 setup:
 	@scripts/setup.sh
@@ -39,3 +39,4 @@ clean:
 	rm -rf build dist .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find megatron_dynapipe tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	find megatron_dynapipe -name '_native*.so' -delete
+	rm -f .venv/.setup/project  # the next command builds the native core again

@@ -13,7 +13,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 NATIVE = "megatron_dynapipe.planning._native"
 # No -ffast-math, no -march=native: a plan is the same on every machine.
-COMPILE_ARGS = ["-std=c++17", "-O2", "-fvisibility=hidden", "-fno-strict-aliasing", "-DNDEBUG"]
+COMPILE_ARGS = ["-std=c++17", "-O2", "-fvisibility=hidden", "-fno-strict-aliasing", "-DNDEBUG", "-g0"]
 
 
 def native_extensions() -> list[Extension]:
@@ -31,15 +31,18 @@ class OptionalBuildExt(build_ext):
         # If this build fails, no library of older sources must stay, neither in build/ nor beside the Python.
         Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
         (ROOT / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+        own_sources = ext.sources
         try:
             import nanobind
 
             package = Path(nanobind.include_dir()).parent
             ext.include_dirs += [str(package / "include"), str(package / "ext" / "robin_map" / "include")]
-            ext.sources = [*ext.sources, str(package / "src" / "nb_combined.cpp")]
+            ext.sources = [*own_sources, str(package / "src" / "nb_combined.cpp")]
             super().build_extension(ext)
         except Exception as error:  # noqa: BLE001 - whatever is missing, the install goes on
             print(f"notice: {ext.name} was not built ({error}); the pure Python planner is used", file=sys.stderr)
+        finally:
+            ext.sources = own_sources  # a source distribution lists these, and must not list nanobind's
 
 
 setup(ext_modules=native_extensions(), cmdclass={"build_ext": OptionalBuildExt})

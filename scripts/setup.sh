@@ -59,6 +59,7 @@ pip_install() {
 install_project() {
     local inputs
     inputs=$(shopt -s nullglob; digest requirements.lock pyproject.toml setup.py csrc/*)
+    inputs+=$(type -P "${CXX:-g++}" || echo " no compiler")
     is_done "$STATE/project" "$inputs" && return
     say "installing megatron-dynapipe (editable)"
     PYTHONWARNINGS=ignore pip_install --quiet --no-build-isolation --no-deps --editable .
