@@ -3,6 +3,7 @@
     dynapipe:{job}:{settings digest}:{split}:{iteration}:{replica}:{stage}     one stage's plan
     dynapipe:{job}:{settings digest}:{split}:progress                          the iteration training is at
     dynapipe:{job}:error                                                       the first failure of any planner
+    dynapipe:{job}:report:{rank}                                               a rank's records at the run's end
 
 A job name belongs to one launch: progress and errors of an earlier launch must not be met again.
 """
@@ -50,3 +51,7 @@ class PlanKeys:
     def error(self) -> str:
         """Key of the first planner failure of this job."""
         return f"dynapipe:{self.job}:error"
+
+    def report(self, rank: int) -> str:
+        """Key of the records that a rank hands in at the end of the run."""
+        return f"dynapipe:{self.job}:report:{rank}"

@@ -15,10 +15,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 from megatron_dynapipe.errors import ConfigError, StoreError
 from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.store.child_log import ChildLog
 from megatron_dynapipe.store.redis_store import open_store
 
 LOOPBACK = "127.0.0.1"
@@ -55,7 +56,7 @@ class StoreServer:
         self._memory_limit_mb = memory_limit_mb
         self._start_timeout_s = start_timeout_s
         self._guard: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
+        self._log: ChildLog | None = None
         self._address: StoreAddress | None = None
 
     @property
@@ -91,13 +92,17 @@ class StoreServer:
                 hint="137 means it was killed, often for want of memory",
             )
 
+    def wait(self, timeout_s: float) -> int | None:
+        """The server's exit status once it has ended; None if it still runs after `timeout_s`."""
+        assert self._guard is not None, "the server's block has not been entered"
+        try:
+            return self._guard.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
     def log_tail(self, lines: int = 20) -> str:
         """The last lines the server logged."""
-        if self._log is None:
-            return ""
-        # A second description of the file: the server writes at the position of the first.
-        text = Path(f"/dev/fd/{self._log.fileno()}").read_bytes()
-        return "\n".join(text.decode(errors="replace").splitlines()[-lines:])
+        return self._log.tail(lines) if self._log is not None else ""
 
     def _launch(self, binary: Path, host: str, port: int) -> None:
         password = secrets.token_urlsafe(24)
@@ -105,11 +110,11 @@ class StoreServer:
             "command": [str(binary), "-"],
             "stdin": _settings(host, port, password, self._memory_limit_mb),
         }
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the server has stopped)
+        self._log = ChildLog()
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_GUARD)],
             stdin=subprocess.PIPE,
-            stdout=self._log,
+            stdout=self._log.file,
             stderr=subprocess.STDOUT,
             cwd=tempfile.gettempdir(),
             start_new_session=True,  # a Ctrl-C in the terminal is for the owner to handle

@@ -1,0 +1,21 @@
+"""The planner process: sampler → planner → store, ahead of training; and the ranks' client."""
+
+from megatron_dynapipe.service.client import PlanClient
+from megatron_dynapipe.service.process import PlannerProcess
+from megatron_dynapipe.service.settings import (
+    AnalyticCosts,
+    CostFile,
+    PlanInputs,
+    ServiceSettings,
+    SplitSettings,
+)
+
+__all__ = [
+    "AnalyticCosts",
+    "CostFile",
+    "PlanClient",
+    "PlanInputs",
+    "PlannerProcess",
+    "ServiceSettings",
+    "SplitSettings",
+]

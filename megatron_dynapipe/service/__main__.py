@@ -1,0 +1,59 @@
+"""The planner process: `python -m megatron_dynapipe.service`, its settings in one line on stdin.
+
+stdin stays open: when it ends, the trainer is gone, and so is the planner. Exit status: 0 all planned or trainer gone,
+1 an error (published for the ranks, traceback on stderr), 2 unusable settings, 143 ended by SIGTERM.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.service.failure import PlannerFailure
+from megatron_dynapipe.service.loop import PlannerLoop, publish_failure
+from megatron_dynapipe.service.settings import ServiceSettings, decode_settings
+from megatron_dynapipe.service.source import PlannedSplits
+from megatron_dynapipe.store import open_store
+
+
+def main() -> int:
+    """Read settings, plan until done; the exit status."""
+    logging.basicConfig(level=logging.INFO, format="planner: %(message)s")
+    try:
+        settings = decode_settings(sys.stdin.buffer.readline())
+    except ConfigError as error:
+        print(f"planner: {error}", file=sys.stderr)
+        return 2
+    threading.Thread(target=_end_with_trainer, daemon=True).start()
+    signal.signal(signal.SIGTERM, _end)
+    plan_all(settings)
+    return 0
+
+
+def plan_all(settings: ServiceSettings) -> None:
+    """Plan everything `settings` asks for; errors are published, then raised."""
+    with open_store(settings.store) as store:
+        try:
+            source = PlannedSplits(settings.inputs)
+        except Exception as error:
+            failure = PlannerFailure.of(error, node=settings.node, doing="reading lengths and costs")
+            publish_failure(store, settings.keys, failure)
+            raise
+        PlannerLoop(settings, source, store).run()
+
+
+def _end_with_trainer() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(0)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

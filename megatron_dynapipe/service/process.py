@@ -1,0 +1,112 @@
+"""Starting, watching and stopping a node's planner process from the process that trains."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import megatron_dynapipe
+from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.service.failure import PlannerFailure
+from megatron_dynapipe.service.loop import publish_failure
+from megatron_dynapipe.service.settings import ServiceSettings, encode_settings
+from megatron_dynapipe.store import open_store
+from megatron_dynapipe.store.child_log import ChildLog
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 5.0
+_COMMAND = (sys.executable, "-P", "-m", "megatron_dynapipe.service")
+
+
+class PlannerProcess:
+    """Context manager: `python -m megatron_dynapipe.service` for as long as the block lasts.
+
+    The process ends when its stdin does, so it never outlives this one, however this one ends. If it dies by itself, a
+    thread here publishes how, so that every rank that waits for a plan learns it at once.
+    """
+
+    def __init__(self, settings: ServiceSettings, *, log_path: Path | None = None) -> None:
+        """Only keep the settings; entering the block starts the process.
+
+        Args:
+            settings: what is planned, and where plans go.
+            log_path: file to which the process's output is appended; None keeps its end in memory alone.
+        """
+        self._settings = settings
+        self._log_path = log_path
+        self._failure: PlannerFailure | None = None
+        self._stopping = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._log = ChildLog(self._log_path)
+        package_root = str(Path(megatron_dynapipe.__file__).parents[1])
+        paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            _COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=self._log.file,
+            stderr=subprocess.STDOUT,
+            # A planner is one thread of its own; the cores are training's.
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # a Ctrl-C in the terminal is for training to handle
+        )
+        self._watcher = threading.Thread(target=self._watch, name="planner-watcher", daemon=True)
+        self._watcher.start()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it died while starting: the watcher tells how
+            self._process.stdin.write(encode_settings(self._settings))
+            self._process.stdin.flush()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raise `PlannerFailedError`, with the last lines it printed, if the process has died."""
+        if self._process.poll() is not None:
+            self._watcher.join(STOP_TIMEOUT_S)
+        if self._failure is not None:
+            raise self._failure.to_error()
+
+    def stop(self) -> None:
+        """End the process within some seconds; it may have ended already."""
+        self._stopping.set()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it died with part of its settings unread
+            self._process.stdin.close()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._watcher.join(STOP_TIMEOUT_S)
+        self._log.close()
+
+    def _watch(self) -> None:
+        """Wait for the process's end; publish it unless everything was planned or the end was asked for."""
+        status = self._process.wait()
+        if status == 0 or self._stopping.is_set():
+            return
+        failure = PlannerFailure(
+            node=self._settings.node,
+            doing="running",
+            error=f"its process {self._process.pid} ended with exit status {status}",
+            hint="-9 means it was killed, often for want of memory" if status == -9 else None,
+            details=self._log.tail(40) or "(it printed nothing)",
+        )
+        try:
+            with open_store(self._settings.store) as store:
+                publish_failure(store, self._settings.keys, failure)
+        except StoreError as error:
+            logger.warning("the planner died, and the plan store cannot be told: %s", error)
+        self._failure = failure

@@ -1,0 +1,133 @@
+"""Everything the planner process is told, as one record that travels as JSON through its stdin."""
+
+import hashlib
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from megatron_dynapipe.cost import AnalyticCostModel, CostModel, DeviceRates, ModelShape, TableCostModel
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import SamplerSettings
+from megatron_dynapipe.store import PlanKeys, StoreAddress
+
+_AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
+_AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
+class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="file"):
+    """Costs measured on a device, from a cost model file at `path`."""
+
+    path: str
+
+    def load(self) -> CostModel:
+        """Read and check the file; raises `CostModelError`."""
+        return TableCostModel.load(Path(self.path))
+
+
+class AnalyticCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="analytic"):
+    """Costs computed from the model's shape and the device's rates, up to a micro-batch of this size and length."""
+
+    shape: ModelShape
+    rates: DeviceRates
+    max_size: _AtLeastOne = 4096
+    max_length: _AtLeastOne = 16384
+
+    def load(self) -> CostModel:
+        """Tabulate the model; raises `CostModelError`."""
+        return AnalyticCostModel(self.shape, self.rates, max_size=self.max_size, max_length=self.max_length)
+
+
+class SplitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which iterations of one split are planned.
+
+    Attributes:
+        name: "train", "valid" or "test": the split's files in the dataset folder.
+        sampler: what decides its samples.
+        first_iteration: where a fresh or resumed run begins.
+        iterations: how many are planned in all; None plans for as long as training goes on.
+        forward_only: an evaluation: no backward passes.
+    """
+
+    name: str
+    sampler: SamplerSettings
+    first_iteration: _AtLeastZero = 0
+    iterations: _AtLeastZero | None = None
+    forward_only: bool = False
+
+
+class PlanInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything plans are made from.
+
+    Attributes:
+        data_folder: the dataset; the same samples on every node, though the folder may lie elsewhere.
+        splits: what is planned, the most urgent split first where they tie.
+        planner: model, layout, memory, choices.
+        costs: where layers' costs come from.
+    """
+
+    data_folder: str
+    splits: Annotated[tuple[SplitSettings, ...], msgspec.Meta(min_length=1)]
+    planner: PlannerSettings
+    costs: CostFile | AnalyticCosts
+
+    def __post_init__(self) -> None:
+        names = [split.name for split in self.splits]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"expected every split once, got {', '.join(names)}")
+
+    def digest(self) -> str:
+        """32 hexadecimal digits that are equal where plans are: on every node, and when a run is resumed."""
+        samplers = {split.name: (split.sampler, split.forward_only) for split in self.splits}
+        parts = msgspec.json.encode([self.planner, self.costs.load().digest, samplers], order="sorted")
+        return hashlib.blake2b(parts, digest_size=16).hexdigest()
+
+
+class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One node's planner process.
+
+    Attributes:
+        store: where plans go; its password is why these settings never touch a command line or the environment.
+        job: name of this launch.
+        settings_digest: `PlanInputs.digest()`, as the readers compute it.
+        node: this node, from 0; it plans the iterations i with i mod nodes == node.
+        nodes: nodes that plan.
+        look_ahead: how many iterations beyond the one in training are planned.
+        keep_behind: iterations before the one in training whose plans stay, for ranks that lag and for replays.
+        idle_timeout_s: how long training may make no progress before the planner takes it for dead.
+        inputs: what plans are made from.
+    """
+
+    store: StoreAddress
+    job: str
+    settings_digest: str
+    node: _AtLeastZero = 0
+    nodes: _AtLeastOne = 1
+    look_ahead: _AtLeastOne = 8
+    keep_behind: _AtLeastZero = 16
+    idle_timeout_s: _Seconds = 6 * 3600.0
+    inputs: PlanInputs
+
+    def __post_init__(self) -> None:
+        if self.node >= self.nodes:
+            raise ConfigError(f"expected a node from 0 to {self.nodes - 1}, got {self.node}")
+
+    @property
+    def keys(self) -> PlanKeys:
+        """Names of this job's plans in the store."""
+        return PlanKeys(job=self.job, settings_digest=self.settings_digest)
+
+
+def encode_settings(settings: ServiceSettings) -> bytes:
+    """One line of JSON, password included: for a pipe, never for a log."""
+    return msgspec.json.encode(settings) + b"\n"
+
+
+def decode_settings(line: bytes) -> ServiceSettings:
+    """What `encode_settings` wrote; raises `ConfigError` naming the field that is wrong."""
+    try:
+        return msgspec.json.decode(line, type=ServiceSettings)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"not the planner process's settings: {error}") from error

@@ -1,0 +1,42 @@
+"""Where plans come from: sampler → planner → proof → bytes."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dynapipe.plan.codec import encode_entries
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.sampling import LengthTable, Sampler, read_task_ids
+from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
+
+logger = logging.getLogger(__name__)
+
+
+class PlannedSplits:
+    """A `PlanSource` over a dataset on disk."""
+
+    def __init__(self, inputs: PlanInputs) -> None:
+        """Read lengths and costs.
+
+        Raises:
+            DataError: the dataset is missing or damaged, or holds samples that are too long.
+            CostModelError: the cost model is damaged or does not fit the settings.
+            InfeasibleError: the model alone does not fit.
+        """
+        self._planner = Planner(inputs.planner, inputs.costs.load())
+        self._forward_only = {split.name: split.forward_only for split in inputs.splits}
+        self._samplers = {split.name: _sampler(Path(inputs.data_folder), split) for split in inputs.splits}
+        for name, sampler in self._samplers.items():
+            logger.info("%s: %s", name, sampler.report)
+
+    def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
+        """See `PlanSource.entries`."""
+        batch = self._samplers[split].batch(iteration)
+        plan = self._planner.plan(batch, iteration, forward_only=self._forward_only[split])
+        return encode_entries(plan)
+
+
+def _sampler(folder: Path, split: SplitSettings) -> Sampler:
+    lengths = LengthTable.read(folder, split.name)
+    weighted = split.sampler.mixture_temperature != 1.0
+    return Sampler(lengths, split.sampler, read_task_ids(folder, split.name, len(lengths)) if weighted else None)

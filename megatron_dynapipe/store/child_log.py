@@ -1,0 +1,31 @@
+"""What a child process prints: to a file, or to one without a name that vanishes with its last reader."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import IO
+
+_TAIL_BYTES = 64_000
+
+
+class ChildLog:
+    """A file for a child's stdout and stderr whose last lines can be quoted when the child dies."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Append to `path`, or write to an unnamed temporary file."""
+        self.file: IO[bytes] = tempfile.TemporaryFile() if path is None else path.open("a+b")  # noqa: SIM115
+        self._start = os.fstat(self.file.fileno()).st_size
+
+    def tail(self, lines: int = 20) -> str:
+        """The last lines printed so far (nothing from before this log was opened)."""
+        if self.file.closed:
+            return ""
+        end = os.fstat(self.file.fileno()).st_size
+        start = max(self._start, end - _TAIL_BYTES)
+        # pread: the child writes at the position that this description shares with it.
+        text = os.pread(self.file.fileno(), end - start, start).decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def close(self) -> None:
+        """Stop reading; the child may go on writing."""
+        self.file.close()

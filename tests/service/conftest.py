@@ -1,0 +1,92 @@
+"""A small dataset, settings that plan it, and a server."""
+
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.cost import CPU_RATES, ModelShape
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import SamplerSettings
+from megatron_dynapipe.sampling.index_file import HEADER, MAGIC
+from megatron_dynapipe.service import AnalyticCosts, PlanInputs, ServiceSettings, SplitSettings
+from megatron_dynapipe.store import StoreAddress, StoreServer, new_job_name
+from megatron_dynapipe.units import ModelFamily
+
+type Settings = Callable[..., ServiceSettings]
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[StoreServer]:
+    with StoreServer() as running:
+        yield running
+
+
+def write_split(folder: Path, split: str, lengths: list[int]) -> None:
+    """Documents of an input and a target each, all tokens zero."""
+    pointers = np.cumsum([0, *lengths[:-1]], dtype=np.int64) * 2
+    documents = np.arange(0, len(lengths) + 1, 2, dtype=np.int64)
+    header = HEADER.pack(MAGIC, 1, 8, len(lengths), len(documents))
+    sizes = struct.pack(f"<{len(lengths)}i", *lengths)
+    (folder / f"{split}.idx").write_bytes(header + sizes + pointers.tobytes() + documents.tobytes())
+    (folder / f"{split}.bin").write_bytes(bytes(2 * sum(lengths)))
+
+
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dataset")
+    for seed, split in enumerate(("train", "valid")):
+        write_split(folder, split, np.random.default_rng(seed).integers(1, 120, 400).tolist())
+    return folder
+
+
+@pytest.fixture
+def settings(server: StoreServer, data_folder: Path) -> Settings:
+    """Settings of a job of its own: two replicas of two stages, train and valid."""
+
+    def make(
+        *, iterations: int | None = None, max_length: int = 128, memory_mb: int = 2000, **changes: object
+    ) -> ServiceSettings:
+        sampler = SamplerSettings(
+            family=ModelFamily.T5,
+            seed=1,
+            samples_per_iteration=12,
+            max_input_length=max_length,
+            max_target_length=max_length,
+        )
+        shape = ModelShape(family=ModelFamily.T5, hidden=64, heads=2, kv_channels=32, ffn=128, vocabulary=512)
+        inputs = PlanInputs(
+            data_folder=str(data_folder),
+            splits=(
+                SplitSettings(name="train", sampler=sampler, iterations=iterations),
+                SplitSettings(name="valid", sampler=sampler, forward_only=True),
+            ),
+            planner=PlannerSettings(
+                family=ModelFamily.T5,
+                encoder_layers=2,
+                decoder_layers=2,
+                hidden_size=64,
+                data_parallel=2,
+                pipeline_parallel=2,
+                memory_limit_bytes=memory_mb * 1_000_000,
+            ),
+            costs=AnalyticCosts(shape=shape, rates=CPU_RATES, max_size=16, max_length=256),
+        )
+        fields: dict[str, object] = {
+            "store": server.address,
+            "job": new_job_name(),
+            "settings_digest": inputs.digest(),
+            "inputs": inputs,
+            "look_ahead": 2,
+        }
+        return ServiceSettings(**(fields | changes))  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def nowhere() -> StoreAddress:
+    """An address where nobody listens."""
+    return StoreAddress("redis://:hunter2@127.0.0.1:1/0")

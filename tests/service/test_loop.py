@@ -1,0 +1,220 @@
+"""The planner's loop on a store in memory: what is planned when, what is forgotten, what is said when it fails."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from megatron_dynapipe.errors import InfeasibleError, PlanError, PlannerFailedError, StoreTimeoutError
+from megatron_dynapipe.plan.codec import encode
+from megatron_dynapipe.plan.iteration import StageEntry, StagePlan, Totals
+from megatron_dynapipe.service import PlanClient, ServiceSettings
+from megatron_dynapipe.service.failure import PlannerFailure, decode_failure
+from megatron_dynapipe.service.loop import PlannerLoop, publish_failure
+from megatron_dynapipe.store import MemoryStore
+from megatron_dynapipe.units import ModelFamily
+
+
+class FakeSource:
+    """One replica of two stages; remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.planned: list[tuple[str, int]] = []
+        self.fails_at: tuple[str, int] | None = None
+
+    def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
+        if (split, iteration) == self.fails_at:
+            raise InfeasibleError("sample 17 needs 99 MB of 10 MB", hint="use a larger device")
+        self.planned.append((split, iteration))
+        return [(0, stage, encode(entry(iteration, stage))) for stage in range(2)]
+
+
+def entry(iteration: int, stage: int) -> StageEntry:
+    return StageEntry(
+        iteration=iteration,
+        replica=0,
+        family=ModelFamily.T5,
+        forward_only=False,
+        plan_digest="",
+        pipeline_stages=2,
+        chunks=1,
+        micro_batches=(),
+        stage_plan=StagePlan(stage=stage, instructions=(), predicted=()),
+        totals=Totals(samples=0, real_tokens=0, padded_positions=0, micro_batches=(0,), predicted_ns=0),
+    )
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    opened = MemoryStore()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def source() -> FakeSource:
+    return FakeSource()
+
+
+def only_train(settings: ServiceSettings, **changes: object) -> ServiceSettings:
+    """Settings whose one split is train, changed as told."""
+    train = msgspec.structs.replace(settings.inputs.splits[0], **changes)
+    return msgspec.structs.replace(settings, inputs=msgspec.structs.replace(settings.inputs, splits=(train,)))
+
+
+@contextmanager
+def running(settings: ServiceSettings, source: FakeSource, store: MemoryStore) -> Iterator[threading.Thread]:
+    def run() -> None:
+        try:
+            PlannerLoop(settings, source, store).run()
+        except Exception as error:
+            if "closed" not in str(error):
+                raise
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        store.close()
+        thread.join(10)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def client(settings: ServiceSettings, store: MemoryStore, *, stage: int = 0, deadline_s: float = 10) -> PlanClient:
+    return PlanClient(store, settings.keys, replica=0, stage=stage, deadline_s=deadline_s)
+
+
+def test_it_plans_look_ahead_beyond_training_and_no_further(settings, source, store) -> None:
+    told = only_train(settings(look_ahead=3))
+    with running(told, source, store):
+        until(lambda: len(source.planned) == 4)
+        time.sleep(0.05)
+        assert source.planned == [("train", iteration) for iteration in range(4)]
+        client(told, store).announce("train", 2)
+        until(lambda: len(source.planned) == 6)
+        time.sleep(0.05)
+        assert source.planned[4:] == [("train", 4), ("train", 5)]
+
+
+def test_every_rank_fetches_its_share(settings, source, store) -> None:
+    told = only_train(settings())
+    with running(told, source, store):
+        for iteration in range(20):
+            for stage in range(2):
+                rank = client(told, store, stage=stage)
+                assert rank.fetch("train", iteration) == entry(iteration, stage)
+            client(told, store).announce("train", iteration)
+
+
+def test_it_ends_when_all_is_planned(settings, source, store) -> None:
+    PlannerLoop(only_train(settings(look_ahead=100), iterations=7), source, store).run()
+    assert source.planned == [("train", iteration) for iteration in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("first", "nodes", "shares"),
+    [
+        (0, 2, [[0, 2, 4, 6], [1, 3, 5]]),
+        (5, 2, [[6, 8, 10], [5, 7, 9, 11]]),
+        (4, 3, [[6, 9], [4, 7, 10], [5, 8]]),
+        (3, 1, [[3, 4, 5, 6, 7, 8, 9]]),
+    ],
+)
+def test_nodes_deal_iterations_among_them(settings, source, first: int, nodes: int, shares: list[list[int]]) -> None:
+    for node, share in enumerate(shares):
+        own = FakeSource()
+        told = only_train(settings(look_ahead=100, node=node, nodes=nodes), first_iteration=first, iterations=7)
+        PlannerLoop(told, own, MemoryStore()).run()
+        assert own.planned == [("train", iteration) for iteration in share]
+
+
+def test_splits_take_turns_and_neither_waits_for_the_other(settings, source, store) -> None:
+    told = settings(look_ahead=1)
+    with running(told, source, store):
+        until(lambda: len(source.planned) == 4)
+        assert source.planned == [("train", 0), ("valid", 0), ("train", 1), ("valid", 1)]
+        # Training stands still while it evaluates.
+        for iteration in range(1, 5):
+            client(told, store).announce("valid", iteration)
+            until(lambda iteration=iteration: source.planned[-1] == ("valid", iteration + 1))
+        client(told, store).announce("train", 1)
+        until(lambda: source.planned[-1] == ("train", 2))
+
+
+def test_plans_that_training_has_left_behind_are_forgotten(settings, source, store) -> None:
+    told = only_train(settings(look_ahead=2, keep_behind=3))
+    with running(told, source, store):
+        client(told, store).announce("train", 10)
+        until(lambda: ("train", 12) in source.planned)
+        client(told, store).announce("train", 11)
+        until(lambda: ("train", 13) in source.planned)
+        kept = sorted(int(key.split(":")[4]) for key in store._values if key.endswith(":0:0"))
+        assert kept == list(range(8, 14))
+        with pytest.raises(StoreTimeoutError, match="waited 0.05 s for the plan of iteration 7 of train for replica 0"):
+            client(told, store, deadline_s=0.05).fetch("train", 7)
+
+
+def test_its_failure_reaches_the_ranks_after_the_plans_made_before(settings, source, store) -> None:
+    told = only_train(settings(look_ahead=9))
+    source.fails_at = ("train", 3)
+    with pytest.raises(InfeasibleError):
+        PlannerLoop(told, source, store).run()
+    for iteration in range(3):
+        assert client(told, store).fetch("train", iteration).iteration == iteration
+    with pytest.raises(PlannerFailedError) as caught:
+        client(told, store).fetch("train", 3)
+    assert caught.value.message.startswith(
+        "the planner of node 0 failed while planning iteration 3 of train: "
+        "InfeasibleError: sample 17 needs 99 MB of 10 MB\n--- from its process ---\nTraceback (most recent call last):"
+    )
+    assert "test_loop.py" in caught.value.message
+    assert caught.value.hint == "use a larger device"
+
+
+def test_training_that_stands_still_too_long_is_taken_for_dead(settings, source, store) -> None:
+    told = settings(idle_timeout_s=0.1)
+    with pytest.raises(StoreTimeoutError, match=r"waited 0\.1 s for training to go on"):
+        PlannerLoop(told, source, store).run()
+    with pytest.raises(
+        PlannerFailedError, match="failed while waiting for training: train at 0, valid at 0: StoreTime"
+    ):
+        client(told, store).fetch("train", 99)
+
+
+def test_the_first_failure_is_the_one_told(settings, store) -> None:
+    told = settings()
+    for text in ("first", "second"):
+        publish_failure(store, told.keys, PlannerFailure.of(ValueError(text), node=0, doing="testing"))
+    with pytest.raises(PlannerFailedError, match=r"failed while testing: ValueError: first\n"):
+        client(told, store).fetch("train", 0)
+
+
+def test_a_failure_that_cannot_be_published_is_logged(settings, store, caplog) -> None:
+    store.close()
+    publish_failure(store, settings().keys, PlannerFailure.of(ValueError("x"), node=0, doing="testing"))
+    assert "cannot publish what went wrong: this plan store is closed" in caplog.text
+
+
+def test_a_failure_in_another_form_is_shown_as_it_is() -> None:
+    error = decode_failure(b"\xffgibberish").to_error()
+    assert "reports failures in another form" in error.message and "gibberish" in error.message
+    assert error.hint == "install the same version on every node"
+
+
+def test_a_plan_of_another_rank_under_our_key_is_refused(settings, store) -> None:
+    told = settings()
+    store.put(told.keys.plan(split="train", iteration=3, replica=0, stage=0), encode(entry(3, 1)))
+    with pytest.raises(
+        PlanError, match=r"expected the plan of \(iteration, replica, stage\) \(3, 0, 0\) under .*, got \(3, 0, 1\)"
+    ):
+        client(told, store).fetch("train", 3)

@@ -1,0 +1,228 @@
+"""The planner as a process of its own: real plans through a real server, deaths of every kind, nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.errors import PlannerFailedError, StoreError
+from megatron_dynapipe.service import PlanClient, PlannerProcess, ServiceSettings
+from megatron_dynapipe.service.settings import encode_settings
+from megatron_dynapipe.service.source import PlannedSplits
+from megatron_dynapipe.store import RedisStore, StoreServer, open_store
+
+COMMAND = [sys.executable, "-m", "megatron_dynapipe.service"]
+
+
+def client(store: RedisStore, settings: ServiceSettings, replica: int = 0, stage: int = 0) -> PlanClient:
+    return PlanClient(store, settings.keys, replica=replica, stage=stage, deadline_s=30)
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_plans_arrive_ahead_of_training_and_are_the_same_here(settings) -> None:
+    told = settings(iterations=6)
+    here = PlannedSplits(told.inputs)
+    with PlannerProcess(told) as planner, open_store(told.store) as store:
+        for iteration in range(6):
+            expected = dict(((replica, stage), data) for replica, stage, data in here.entries("train", iteration))
+            entries = []
+            for replica, stage in expected:
+                rank = client(store, told, replica, stage)
+                entries.append(rank.fetch("train", iteration))
+                key = told.keys.plan(split="train", iteration=iteration, replica=replica, stage=stage)
+                assert store.wait_any([key], timeout_s=5, what="it")[1] == expected[replica, stage]
+            assert sum(len(mb.sample_ids) for entry in entries[::2] for mb in entry.micro_batches) == 12
+            assert len({entry.plan_digest for entry in entries}) == 1
+            client(store, told).announce("train", iteration)
+        assert client(store, told).fetch("valid", 0).forward_only
+        planner.check()
+
+
+def test_it_needs_no_torch() -> None:
+    program = "import megatron_dynapipe.service.__main__, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_its_password_shows_nowhere(settings, tmp_path: Path) -> None:
+    told = settings()
+    password = told.store.url.partition("://:")[2].partition("@")[0]
+    log = tmp_path / "planner.log"
+    with PlannerProcess(told, log_path=log) as planner, open_store(told.store) as store:
+        client(store, told).fetch("train", 0)
+        for name in ("cmdline", "environ"):
+            assert password.encode() not in Path(f"/proc/{planner.pid}/{name}").read_bytes()
+    text = log.read_text()
+    assert "planner: train: all 200 samples are within the maximum lengths" in text
+    assert password not in text
+
+
+def test_it_is_gone_after_its_block(settings) -> None:
+    with PlannerProcess(settings()) as planner:
+        assert is_running(planner.pid)
+    assert not is_running(planner.pid)
+
+
+def test_it_is_gone_after_a_block_that_failed(settings) -> None:
+    planner = PlannerProcess(settings())
+    with pytest.raises(ZeroDivisionError), planner:
+        1 / 0  # noqa: B018
+    assert not is_running(planner.pid)
+
+
+def test_a_planner_that_was_killed_is_told_to_a_waiting_rank(settings) -> None:
+    told = settings()
+    with PlannerProcess(told) as planner, open_store(told.store) as store:
+        client(store, told).fetch("train", 2)
+        errors: list[PlannerFailedError] = []
+
+        def wait(stage: int) -> None:
+            try:
+                client(store, told, stage=stage).fetch("train", 99)
+            except PlannerFailedError as error:
+                errors.append(error)
+
+        ranks = [threading.Thread(target=wait, args=(stage,)) for stage in range(2)]
+        for rank in ranks:
+            rank.start()
+        time.sleep(0.2)
+        os.kill(planner.pid, signal.SIGKILL)
+        started = time.monotonic()
+        for rank in ranks:
+            rank.join(10)
+        assert time.monotonic() - started < 5
+        assert len(errors) == 2
+        for error in errors:
+            assert f"its process {planner.pid} ended with exit status -9" in error.message
+            assert "planner: train: all 200 samples are within the maximum lengths" in error.message
+            assert error.hint == "-9 means it was killed, often for want of memory"
+        until(lambda: planner._failure is not None)
+        with pytest.raises(PlannerFailedError, match="ended with exit status -9"):
+            planner.check()
+
+
+def test_sigterm_ends_it_and_is_told(settings) -> None:
+    told = settings()
+    with PlannerProcess(told) as planner, open_store(told.store) as store:
+        client(store, told).fetch("train", 2)
+        os.kill(planner.pid, signal.SIGTERM)
+        with pytest.raises(PlannerFailedError, match="ended with exit status 143"):
+            client(store, told).fetch("train", 99)
+
+
+def test_samples_that_are_too_long_are_told_with_a_traceback(settings) -> None:
+    told = settings(max_length=8)
+    with PlannerProcess(told) as planner, open_store(told.store) as store:
+        with pytest.raises(PlannerFailedError, match="failed while reading lengths and costs: DataError: ") as caught:
+            client(store, told).fetch("train", 0)
+        assert "Traceback (most recent call last):" in caught.value.message
+        until(lambda: planner._failure is not None)
+        with pytest.raises(PlannerFailedError, match="ended with exit status 1"):
+            planner.check()
+
+
+def test_a_bug_in_starting_up_is_told_too(settings, tmp_path: Path) -> None:
+    for name in ("train.idx", "train.bin"):
+        (tmp_path / name).mkdir()
+    told = settings()
+    import msgspec
+
+    told = msgspec.structs.replace(told, inputs=msgspec.structs.replace(told.inputs, data_folder=str(tmp_path)))
+    with PlannerProcess(told), open_store(told.store) as store:
+        with pytest.raises(PlannerFailedError, match="failed while reading lengths and costs: "):
+            client(store, told).fetch("train", 0)
+
+
+def test_a_store_that_dies_ends_the_planner(settings, data_folder: Path) -> None:
+    with StoreServer() as server:
+        told = settings(store=server.address)
+        with PlannerProcess(told) as planner:
+            with open_store(told.store) as store:
+                client(store, told).fetch("train", 2)
+            assert server._guard is not None
+            server._guard.kill()
+            until(lambda: planner._failure is not None)
+            with pytest.raises(PlannerFailedError, match="StoreError: plan store redis://\\*\\*\\*@127"):
+                planner.check()
+
+
+def test_a_store_that_cannot_be_reached_ends_the_planner(settings, nowhere) -> None:
+    with PlannerProcess(settings(store=nowhere)) as planner:
+        until(lambda: planner._failure is not None)
+        with pytest.raises(PlannerFailedError, match="Connection refused") as caught:
+            planner.check()
+        assert "hunter2" not in str(caught.value)
+
+
+OWNER = """
+    import os, sys, time
+    from megatron_dynapipe.service import PlannerProcess
+    from megatron_dynapipe.service.settings import decode_settings
+    with PlannerProcess(decode_settings(sys.stdin.buffer.readline())) as planner:
+        print(planner.pid, flush=True)
+        {then}
+"""
+
+
+@pytest.mark.parametrize("then", ["time.sleep(60)", "raise SystemExit(3)", "os._exit(4)"])
+def test_it_is_gone_when_its_owner_is_gone(settings, then: str) -> None:
+    told = settings()
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(OWNER.format(then=then))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with owner:
+        assert owner.stdin is not None and owner.stdout is not None
+        owner.stdin.write(encode_settings(told))
+        owner.stdin.flush()
+        pid = int(owner.stdout.readline())
+        if "sleep" in then:
+            with open_store(told.store) as store:
+                client(store, told).fetch("train", 0)
+            assert is_running(pid)
+            owner.kill()
+    until(lambda: not is_running(pid))
+
+
+@pytest.mark.parametrize("stdin", [b"", b"{}\n", b"not json\n"])
+def test_unusable_settings_are_refused_in_one_line(stdin: bytes) -> None:
+    done = subprocess.run(COMMAND, input=stdin, capture_output=True, check=False, timeout=30)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"planner: not the planner process's settings: ")
+    assert done.stderr.count(b"\n") == 1 and done.stdout == b""
+
+
+def test_two_nodes_plan_for_one_job(settings) -> None:
+    shared = settings(nodes=2)
+    import msgspec
+
+    both = [msgspec.structs.replace(shared, node=node) for node in range(2)]
+    with PlannerProcess(both[0]), PlannerProcess(both[1]), open_store(shared.store) as store:
+        for iteration in range(8):
+            assert client(store, shared).fetch("train", iteration).iteration == iteration
+            client(store, shared).announce("train", iteration)
+
+
+def test_a_lost_store_is_not_a_planner_failure_for_ranks(settings, nowhere) -> None:
+    with pytest.raises(StoreError, match="failed while greeting the server"):
+        open_store(nowhere)

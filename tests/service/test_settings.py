@@ -1,0 +1,60 @@
+"""The record that starts a planner process: whole on the other side, strict, and silent about its password."""
+
+import msgspec
+import pytest
+
+from megatron_dynapipe.errors import ConfigError, CostModelError
+from megatron_dynapipe.service import CostFile
+from megatron_dynapipe.service.settings import decode_settings, encode_settings
+
+
+def test_settings_arrive_as_they_were_sent(settings) -> None:
+    sent = settings(node=1, nodes=3)
+    line = encode_settings(sent)
+    assert line.count(b"\n") == 1 and line.endswith(b"\n")
+    assert decode_settings(line) == sent
+
+
+def test_settings_show_no_password(settings, nowhere) -> None:
+    assert "hunter2" not in repr(settings(store=nowhere))
+    assert b"hunter2" in encode_settings(settings(store=nowhere))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b'"look_ahead":2', b'"look_ahead":0', r"Expected `int` >= 1 - at `\$\.look_ahead`"),
+        (b'"look_ahead":2', b'"look_ahed":2', "unknown field `look_ahed`"),
+        (b'"type":"analytic"', b'"type":"guess"', r"Invalid value 'guess' - at `\$\.inputs\.costs\.type`"),
+        (b'"node":0', b'"node":1', "expected a node from 0 to 0, got 1"),
+        (b'"name":"valid"', b'"name":"train"', "expected every split once, got train, train"),
+        (b"{", b"", "not the planner process's settings"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(settings, old: bytes, new: bytes, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        decode_settings(encode_settings(settings()).replace(old, new, 1))
+
+
+def test_the_digest_names_what_plans_depend_on(settings) -> None:
+    inputs = settings().inputs
+    replace = msgspec.structs.replace
+    train, valid = inputs.splits
+    same = [
+        replace(inputs, data_folder="elsewhere"),
+        replace(inputs, splits=(valid, train)),
+        replace(inputs, splits=(replace(train, first_iteration=7, iterations=3), valid)),
+    ]
+    assert {other.digest() for other in same} == {inputs.digest()}
+    other = [
+        replace(inputs, splits=(replace(train, sampler=replace(train.sampler, seed=2)), valid)),
+        replace(inputs, splits=(train, replace(valid, forward_only=False))),
+        replace(inputs, planner=replace(inputs.planner, memory_limit_bytes=1)),
+        replace(inputs, costs=replace(inputs.costs, max_size=8)),
+    ]
+    assert len({inputs.digest(), *(changed.digest() for changed in other)}) == 5
+
+
+def test_a_missing_cost_file_is_told() -> None:
+    with pytest.raises(CostModelError, match="cannot read the cost model no-such-file"):
+        CostFile(path="no-such-file").load()
