@@ -44,14 +44,14 @@ class PipelineLayout:
 
     @classmethod
     def equal(
-        cls, family: ModelFamily, encoder_layers: int, decoder_layers: int, stages: int, chunks: int = 1
+        cls, family: ModelFamily, encoder_layers: int, decoder_layers: int, virtual: int, chunks: int = 1
     ) -> "PipelineLayout":
-        """The same number of layers on every virtual stage.
+        """The same number of layers on each of `virtual` stages.
 
         Raises:
             ConfigError: the number of layers is not a multiple of the number of virtual stages.
         """
-        layers, virtual = encoder_layers + decoder_layers, stages * chunks
+        layers = encoder_layers + decoder_layers
         if layers % virtual:
             raise ConfigError(
                 f"{layers} layers cannot be split equally over {virtual} stages",

@@ -1,0 +1,99 @@
+"""Cutting an order of samples into micro-batches of least predicted iteration time, exactly (paper section 4).
+
+A pipeline of n ranks that runs micro-batches of slowest-rank times t_m takes about Σ t_m on its slowest rank, and
+before and after that the time the other ranks need to fill and drain. The objective, over all cuts of the order and
+all recompute modes of each micro-batch, is
+
+    max_m fill_m / chunks + Σ_m time_m / replicas,
+
+with time_m the time of m on its slowest rank and fill_m its time on all others together. On even stages this is the
+paper's (stages - 1) · t_max + total / replicas.
+
+For a given bound F on the fill, the least total G(F) is a shortest path over the order. G never grows with F, so after
+solving for F every smaller bound F' costs at least F' / chunks + G(F) / replicas: bounds that cannot beat the best
+known cut are skipped, no candidate is thinned away.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dynapipe.errors import InfeasibleError
+from megatron_dynapipe.planning.intervals import UNREACHABLE, CutProblem, Intervals, intervals
+from megatron_dynapipe.planning.problem import IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cut:
+    """Micro-batches as runs of the order: int64[micro-batches] each.
+
+    Attributes:
+        sizes: samples of each micro-batch, in order; they add up to all samples.
+        modes: index of its recompute mode.
+        fill_ns: the largest fill of any.
+        total_ns: the sum of their times on their slowest ranks.
+    """
+
+    sizes: IntArray
+    modes: IntArray
+    fill_ns: int
+    total_ns: int
+
+    def objective(self, replicas: int, chunks: int) -> int:
+        """The predicted iteration time in units of 1 / (replicas · chunks) ns, an exact integer."""
+        return self.fill_ns * replicas + self.total_ns * chunks
+
+
+def cut(problem: CutProblem) -> Cut:
+    """The cut of least objective; of equal ones, that of the smallest fill, then of the smallest first micro-batches.
+
+    Raises:
+        InfeasibleError: some sample fits no micro-batch, not even alone.
+    """
+    return cut_intervals(intervals(problem), replicas=problem.replicas, chunks=problem.layout.chunks)
+
+
+def cut_intervals(costs: Intervals, *, replicas: int, chunks: int) -> Cut:
+    """`cut` for given costs of all candidate micro-batches."""
+    candidates = np.unique(costs.fill_ns)
+    candidates = candidates[candidates < UNREACHABLE]
+    best: Cut | None = None
+    bound = int(candidates[-1]) if len(candidates) else 0
+    while True:
+        found = shortest(costs, bound)
+        if found is None:
+            break
+        if best is None or found.objective(replicas, chunks) <= best.objective(replicas, chunks):
+            best = found
+        # A smaller fill F can win or tie only if F · replicas + G(bound) · chunks ≤ the best objective.
+        can_win = (best.objective(replicas, chunks) - found.total_ns * chunks) // replicas
+        left = int(np.searchsorted(candidates, min(found.fill_ns - 1, can_win), side="right"))
+        if left == 0:
+            break
+        bound = int(candidates[left - 1])
+    if best is None:
+        raise InfeasibleError("no cut of the samples fits the cost model and the memory")
+    return best
+
+
+def shortest(costs: Intervals, bound: int) -> Cut | None:
+    """The cut of least total time whose micro-batches' fills stay within `bound`, or None."""
+    samples, largest, modes = costs.time_ns.shape
+    allowed = np.where(costs.fill_ns <= bound, costs.time_ns, UNREACHABLE)
+    rest = np.full(samples + largest, UNREACHABLE, np.int64)
+    rest[samples] = 0
+    choice = np.zeros(samples, np.int64)
+    for i in range(samples - 1, -1, -1):
+        through = np.minimum(allowed[i] + rest[i + 1 : i + largest + 1, None], UNREACHABLE)
+        choice[i] = int(through.argmin())
+        rest[i] = through.flat[choice[i]]
+    if rest[0] >= UNREACHABLE:
+        return None
+    sizes, chosen, fill, i = [], [], 0, 0
+    while i < samples:
+        size, mode = divmod(int(choice[i]), modes)
+        sizes.append(size + 1)
+        chosen.append(mode)
+        fill = max(fill, int(costs.fill_ns[i, size, mode]))
+        i += size + 1
+    return Cut(sizes=np.array(sizes), modes=np.array(chosen), fill_ns=fill, total_ns=int(rest[0]))

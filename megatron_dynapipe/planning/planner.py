@@ -1,0 +1,275 @@
+"""One global batch → one verified iteration plan: a pure function of lengths, settings and cost model.
+
+order ── cut into micro-batches ── deal to replicas ── schedule passes ── lower to instructions ── verify
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from megatron_dynapipe.cost import CostModel, LayerTables, boundary_bytes, stage_costs
+from megatron_dynapipe.errors import CostModelError, InfeasibleError, PlanningError
+from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
+from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning.balance import deal
+from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
+from megatron_dynapipe.planning.intervals import CutProblem
+from megatron_dynapipe.planning.lowering import Pipeline, lower
+from megatron_dynapipe.planning.ordering import by_length
+from megatron_dynapipe.planning.partition import Cut, cut
+from megatron_dynapipe.planning.problem import IntArray, PipelineProblem
+from megatron_dynapipe.planning.samples import Samples, explain_infeasible
+from megatron_dynapipe.planning.schedules import Schedule, schedule
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """Micro-batches of one way to cut the batch, dealt to replicas and scheduled."""
+
+    members: list[IntArray]
+    shapes: list[Shape]
+    modes: IntArray
+    problem: PipelineProblem
+    replicas: list[IntArray]
+    schedules: list[Schedule]
+
+    @property
+    def makespan_ns(self) -> int:
+        return max(schedule.makespan_ns for schedule in self.schedules)
+
+
+class Planner:
+    """Plans iterations of one run.
+
+    Args:
+        settings: model, layout, memory, choices.
+        cost_model: what layers cost.
+
+    Raises:
+        CostModelError: the cost model is of another kind of model, or lacks a table that the settings ask for.
+        InfeasibleError: a stage's model state alone exceeds the memory limit.
+    """
+
+    def __init__(self, settings: PlannerSettings, cost_model: CostModel) -> None:
+        if cost_model.family is not settings.family:
+            raise CostModelError(
+                f"expected a cost model of a {settings.family} model, got {cost_model.name} of a {cost_model.family}"
+            )
+        self.settings = settings
+        self.cost_model = cost_model
+        self.layout = settings.layout
+        self._tables: list[LayerTables] = [
+            cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=mode) for mode in settings.recompute
+        ]
+        states = np.stack([self._model_state(tables) for tables in self._tables])
+        self.model_state_bytes: IntArray = states.max(axis=0)
+        self._memory_bytes: IntArray = np.asarray(settings.memory_limit_bytes - self.model_state_bytes)
+        if self._memory_bytes.min() <= 0:
+            stage = int(self._memory_bytes.argmin())
+            raise InfeasibleError(
+                f"stage {stage} needs {self.model_state_bytes[stage] / 1e6:.0f} MB for parameters, gradients and"
+                f" optimizer state, of {settings.memory_limit_bytes / 1e6:.0f} MB",
+                hint="use more pipeline stages or tensor parallelism, or the distributed optimizer",
+            )
+        identity = msgspec.json.encode([settings, cost_model.digest])
+        self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
+        self._boundaries = BoundarySettings(
+            tensors=boundary_tensors(
+                settings.family, self.layout.layers_per_stage, encoder_layers=settings.encoder_layers
+            ),
+            hidden_size=settings.hidden_size,
+            sequence_parallel=settings.tensor_parallel if settings.sequence_parallel else 1,
+        )
+
+    def plan(self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False) -> IterationPlan:
+        """The plan of one iteration.
+
+        Args:
+            batch: samples with their lengths in tokens.
+            iteration: its number, for the record; nothing else depends on it.
+            forward_only: plan an evaluation: no backward passes.
+
+        Raises:
+            PlanningError: no sample, or fewer than replicas.
+            InfeasibleError: some sample does not fit; the message names it, the stage and the memory.
+        """
+        return self.plan_timed(batch, iteration, forward_only=forward_only)[0]
+
+    def plan_timed(
+        self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False
+    ) -> tuple[IterationPlan, dict[str, float]]:
+        """`plan`, with the seconds spent in "ordering", "partition", "schedule", "lowering" and "verify"."""
+        seconds: dict[str, float] = {}
+        if len(batch) < self.settings.data_parallel:
+            raise PlanningError(
+                f"expected at least one sample for each of {self.settings.data_parallel} replicas, got {len(batch)}",
+                hint="use larger global batches or fewer data-parallel replicas",
+            )
+        with _timed(seconds, "ordering"):
+            samples = Samples.of(batch, self.settings.family)
+            order = by_length(samples.inputs, samples.targets)
+        best: _Candidate | None = None
+        for in_flight in self._in_flight_choices():
+            with _timed(seconds, "partition"):
+                try:
+                    found = cut(self._cut_problem(samples, order, in_flight, forward_only))
+                except InfeasibleError:
+                    continue
+            with _timed(seconds, "schedule"):
+                try:
+                    candidate = self._candidate(samples, order, found, forward_only)
+                except InfeasibleError:
+                    continue
+                if best is None or candidate.makespan_ns < best.makespan_ns:
+                    best = candidate
+        if best is None:
+            raise explain_infeasible(samples, self._cut_problem(samples, order, self._alone(), forward_only))
+        with _timed(seconds, "lowering"):
+            plan = self._lower(samples, best, iteration, forward_only)
+        with _timed(seconds, "verify"):
+            verify(plan, expected_samples=samples.ids.tolist())
+        return plan, seconds
+
+    def _model_state(self, tables: LayerTables) -> IntArray:
+        return self.layout.model_state_bytes(
+            tables.state,
+            data_parallel=self.settings.data_parallel,
+            distributed_optimizer=self.settings.distributed_optimizer,
+        )
+
+    def _alone(self) -> IntArray:
+        return np.ones(self.layout.stages, np.int64)
+
+    def _in_flight_choices(self) -> list[IntArray]:
+        """How many micro-batches each rank is to have memory for: a full pipeline's number, half of it, one."""
+        stages = self.layout.stages
+        full = np.arange(stages, 0, -1) * self.layout.chunks
+        return [np.minimum(full, most) for most in sorted({int(full[0]), -(-int(full[0]) // 2), 1}, reverse=True)]
+
+    def _cut_problem(self, samples: Samples, order: IntArray, in_flight: IntArray, forward_only: bool) -> CutProblem:
+        return CutProblem(
+            inputs=samples.inputs[order],
+            targets=samples.targets[order],
+            modes=tuple(self._tables),
+            layout=self.layout,
+            memory_bytes=self._memory_bytes,
+            in_flight=in_flight,
+            replicas=self.settings.data_parallel,
+            forward_only=forward_only,
+        )
+
+    def _candidate(self, samples: Samples, order: IntArray, found: Cut, forward_only: bool) -> _Candidate:
+        members, modes = [*np.split(order, np.cumsum(found.sizes)[:-1])], found.modes
+        while len(members) < self.settings.data_parallel:  # Every replica gets one: halve the largest.
+            largest = int(np.argmax([len(rows) for rows in members]))
+            half = len(members[largest]) // 2
+            members[largest : largest + 1] = [members[largest][:half], members[largest][half:]]
+            modes = np.insert(modes, largest, modes[largest])
+        shapes = [samples.shape(rows) for rows in members]
+        problem = self._problem(shapes, modes, forward_only)
+        replicas = deal(rank_times_of(problem), self.settings.data_parallel)
+        schedules = [schedule(problem.take(rows), self.settings.schedule) for rows in replicas]
+        return _Candidate(
+            members=members, shapes=shapes, modes=modes, problem=problem, replicas=replicas, schedules=schedules
+        )
+
+    def _problem(self, shapes: list[Shape], modes: IntArray, forward_only: bool) -> PipelineProblem:
+        """Costs of the micro-batches on every virtual stage."""
+        s = self.settings
+        sizes, inputs, targets = np.array(shapes, np.int64).T
+        rows = np.zeros((4, len(shapes), self.layout.virtual_stages), np.int64)
+        for mode, tables in enumerate(self._tables):
+            chosen = modes == mode
+            if chosen.any():
+                costs = stage_costs(tables, self.layout, sizes[chosen], inputs[chosen], targets[chosen])
+                assert costs.feasible.all()
+                rows[:, chosen] = costs.forward_ns, costs.backward_ns, costs.stored_bytes, costs.peak_bytes
+        activations, gradients = boundary_bytes(self.layout, s.hidden_size, sizes, inputs, targets, s.element_bytes)
+        downstream, upstream = (
+            s.network.transfer_ns(
+                bytes_, stages=self.layout.stages, ranks_per_stage=s.data_parallel * s.tensor_parallel
+            )
+            for bytes_ in (activations, gradients)
+        )
+        return PipelineProblem(
+            stages=self.layout.stages,
+            chunks=self.layout.chunks,
+            forward_ns=rows[0],
+            backward_ns=rows[1],
+            stored_bytes=rows[2],
+            peak_bytes=rows[3],
+            forward_transfer_ns=np.pad(downstream, ((0, 0), (0, 1))),
+            backward_transfer_ns=np.pad(upstream, ((0, 0), (1, 0))),
+            model_state_bytes=self.model_state_bytes,
+            memory_limit_bytes=s.memory_limit_bytes,
+            forward_only=forward_only,
+        )
+
+    def _lower(self, samples: Samples, best: _Candidate, iteration: int, forward_only: bool) -> IterationPlan:
+        replicas = []
+        for rows, scheduled in zip(best.replicas, best.schedules, strict=True):
+            shapes = [best.shapes[row] for row in rows]
+            pipeline = Pipeline(
+                stages=self.layout.stages,
+                chunks=self.layout.chunks,
+                shapes=self._boundaries.shapes(shapes),
+                forward_only=forward_only,
+            )
+            lists = lower(scheduled.order, pipeline)
+            replicas.append(
+                ReplicaPlan(
+                    micro_batches=tuple(self._micro_batch(samples, best, int(row)) for row in rows),
+                    stages=tuple(
+                        StagePlan(stage=stage, instructions=instructions, predicted=scheduled.timeline[stage])
+                        for stage, instructions in enumerate(lists)
+                    ),
+                    predicted_ns=scheduled.makespan_ns,
+                )
+            )
+        return IterationPlan(
+            iteration=iteration,
+            family=self.settings.family,
+            forward_only=forward_only,
+            settings_digest=self.digest,
+            pipeline_stages=self.layout.stages,
+            chunks=self.layout.chunks,
+            memory_limit_bytes=self.settings.memory_limit_bytes,
+            model_state_bytes=tuple(self.model_state_bytes.tolist()),
+            replicas=tuple(replicas),
+        )
+
+    def _micro_batch(self, samples: Samples, best: _Candidate, row: int) -> MicroBatch:
+        members = best.members[row]
+        return MicroBatch(
+            sample_ids=tuple(samples.ids[members].tolist()),
+            input_lengths=tuple(samples.input_tokens[members].tolist()),
+            target_lengths=tuple(samples.target_tokens[members].tolist()),
+            shape=best.shapes[row],
+            recompute=self.settings.recompute[int(best.modes[row])],
+            stored_bytes=tuple(best.problem.stored_bytes[row].tolist()),
+            peak_bytes=tuple(best.problem.peak_bytes[row].tolist()),
+        )
+
+
+def rank_times_of(problem: PipelineProblem) -> IntArray:
+    """Forward and backward time of each micro-batch per rank: int64 `[micro-batches, ranks]`."""
+    both = problem.forward_ns if problem.forward_only else problem.forward_ns + problem.backward_ns
+    return np.asarray(both.reshape(len(both), problem.chunks, problem.stages).sum(axis=1))
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add the block's wall-clock time to `seconds[name]`."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start

@@ -1,0 +1,88 @@
+"""A global batch as the planner sees it, and why one cannot be planned."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from megatron_dynapipe.cost import stage_costs
+from megatron_dynapipe.errors import DataError, InfeasibleError
+from megatron_dynapipe.planning.intervals import CutProblem, needed_bytes
+from megatron_dynapipe.planning.problem import IntArray
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Shape, input_positions, round_up, target_positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Samples:
+    """Samples with their lengths in tokens and in padded positions: int64[samples] each."""
+
+    ids: IntArray
+    input_tokens: IntArray
+    target_tokens: IntArray
+    inputs: IntArray
+    targets: IntArray
+
+    @classmethod
+    def of(cls, batch: GlobalBatch, family: ModelFamily) -> Self:
+        """Round the batch's lengths up to padded positions.
+
+        Raises:
+            DataError: an input, or a T5's target, is empty.
+        """
+        input_tokens = np.asarray(batch.input_lengths, np.int64)
+        target_tokens = np.asarray(batch.target_lengths, np.int64)
+        least = 1 if family is ModelFamily.T5 else 0
+        wrong = np.flatnonzero((input_tokens < 1) | (target_tokens < least))
+        if len(wrong):
+            row = int(wrong[0])
+            raise DataError(
+                f"sample {batch.sample_ids[row]} has {input_tokens[row]} input and {target_tokens[row]} target tokens;"
+                f" a {family} sample needs at least 1 and {least}"
+            )
+        return cls(
+            ids=np.asarray(batch.sample_ids, np.int64),
+            input_tokens=input_tokens,
+            target_tokens=target_tokens,
+            inputs=np.array([round_up(input_positions(family, n)) for n in input_tokens.tolist()], np.int64),
+            targets=np.array([round_up(target_positions(family, n)) for n in target_tokens.tolist()], np.int64),
+        )
+
+    def shape(self, members: IntArray) -> Shape:
+        """The padded shape of a micro-batch of these samples."""
+        return Shape(len(members), int(self.inputs[members].max()), int(self.targets[members].max()))
+
+
+def explain_infeasible(samples: Samples, problem: CutProblem) -> InfeasibleError:
+    """Which sample fits no micro-batch even alone, and why: its stage, what it needs, what there is.
+
+    Args:
+        samples: the batch.
+        problem: how it was to be cut, with one micro-batch in flight.
+    """
+    ones = np.ones(len(samples.ids), np.int64)
+    costs = [stage_costs(mode, problem.layout, ones, samples.inputs, samples.targets) for mode in problem.modes]
+    lacking = [needed_bytes(cost, problem) - problem.memory_bytes for cost in costs]
+    fitting = [cost.feasible & (lack <= 0).all(axis=1) for cost, lack in zip(costs, lacking, strict=True)]
+    impossible = np.flatnonzero(~np.any(fitting, axis=0))
+    if not len(impossible):
+        return InfeasibleError(
+            "every sample fits alone, but no schedule of their micro-batches fits the memory",
+            hint="allow more recomputation, use more pipeline stages, or raise the memory limit",
+        )
+    row = int(impossible[0])
+    where = f"sample {samples.ids[row]} of padded shape {samples.shape(impossible[:1])}"
+    within = [lack[row] for cost, lack in zip(costs, lacking, strict=True) if cost.feasible[row]]
+    if not within:
+        return InfeasibleError(
+            f"{where} lies outside the cost model's lengths, or ran out of memory when they were measured",
+            hint="truncate or skip long samples, use more tensor parallelism, or profile longer lengths",
+        )
+    lack = min(within, key=lambda by_stage: int(by_stage.max()))
+    stage = int(lack.argmax())
+    there = int(problem.memory_bytes[stage])
+    return InfeasibleError(
+        f"{where} needs {(there + int(lack[stage])) / BYTES_PER_MB:.0f} MB of activations on stage {stage},"
+        f" which has {there / BYTES_PER_MB:.0f} MB besides its model state",
+        hint="allow more recomputation, use more pipeline stages or tensor parallelism, or truncate long samples",
+    )

@@ -1,0 +1,78 @@
+"""What a plan depends on besides the batch and the cost model."""
+
+from typing import Annotated
+
+import msgspec
+
+from megatron_dynapipe.cost import Network, PipelineLayout
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute
+
+_AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Model, parallel layout, memory and choices of one run.
+
+    Attributes:
+        family: kind of model.
+        encoder_layers: encoder layers; a decoder-only model's layers are counted here.
+        decoder_layers: decoder layers of a T5, 0 for decoder-only.
+        hidden_size: width of the states that cross stage boundaries.
+        data_parallel, tensor_parallel, pipeline_parallel: the layout.
+        chunks: virtual stages per pipeline rank.
+        layers_per_stage: layers per virtual stage in model order; None splits them equally.
+        memory_limit_bytes: memory of one device that the plan may use, model state included.
+        distributed_optimizer: whether optimizer state is shared over the replicas.
+        recompute: modes that a micro-batch may be given.
+        network: links between devices.
+        element_bytes: bytes of an element of the states that cross boundaries.
+        sequence_parallel: whether those states are divided over the tensor-parallel ranks.
+        schedule: how passes are ordered.
+    """
+
+    family: ModelFamily
+    encoder_layers: _AtLeastOne
+    decoder_layers: int = 0
+    hidden_size: _AtLeastOne
+    data_parallel: _AtLeastOne = 1
+    tensor_parallel: _AtLeastOne = 1
+    pipeline_parallel: _AtLeastOne = 1
+    chunks: _AtLeastOne = 1
+    layers_per_stage: tuple[int, ...] | None = None
+    memory_limit_bytes: _AtLeastOne
+    distributed_optimizer: bool = False
+    recompute: tuple[Recompute, ...] = tuple(Recompute)
+    network: Network = Network()
+    element_bytes: _AtLeastOne = 2
+    sequence_parallel: bool = False
+    schedule: ScheduleSettings = ScheduleSettings()
+
+    def __post_init__(self) -> None:
+        if not self.recompute or len(set(self.recompute)) != len(self.recompute):
+            raise ConfigError(f"expected one or more different recompute modes, got {list(self.recompute)}")
+        if self.sequence_parallel and LENGTH_MULTIPLE % self.tensor_parallel:
+            raise ConfigError(
+                f"sequence parallelism needs a tensor-parallel size that divides {LENGTH_MULTIPLE}, "
+                f"got {self.tensor_parallel}"
+            )
+        if self.layout.stages != self.pipeline_parallel:
+            raise ConfigError(
+                f"expected layers for {self.pipeline_parallel} × {self.chunks} virtual stages, got a layer split of "
+                f"{self.layout.virtual_stages}"
+            )
+
+    @property
+    def layout(self) -> PipelineLayout:
+        """Layers per virtual stage."""
+        virtual = self.pipeline_parallel * self.chunks
+        if self.layers_per_stage is None:
+            return PipelineLayout.equal(self.family, self.encoder_layers, self.decoder_layers, virtual, self.chunks)
+        return PipelineLayout(
+            family=self.family,
+            encoder_layers=self.encoder_layers,
+            decoder_layers=self.decoder_layers,
+            layers_per_stage=self.layers_per_stage,
+            chunks=self.chunks,
+        )
