@@ -1,0 +1,110 @@
+"""`store`: start, stop and inspect a plan store that several jobs or nodes share."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from megatron_dynapipe.errors import ConfigError, StoreError
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cli.main import SubParsers
+    from megatron_dynapipe.store.admin import ServerReport
+
+_LOOK_S = 1.0
+
+
+def add_parser(subparsers: "SubParsers") -> None:
+    """Declare the command and its three actions."""
+    parser = subparsers.add_parser("store", help="start, stop or inspect a plan store")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    start = actions.add_parser("start", help="serve until interrupted or stopped; prints the URL, password included")
+    start.add_argument(
+        "--bind", default="127.0.0.1", metavar="ADDRESS", help="this machine's address to listen on (%(default)s)"
+    )
+    start.add_argument("--memory-limit-mb", type=int, default=4000, metavar="N", help="(%(default)s)")
+
+    stop = actions.add_parser("stop", help="stop a server; the plans it holds are lost")
+    stop.add_argument("url", help="the URL that `store start` printed")
+
+    inspect = actions.add_parser("inspect", help="what a server holds, job by job")
+    inspect.add_argument("url", help="the URL that `store start` printed, or any Redis-compatible server's")
+    inspect.add_argument("--json", action="store_true", help="print it for a machine to read")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what was asked; the exit code."""
+    return {"start": _start, "stop": _stop, "inspect": _inspect}[args.action](args)
+
+
+def _start(args: argparse.Namespace) -> int:
+    from megatron_dynapipe.store.server import StoreServer
+
+    if args.memory_limit_mb <= 0:
+        raise ConfigError(f"--memory-limit-mb must be positive, got {args.memory_limit_mb}")
+    with _terminated_as_interrupted(), StoreServer(bind=args.bind, memory_limit_mb=args.memory_limit_mb) as server:
+        print(server.address.url, flush=True)
+        print(f"serving plans at {server.address}; Ctrl-C or `store stop` ends it", file=sys.stderr)
+        try:
+            while (status := server.wait(_LOOK_S)) is None:
+                pass
+        except KeyboardInterrupt:
+            print("stopping", file=sys.stderr)
+            return 0
+        if status != 0:
+            raise StoreError(f"the server ended with exit status {status}; its log ends:\n{server.log_tail()}")
+        return 0
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM (a job's end, `kill`) unwinds as Ctrl-C does, so that the server is stopped."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from megatron_dynapipe.store.address import StoreAddress
+    from megatron_dynapipe.store.admin import stop_server
+
+    stop_server(StoreAddress(args.url))
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from megatron_dynapipe.store.address import StoreAddress
+    from megatron_dynapipe.store.admin import inspect_server
+
+    address = StoreAddress(args.url)
+    report = inspect_server(address)
+    if args.json:
+        print(json.dumps({"format": "dynapipe-store-report/1", **dataclasses.asdict(report)}, indent=2))
+    else:
+        print(f"{address}: {_as_text(report)}")
+    return 0
+
+
+def _as_text(report: "ServerReport") -> str:
+    limit = f" of {report.memory_limit_bytes // 10**6:,}" if report.memory_limit_bytes else ""
+    lines = [
+        f"{report.server}, up {report.uptime_s:,} s, {report.clients} clients, "
+        f"{report.memory_bytes / 1e6:,.1f}{limit} MB, {len(report.jobs)} jobs"
+    ]
+    for job in report.jobs:
+        held = ", ".join(f"{split} {first}-{last}" for split, (first, last) in job.iterations.items())
+        failed = ", its planner failed" if job.failed else ""
+        lines.append(f"  job {job.job}: {job.plans} plans{f' ({held})' if held else ''}{failed}")
+    return "\n".join(lines)

@@ -1,0 +1,87 @@
+"""`store start`, `stop` and `inspect`, each in a process of its own or against a real server."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_dynapipe.cli import main
+from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.store.keys import PlanKeys
+from megatron_dynapipe.store.redis_store import open_store
+
+KEYS = PlanKeys(job="job", settings_digest="s")
+
+
+@pytest.fixture
+def started() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A `store start` of its own process, and the URL it printed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_dynapipe", "store", "start", "--memory-limit-mb", "64"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def test_inspect_says_what_is_held(
+    started: tuple[subprocess.Popen[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, url = started
+    with open_store(url) as store:
+        store.put(KEYS.plan(split="train", iteration=3, replica=0, stage=0), b"plan")
+        store.put(KEYS.plan(split="train", iteration=4, replica=0, stage=0), b"plan")
+        store.put_first(KEYS.error, b"failure")
+        assert main.main(["store", "inspect", url, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["format"] == "dynapipe-store-report/1"
+        assert told["memory_limit_bytes"] == 64_000_000
+        assert told["jobs"] == [{"job": "job", "plans": 2, "iterations": {"train": [3, 4]}, "failed": True}]
+        assert main.main(["store", "inspect", url]) == 0
+    out = capsys.readouterr().out
+    assert "job job: 2 plans (train 3-4), its planner failed" in out
+    assert StoreAddress(url).redacted in out
+    assert url not in out
+
+
+def test_stop_ends_the_server_and_the_command_that_started_it(started: tuple[subprocess.Popen[str], str]) -> None:
+    process, url = started
+    assert main.main(["store", "stop", url]) == 0
+    assert process.wait(timeout=20) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_start_leaves_no_server(
+    started: tuple[subprocess.Popen[str], str], capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    process, url = started
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert err.splitlines()[-1] == "stopping"
+    assert url not in err
+    assert main.main(["store", "inspect", url]) == 2
+    assert capsys.readouterr().err.startswith("error: plan store redis://***@127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["start", "--memory-limit-mb", "0"], "--memory-limit-mb must be positive, got 0"),
+        (["start", "--bind", "0.0.0.0"], "bind must be one address of this machine, got '0.0.0.0'"),
+        (["inspect", "nonsense"], "the plan store's URL must be"),
+        (["stop"], "the following arguments are required: url"),
+    ],
+)
+def test_bad_input_is_one_error(capsys: pytest.CaptureFixture[str], argv: list[str], error: str) -> None:
+    assert main.main(["store", *argv]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {error}")
