@@ -1,0 +1,148 @@
+"""The demo mixture out of the standard library: what the samples are, and what the dataset promises."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.data import demo
+from megatron_dynapipe.data.demo import MAX_INPUT_LENGTH, MAX_TARGET_LENGTH, VOCABULARY_SIZE, build_demo
+from megatron_dynapipe.data.meta import SPLITS, read_meta
+from megatron_dynapipe.data.prepare import TextSample
+from megatron_dynapipe.data.stdlib_tasks import samples_of_source, stdlib_samples
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings, read_task_ids
+from megatron_dynapipe.units import ModelFamily
+from tests.data.test_prepare import text_samples
+
+SOURCE = '''"""Shapes and areas.
+
+More about them.
+"""
+
+import math
+
+class Circle:
+    """A round thing."""
+
+    def area(self, scale: float = 1.0) -> float:
+        """Return the area, scaled.
+
+        The second paragraph.
+        """
+        return scale * math.pi
+
+def nothing():
+    """Does nothing at all."""
+
+async def wait(*steps):
+    "short"
+    pass
+'''
+
+
+def test_samples_of_a_source_file() -> None:
+    samples = list(samples_of_source(SOURCE.encode()))
+    module, *functions = samples
+    assert module.task == "module_summary"
+    assert module.input.startswith("summarize module:\nimport math\n\nclass Circle:")
+    assert module.target == "Shapes and areas."
+    # breadth first, as `ast.walk` goes: functions of the module, then methods; "short" says too little
+    assert functions == [
+        TextSample("signature", "write signature:\nDoes nothing at all.", "def nothing()"),
+        TextSample("signature", "write signature:\nshort", "def wait(*steps)"),
+        TextSample(
+            "signature",
+            "write signature:\nReturn the area, scaled.",
+            "def area(self, scale: float=1.0) -> float",
+        ),
+        TextSample(
+            "function_summary",
+            "summarize function:\ndef area(self, scale: float = 1.0) -> float:\n    return scale * math.pi",
+            "Return the area, scaled.",
+        ),
+    ]
+
+
+def test_long_modules_are_cut_at_a_line() -> None:
+    source = '"""A module of many lines."""\n' + "".join(f"value_{at} = {at}\n" for at in range(1000))
+    (sample,) = samples_of_source(source.encode())
+    assert len(sample.input) < 4100
+    last = sample.input.splitlines()[-1]
+    name, _, value = last.partition(" = ")
+    assert name == f"value_{value}"
+
+
+@pytest.mark.parametrize("source", [b"def (", b"\xff\xfe", b"x = 1", b"\x00"])
+def test_files_that_give_nothing(source: bytes) -> None:
+    assert list(samples_of_source(source)) == []
+
+
+def test_skips_tests_and_installed_packages(tmp_path: Path) -> None:
+    for folder in ("lib", "test", "site-packages/other", "idlelib"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "module.py").write_text(SOURCE.replace("Shapes", f"Shapes of {folder}"))
+    samples = stdlib_samples(100, tmp_path)
+    assert [sample.target for sample in samples if sample.task == "module_summary"] == ["Shapes of lib and areas."]
+
+
+def test_no_source(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"expected the source of Python's standard library in .*, found none for func"):
+        stdlib_samples(10, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "data"
+    build_demo(folder)
+    return folder
+
+
+def test_demo_is_a_mixture_of_different_lengths(folder: Path) -> None:
+    meta = read_meta(folder)
+    assert meta.tasks == ("function_summary", "module_summary", "signature")
+    assert meta.vocabulary_size == VOCABULARY_SIZE
+    assert meta.samples["train"] > 3000
+    assert min(meta.samples.values()) > 100
+    lengths = LengthTable.read(folder, "train")
+    assert 10 <= np.median(lengths.input) < 100
+    assert lengths.input.max() > 1000
+    tasks = read_task_ids(folder, "train", len(lengths))
+    medians = [float(np.median(lengths.input[tasks == task])) for task in range(3)]
+    assert medians[2] * 2 < medians[0] < medians[1] / 4
+
+
+@pytest.mark.parametrize("family", list(ModelFamily))
+def test_nothing_in_the_demo_is_too_long(folder: Path, family: ModelFamily) -> None:
+    for split in SPLITS:
+        settings = SamplerSettings(
+            family=family,
+            seed=1,
+            samples_per_iteration=80,
+            max_input_length=MAX_INPUT_LENGTH + (MAX_TARGET_LENGTH if family is ModelFamily.GPT else 0),
+            max_target_length=MAX_TARGET_LENGTH,
+        )
+        assert len(Sampler(LengthTable.read(folder, split), settings).batch(0)) == 80
+
+
+def test_demo_is_deterministic(folder: Path, tmp_path: Path) -> None:
+    build_demo(tmp_path / "again")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (tmp_path / "again" / path.relative_to(folder)).read_bytes(), path.name
+
+
+def test_demo_is_made_once_for_each_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "stdlib_samples", text_samples)
+    monkeypatch.setattr(demo, "SAMPLES_PER_TASK", 40)
+    monkeypatch.setattr(demo, "VOCABULARY_SIZE", 300)
+    build_demo(tmp_path / "data")
+    made = (tmp_path / "data" / "meta.json").stat().st_mtime_ns
+    build_demo(tmp_path / "data")
+    assert (tmp_path / "data" / "meta.json").stat().st_mtime_ns == made
+    monkeypatch.setattr(demo, "demo_source", lambda: "another Python")
+    build_demo(tmp_path / "data")
+    assert read_meta(tmp_path / "data").source == "another Python"
+    (tmp_path / "data" / "meta.json").write_text("{}")
+    build_demo(tmp_path / "data")
+    assert read_meta(tmp_path / "data").source == "another Python"

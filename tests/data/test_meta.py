@@ -1,0 +1,77 @@
+"""`meta.json`: round trip, strictness, and opening a split against it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.data.meta import meta_path, open_split, read_meta
+from megatron_dynapipe.errors import DataError
+from tests.data.dataset import SAMPLES, write_dataset
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_dataset(tmp_path)
+
+
+def change(folder: Path, **changes: object) -> None:
+    """Rewrite meta.json with fields changed, or removed where the value is None."""
+    fields = json.loads(meta_path(folder).read_bytes()) | changes
+    meta_path(folder).write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+
+
+def test_opens_a_split(folder: Path) -> None:
+    reader = open_split(folder, "train")
+    assert [(given.tolist(), wanted.tolist()) for given, wanted in map(reader.__getitem__, range(4))] == SAMPLES
+    assert len(open_split(folder, "valid")) == 0
+    assert read_meta(folder).tasks == ("even", "odd")
+
+
+def test_meta_reads_as_text(folder: Path) -> None:
+    text = meta_path(folder).read_text()
+    assert json.loads(text)["format"] == "dynapipe-dataset/1"
+    assert text.count("\n") > 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "dynapipe-dataset/2"}, "Invalid enum value 'dynapipe-dataset/2' - at `$.format`"),
+        ({"surprise": 1}, "Object contains unknown field `surprise`"),
+        ({"tasks": None}, "Object missing required field `tasks`"),
+        ({"vocabulary_size": 0}, "Expected `int` >= 1 - at `$.vocabulary_size`"),
+        ({"samples": {"train": 4}}, "expected samples of train, valid, test, got train"),
+        ({"pad_id": "0"}, "Expected `int`, got `str` - at `$.pad_id`"),
+    ],
+)
+def test_meta_is_strict(folder: Path, changes: dict[str, object], message: str) -> None:
+    change(folder, **changes)
+    with pytest.raises(DataError, match=r"meta\.json: expected dynapipe-dataset/1") as caught:
+        read_meta(folder)
+    assert message in str(caught.value)
+
+
+def test_meta_that_is_not_json(folder: Path) -> None:
+    meta_path(folder).write_bytes(b"{")
+    with pytest.raises(DataError, match=r"meta\.json: expected dynapipe-dataset/1: Input data was truncated"):
+        read_meta(folder)
+
+
+def test_missing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"expected a dataset folder at .*nowhere, found none") as caught:
+        read_meta(tmp_path / "nowhere")
+    assert "data prepare" in str(caught.value)
+    with pytest.raises(DataError, match=r"expected a dataset folder with a meta\.json"):
+        read_meta(tmp_path)
+
+
+def test_meta_and_split_disagree(folder: Path) -> None:
+    change(folder, samples={"train": 5, "valid": 0, "test": 0})
+    with pytest.raises(DataError, match=r"train: expected 5 samples as meta\.json says, got 4"):
+        open_split(folder, "train")
+
+
+def test_unknown_split(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"expected a split of train, valid, test, got 'dev'"):
+        open_split(folder, "dev")

@@ -1,0 +1,212 @@
+"""Text → dataset folder: content, determinism, splits, bad rows, and never half a folder."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dynapipe.data import tokenizer as tokenizers
+from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_meta
+from megatron_dynapipe.data.prepare import PrepareSettings, TextSample, assign_splits, prepare_dataset
+from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.sampling import LongSamples, read_task_ids
+
+SENTENCE = "the quick brown fox jumps over lazy dogs while seven wizards mix potions of grey smoke"
+WORDS = SENTENCE.split()
+
+
+def text_samples(count: int = 40) -> list[TextSample]:
+    """Rows of two tasks, of different lengths, all different."""
+    return [
+        TextSample(
+            task="copy" if at % 3 else "count",
+            input=" ".join(WORDS[: 2 + at % 12]) + f" {at}",
+            target=" ".join(WORDS[at % 7 : at % 7 + 2]),
+        )
+        for at in range(count)
+    ]
+
+
+def prepare(output: Path, samples: list[TextSample] | None = None, **changes: object) -> DatasetMeta:
+    chosen: dict[str, object] = {"source": "test", "vocabulary_size": 300}
+    run = PrepareSettings(**(chosen | changes))  # type: ignore[arg-type]
+    return prepare_dataset(text_samples() if samples is None else samples, output, run).meta
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_folder_holds_the_text(tmp_path: Path) -> None:
+    samples = text_samples()
+    meta = prepare(tmp_path / "data", samples)
+    assert meta == read_meta(tmp_path / "data")
+    assert meta.tasks == ("copy", "count")
+    assert (meta.vocabulary_size, meta.pad_id, meta.bos_id, meta.eos_id) == (300, 0, 1, 2)
+    assert meta.samples == {"train": 36, "valid": 2, "test": 2}
+    tokenizer = tokenizers.load_tokenizer(tmp_path / "data" / "tokenizer")
+    found = []
+    for split in SPLITS:
+        reader = open_split(tmp_path / "data", split)
+        for at, task in enumerate(read_task_ids(tmp_path / "data", split, len(reader))):
+            given_ids, wanted_ids = reader[at]
+            found.append((meta.tasks[task], tokenizer.decode(given_ids), tokenizer.decode(wanted_ids)))
+    assert Counter(found) == Counter((sample.task, sample.input, sample.target) for sample in samples)
+
+
+def test_same_text_same_bytes(tmp_path: Path) -> None:
+    prepare(tmp_path / "one")
+    prepare(tmp_path / "two")
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+def test_given_tokenizer(tmp_path: Path) -> None:
+    prepare(tmp_path / "one")
+    prepare(tmp_path / "two", tokenizer=tmp_path / "one" / "tokenizer")
+    one, two = files(tmp_path / "one"), files(tmp_path / "two")
+    # transformers notes there where a tokenizer was loaded from.
+    del one["tokenizer/tokenizer_config.json"], two["tokenizer/tokenizer_config.json"]
+    assert one == two
+
+
+def test_tokenizer_loads_in_megatron(tmp_path: Path) -> None:
+    from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
+
+    meta = prepare(tmp_path / "data")
+    theirs = HuggingFaceTokenizer(str(tmp_path / "data" / "tokenizer"))
+    assert theirs.vocab_size == meta.vocabulary_size
+    assert (theirs.pad_id, theirs.bos_id, theirs.eos_id) == (meta.pad_id, meta.bos_id, meta.eos_id)
+    ours = tokenizers.encode(theirs.tokenizer, ["quick wizards"])[0]
+    assert theirs.text_to_ids("quick wizards") == ours
+
+
+def test_special_tokens_in_text_are_text(tmp_path: Path) -> None:
+    tokenizer = tokenizers.train_tokenizer([sample.input for sample in text_samples()], 300)
+    (ids,) = tokenizers.encode(tokenizer, ["a<s>b</s>"])
+    assert not set(ids) & {0, 1, 2}
+    assert tokenizer.decode(ids) == "a<s>b</s>"
+    assert tokenizers.encode(tokenizer, [""]) == [[]]
+
+
+def test_vocabulary_larger_than_the_text(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"expected text enough for a vocabulary of 5000, got \d+ entries out of it"):
+        prepare(tmp_path / "data", vocabulary_size=5000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"expected a tokenizer folder at .*nowhere, found none"):
+        tokenizers.load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="expected a HuggingFace tokenizer, cannot load it"):
+        tokenizers.load_tokenizer(tmp_path)
+    bare = tokenizers.train_tokenizer([sample.input for sample in text_samples()], 300)
+    bare.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(DataError, match="expected a tokenizer with pad_token, it has none"):
+        tokenizers.load_tokenizer(tmp_path)
+
+
+LONG = [
+    TextSample("copy", " ".join(WORDS * 2), "fox"),
+    TextSample("copy", "fox", " ".join(WORDS)),
+    *(TextSample("copy", f"fox {at}", "dogs") for at in range(8)),
+]
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("truncate", 10), ("skip", 8)])
+def test_long_samples(tmp_path: Path, policy: str, kept: int) -> None:
+    run = PrepareSettings(
+        source="test",
+        vocabulary_size=270,
+        max_input_length=12,
+        max_target_length=9,
+        long_samples=LongSamples(policy),
+    )
+    prepared = prepare_dataset(LONG, tmp_path / "data", run)
+    report = prepared.long_samples
+    assert (report.samples, report.long_inputs, report.long_targets, report.long_samples) == (10, 1, 1, 2)
+    assert sum(prepared.meta.samples.values()) == kept
+    assert (prepared.meta.max_input_length, prepared.meta.max_target_length) == (12, 9)
+    longest = [open_split(tmp_path / "data", split).lengths for split in SPLITS]
+    assert max(int(part.input.max(initial=0)) for part in longest) <= 12
+    assert max(int(part.target.max(initial=0)) for part in longest) <= 9
+
+
+def test_long_samples_fail_by_default(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"of at most 12 input and None target tokens, sample 0 \(task 'copy'\) has"):
+        prepare(tmp_path / "data", LONG, vocabulary_size=270, max_input_length=12)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_too_long(tmp_path: Path) -> None:
+    limits = {"max_input_length": 1, "max_target_length": 1}
+    with pytest.raises(DataError, match="expected at least 1 sample for training, got 0: all others are too long"):
+        prepare(tmp_path / "data", LONG, vocabulary_size=270, long_samples=LongSamples.SKIP, **limits)
+
+
+@pytest.mark.parametrize(
+    ("sample", "name"), [(TextSample("copy", "", "fox"), "input"), (TextSample("copy", "fox", ""), "target")]
+)
+def test_empty_samples(tmp_path: Path, sample: TextSample, name: str) -> None:
+    rows = [*text_samples(), sample]
+    with pytest.raises(DataError, match=rf"every {name} to have at least 1 token, sample 40 \(task 'copy'\) has 0"):
+        prepare(tmp_path / "data", rows)
+    run = PrepareSettings(source="test", vocabulary_size=300, skip_empty=True)
+    prepared = prepare_dataset(rows, tmp_path / "data", run)
+    assert prepared.empty_samples == 1
+    assert sum(prepared.meta.samples.values()) == 40
+
+
+def test_no_samples(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="expected at least 1 sample, got 0"):
+        prepare(tmp_path / "data", [])
+
+
+def test_replaces_a_dataset_but_nothing_else(tmp_path: Path) -> None:
+    prepare(tmp_path / "data")
+    prepare(tmp_path / "data", source="again")
+    assert read_meta(tmp_path / "data").source == "again"
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    with pytest.raises(DataError, match="to be absent, empty or a dataset folder, it is something else"):
+        prepare(tmp_path / "home")
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["letter.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "home"]
+
+
+def test_failure_keeps_the_old_dataset(tmp_path: Path) -> None:
+    prepare(tmp_path / "data")
+    before = files(tmp_path / "data")
+    with pytest.raises(DataError):
+        prepare(tmp_path / "data", [*text_samples(), TextSample("copy", "fox", "")])
+    assert files(tmp_path / "data") == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"valid_fraction": 0.5, "test_fraction": 0.5}, r"together below 1, got 0\.5 and 0\.5"),
+        ({"valid_fraction": -0.1}, r"expected fractions of at least 0"),
+        ({"max_input_length": 0}, "expected max_input_length of at least 1, got 0"),
+    ],
+)
+def test_settings_are_checked(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PrepareSettings(source="test", **changes)  # type: ignore[arg-type]
+
+
+@settings(deadline=None)
+@given(count=st.integers(1, 60), valid=st.floats(0, 0.4), test=st.floats(0, 0.4), order=st.randoms())
+def test_splits_do_not_depend_on_order(count: int, valid: float, test: float, order: object) -> None:
+    rows = text_samples(count)
+    splits = assign_splits(rows, valid, test)
+    counts = Counter(splits)
+    assert counts["train"] >= 1
+    if count >= 10:
+        assert counts["valid"] == max(round(valid * count), valid > 0)
+        assert counts["test"] == max(round(test * count), test > 0)
+    by_row = dict(zip(rows, splits, strict=True))
+    order.shuffle(rows)  # type: ignore[attr-defined]
+    assert dict(zip(rows, assign_splits(rows, valid, test), strict=True)) == by_row
