@@ -53,7 +53,7 @@ def run_ranks(
             process = _context.Process(
                 target=_run_rank,
                 args=(sender, function, rank, world_size, dict(arguments or {}), env, stacks, deadline_s),
-                daemon=True,
+                daemon=False,  # saving a checkpoint starts a process of its own
             )
             process.start()
             sender.close()

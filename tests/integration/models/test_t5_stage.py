@@ -1,0 +1,52 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.processes import run_ranks
+from tests.integration.models.compare import assert_close
+
+SPLITS = {
+    "2 + 2": (2, 2, [[2, 2], [1, 1, 1, 1], [1, 2, 1], [3, 1]]),
+    "odd depths, encoder deeper": (3, 2, [[2, 3], [4, 1], [1, 1, 1, 1, 1], [2, 2, 1]]),
+    "both stacks start together": (1, 3, [[2, 2], [3, 1], [2, 1, 1]]),
+}
+
+
+def call(rank: int, world_size: int, function: str, **arguments):
+    """Run a function of `t5_ranks`, whose import of Megatron only the ranks should see."""
+    from tests.integration.models import t5_ranks
+
+    return getattr(t5_ranks, function)(rank, world_size, **arguments)
+
+
+@pytest.mark.parametrize(("encoder", "decoder", "splits"), SPLITS.values(), ids=SPLITS.keys())
+def test_stages_chained_in_one_process_have_the_loss_and_gradients_of_one_stage(encoder, decoder, splits):
+    run_ranks(call, 1, {"function": "check_chains", "encoder": encoder, "decoder": decoder, "splits": splits})
+
+
+def test_one_stage_is_megatrons_own_t5():
+    run_ranks(call, 1, {"function": "check_against_megatrons", "encoder": 2, "decoder": 3})
+
+
+@pytest.fixture(scope="module")
+def of_two_stages(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint saved by two stages, and their gradients, embeddings merged."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return folder, gradients([2, 2], save=str(folder))
+
+
+def gradients(split: list[int], **files: str) -> dict[str, torch.Tensor]:
+    """Of one iteration over a T5 of 2 + 2 layers; copies of a tied weight must have the same, summed one."""
+    arguments = {"function": "train_gradients", "encoder": 2, "decoder": 2, "split": split, **files}
+    merged: dict[str, torch.Tensor] = {}
+    for rank in run_ranks(call, len(split), arguments):
+        for name, gradient in rank.items():
+            assert torch.equal(merged.setdefault(name, gradient), gradient), name
+    return merged
+
+
+@pytest.mark.parametrize("split", [[4], [1, 3], [1, 1, 1, 1]], ids=["one", "inside a stage", "four"])
+def test_a_checkpoint_loads_at_every_pipeline_size_and_gives_the_same_gradients(of_two_stages, split):
+    folder, expected = of_two_stages
+    assert_close(gradients(split, load=str(folder)), expected, 1e-5)
