@@ -33,6 +33,12 @@ class ControlGroup:
         dist.broadcast(data, source, group=self._group)
         return bytes(data.numpy().tobytes()[: int(size)]).decode()
 
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """`values` of every rank, by rank; all of one shape."""
+        gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(gathered, values, group=self._group)
+        return gathered
+
     def run_on_all(self, function: Callable[[], _T]) -> _T:
         """Call a function on every rank; if it fails on any, all raise."""
         try:

@@ -3,9 +3,15 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
-import torch.distributed  # noqa: F401  (imported for the forked ranks)
+import torch.distributed
+
+from megatron_dynapipe import cpu
 
 torch.set_num_threads(1)
+cpu.quieten()
+cpu.enable()
+
+import megatron.training  # noqa: E402  (after the platform: its modules take what is replaced by value)
+import megatron.training.training  # noqa: E402, F401

@@ -1,0 +1,213 @@
+"""DynaPipe's flags, and the checks of Megatron's flags that it depends on.
+
+Megatron's namespace is read here and in the model providers, nowhere else: the rest takes `RunSettings`.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.sampling import LongSamples
+from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
+
+ARGS_DEFAULTS: dict[str, Any] = {
+    "dataloader_type": "external",  # our iterators pass through Megatron untouched
+    "micro_batch_size": 1,  # nominal: makes an iteration N samples for --global-batch-size N, whatever the plan cuts
+    "tokenizer_type": "HuggingFaceTokenizer",
+}
+"""Defaults of Megatron's arguments, by destination, that every planned run wants."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """What one run asks of DynaPipe, as given on the command line.
+
+    Attributes:
+        data: dataset folder.
+        store_url: an existing plan store; None starts an embedded one.
+        store_bind: address at which an embedded store listens.
+        cost_model: cost model file; None plans with the analytic model.
+        memory_limit_bytes: memory of a device that plans may use; None takes the device's, less a margin.
+        long_samples: what becomes of samples longer than the maximum.
+        ahead: iterations planned ahead of training.
+        timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
+        report_folder: where the run's records and pictures go.
+        intra_node_gbps, inter_node_gbps, intra_node_latency_us, inter_node_latency_us: links, for predictions.
+    """
+
+    data: Path
+    store_url: str | None
+    store_bind: str
+    cost_model: Path | None
+    memory_limit_bytes: int | None
+    long_samples: LongSamples
+    ahead: int
+    timeout_s: float
+    report_folder: Path
+    intra_node_gbps: float
+    inter_node_gbps: float
+    intra_node_latency_us: float
+    inter_node_latency_us: float
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> "RunSettings":
+        """From the parsed flags; raises ConfigError for values out of range."""
+        if args.dynapipe_data is None:
+            raise ConfigError(
+                "expected a dataset folder, got none",
+                hint="pass --dynapipe-data DIR; `megatron-dynapipe data demo --output DIR` makes one",
+            )
+        for name in ("lookahead", "timeout_s", "intra_node_bw", "inter_node_bw"):
+            if getattr(args, f"dynapipe_{name}") <= 0:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"expected --dynapipe-{flag} above 0, got {getattr(args, f'dynapipe_{name}')}")
+        limit_mb = args.dynapipe_device_memory_limit
+        if limit_mb is not None and limit_mb <= 0:
+            raise ConfigError(f"expected --dynapipe-device-memory-limit in MB above 0, got {limit_mb}")
+        return cls(
+            data=args.dynapipe_data,
+            store_url=args.dynapipe_store_url,
+            store_bind=args.dynapipe_store_bind,
+            cost_model=args.dynapipe_cost_model,
+            memory_limit_bytes=None if limit_mb is None else int(limit_mb * BYTES_PER_MB),
+            long_samples=LongSamples(args.dynapipe_long_samples),
+            ahead=args.dynapipe_lookahead,
+            timeout_s=args.dynapipe_timeout_s,
+            report_folder=args.dynapipe_report_dir,
+            intra_node_gbps=args.dynapipe_intra_node_bw,
+            inter_node_gbps=args.dynapipe_inter_node_bw,
+            intra_node_latency_us=args.dynapipe_intra_node_lat,
+            inter_node_latency_us=args.dynapipe_inter_node_lat,
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add DynaPipe's flags: an `extra_args_provider` of Megatron's."""
+    group = parser.add_argument_group("dynapipe", "micro-batches of varying shape, planned ahead of training")
+    add = group.add_argument
+    add("--use-dynapipe", action="store_true", help="train from plans (this project's entry scripts always do)")
+    # These two are taken off the command line before it is parsed; they stand here for --help.
+    add(CONFIG_FLAG, type=Path, help="YAML file of flags; the command line wins over it")
+    add(UNSET_FLAG, action="append", metavar="NAME", help="ignore this flag of the file")
+    add(
+        "--dynapipe-device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: CUDA where there is a device (default)",
+    )
+    add("--dynapipe-data", type=Path, help="dataset folder, made by `megatron-dynapipe data`")
+    add("--dynapipe-store-url", help="redis:// URL of an existing plan store (default: start one)")
+    add("--dynapipe-store-bind", default="127.0.0.1", help="address of the embedded store, for runs on several nodes")
+    add("--dynapipe-cost-model", type=Path, help="cost model file (default: computed from the model's shape)")
+    add("--dynapipe-device-memory-limit", type=float, metavar="MB", help="memory of a device that plans may use")
+    add(
+        "--dynapipe-long-samples",
+        choices=[policy.value for policy in LongSamples],
+        default=LongSamples.FAIL.value,
+        help="samples longer than the maximum: stop (default), cut, or leave out",
+    )
+    add("--dynapipe-lookahead", type=int, default=8, metavar="N", help="iterations planned ahead of training")
+    add("--dynapipe-timeout-s", type=float, default=300.0, metavar="S", help="deadline of every wait (default 300)")
+    add("--dynapipe-report-dir", type=Path, default=Path("dynapipe-report"), help="folder of records and pictures")
+    add("--dynapipe-intra-node-bw", type=float, default=4800.0, metavar="GBPS", help="between devices of a node")
+    add("--dynapipe-inter-node-bw", type=float, default=100.0, metavar="GBPS", help="between nodes")
+    add("--dynapipe-intra-node-lat", type=float, default=0.0, metavar="US", help="latency within a node")
+    add("--dynapipe-inter-node-lat", type=float, default=4000.0, metavar="US", help="latency between nodes")
+    parser.set_defaults(**ARGS_DEFAULTS)
+    return parser
+
+
+def switches(parser: argparse.ArgumentParser) -> dict[str, bool]:
+    """Every flag of a parser without its dashes, and whether it is a switch (takes no value)."""
+    return {
+        option.lstrip("-"): action.nargs == 0
+        for action in parser._actions  # argparse has no public list of its options
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+
+
+def check_layout(args: argparse.Namespace, world_size: int) -> None:
+    """Refuse parallel sizes and batch sizes that do not divide, before Megatron asserts on them."""
+    model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if world_size % model_size:
+        raise ConfigError(
+            f"expected a number of ranks that tensor × pipeline × context parallel sizes divide ({model_size}), "
+            f"got {world_size}",
+            hint="change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes",
+        )
+    replicas = world_size // model_size
+    if args.global_batch_size is None or args.global_batch_size % replicas:
+        raise ConfigError(
+            f"expected --global-batch-size to be a multiple of the {replicas} data-parallel replicas, "
+            f"got {args.global_batch_size}",
+            hint=f"for example {replicas * max((args.global_batch_size or 0) // replicas, 1)}",
+        )
+
+
+def check_supported(args: argparse.Namespace) -> None:
+    """Refuse Megatron options under which a planned run would not do what they say.
+
+    Raises:
+        ConfigError: names the option, the reason and what to do.
+    """
+    for refused, flag, reason in _refusals(args):
+        if refused:
+            raise ConfigError(f"{flag} cannot be used with DynaPipe: {reason}", hint=f"remove {flag}")
+    if not args.calculate_per_token_loss:
+        raise ConfigError(
+            "DynaPipe needs --calculate-per-token-loss: micro-batches hold different numbers of tokens, and only a sum "
+            "over tokens divided once by their number has the same gradient however they are cut",
+            hint="add --calculate-per-token-loss",
+        )
+    if args.dataloader_type != "external" or args.micro_batch_size != 1:
+        raise ConfigError(
+            "expected --dataloader-type external and --micro-batch-size 1 (the plan decides both), got "
+            f"{args.dataloader_type} and {args.micro_batch_size}",
+            hint="remove these flags",
+        )
+
+
+def _refusals(args: argparse.Namespace) -> list[tuple[bool, str, str]]:
+    return [
+        (
+            bool(args.iterations_to_skip),
+            "--iterations-to-skip",
+            "Megatron skips by taking one item per micro-batch, and an item is a whole planned iteration",
+        ),
+        (args.rampup_batch_size is not None, "--rampup-batch-size", "a plan's number of samples is fixed"),
+        (args.context_parallel_size > 1, "--context-parallel-size", "plans do not divide a sequence over ranks"),
+        (args.full_validation, "--full-validation", "evaluation runs --eval-iters planned iterations"),
+        (args.multiple_validation_sets, "--multiple-validation-sets", "there is one validation split"),
+        (args.num_experts is not None, "--num-experts", "auxiliary losses are averaged over micro-batches"),
+        (args.mtp_num_layers is not None, "--mtp-num-layers", "its loss is averaged over micro-batches"),
+        (args.sft, "--sft", "its dataset packs sequences; plans do not"),
+        (args.cuda_graph_impl == "full_iteration", "--cuda-graph-impl full_iteration", "shapes change every iteration"),
+        (args.overlap_moe_expert_parallel_comm, "--overlap-moe-expert-parallel-comm", "it brings its own schedule"),
+        (bool(args.phase_transition_iterations), "--phase-transition-iterations", "samples are counted from the start"),
+    ]
+
+
+def recompute_mode(args: argparse.Namespace) -> Recompute:
+    """The recomputation that Megatron's flags ask for."""
+    return Recompute(args.recompute_granularity or "none")
+
+
+def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int, int]:
+    """Longest input and target in tokens: those whose positions fit Megatron's sequence lengths.
+
+    Raises:
+        ConfigError: a length is missing, or not a multiple of what shapes are rounded up to.
+    """
+    lengths = {"--seq-length": args.seq_length}
+    if family is ModelFamily.T5:
+        lengths["--decoder-seq-length"] = args.decoder_seq_length
+    for flag, length in lengths.items():
+        if length is None or length % LENGTH_MULTIPLE:
+            raise ConfigError(f"expected {flag} to be a multiple of {LENGTH_MULTIPLE}, got {length}")
+    if family is ModelFamily.GPT:
+        return args.seq_length + 1, 0  # n tokens train n - 1 positions
+    return args.seq_length, args.decoder_seq_length - target_positions(family, 0)

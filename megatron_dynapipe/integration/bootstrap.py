@@ -1,0 +1,34 @@
+"""What happens before Megatron is imported, and what a user sees when a run cannot start or go on.
+
+Imports no Megatron: on a machine without a GPU, the CPU platform must be in force before Megatron's modules are.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+
+from megatron_dynapipe import config, cpu
+from megatron_dynapipe.errors import ConfigError, DynaPipeError
+
+
+def run(main: Callable[[], None]) -> None:
+    """Prepare the device, then call `main`; a `DynaPipeError` ends the process with a message and no traceback.
+
+    Exit status 2 means that the run could not start as it was asked to, 1 that it failed later. Only rank 0 prints
+    what all ranks are bound to find alike.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        device = config.value_of(sys.argv[1:], "dynapipe-device", "auto")
+        cpu.quieten()
+        if cpu.enable(device):  # type: ignore[arg-type]  # enable() checks the name
+            cpu.silence_prints()
+        main()
+    except ConfigError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except DynaPipeError as error:
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        print(f"[rank {rank}] error: {error}{notes}", file=sys.stderr, flush=True)
+        sys.exit(1)

@@ -1,0 +1,136 @@
+"""From Megatron's arguments to what the planner is told: model, layout, memory, splits, costs."""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+
+from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, Network
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.arguments import RunSettings, maximum_lengths, recompute_mode
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import SamplerSettings
+from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs, SplitSettings
+from megatron_dynapipe.units import ModelFamily
+
+MEMORY_SHARE = 0.9
+"""Share of a device's memory that plans may use where no limit is given; the rest is for the allocator's
+fragments, communication buffers and kernels' workspaces."""
+
+
+def plan_inputs(args: argparse.Namespace, settings: RunSettings, family: ModelFamily, *, on_cpu: bool) -> PlanInputs:
+    """Everything plans are made from, the same on every rank."""
+    return PlanInputs(
+        data_folder=str(settings.data),
+        splits=_splits(args, settings, family),
+        planner=_planner(args, settings, family, on_cpu=on_cpu),
+        costs=_costs(args, settings, family, on_cpu=on_cpu),
+    )
+
+
+def _splits(args: argparse.Namespace, settings: RunSettings, family: ModelFamily) -> tuple[SplitSettings, ...]:
+    """Train, and where there is evaluation, valid and test; a resumed run goes on where its counters stand."""
+    train = SplitSettings(
+        name="train",
+        sampler=_sampler(args, settings, family, args.global_batch_size),
+        first_iteration=args.iteration,
+        iterations=max(args.train_iters - args.iteration, 0),
+    )
+    if not args.eval_iters:
+        return (train,)
+    evaluation = _sampler(args, settings, family, args.eval_global_batch_size)
+    valid = SplitSettings(
+        name="valid",
+        sampler=evaluation,
+        first_iteration=args.consumed_valid_samples // args.eval_global_batch_size,
+        forward_only=True,
+    )
+    test = SplitSettings(name="test", sampler=evaluation, iterations=args.eval_iters, forward_only=True)
+    return train, valid, test
+
+
+def _sampler(args: argparse.Namespace, settings: RunSettings, family: ModelFamily, samples: int) -> SamplerSettings:
+    longest_input, longest_target = maximum_lengths(args, family)
+    return SamplerSettings(
+        family=family,
+        seed=args.seed,
+        samples_per_iteration=samples,
+        max_input_length=longest_input,
+        max_target_length=longest_target,
+        long_samples=settings.long_samples,
+    )
+
+
+def _planner(args: argparse.Namespace, settings: RunSettings, family: ModelFamily, *, on_cpu: bool) -> PlannerSettings:
+    t5 = family is ModelFamily.T5
+    return PlannerSettings(
+        family=family,
+        encoder_layers=args.encoder_num_layers if t5 else args.num_layers,
+        decoder_layers=(args.decoder_num_layers or args.encoder_num_layers) if t5 else 0,
+        hidden_size=args.hidden_size,
+        data_parallel=args.data_parallel_size,
+        tensor_parallel=args.tensor_model_parallel_size,
+        pipeline_parallel=args.pipeline_model_parallel_size,
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        memory_limit_bytes=settings.memory_limit_bytes or device_memory_bytes(on_cpu=on_cpu),
+        distributed_optimizer=args.use_distributed_optimizer,
+        recompute=(recompute_mode(args),),
+        network=_network(settings),
+        element_bytes=args.params_dtype.itemsize,
+        sequence_parallel=args.sequence_parallel,
+    )
+
+
+def _network(settings: RunSettings) -> Network:
+    return Network(
+        devices_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        intra_node_gbps=settings.intra_node_gbps,
+        inter_node_gbps=settings.inter_node_gbps,
+        intra_node_latency_us=settings.intra_node_latency_us,
+        inter_node_latency_us=settings.inter_node_latency_us,
+    )
+
+
+def _costs(
+    args: argparse.Namespace, settings: RunSettings, family: ModelFamily, *, on_cpu: bool
+) -> CostFile | AnalyticCosts:
+    if settings.cost_model is not None:
+        return CostFile(path=str(Path(settings.cost_model).absolute()))
+    shape = ModelShape(
+        family=family,
+        hidden=args.hidden_size,
+        heads=args.num_attention_heads,
+        kv_channels=args.kv_channels,
+        ffn=args.ffn_hidden_size,
+        vocabulary=args.padded_vocab_size,
+    )
+    return AnalyticCosts(shape=shape, rates=_rates(args, on_cpu=on_cpu))
+
+
+def _rates(args: argparse.Namespace, *, on_cpu: bool) -> DeviceRates:
+    """Only ratios of costs decide a plan, so the rates of a common device of the kind serve."""
+    rates = CPU_RATES if on_cpu else A100_RATES
+    return DeviceRates(
+        flops_per_second=rates.flops_per_second,
+        bytes_per_second=rates.bytes_per_second,
+        layer_overhead_us=rates.layer_overhead_us,
+        element_bytes=args.params_dtype.itemsize,
+    )
+
+
+def device_memory_bytes(*, on_cpu: bool) -> int:
+    """Memory that plans may use where no limit is given: a share of the device's, or of this rank's part of the host's.
+
+    Raises:
+        ConfigError: the host does not say how much memory it has.
+    """
+    if not on_cpu:
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory * MEMORY_SHARE)
+    try:
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            "this host does not say how much memory it has", hint="pass --dynapipe-device-memory-limit MB"
+        ) from error
+    return int(host / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * MEMORY_SHARE)

@@ -1,0 +1,135 @@
+"""What the entry scripts hand to Megatron's `pretrain`: checked arguments, providers, a step function, a session."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
+
+from megatron_dynapipe import config, cpu
+from megatron_dynapipe.data.collate import Needs
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.integration import arguments
+from megatron_dynapipe.integration.inputs import plan_inputs
+from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, t5_provider, t5_split
+from megatron_dynapipe.integration.session import MakeBatch, Session
+from megatron_dynapipe.integration.steps import StepFunction, gpt_batch, gpt_step, t5_batch, t5_step
+from megatron_dynapipe.units import ModelFamily
+
+EmbeddingRanks = Callable[[Sequence[int]], list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run, ready to be handed to Megatron.
+
+    Attributes:
+        args: Megatron's arguments, with DynaPipe's.
+        session: gives the datasets and the schedule; a context manager around the run.
+        model_provider: builds this rank's part of the model.
+        forward_step: one micro-batch through it.
+        embedding_ranks: of one pipeline's ranks, those with word embeddings; None is Megatron's own choice.
+        position_embedding_ranks: those with position embeddings, likewise.
+    """
+
+    args: argparse.Namespace
+    session: Session
+    model_provider: ModelProvider
+    forward_step: StepFunction
+    embedding_ranks: EmbeddingRanks | None = None
+    position_embedding_ranks: EmbeddingRanks | None = None
+
+
+def t5_run() -> Run:
+    """A T5 staged over the pipeline, from the command line; raises ConfigError and DataError."""
+    args = parse(ModelFamily.T5)
+    split = t5_split(args)
+
+    def needs() -> Needs:
+        layers = split.stages[parallel_state.get_pipeline_model_parallel_rank()]
+        return Needs(tokens=layers.starts_encoder, decoder_tokens=layers.starts_decoder, labels=layers.ends_decoder)
+
+    return Run(
+        args=args,
+        session=_session(args, ModelFamily.T5, needs=needs, make_batch=t5_batch),
+        model_provider=t5_provider(args, split),
+        forward_step=partial(t5_step, check_for_nan=args.check_for_nan_in_loss_and_grad),
+        embedding_ranks=split.embedding_ranks,
+        position_embedding_ranks=split.position_embedding_ranks,
+    )
+
+
+def gpt_run() -> Run:
+    """Megatron's own GPT, from the command line; raises ConfigError and DataError."""
+    args = parse(ModelFamily.GPT)
+
+    def needs() -> Needs:
+        return Needs(
+            tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+            labels=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        )
+
+    make_batch = partial(gpt_batch, explicit_mask=args.transformer_impl == "local")
+    return Run(
+        args=args,
+        session=_session(args, ModelFamily.GPT, needs=needs, make_batch=make_batch),
+        model_provider=gpt_provider(args),
+        forward_step=partial(gpt_step, check_for_nan=args.check_for_nan_in_loss_and_grad),
+    )
+
+
+def parse(family: ModelFamily) -> argparse.Namespace:
+    """Megatron's arguments from the command line and its run file, checked for what a planned run needs.
+
+    Raises:
+        ConfigError: the run file or a flag is wrong, or an option cannot be used with DynaPipe.
+        DataError: there is no dataset where `--dynapipe-data` says.
+    """
+    parser = _extend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    sys.argv[1:] = config.expand(sys.argv[1:], arguments.switches(parser))
+    early = parser.parse_args()
+    arguments.check_layout(early, int(os.environ.get("WORLD_SIZE", "1")))
+    arguments.check_supported(early)
+    arguments.maximum_lengths(early, family)
+    settings = arguments.RunSettings.from_args(early)
+    tokenizer = settings.data / read_meta(settings.data).tokenizer
+    args: argparse.Namespace = parse_and_validate_args(
+        extra_args_provider=_extend, args_defaults={"tokenizer_model": str(tokenizer)}
+    )
+    return args
+
+
+def _extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    arguments.add_arguments(parser)
+    return cpu.set_args_defaults(parser) if cpu.is_enabled() else parser
+
+
+def _session(
+    args: argparse.Namespace, family: ModelFamily, *, needs: Callable[[], Needs], make_batch: MakeBatch
+) -> Session:
+    settings = arguments.RunSettings.from_args(args)
+    on_cpu = cpu.is_enabled()
+    return Session(
+        settings,
+        inputs=lambda: plan_inputs(args, settings, family, on_cpu=on_cpu),
+        needs=needs,
+        make_batch=make_batch,
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        dtype=args.params_dtype,
+        device=torch.device("cpu") if on_cpu else torch.device("cuda", args.local_rank or 0),
+    )
+
+
+def pretrain_arguments(run: Run) -> dict[str, Any]:
+    """Keyword arguments of Megatron's `pretrain` that follow from a run."""
+    return {
+        "model_provider": run.model_provider,
+        "get_embedding_ranks": run.embedding_ranks,
+        "get_position_embedding_ranks": run.position_embedding_ranks,
+    }

@@ -1,0 +1,253 @@
+"""One run's share of DynaPipe on this rank: store, planner, iterators, executor, records; opened, used, closed.
+
+    with Session(args, family, …) as session, seam.installed(session.forward_backward):
+        pretrain(…, session.datasets, …)
+
+Everything is started when Megatron asks for its datasets: by then the process groups exist and a checkpoint has told
+where training resumes. Ranks start things in the same order, and a failure on one is raised on all.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_dynapipe.data.collate import Collator, HostMicroBatch, Needs
+from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
+from megatron_dynapipe.data.meta import open_split, read_meta
+from megatron_dynapipe.errors import ConfigError, StoreError
+from megatron_dynapipe.integration.arguments import RunSettings
+from megatron_dynapipe.integration.control import ControlGroup
+from megatron_dynapipe.integration.forward_backward import run_iteration
+from megatron_dynapipe.integration.groups import PipelineGroups, make_groups, warm_up
+from megatron_dynapipe.integration.iterators import AgreedIterator
+from megatron_dynapipe.integration.passes import DeviceBatch
+from megatron_dynapipe.integration.recorder import Recorder
+from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, platform_of
+from megatron_dynapipe.service.client import PlanClient
+from megatron_dynapipe.service.process import PlannerProcess
+from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
+from megatron_dynapipe.store import PlanKeys, PlanStore, StoreAddress, StoreServer, new_job_name, open_store
+from megatron_dynapipe.units import Shape, input_positions, target_positions
+
+MakeBatch = Callable[[HostMicroBatch, torch.device], DeviceBatch]
+
+
+class Session:
+    """A run on this rank.
+
+    Args:
+        settings: what was asked for.
+        inputs: makes what plans are made from; called once Megatron knows where training resumes.
+        needs: which tensors this rank's stage reads; called once the pipeline exists.
+        make_batch: host tensors to what the step function takes.
+        chunks: virtual stages per rank.
+        dtype: of the tensors that cross stage boundaries.
+        device: this rank's device.
+    """
+
+    is_distributed = True  # Megatron: call `datasets` on every rank
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        *,
+        inputs: Callable[[], PlanInputs],
+        needs: Callable[[], Needs],
+        make_batch: MakeBatch,
+        chunks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._settings = settings
+        self._make_inputs = inputs
+        self._make_needs = needs
+        self._make_batch = make_batch
+        self._chunks = chunks
+        self._dtype = dtype
+        self._device = device
+        self._resources = ExitStack()
+        self._iterators: dict[str, AgreedIterator] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
+
+    def datasets(self, _samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        """Megatron's dataset provider for `--dataloader-type external`: the iterators of the three splits.
+
+        Chunks of a rank share them; the schedule takes one item per iteration, whatever their number.
+        """
+        if not self._iterators:
+            self._start()
+        return self._iterators["train"], self._iterators.get("valid"), self._iterators.get("test")
+
+    def forward_backward(
+        self,
+        *,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        force_all_reduce: bool = False,
+        **_shapes: Any,
+    ) -> list[dict[str, torch.Tensor]]:
+        """Megatron's schedule function: one planned iteration. The shapes it passes are nominal; the plan's count."""
+        if collect_non_loss_data:
+            raise ConfigError("DynaPipe runs plans of the loss alone: it cannot collect other outputs of the model")
+        models = model if isinstance(model, list) else [model]
+        iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        item: PlannedIteration = next(iterator)
+        result = run_iteration(
+            item.entry.stage_plan,
+            self._executor,
+            models,
+            forward_step_func,
+            lambda index: self._make_batch(item.micro_batches[index], self._device),
+            stage=self._stage,
+            stages=self._stages,
+            forward_only=forward_only,
+            force_all_reduce=force_all_reduce,
+        )
+        if not forward_only:
+            self._recorder.add(item, result.trace)
+            self._iterators["train"].prepare()
+        return result.losses
+
+    def print_report(self) -> None:
+        """At the run's end: gather every rank's records and print the summary, on rank 0."""
+        summary = self._recorder.report() if self._iterators else None
+        if summary is not None:
+            print(summary, flush=True)
+
+    def _start(self) -> None:
+        stack = self._resources
+        self._control = ControlGroup(timeout_s=self._settings.timeout_s)
+        inputs = self._control.run_on_all(self._make_inputs)
+        groups = self._pipeline()
+        self._stage, self._stages = groups.ranks.index(self._control.rank), len(groups.ranks)
+        platform = platform_of(self._device)
+        transport = TorchTransport(groups.channels, groups.ranks, deadline_s=self._settings.timeout_s)
+        self._executor = PipelineExecutor(transport, platform, stages=self._stages, dtype=self._dtype)
+        store, keys = self._open_store(inputs)
+        replica = parallel_state.get_data_parallel_rank()
+        client = PlanClient(store, keys, replica=replica, stage=self._stage, deadline_s=self._settings.timeout_s)
+        for split in inputs.splits:
+            self._iterators[split.name] = self._control.run_on_all(functools.partial(self._iterator, split, client))
+        self._recorder = Recorder(
+            folder=self._settings.report_folder,
+            store=store,
+            keys=keys,
+            rank=self._control.rank,
+            world_size=torch.distributed.get_world_size(),
+            replica=replica,
+            stage=self._stage,
+            maximum=_maximum(inputs),
+            timeout_s=self._settings.timeout_s,
+        )
+        stack.callback(self._close_iterators)
+
+    def _pipeline(self) -> PipelineGroups:
+        """Process groups of this rank's pipeline; every rank makes those of all pipelines."""
+        mine = torch.tensor(
+            torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        )
+        every = self._control.gather(mine)
+        pipelines = sorted({tuple(int(rank) for rank in ranks) for ranks in every})
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        groups = make_groups(pipelines, chunks=self._chunks, backend=backend, timeout_s=self._settings.timeout_s)
+        assert groups is not None, "every rank is in a pipeline"
+        warm_up(groups, self._device)
+        return groups
+
+    def _open_store(self, inputs: PlanInputs) -> tuple[PlanStore, PlanKeys]:
+        """Start or find the store, start this node's planner, connect."""
+        told = self._control.run_on_all(self._start_store)
+        url, _, job = self._control.broadcast_text(told).partition(" ")
+        address = StoreAddress(url)
+        keys = PlanKeys(job=job, settings_digest=inputs.digest())
+        self._control.run_on_all(lambda: self._start_planner(address, keys, inputs))
+        return self._control.run_on_all(lambda: self._resources.enter_context(open_store(address))), keys
+
+    def _start_store(self) -> str:
+        """On rank 0, the store's URL and this launch's name."""
+        if self._control.rank != 0:
+            return ""
+        url = self._settings.store_url
+        if url is None:
+            server = self._resources.enter_context(StoreServer(bind=self._settings.store_bind))
+            url = server.address.url
+        return f"{url} {new_job_name()}"
+
+    def _start_planner(self, address: StoreAddress, keys: PlanKeys, inputs: PlanInputs) -> None:
+        """On the first rank of each node."""
+        if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+            return
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        node = self._control.rank // per_node
+        service = ServiceSettings(
+            store=address,
+            job=keys.job,
+            settings_digest=keys.settings_digest,
+            node=node,
+            nodes=torch.distributed.get_world_size() // per_node,
+            look_ahead=self._settings.ahead,
+            inputs=inputs,
+        )
+        log = self._settings.report_folder / f"planner-{node}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._resources.enter_context(PlannerProcess(service, log_path=log))
+
+    def _iterator(self, split: SplitSettings, client: PlanClient) -> AgreedIterator:
+        needs = self._make_needs()
+        folder = Path(self._settings.data)
+        collator = Collator(
+            needs=needs, reader=open_split(folder, split.name) if needs.text else None, special=read_meta(folder)
+        )
+        stop = None if split.iterations is None else split.first_iteration + split.iterations
+        planned = PlannedIterator(
+            functools.partial(client.fetch, split.name),
+            collator,
+            start_iteration=split.first_iteration,
+            stop_iteration=stop,
+            ahead=max(self._settings.ahead // 2, 1),
+            timeout_seconds=self._settings.timeout_s + 10,  # the fetch's own error is the better one
+        )
+
+        def begin(iteration: int) -> None:
+            if self._control.rank == 0:
+                client.announce(split.name, iteration)
+
+        return AgreedIterator(planned, self._control, on_begin=begin)
+
+    def _close_iterators(self) -> None:
+        for iterator in self._iterators.values():
+            with contextlib.suppress(StoreError):
+                iterator.close()
+
+
+def _maximum(inputs: PlanInputs) -> Shape:
+    """What a run without planning would pad every sample to."""
+    family, sampler = inputs.planner.family, inputs.splits[0].sampler
+    return Shape(
+        1, input_positions(family, sampler.max_input_length), target_positions(family, sampler.max_target_length)
+    )
+
+
+@contextlib.contextmanager
+def process_groups() -> Iterator[None]:
+    """Destroy the process groups that Megatron made, at the end of the block."""
+    try:
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
