@@ -210,3 +210,9 @@ def test_splits_do_not_depend_on_order(count: int, valid: float, test: float, or
     by_row = dict(zip(rows, splits, strict=True))
     order.shuffle(rows)  # type: ignore[attr-defined]
     assert dict(zip(rows, assign_splits(rows, valid, test), strict=True)) == by_row
+
+
+def test_too_many_tasks(tmp_path: Path) -> None:
+    rows = [TextSample(f"task {at}", "fox", "dogs") for at in range(2**15 + 1)]
+    with pytest.raises(DataError, match="expected at most 32768 tasks, got 32769"):
+        prepare(tmp_path / "data", rows)
