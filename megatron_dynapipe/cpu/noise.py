@@ -20,6 +20,10 @@ WARNINGS: tuple[tuple[str, str], ...] = (
         "The .grad attribute of a Tensor that is not a leaf",
         "optimizer.py asks it of the distributed optimizer's shards",
     ),
+    ("full scope is deprecated", "said of a default that the caller did not choose"),
+    ("torch.distributed is disabled, unavailable or uninitialized", "checkpoint metadata is read by one process"),
+    ("The argument order of load has been changed", "Megatron's own call"),
+    ("Please use DTensor instead", "Megatron's checkpoints use sharded tensors"),
     (".*torch.cuda.*DtypeTensor constructors are no longer recommended", "Megatron's own use"),
 )
 """Warnings: (regular expression that the message begins with, why it is noise)."""

@@ -200,14 +200,18 @@ def train_gradients(
     load: str | None = None,
     save: str | None = None,
     tensor_parallel: int = 1,
-) -> dict[str, torch.Tensor]:
-    """One iteration over `split` on real ranks, finalized by Megatron: this rank's gradients by global name."""
+) -> dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
+    """One iteration over `split` on real ranks, finalized by Megatron.
+
+    Returns:
+        This rank's gradients by global name, with the whole tensor's shape and the offset of this rank's part.
+    """
     cut = T5Split.of(encoder, decoder, len(split), split)
     groups = start(cut, tensor_parallel=tensor_parallel)
     stage = build(cut, groups.pp.rank(), config(encoder, len(split), tensor_parallel))
     _check_copies_start_equal(stage, groups)
     if load is not None:
-        stage.load_state_dict(dist_checkpointing.load(stage.sharded_state_dict(), load), strict=False)
+        stage.load_state_dict(dist_checkpointing.load(stage.sharded_state_dict(), load))
     if save is not None:
         dist_checkpointing.save(stage.sharded_state_dict(), save)
     model = DistributedDataParallel(stage.config, DistributedDataParallelConfig(), stage)
@@ -218,7 +222,11 @@ def train_gradients(
     finalize_model_grads([model], tokens, pg_collection=groups)
     for parameter in stage.parameters():
         parameter.grad = parameter.main_grad
-    return {key: gradient.clone() for key, gradient in entries(stage, gradients=True).items()}
+    parts = {e.key: e for e in stage.sharded_state_dict(metadata=dict(ONE_KEY_PER_LAYER)).values()}
+    return {
+        key: (gradient.clone(), tuple(parts[key].global_shape), tuple(parts[key].global_offset))
+        for key, gradient in entries(stage, gradients=True).items()
+    }
 
 
 def _check_copies_start_equal(stage: T5Stage, groups: ProcessGroupCollection) -> None:

@@ -1,0 +1,82 @@
+from argparse import Namespace
+
+import pytest
+
+from tests.helpers.processes import run_ranks
+
+DEPTHS = {"gpt": "--num-layers 2", "t5": "--encoder-num-layers 1 --decoder-num-layers 2"}
+
+
+def run_pretrain(rank: int, world_size: int, model: str, arguments: str) -> list[float]:
+    from tests.integration.models import pretrain_ranks  # imports Megatron, which only the ranks should
+
+    return pretrain_ranks.run_pretrain(rank, world_size, model, arguments)
+
+
+def losses(model: str, arguments: str, ranks: int = 1) -> list[float]:
+    """Of all micro-batches, those of the iterations first, 2 to an iteration; then those of the evaluations."""
+    run = {"model": model, "arguments": f"{DEPTHS[model]} {arguments}"}
+    return run_ranks(run_pretrain, ranks, run)[-1]
+
+
+@pytest.mark.parametrize("model", DEPTHS)
+def test_a_resumed_run_continues_as_if_uninterrupted(model, tmp_path):
+    """Strict loading of every weight, optimizer state and random state, dropout on."""
+    folder = f"--save {tmp_path} --save-interval 2"
+    uninterrupted = losses(model, "--train-iters 4")
+    first = losses(model, f"--train-iters 2 {folder}")
+    # Resuming with another --train-iters needs the override: the schedule of the weight decay spans the run.
+    second = losses(model, f"--train-iters 4 --load {tmp_path} --override-opt-param-scheduler")
+    assert first[:4] == pytest.approx(uninterrupted[:4], rel=1e-6)
+    assert second == pytest.approx(uninterrupted[4:], rel=1e-6)
+    assert 4 < uninterrupted[0] < 8  # near ln 512
+
+
+def test_a_t5_trains_in_bf16_with_the_distributed_optimizer_and_recomputes():
+    options = "--bf16 --use-distributed-optimizer --recompute-granularity full --recompute-method uniform"
+    run = losses("t5", f"--train-iters 2 {options} --recompute-num-layers 1", ranks=2)
+    assert len(run) >= 2 and all(4 < loss < 8 for loss in run)
+
+
+REFUSED = {
+    "transformer_impl": ("transformer_engine", "--transformer-impl local, got --transformer-impl transformer_engine"),
+    "position_embedding_type": ("rope", "--position-embedding-type learned_absolute, got rope"),
+    "untie_embeddings_and_output_weights": (True, "tied embeddings, got --untie-embeddings-and-output-weights"),
+    "sequence_parallel": (True, "no sequence parallelism, got --sequence-parallel"),
+    "virtual_pipeline_model_parallel_size": (2, "one stage per rank, got virtual pipeline stages"),
+    "apply_query_key_layer_scaling": (True, "no scaling by layer, got --apply-query-key-layer-scaling"),
+}
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    """The message for each option of `REFUSED` given alone, and for a GPT with experts."""
+    from megatron_dynapipe.errors import ConfigError
+    from megatron_dynapipe.integration.models.providers import check_t5_arguments, gpt_layer
+
+    accepted = {
+        "transformer_impl": "local",
+        "position_embedding_type": "learned_absolute",
+        "untie_embeddings_and_output_weights": False,
+        "sequence_parallel": False,
+        "virtual_pipeline_model_parallel_size": None,
+        "apply_query_key_layer_scaling": False,
+    }
+    check_t5_arguments(Namespace(**accepted))
+    messages = {}
+    for option, (value, _) in REFUSED.items():
+        try:
+            check_t5_arguments(Namespace(**accepted | {option: value}))
+        except ConfigError as error:
+            messages[option] = str(error)
+    try:
+        gpt_layer(Namespace(num_experts=4, transformer_impl="local"))
+    except ConfigError as error:
+        messages["num_experts"] = str(error)
+    return messages
+
+
+def test_options_that_the_models_do_not_have_are_refused():
+    messages = run_ranks(refusals, 1)[0]
+    for option, (_, message) in REFUSED.items():
+        assert messages[option] == f"a T5 cut into stages expects {message}"
+    assert messages["num_experts"] == "expected a dense model, got --num-experts 4"
