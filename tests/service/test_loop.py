@@ -130,7 +130,7 @@ def test_it_ends_when_all_is_planned(settings, source, store) -> None:
         (3, 1, [[3, 4, 5, 6, 7, 8, 9]]),
     ],
 )
-def test_nodes_deal_iterations_among_them(settings, source, first: int, nodes: int, shares: list[list[int]]) -> None:
+def test_nodes_deal_iterations_among_them(settings, first: int, nodes: int, shares: list[list[int]]) -> None:
     for node, share in enumerate(shares):
         own = FakeSource()
         told = only_train(settings(look_ahead=100, node=node, nodes=nodes), first_iteration=first, iterations=7)
@@ -160,7 +160,9 @@ def test_plans_that_training_has_left_behind_are_forgotten(settings, source, sto
         until(lambda: ("train", 13) in source.planned)
         kept = sorted(int(key.split(":")[4]) for key in store._values if key.endswith(":0:0"))
         assert kept == list(range(8, 14))
-        with pytest.raises(StoreTimeoutError, match="waited 0.05 s for the plan of iteration 7 of train for replica 0"):
+        with pytest.raises(
+            StoreTimeoutError, match=r"waited 0\.05 s for the plan of iteration 7 of train for replica 0"
+        ):
             client(told, store, deadline_s=0.05).fetch("train", 7)
 
 

@@ -94,6 +94,32 @@ def test_a_full_server_refuses_plans_and_says_what_to_do() -> None:
         )
 
 
+def test_its_log_can_be_kept(tmp_path: Path) -> None:
+    for launch in (1, 2):
+        with StoreServer(log_path=tmp_path / "store.log"):
+            pass
+        assert (tmp_path / "store.log").read_text().count("Ready to accept connections") == launch
+
+
+HELD = """
+    import os, time
+    from megatron_dynapipe.store import StoreServer
+    with StoreServer() as server:
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+        started = time.monotonic()
+    print(time.monotonic() - started)
+    os.kill(child, 9)
+"""
+
+
+def test_its_block_ends_soon_though_a_forked_child_lives_on() -> None:
+    program = textwrap.dedent(HELD)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        assert float(owner.stdout.readline()) < 4
+
+
 def test_it_is_gone_after_its_block() -> None:
     with StoreServer() as server:
         pid = server_pid(server.address)
@@ -145,7 +171,7 @@ def test_a_server_that_was_killed_is_reported_with_its_log(server: StoreServer) 
     server._guard.wait(10)
     with pytest.raises(StoreError, match=r"(?s)ended with exit status 137; its log ends:\n.*Ready to accept") as caught:
         server.check()
-    assert caught.value.hint == "137 means it was killed, often for want of memory"
+    assert caught.value.hint == "it was killed, often for want of memory"
 
 
 def test_readers_learn_at_once_that_the_server_was_killed(server: StoreServer) -> None:
