@@ -24,7 +24,8 @@ class CutProblem:
         modes: one layer's costs under each recompute mode that may be chosen, in order of preference on ties.
         layout: layers per virtual stage.
         memory_bytes: int64[ranks], what model state leaves for activations.
-        in_flight: int64[ranks], micro-batches that a rank holds at once; each may store its share of the memory.
+        in_flight: int64[options, ranks], micro-batches that a rank holds at once, sharing its memory; the order is cut
+            for each option.
         replicas: data-parallel replicas that the micro-batches are dealt to.
         forward_only: no backward runs and nothing is kept for it.
     """
@@ -58,17 +59,17 @@ def rank_times(costs: StageCosts, layout: PipelineLayout, *, forward_only: bool 
     return np.asarray(both.reshape(len(both), layout.chunks, layout.stages).sum(axis=1))
 
 
-def needed_bytes(costs: StageCosts, problem: CutProblem) -> IntArray:
-    """What each rank needs for as many micro-batches of a kind as the problem has in flight: `[queries, ranks]`."""
+def needed_bytes(costs: StageCosts, problem: CutProblem, option: int) -> IntArray:
+    """What each rank needs for as many micro-batches of a kind as the option has in flight: `[queries, ranks]`."""
     layout = problem.layout
     shape = (len(costs.stored_bytes), layout.chunks, layout.stages)
     stored = costs.stored_bytes.reshape(shape).sum(axis=1)
     above = (costs.peak_bytes - costs.stored_bytes).reshape(shape).max(axis=1)
-    return np.asarray(stored * (1 if problem.forward_only else problem.in_flight) + above)
+    return np.asarray(stored * (1 if problem.forward_only else problem.in_flight[option]) + above)
 
 
-def intervals(problem: CutProblem) -> Intervals:
-    """Cost every candidate micro-batch of the problem's order."""
+def intervals(problem: CutProblem, option: int) -> Intervals:
+    """Cost every candidate micro-batch of the problem's order under one option of micro-batches in flight."""
     samples = len(problem.inputs)
     largest = min(samples, max(int(mode.sizes[-1]) for mode in problem.modes))
     starts, sizes = np.meshgrid(np.arange(samples), np.arange(1, largest + 1), indexing="ij")
@@ -87,7 +88,7 @@ def intervals(problem: CutProblem) -> Intervals:
         costs = stage_costs(tables, problem.layout, *distinct)
         ranks = rank_times(costs, problem.layout, forward_only=problem.forward_only)
         slowest = ranks.max(axis=1)
-        fitting = costs.feasible & (needed_bytes(costs, problem) <= problem.memory_bytes).all(axis=1)
+        fitting = costs.feasible & (needed_bytes(costs, problem, option) <= problem.memory_bytes).all(axis=1)
         time[whole, m] = np.where(fitting, slowest, UNREACHABLE)[where]
         fill[whole, m] = np.where(fitting, ranks.sum(axis=1) - slowest, UNREACHABLE)[where]
     return Intervals(time_ns=time, fill_ns=fill)

@@ -15,11 +15,13 @@ known cut are skipped, no candidate is thinned away.
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 
-from megatron_dynapipe.errors import InfeasibleError
+from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.intervals import UNREACHABLE, CutProblem, Intervals, intervals
+from megatron_dynapipe.planning.native import NATIVE
 from megatron_dynapipe.planning.problem import IntArray
 
 
@@ -44,35 +46,61 @@ class Cut:
         return self.fill_ns * replicas + self.total_ns * chunks
 
 
-def cut(problem: CutProblem) -> Cut:
-    """The cut of least objective; of equal ones, that of the smallest fill, then of the smallest first micro-batches.
+def cut(problem: CutProblem) -> list[Cut | None]:
+    """The cut of least objective for each option of micro-batches in flight; None where no cut fits.
+
+    Of cuts of equal objective, that of the smallest fill; then, from the first sample on, that of the smallest
+    micro-batch and the earliest recompute mode.
 
     Raises:
-        InfeasibleError: some sample fits no micro-batch, not even alone.
+        PlanningError: lengths, costs or settings outside what 64-bit sums can hold; the message names which.
     """
-    return cut_intervals(intervals(problem), replicas=problem.replicas, chunks=problem.layout.chunks)
+    return cut_in_python(problem) if NATIVE is None else cut_natively(problem, NATIVE)
 
 
-def cut_intervals(costs: Intervals, *, replicas: int, chunks: int) -> Cut:
-    """`cut` for given costs of all candidate micro-batches."""
-    candidates = np.unique(costs.fill_ns)
-    candidates = candidates[candidates < UNREACHABLE]
+def cut_natively(problem: CutProblem, native: ModuleType) -> list[Cut | None]:
+    """`cut` by the compiled core."""
+    layout = problem.layout
+    try:
+        found = native.cut(
+            problem.inputs,
+            problem.targets,
+            [(mode.sizes, mode.inputs, mode.targets, mode.values) for mode in problem.modes],
+            np.array(layout.encoder_split, np.int64),
+            np.array(layout.decoder_split, np.int64),
+            problem.memory_bytes,
+            problem.in_flight,
+            problem.replicas,
+            problem.forward_only,
+        )
+    except ValueError as error:
+        raise PlanningError(f"the batch cannot be cut: {error}") from error
+    return [
+        Cut(sizes=np.array(sizes, np.int64), modes=np.array(modes, np.int64), fill_ns=fill, total_ns=total)
+        if sizes
+        else None
+        for sizes, modes, fill, total in found
+    ]
+
+
+def cut_in_python(problem: CutProblem) -> list[Cut | None]:
+    """`cut` without the compiled core, many times slower."""
+    return [
+        cut_intervals(intervals(problem, option), replicas=problem.replicas, chunks=problem.layout.chunks)
+        for option in range(len(problem.in_flight))
+    ]
+
+
+def cut_intervals(costs: Intervals, *, replicas: int, chunks: int) -> Cut | None:
+    """The best cut for given costs of all candidate micro-batches."""
     best: Cut | None = None
-    bound = int(candidates[-1]) if len(candidates) else 0
-    while True:
-        found = shortest(costs, bound)
-        if found is None:
-            break
+    bound = UNREACHABLE - 1
+    while (found := shortest(costs, bound)) is not None:
         if best is None or found.objective(replicas, chunks) <= best.objective(replicas, chunks):
             best = found
-        # A smaller fill F can win or tie only if F · replicas + G(bound) · chunks ≤ the best objective.
+        # A smaller fill F can win or tie only if F · replicas + G(bound) · chunks is at most the best objective.
         can_win = (best.objective(replicas, chunks) - found.total_ns * chunks) // replicas
-        left = int(np.searchsorted(candidates, min(found.fill_ns - 1, can_win), side="right"))
-        if left == 0:
-            break
-        bound = int(candidates[left - 1])
-    if best is None:
-        raise InfeasibleError("no cut of the samples fits the cost model and the memory")
+        bound = min(found.fill_ns - 1, can_win)
     return best
 
 

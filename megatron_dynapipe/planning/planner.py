@@ -116,14 +116,13 @@ class Planner:
         with _timed(seconds, "ordering"):
             samples = Samples.of(batch, self.settings.family)
             order = by_length(samples.inputs, samples.targets)
+        with _timed(seconds, "partition"):
+            cuts = cut(self._cut_problem(samples, order, self._in_flight_options(), forward_only))
         best: _Candidate | None = None
-        for in_flight in self._in_flight_choices():
-            with _timed(seconds, "partition"):
-                try:
-                    found = cut(self._cut_problem(samples, order, in_flight, forward_only))
-                except InfeasibleError:
+        with _timed(seconds, "schedule"):
+            for found in cuts:
+                if found is None:
                     continue
-            with _timed(seconds, "schedule"):
                 try:
                     candidate = self._candidate(samples, order, found, forward_only)
                 except InfeasibleError:
@@ -131,7 +130,8 @@ class Planner:
                 if best is None or candidate.makespan_ns < best.makespan_ns:
                     best = candidate
         if best is None:
-            raise explain_infeasible(samples, self._cut_problem(samples, order, self._alone(), forward_only))
+            one = np.ones((1, self.layout.stages), np.int64)
+            raise explain_infeasible(samples, self._cut_problem(samples, order, one, forward_only))
         with _timed(seconds, "lowering"):
             plan = self._lower(samples, best, iteration, forward_only)
         with _timed(seconds, "verify"):
@@ -145,14 +145,11 @@ class Planner:
             distributed_optimizer=self.settings.distributed_optimizer,
         )
 
-    def _alone(self) -> IntArray:
-        return np.ones(self.layout.stages, np.int64)
-
-    def _in_flight_choices(self) -> list[IntArray]:
+    def _in_flight_options(self) -> IntArray:
         """How many micro-batches each rank is to have memory for: a full pipeline's number, half of it, one."""
-        stages = self.layout.stages
-        full = np.arange(stages, 0, -1) * self.layout.chunks
-        return [np.minimum(full, most) for most in sorted({int(full[0]), -(-int(full[0]) // 2), 1}, reverse=True)]
+        full = np.arange(self.layout.stages, 0, -1) * self.layout.chunks
+        most = sorted({int(full[0]), -(-int(full[0]) // 2), 1}, reverse=True)
+        return np.asarray(np.minimum(full, np.array(most)[:, None]))
 
     def _cut_problem(self, samples: Samples, order: IntArray, in_flight: IntArray, forward_only: bool) -> CutProblem:
         return CutProblem(

@@ -58,11 +58,11 @@ def explain_infeasible(samples: Samples, problem: CutProblem) -> InfeasibleError
 
     Args:
         samples: the batch.
-        problem: how it was to be cut, with one micro-batch in flight.
+        problem: how it was to be cut, with one micro-batch in flight under option 0.
     """
     ones = np.ones(len(samples.ids), np.int64)
     costs = [stage_costs(mode, problem.layout, ones, samples.inputs, samples.targets) for mode in problem.modes]
-    lacking = [needed_bytes(cost, problem) - problem.memory_bytes for cost in costs]
+    lacking = [needed_bytes(cost, problem, 0) - problem.memory_bytes for cost in costs]
     fitting = [cost.feasible & (lack <= 0).all(axis=1) for cost, lack in zip(costs, lacking, strict=True)]
     impossible = np.flatnonzero(~np.any(fitting, axis=0))
     if not len(impossible):

@@ -1,0 +1,10 @@
+// One function per source file of bindings, called by module.cpp.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace dynapipe {
+
+void bind_cut(nanobind::module_& module);
+
+}  // namespace dynapipe

@@ -1,0 +1,35 @@
+// Cutting an order of samples into micro-batches of least predicted iteration time (planning/partition.py, its twin).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "tables.h"
+
+namespace dynapipe {
+
+struct CutProblem {
+    std::vector<int64_t> inputs, targets;  // padded lengths in the order of the samples
+    std::vector<Grid> modes;               // one layer's costs under each recompute mode
+    std::vector<StageLayers> layers;       // of each virtual stage; virtual stage v is on rank v % ranks
+    std::vector<int64_t> memory;           // [ranks] bytes for activations
+    std::vector<int64_t> in_flight;        // [options][ranks] micro-batches a rank holds at once
+    int64_t replicas;
+    bool forward_only;
+
+    size_t ranks() const { return memory.size(); }
+    size_t options() const { return in_flight.size() / memory.size(); }
+    size_t chunks() const { return layers.size() / memory.size(); }
+    void check() const;
+};
+
+struct Cut {
+    std::vector<int64_t> sizes, modes;  // empty where no cut fits
+    int64_t fill = 0, total = 0;
+};
+
+// The best cut for every option of micro-batches in flight.
+std::vector<Cut> best_cuts(const CutProblem& problem);
+
+}  // namespace dynapipe

@@ -1,0 +1,75 @@
+// Running micro-batches through a pipeline: a given order of passes, or the order that list scheduling chooses.
+// The Python twins are planning/simulate.py and planning/schedules/adaptive.py.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace dynapipe {
+
+// Costs of one micro-batch, each [virtual stages]; see planning/problem.py.
+struct PassCosts {
+    const int64_t* forward;
+    const int64_t* backward;
+    const int64_t* stored;
+    const int64_t* peak;
+    const int64_t* forward_transfer;
+    const int64_t* backward_transfer;
+};
+
+struct PipelineShape {
+    int64_t stages, chunks;
+    bool forward_only;
+    std::vector<int64_t> model_state;  // [stages] bytes
+    int64_t memory_limit;
+
+    int64_t virtual_stages() const { return stages * chunks; }
+};
+
+// A pass: micro-batch * 2 * chunks + chunk * 2 + (1 if backward).
+using Pass = int64_t;
+
+struct Simulation {
+    std::vector<int64_t> start, end;  // [stages][passes], as the order given
+    std::vector<int64_t> peak;        // [stages]
+    int64_t makespan = 0;
+    bool stalled = false;
+};
+
+// `order` is [stages][passes]; micro-batches and chunks in it are trusted to exist.
+Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& costs, const std::vector<Pass>& order,
+                    bool queue_links);
+
+// How list scheduling chooses between a forward and a backward pass that could both start.
+struct Policy {
+    std::vector<int64_t> depth;  // [stages] most micro-batches between their forward and their backward
+    bool forward_first;
+};
+
+// Takes passes as they become ready, one chunk per rank, micro-batches in the order given. Buffers are kept between
+// calls, since a search makes thousands.
+class ListScheduler {
+public:
+    explicit ListScheduler(const PipelineShape& shape);
+
+    // The makespan, or kUnreachable once it is known to reach `bound` or where a micro-batch fits no stage's memory.
+    // Fills `forwards`, if given, with [stages][2 * count]: 1 for a forward pass, 0 for a backward pass.
+    int64_t run(const std::vector<PassCosts>& costs, const Policy& policy, int64_t bound,
+                std::vector<uint8_t>* forwards);
+
+private:
+    struct Stage {
+        int64_t free, held, work_left;
+        int64_t forwards, backwards;  // that have run
+        int64_t start;                // of the pass to run next
+        bool next_is_forward;
+    };
+
+    void choose(int64_t s, const std::vector<PassCosts>& costs, const Policy& policy);
+
+    const PipelineShape& shape_;
+    std::vector<Stage> stages_;
+    std::vector<int64_t> input_ready_, gradient_ready_;  // [stages][micro-batches]
+};
+
+}  // namespace dynapipe

@@ -1,0 +1,65 @@
+// Costs of one layer on a grid of micro-batch shapes, and what they make of a pipeline stage.
+// The Python twin is cost/tables.py and cost/layout.py: equal rounding, so equal plans.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace dynapipe {
+
+enum Row { kEncoderForward, kEncoderBackward, kEncoderStored, kEncoderPeak,
+           kDecoderForward, kDecoderBackward, kDecoderStored, kDecoderPeak,
+           kHeadForward, kHeadBackward, kRows };
+
+enum StageRow { kForward, kBackward, kStored, kEncoderEnd, kDecoderEnd, kStageRows };
+
+// A strictly increasing grid axis.
+struct Axis {
+    std::vector<int64_t> points;
+
+    struct Cell {
+        size_t low, high;
+        int64_t part, width;
+    };
+
+    bool covers(int64_t x) const { return x <= points.back(); }
+    Cell cell(int64_t x) const;  // of x clamped to the axis
+};
+
+// low + (high - low) * part / width, rounded to the nearest; absent where an end with weight is.
+inline int64_t interpolate(int64_t low, int64_t high, int64_t part, int64_t width) {
+    if (low < 0 || (part > 0 && high < 0)) return -1;
+    if (part == 0) return low;
+    const int64_t scaled = (high - low) * part + width / 2;
+    if ((width & (width - 1)) == 0) return low + (scaled >> __builtin_ctzll(width));
+    const int64_t quotient = scaled / width;
+    return low + quotient - (scaled % width < 0);
+}
+
+struct Grid {
+    Axis sizes, inputs, targets;
+    const int64_t* values;  // [kRows][sizes][inputs][targets]
+
+    // Costs at every size of the grid for given lengths: [kRows][sizes], absent outside.
+    std::vector<int64_t> knots(int64_t input, int64_t target) const;
+
+    // Checks axes and values; `layers` is the most that one stage sums over.
+    void check(size_t value_count, int64_t layers) const;
+};
+
+// Layers of one virtual stage.
+struct StageLayers {
+    int64_t encoder, decoder;
+    bool head;
+
+    bool operator==(const StageLayers& other) const {
+        return encoder == other.encoder && decoder == other.decoder && head == other.head;
+    }
+};
+
+// A stage's costs at every size of the grid, from its layers': [kStageRows][sizes] appended to `out`.
+void append_stage_knots(const std::vector<int64_t>& knots, size_t sizes, const StageLayers& layers,
+                        std::vector<int64_t>& out);
+
+}  // namespace dynapipe
