@@ -31,7 +31,7 @@ CONNECT_TIMEOUT_S = 5.0
 RETENTION_S = 24 * 3600
 """Entries nobody deleted (their planner was killed) leave a shared server after this time."""
 
-_GRACE_S = 1.0  # between the server's own end of a blocking read and the socket's
+_GRACE_S = 3.0  # on a busy machine, between the server's own end of a blocking read and the socket's
 _ENTRY_ID = "1-1"
 _FIELD = b"v"
 _TAKEN = "equal or smaller than the target stream top item"  # the same words in every Redis and Valkey
@@ -199,7 +199,7 @@ def _hint(cause: Exception) -> str:
     if isinstance(cause, OutOfMemoryError):
         return "the server's memory limit is reached: plan fewer iterations ahead, or raise its maxmemory"
     if isinstance(cause, ResponseError):
-        return "the server must be Redis or Valkey, 5.0 or newer"
+        return "the server must be Redis or Valkey, 5.0 or newer, and its dynapipe:… keys are not for other programs"
     if isinstance(cause, redis.TimeoutError):
         return "the server accepts connections but does not answer: is its machine overloaded or stopped?"
     return "is the server running, and can this machine reach it? Its log says why it ended"

@@ -164,12 +164,15 @@ def test_a_store_that_dies_ends_the_planner(settings, data_folder: Path) -> None
                 planner.check()
 
 
-def test_a_store_that_cannot_be_reached_ends_the_planner(settings, nowhere) -> None:
+def test_a_store_that_cannot_be_reached_ends_the_planner(settings, nowhere, caplog) -> None:
     with PlannerProcess(settings(store=nowhere)) as planner:
         until(lambda: planner._failure is not None)
         with pytest.raises(PlannerFailedError, match="Connection refused") as caught:
             planner.check()
-        assert "hunter2" not in str(caught.value)
+        assert "hunter2" not in str(caught.value) + caplog.text
+        assert (
+            "the planner died, and the plan store cannot be told: plan store redis://***@127.0.0.1:1/0" in caplog.text
+        )
 
 
 OWNER = """
