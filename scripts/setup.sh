@@ -22,7 +22,7 @@ mark() { printf '%s\n' "$2" >"$1.new" && mv -- "$1.new" "$1"; }
 
 make_environment() {
     if [[ -f $STATE/unpacking ]]; then
-        say "the last set-up was interrupted while it unpacked; making .venv anew"
+        say "the last set-up did not finish; making .venv anew"
     elif [[ -x $PYTHON ]] && "$PYTHON" -I -c 'import pip' 2>/dev/null; then
         "$PYTHON" -I -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))' ||
             fail ".venv holds $("$PYTHON" -V), needed is Python 3.12 or 3.13" "move .venv away and run this again"

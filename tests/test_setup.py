@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -155,8 +156,59 @@ def test_failed_install_is_told_and_tried_again_from_a_new_environment(checkout:
     assert first.stderr.splitlines()[0] == "error: pip could not install pip==1"
     # The second time nothing of the half-unpacked environment is trusted.
     fake_python(checkout / "bin" / "python3.12", 'case "$*" in -m*) echo made anew >&2; exit 1;; *) echo "$0";; esac')
-    assert "interrupted while it unpacked" in (second := set_up(checkout)).stderr
+    assert "the last set-up did not finish" in (second := set_up(checkout)).stderr
     assert "made anew" in second.stderr
+
+
+def test_steps_run_once_and_again_when_their_inputs_change(checkout: Path) -> None:
+    data = checkout / "megatron_dynapipe" / "data"
+    data.mkdir(parents=True)
+    for file in ("requirements.lock", "pyproject.toml", "setup.py", "megatron_dynapipe/data/demo.py"):
+        (checkout / file).write_text("pip==1\n")
+    fake_python(checkout / ".venv" / "bin" / "python", 'case "$*" in *"data demo"*) mkdir .demo/data;; esac; exit 0')
+    project, demo = "setup: installing megatron-dynapipe (editable)", "setup: building the demo data in .demo/data"
+
+    def said() -> list[str]:
+        done = set_up(checkout)
+        assert done.returncode == 0, done.stderr
+        return done.stderr.splitlines()
+
+    assert said() == [project, demo]
+    assert said() == []
+    (data / "demo.py").write_text("pip==1\n# changed\n")
+    assert said() == [demo]
+    (checkout / "setup.py").write_text("pip==1\n# changed\n")
+    assert said() == [project]
+    (checkout / ".venv" / ".setup" / "project").unlink()
+    assert said() == [project]
+    moved = checkout.rename(checkout.with_name("elsewhere"))
+    assert set_up(moved).stderr.splitlines() == [project, demo]
+
+
+def test_install_goes_on_where_no_compiler_works(tmp_path: Path) -> None:
+    for file in ("setup.py", "pyproject.toml", "LICENSE", "NOTICE"):
+        (tmp_path / file).write_bytes((ROOT / file).read_bytes())
+    (tmp_path / "README.md").touch()
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "module.cpp").write_text("// never compiled")
+    planning = tmp_path / "megatron_dynapipe" / "planning"
+    planning.mkdir(parents=True)
+    for file in (planning.parent / "__init__.py", planning / "__init__.py"):
+        file.write_text('__version__ = "0"\n')
+    stale = planning / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    stale.touch()
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=tmp_path,
+        env={**os.environ, "CC": "false", "CXX": "false"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "notice: megatron_dynapipe.planning._native was not built" in done.stderr
+    assert not stale.exists()
 
 
 def locked() -> dict[str, str]:
