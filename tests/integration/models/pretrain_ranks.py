@@ -9,8 +9,9 @@ cpu.enable()
 cpu.silence_prints()
 
 import torch  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
-from megatron.training import pretrain  # noqa: E402
+from megatron.training import get_args, pretrain  # noqa: E402
 from megatron.training.argument_utils import pretrain_cfg_container_from_args  # noqa: E402
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 
@@ -27,17 +28,18 @@ SIZE, LENGTH, TARGET_LENGTH = 2, 16, 8
 
 
 class RandomTokens:
-    """An endless iterator of micro-batches, each a function of its number."""
+    """An endless iterator of micro-batches, each a function of its number; replicas take turns."""
 
     def __init__(self, first: int) -> None:
-        self.number = first
+        self.replicas = get_args().data_parallel_size
+        self.number = first + parallel_state.get_data_parallel_rank()
 
     def __iter__(self):
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(self.number)
-        self.number += 1
+        self.number += self.replicas
         lengths = (LENGTH + 1, TARGET_LENGTH + 1)
         return tuple(torch.randint(0, 511, (SIZE, length), generator=generator) for length in lengths)
 
