@@ -6,4 +6,5 @@
 NB_MODULE(_native, module) {
     module.doc() = "The planner's core in C++; every function has a pure Python twin in megatron_dynapipe.planning.";
     dynapipe::bind_cut(module);
+    dynapipe::bind_schedule(module);
 }

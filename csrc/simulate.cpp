@@ -73,22 +73,34 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
 
 ListScheduler::ListScheduler(const PipelineShape& shape) : shape_(shape), stages_(shape.stages) {}
 
-int64_t ListScheduler::run(const std::vector<PassCosts>& costs, const Policy& policy, int64_t bound,
+// Sets the stages up; false where a micro-batch does not fit, or fill, work and drain of a stage reach the bound.
+bool ListScheduler::begin(const std::vector<const PassCosts*>& costs, int64_t bound) {
+    int64_t fill = 0, drain = 0;
+    for (int64_t s = 0; s < shape_.stages; ++s) {
+        const int64_t room = shape_.memory_limit - shape_.model_state[s];
+        int64_t work = 0, peak = 0;
+        for (const PassCosts* cost : costs) {
+            work += cost->forward[s] + (shape_.forward_only ? 0 : cost->backward[s]);
+            peak = std::max(peak, cost->peak[s]);
+        }
+        if (peak > room || fill + work + drain >= bound) return false;
+        stages_[s] = {0, shape_.model_state[s], work, drain, 0, 0, kUnreachable, true};
+        fill += costs.front()->forward[s] + costs.front()->forward_transfer[s];
+        if (!shape_.forward_only && s + 1 < shape_.stages)
+            drain += costs.back()->backward[s] + costs.back()->backward_transfer[s + 1];
+    }
+    return true;
+}
+
+int64_t ListScheduler::run(const std::vector<const PassCosts*>& costs, const Policy& policy, int64_t bound,
                            std::vector<uint8_t>* forwards) {
     const int64_t ranks = shape_.stages, count = costs.size();
     const int64_t kinds = shape_.forward_only ? 1 : 2;
+    if (count == 0) return 0;
+    if (!begin(costs, bound)) return kUnreachable;
     input_ready_.resize(ranks * count);
     gradient_ready_.resize(ranks * count);
     std::fill_n(input_ready_.begin(), count, 0);
-    for (int64_t s = 0; s < ranks; ++s) {
-        Stage& stage = stages_[s];
-        stage = {0, shape_.model_state[s], 0, 0, 0, kUnreachable, true};
-        for (const PassCosts& cost : costs) {
-            stage.work_left += cost.forward[s] + (shape_.forward_only ? 0 : cost.backward[s]);
-            if (stage.held + cost.peak[s] > shape_.memory_limit) return kUnreachable;
-        }
-        if (stage.work_left >= bound) return kUnreachable;
-    }
     if (forwards) forwards->assign(ranks * count * kinds, 0);
     choose(0, costs, policy);
     int64_t makespan = 0;
@@ -100,7 +112,7 @@ int64_t ListScheduler::run(const std::vector<PassCosts>& costs, const Policy& po
         if (forwards) (*forwards)[s * count * kinds + stage.forwards + stage.backwards] = stage.next_is_forward;
         if (stage.next_is_forward) {
             const int64_t k = stage.forwards++;
-            const PassCosts& cost = costs[k];
+            const PassCosts& cost = *costs[k];
             stage.free = stage.start + cost.forward[s];
             stage.work_left -= cost.forward[s];
             if (!shape_.forward_only) stage.held += cost.stored[s];
@@ -112,7 +124,7 @@ int64_t ListScheduler::run(const std::vector<PassCosts>& costs, const Policy& po
             }
         } else {
             const int64_t k = stage.backwards++;
-            const PassCosts& cost = costs[k];
+            const PassCosts& cost = *costs[k];
             stage.free = stage.start + cost.backward[s];
             stage.work_left -= cost.backward[s];
             stage.held -= cost.stored[s];
@@ -121,7 +133,7 @@ int64_t ListScheduler::run(const std::vector<PassCosts>& costs, const Policy& po
                 choose(s - 1, costs, policy);
             }
         }
-        if (stage.free + stage.work_left >= bound) return kUnreachable;
+        if (stage.free + stage.work_left + stage.drain >= bound) return kUnreachable;
         makespan = std::max(makespan, stage.free);
         choose(s, costs, policy);
     }
@@ -129,19 +141,20 @@ int64_t ListScheduler::run(const std::vector<PassCosts>& costs, const Policy& po
 }
 
 // The pass that stage s runs next, as far as it can know: of those that could start first, by the policy.
-void ListScheduler::choose(int64_t s, const std::vector<PassCosts>& costs, const Policy& policy) {
+void ListScheduler::choose(int64_t s, const std::vector<const PassCosts*>& costs, const Policy& policy) {
     Stage& stage = stages_[s];
     const int64_t ranks = shape_.stages, count = costs.size();
-    int64_t forward = kUnreachable, backward = kUnreachable;
     const int64_t k = stage.forwards;
-    if (k < count && (s == 0 || k < stages_[s - 1].forwards) &&
-        (shape_.forward_only ||
-         (k - stage.backwards < policy.depth[s] && stage.held + costs[k].peak[s] <= shape_.memory_limit)))
+    const bool admitted =
+        k < count && (shape_.forward_only || (k - stage.backwards < policy.depth[s] &&
+                                              stage.held + costs[k]->peak[s] <= shape_.memory_limit));
+    int64_t forward = kUnreachable, backward = kUnreachable;
+    if (admitted && (s == 0 || k < stages_[s - 1].forwards))
         forward = std::max(stage.free, input_ready_[s * count + k]);
-    if (!shape_.forward_only &&
+    if (!shape_.forward_only && !(admitted && policy.rule == Rule::kStrict) &&
         stage.backwards < (s + 1 < ranks ? stages_[s + 1].backwards : stage.forwards))
         backward = std::max(stage.free, gradient_ready_[s * count + stage.backwards]);
-    stage.next_is_forward = forward < backward || (forward == backward && policy.forward_first);
+    stage.next_is_forward = forward < backward || (forward == backward && policy.rule == Rule::kForwardFirst);
     stage.start = std::min(forward, backward);
 }
 

@@ -40,10 +40,13 @@ struct Simulation {
 Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& costs, const std::vector<Pass>& order,
                     bool queue_links);
 
-// How list scheduling chooses between a forward and a backward pass that could both start.
+// Which pass list scheduling takes where a forward and a backward pass could both start; `kStrict` is 1F1B, which
+// waits for a forward pass until `depth` are in flight and for a backward pass then.
+enum class Rule { kBackwardFirst, kForwardFirst, kStrict, kRules };
+
 struct Policy {
     std::vector<int64_t> depth;  // [stages] most micro-batches between their forward and their backward
-    bool forward_first;
+    Rule rule;
 };
 
 // Takes passes as they become ready, one chunk per rank, micro-batches in the order given. Buffers are kept between
@@ -54,18 +57,20 @@ public:
 
     // The makespan, or kUnreachable once it is known to reach `bound` or where a micro-batch fits no stage's memory.
     // Fills `forwards`, if given, with [stages][2 * count]: 1 for a forward pass, 0 for a backward pass.
-    int64_t run(const std::vector<PassCosts>& costs, const Policy& policy, int64_t bound,
+    int64_t run(const std::vector<const PassCosts*>& costs, const Policy& policy, int64_t bound,
                 std::vector<uint8_t>* forwards);
 
 private:
     struct Stage {
         int64_t free, held, work_left;
+        int64_t drain;                // the least time from the stage's last pass to the iteration's end
         int64_t forwards, backwards;  // that have run
         int64_t start;                // of the pass to run next
         bool next_is_forward;
     };
 
-    void choose(int64_t s, const std::vector<PassCosts>& costs, const Policy& policy);
+    bool begin(const std::vector<const PassCosts*>& costs, int64_t bound);
+    void choose(int64_t s, const std::vector<const PassCosts*>& costs, const Policy& policy);
 
     const PipelineShape& shape_;
     std::vector<Stage> stages_;

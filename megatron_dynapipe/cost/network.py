@@ -4,10 +4,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_dynapipe.cost.layout import PipelineLayout
 from megatron_dynapipe.cost.tables import IntArray
 from megatron_dynapipe.errors import ConfigError
+
+Reals = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +35,19 @@ class Network:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
 
+    def links(self, *, virtual_stages: int, stages: int, ranks_per_stage: int) -> tuple[Reals, Reals]:
+        """Latency in ns and rate in Gbit/s of every boundary between virtual stages: float64[virtual stages - 1]."""
+        node = np.arange(virtual_stages) % stages * ranks_per_stage // self.devices_per_node
+        same = node[:-1] == node[1:]
+        latency_us = np.where(same, self.intra_node_latency_us, self.inter_node_latency_us)
+        return latency_us * 1e3, np.where(same, self.intra_node_gbps, self.inter_node_gbps)
+
     def transfer_ns(self, message_bytes: IntArray, *, stages: int, ranks_per_stage: int) -> IntArray:
         """Time of messages over every boundary, either way: `[queries, virtual stages - 1]`, as the bytes given."""
-        node = np.arange(message_bytes.shape[1] + 1) % stages * ranks_per_stage // self.devices_per_node
-        same = node[:-1] == node[1:]
-        gbps = np.where(same, self.intra_node_gbps, self.inter_node_gbps)
-        latency_us = np.where(same, self.intra_node_latency_us, self.inter_node_latency_us)
-        return np.asarray(np.rint(latency_us * 1e3 + message_bytes * 8 / gbps), np.int64)
+        latency_ns, gbps = self.links(
+            virtual_stages=message_bytes.shape[1] + 1, stages=stages, ranks_per_stage=ranks_per_stage
+        )
+        return np.asarray(np.rint(latency_ns + message_bytes * 8 / gbps), np.int64)
 
 
 def boundary_bytes(

@@ -6,8 +6,9 @@ order ── cut into micro-batches ── deal to replicas ── schedule pass
 import hashlib
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import ModuleType
 
 import msgspec
 import numpy as np
@@ -20,11 +21,13 @@ from megatron_dynapipe.planning.balance import deal
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.intervals import CutProblem
 from megatron_dynapipe.planning.lowering import Pipeline, lower
+from megatron_dynapipe.planning.native import NATIVE
 from megatron_dynapipe.planning.ordering import by_length
 from megatron_dynapipe.planning.partition import Cut, cut
 from megatron_dynapipe.planning.problem import IntArray, PipelineProblem
 from megatron_dynapipe.planning.samples import Samples, explain_infeasible
-from megatron_dynapipe.planning.schedules import Schedule, schedule
+from megatron_dynapipe.planning.schedules import Schedule, predict, schedule
+from megatron_dynapipe.planning.search import SearchProblem, search
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import Shape
@@ -118,17 +121,8 @@ class Planner:
             order = by_length(samples.inputs, samples.targets)
         with _timed(seconds, "partition"):
             cuts = cut(self._cut_problem(samples, order, self._in_flight_options(), forward_only))
-        best: _Candidate | None = None
         with _timed(seconds, "schedule"):
-            for found in cuts:
-                if found is None:
-                    continue
-                try:
-                    candidate = self._candidate(samples, order, found, forward_only)
-                except InfeasibleError:
-                    continue
-                if best is None or candidate.makespan_ns < best.makespan_ns:
-                    best = candidate
+            best = self._best(samples, order, [found for found in cuts if found is not None], forward_only)
         if best is None:
             one = np.ones((1, self.layout.stages), np.int64)
             raise explain_infeasible(samples, self._cut_problem(samples, order, one, forward_only))
@@ -161,6 +155,57 @@ class Planner:
             in_flight=in_flight,
             replicas=self.settings.data_parallel,
             forward_only=forward_only,
+        )
+
+    def _best(self, samples: Samples, order: IntArray, cuts: list[Cut], forward_only: bool) -> _Candidate | None:
+        """The fastest candidate that fits: searched for, or the best of the cuts as they are."""
+        chosen = self.settings.schedule
+        if chosen.method == "adaptive" and self.layout.chunks == 1 and NATIVE is not None:
+            searched = self._searched(samples, order, cuts, forward_only, NATIVE)
+            if searched is not None:
+                return searched
+        candidates = []
+        for found in cuts:
+            with suppress(InfeasibleError):
+                candidates.append(self._candidate(samples, order, found, forward_only))
+        return min(candidates, key=lambda candidate: candidate.makespan_ns, default=None)
+
+    def _searched(
+        self, samples: Samples, order: IntArray, cuts: list[Cut], forward_only: bool, native: ModuleType
+    ) -> _Candidate | None:
+        """The best solution of the order search, or None where it finds none within the memory."""
+        s = self.settings
+        problem = SearchProblem(
+            inputs=samples.inputs[order],
+            targets=samples.targets[order],
+            modes=self._tables,
+            layout=self.layout,
+            model_state_bytes=self.model_state_bytes,
+            memory_limit_bytes=s.memory_limit_bytes,
+            replicas=s.data_parallel,
+            network=s.network,
+            ranks_per_stage=s.data_parallel * s.tensor_parallel,
+            bytes_per_position=s.hidden_size * s.element_bytes,
+            forward_only=forward_only,
+        )
+        enough = [cut for cut in cuts if len(cut.sizes) >= s.data_parallel]  # every replica gets a micro-batch
+        replicas = search(problem, enough, native, evaluations=s.schedule.search_evaluations, seed=s.schedule.seed)
+        if not replicas:
+            return None
+        members = [order[first : first + size] for r in replicas for first, size in zip(r.firsts, r.sizes, strict=True)]
+        shapes = [samples.shape(rows) for rows in members]
+        modes = np.concatenate([r.modes for r in replicas])
+        costs = self._problem(shapes, modes, forward_only)
+        rows = np.split(np.arange(len(members)), np.cumsum([len(r.sizes) for r in replicas])[:-1])
+        return _Candidate(
+            members=members,
+            shapes=shapes,
+            modes=modes,
+            problem=costs,
+            replicas=rows,
+            schedules=[
+                predict(costs.take(chosen), replica.order) for chosen, replica in zip(rows, replicas, strict=True)
+            ],
         )
 
     def _candidate(self, samples: Samples, order: IntArray, found: Cut, forward_only: bool) -> _Candidate:

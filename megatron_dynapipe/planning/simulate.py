@@ -1,17 +1,23 @@
-"""What a pass order costs: an event simulation in time and memory, in plain Python.
+"""What a pass order costs: an event simulation in time and memory.
 
-This is the readable statement of the rules and the oracle of the native twin (`csrc/simulate.cpp`).
+The Python here is the readable statement of the rules and the oracle of the native twin (`csrc/simulate.cpp`), which
+is used where it was built.
 
     stage 0  F0 F1 ·· B0 F2 B1 …      a pass starts when its stage is free and its input has arrived;
     stage 1     F0 B0 F1 B1 …         a message arrives its transfer time after the pass that made it ends
 """
 
 from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
 
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Forward, Pass
+from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import Event, Timeline
-from megatron_dynapipe.planning.problem import PassOrder, PipelineProblem
+from megatron_dynapipe.planning.native import NATIVE
+from megatron_dynapipe.planning.problem import IntArray, PassOrder, PipelineProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,14 @@ def simulate(problem: PipelineProblem, order: PassOrder, *, queue_links: bool = 
     Raises:
         PlanningError: the order stalls: a pass waits for one that can only run after it.
     """
+    same_length = len({len(passes) for passes in order}) == 1
+    if NATIVE is None or not same_length:  # an order that leaves passes out on a rank can only stall, or be a test's
+        return simulate_in_python(problem, order, queue_links=queue_links)
+    return _simulate_natively(problem, order, queue_links, NATIVE)
+
+
+def simulate_in_python(problem: PipelineProblem, order: PassOrder, *, queue_links: bool = False) -> Simulation:
+    """The Python twin of `simulate`."""
     run = _Run(problem, queue_links)
     position = [0] * problem.stages
     events: list[list[Event]] = [[] for _ in range(problem.stages)]
@@ -55,14 +69,49 @@ def simulate(problem: PipelineProblem, order: PassOrder, *, queue_links: bool = 
                 moved = True
     stuck = [rank for rank in range(problem.stages) if position[rank] < len(order[rank])]
     if stuck:
-        waiting = ", ".join(f"stage {rank} at {order[rank][position[rank]]}" for rank in stuck)
-        raise PlanningError(f"the pass order stalls: {waiting}")
+        at = ", ".join(f"stage {rank} at {format_instruction(order[rank][position[rank]])}" for rank in stuck)
+        raise PlanningError(f"the pass order stalls: {at}")
     return Simulation(
         timeline=tuple(map(tuple, events)),
         makespan_ns=max(run.free_ns, default=0),
         busy_ns=tuple(sum(e.end_ns - e.start_ns for e in rank_events) for rank_events in events),
         peak_bytes=tuple(run.peak_bytes),
     )
+
+
+def _simulate_natively(problem: PipelineProblem, order: PassOrder, queue_links: bool, native: ModuleType) -> Simulation:
+    chunks = problem.chunks
+    codes = np.array(
+        [[((p.micro_batch * chunks + p.chunk) << 1) | (type(p) is not Forward) for p in passes] for passes in order],
+        np.int64,
+    ).reshape(problem.stages, -1)
+    starts, ends, peaks, makespan, stalled = native.simulate(
+        cost_arrays(problem), chunks, problem.model_state_bytes, problem.forward_only, codes, queue_links
+    )
+    if stalled:
+        return simulate_in_python(problem, order)  # which says where
+    timeline = tuple(
+        tuple(map(Event, passes, start, end))
+        for passes, start, end in zip(order, starts.tolist(), ends.tolist(), strict=True)
+    )
+    return Simulation(
+        timeline=timeline,
+        makespan_ns=makespan,
+        busy_ns=tuple((ends - starts).sum(axis=1).tolist()),
+        peak_bytes=tuple(peaks),
+    )
+
+
+def cost_arrays(problem: PipelineProblem) -> list[IntArray]:
+    """A problem's costs as the native core takes them."""
+    return [
+        problem.forward_ns,
+        problem.backward_ns,
+        problem.stored_bytes,
+        problem.peak_bytes,
+        problem.forward_transfer_ns,
+        problem.backward_transfer_ns,
+    ]
 
 
 class _Run:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.plan.timeline import Timeline
 from megatron_dynapipe.planning.problem import PassOrder, PipelineProblem
+from megatron_dynapipe.planning.schedules.adaptive import adaptive
 from megatron_dynapipe.planning.schedules.gpipe import gpipe
 from megatron_dynapipe.planning.schedules.one_f_one_b import default_depths, one_f_one_b
 from megatron_dynapipe.planning.simulate import simulate
@@ -32,7 +33,7 @@ def shallow_one_f_one_b(problem: PipelineProblem) -> PassOrder:
 
 
 SCHEDULES: Mapping[str, Callable[[PipelineProblem], PassOrder]] = MappingProxyType(
-    {"1f1b": shallow_one_f_one_b, "gpipe": gpipe}
+    {"adaptive": adaptive, "1f1b": shallow_one_f_one_b, "gpipe": gpipe}
 )
 
 
@@ -40,12 +41,20 @@ SCHEDULES: Mapping[str, Callable[[PipelineProblem], PassOrder]] = MappingProxyTy
 class ScheduleSettings:
     """How passes are ordered."""
 
-    method: str = "1f1b"
+    method: str = "adaptive"
     """A name in `SCHEDULES`."""
+    search_evaluations: int = 1500
+    """Schedules that the adaptive method may try per iteration, besides those it begins with; see `planning.search`."""
+    seed: int = 0
+    """Of the search."""
 
     def __post_init__(self) -> None:
         if self.method not in SCHEDULES:
             raise ConfigError(f"expected a schedule among {', '.join(sorted(SCHEDULES))}, got {self.method!r}")
+        if self.search_evaluations < 0:
+            raise ConfigError(f"expected at least 0 search evaluations, got {self.search_evaluations}")
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"expected a seed from 0 to 2^64 - 1, got {self.seed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +74,15 @@ def schedule(problem: PipelineProblem, settings: ScheduleSettings) -> Schedule:
     Raises:
         InfeasibleError: the order holds more than a rank's memory.
     """
-    order = SCHEDULES[settings.method](problem)
+    return predict(problem, SCHEDULES[settings.method](problem))
+
+
+def predict(problem: PipelineProblem, order: PassOrder) -> Schedule:
+    """What a pass order comes to.
+
+    Raises:
+        InfeasibleError: the order holds more than a rank's memory.
+    """
     run = simulate(problem, order)
     check_memory(problem, run.peak_bytes)
     return Schedule(order=order, timeline=run.timeline, makespan_ns=run.makespan_ns, peak_bytes=run.peak_bytes)

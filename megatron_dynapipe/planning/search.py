@@ -1,0 +1,116 @@
+"""Improving a plan by local search on its predicted time: cut, recompute, replicas, order and depth together.
+
+    cuts ──► dealt to replicas ──► orders × policies, simulated ──► the best two ──► random moves ──► the best
+
+A solution is, per replica, micro-batches (runs of the sample order with a recompute mode) in the order in which they
+enter the pipeline, and a policy of list scheduling (`schedules.adaptive`). A move
+
+    reorder     moves a micro-batch to another place of its replica's order, or exchanges two
+    shift       moves the border between two micro-batches that are neighbours in the sample order
+    split       one micro-batch into two
+    merge       two neighbours into one
+    recompute   gives a micro-batch another mode
+    deepen      changes how many micro-batches a rank may hold in flight, or the policy's rule
+    hand over   gives a micro-batch to another replica, or exchanges two
+
+and is judged by the makespan of the slowest replica, list-scheduled within every rank's memory. Worse solutions are
+accepted within a margin of the best that shrinks to nothing (threshold accepting, Dueck and Scheuer 1990). The search
+is bounded by a number of evaluations and seeded, so that the same batch has the same plan anywhere. Plain 1F1B over
+every cut is among the solutions it begins with.
+
+The search is native only; without the compiled core, plans are the best schedules of the cuts as they are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+
+from megatron_dynapipe.cost import LayerTables, Network, PipelineLayout
+from megatron_dynapipe.plan.instructions import Pass
+from megatron_dynapipe.planning.partition import Cut
+from megatron_dynapipe.planning.problem import IntArray
+from megatron_dynapipe.planning.schedules.adaptive import passes_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SearchProblem:
+    """A batch in the order in which it is cut, and what its micro-batches cost.
+
+    Attributes:
+        inputs, targets: int64[samples], padded lengths; targets 0 for decoder-only models.
+        modes: one layer's costs under each recompute mode that may be chosen.
+        layout: layers per stage; one chunk per rank.
+        model_state_bytes: int64[ranks].
+        memory_limit_bytes: of one device, model state included.
+        replicas: data-parallel replicas.
+        network: links between devices.
+        ranks_per_stage: devices that hold one stage: data parallel × tensor parallel.
+        bytes_per_position: of one hidden state.
+        forward_only: no backward runs.
+    """
+
+    inputs: IntArray
+    targets: IntArray
+    modes: Sequence[LayerTables]
+    layout: PipelineLayout
+    model_state_bytes: IntArray
+    memory_limit_bytes: int
+    replicas: int
+    network: Network
+    ranks_per_stage: int
+    bytes_per_position: int
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FoundReplica:
+    """One replica's micro-batches in the order in which they enter the pipeline: int64[micro-batches] each."""
+
+    firsts: IntArray
+    """First sample of each, as a place in the order that was cut."""
+    sizes: IntArray
+    modes: IntArray
+    order: tuple[tuple[Pass, ...], ...]
+    """Passes per rank; micro-batches are numbered as they enter."""
+
+
+def search(
+    problem: SearchProblem, cuts: Sequence[Cut], native: ModuleType, *, evaluations: int, seed: int
+) -> list[FoundReplica]:
+    """The best solution found from the given cuts, per replica; an empty list where no cut fits the memory."""
+    layout, network = problem.layout, problem.network
+    assert layout.chunks == 1
+    encoder, decoder = np.array(layout.encoder_split, np.int64), np.array(layout.decoder_split, np.int64)
+    latency_ns, gbps = network.links(
+        virtual_stages=layout.virtual_stages, stages=layout.stages, ranks_per_stage=problem.ranks_per_stage
+    )
+    found = native.search(
+        inputs=np.ascontiguousarray(problem.inputs),
+        targets=np.ascontiguousarray(problem.targets),
+        modes=[(t.sizes, t.inputs, t.targets, np.ascontiguousarray(t.values)) for t in problem.modes],
+        encoder_layers=encoder,
+        decoder_layers=decoder,
+        model_state=problem.model_state_bytes,
+        memory_limit=problem.memory_limit_bytes,
+        forward_only=problem.forward_only,
+        replicas=problem.replicas,
+        bytes_per_position=problem.bytes_per_position,
+        decoder_forward=decoder[:-1] > 0,
+        decoder_backward=encoder[1:] == 0,
+        latency_ns=latency_ns,
+        gbps=gbps,
+        cuts=[(cut.sizes, cut.modes) for cut in cuts],
+        evaluations=evaluations,
+        seed=seed,
+    )
+    return [
+        FoundReplica(
+            firsts=np.array(firsts, np.int64),
+            sizes=np.array(sizes, np.int64),
+            modes=np.array(modes, np.int64),
+            order=tuple(map(passes_of, np.array(forwards).reshape(layout.stages, -1).tolist())),
+        )
+        for firsts, sizes, modes, _, forwards in found
+    ]
