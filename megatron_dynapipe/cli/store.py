@@ -48,18 +48,17 @@ def _start(args: argparse.Namespace) -> int:
 
     if args.memory_limit_mb <= 0:
         raise ConfigError(f"--memory-limit-mb must be positive, got {args.memory_limit_mb}")
-    with _terminated_as_interrupted(), StoreServer(bind=args.bind, memory_limit_mb=args.memory_limit_mb) as server:
-        print(server.address.url, flush=True)
-        print(f"serving plans at {server.address}; Ctrl-C or `store stop` ends it", file=sys.stderr)
-        try:
+    try:
+        with _terminated_as_interrupted(), StoreServer(bind=args.bind, memory_limit_mb=args.memory_limit_mb) as server:
+            print(server.address.url, flush=True)
+            print(f"serving plans at {server.address}; Ctrl-C or `store stop` ends it", file=sys.stderr)
             while (status := server.wait(_LOOK_S)) is None:
                 pass
-        except KeyboardInterrupt:
-            print("stopping", file=sys.stderr)
-            return 0
-        if status != 0:
-            raise StoreError(f"the server ended with exit status {status}; its log ends:\n{server.log_tail()}")
-        return 0
+            if status != 0:
+                raise StoreError(f"the server ended with exit status {status}; its log ends:\n{server.log_tail()}")
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+    return 0
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ def test_interrupted_start_leaves_no_server(
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert err.splitlines()[-1] == "stopping"
+    assert err.splitlines()[-1] == "stopped"
     assert url not in err
     assert main.main(["store", "inspect", url]) == 2
     assert capsys.readouterr().err.startswith("error: plan store redis://***@127.0.0.1:")
