@@ -37,27 +37,27 @@ class Buffer(enum.IntEnum):
     """Gradients of INPUT, made for the previous stage."""
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
+class Load(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag=1):
     """Bring a micro-batch's tensors to the device: makes DATA."""
 
     micro_batch: int
 
 
-class Forward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
+class Forward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag=2):
     """Run the chunk forward: needs DATA and, past the first virtual stage, INPUT; makes OUTPUT but on the last."""
 
     micro_batch: int
     chunk: int = 0
 
 
-class Backward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
+class Backward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag=3):
     """Run the chunk backward: needs OUTPUT_GRAD but on the last virtual stage; makes INPUT_GRAD past the first."""
 
     micro_batch: int
     chunk: int = 0
 
 
-class SendStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
+class SendStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag=4):
     """Start sending OUTPUT (activations) or INPUT_GRAD (gradients) to stage `peer`; does not block."""
 
     payload: Payload
@@ -67,7 +67,7 @@ class SendStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     shapes: tuple[TensorShape, ...]
 
 
-class SendWait(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
+class SendWait(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag=5):
     """Wait until the send has completed and its tensors may be freed."""
 
     payload: Payload
@@ -76,7 +76,7 @@ class SendWait(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     peer: int
 
 
-class RecvStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
+class RecvStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag=6):
     """Allocate and start receiving INPUT (activations) or OUTPUT_GRAD (gradients) from stage `peer`."""
 
     payload: Payload
@@ -86,7 +86,7 @@ class RecvStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     shapes: tuple[TensorShape, ...]
 
 
-class RecvWait(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
+class RecvWait(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag=7):
     """Wait until what was received may be read."""
 
     payload: Payload
@@ -95,7 +95,7 @@ class RecvWait(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     peer: int
 
 
-class Free(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=8):
+class Free(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag=8):
     """Drop a buffer. What the backward pass needs of it is kept by the autograd graph until that pass has run."""
 
     buffer: Buffer

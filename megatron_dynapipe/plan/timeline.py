@@ -5,7 +5,7 @@ import msgspec
 from megatron_dynapipe.plan.instructions import Instruction
 
 
-class Event(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Event(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One instruction's time on one stage, in nanoseconds from the start of the iteration."""
 
     instruction: Instruction
