@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+import msgspec
+
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import (
     RECEIVED_BUFFER,
@@ -53,9 +55,8 @@ class Pipeline:
         return self.stages * self.chunks - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One end of a transfer: which tensors, as the receiving virtual stage names them, and where its start stands."""
+class Move(msgspec.Struct, frozen=True, gc=False):
+    """One end of a transfer: which tensors, and where its start stands."""
 
     micro_batch: int
     boundary: int
@@ -64,8 +65,7 @@ class Move:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True, gc=False):
     """A point of the list that blocks: until the peer has started the other end of transfer `number`."""
 
     step: int
@@ -98,6 +98,11 @@ class State(IntEnum):
     FREED = 5
 
 
+# A plan has thousands of steps, and reading an enum's member costs as much as the rest of a step's check.
+NONE, ABSENT, READY, MOVING, USED, FREED = map(int, State)
+_ACTIVATION, _GRADIENT = Payload.ACTIVATION, Payload.GRADIENT
+
+
 def trace_stage(pipeline: Pipeline, stage: int, instructions: Sequence[Instruction]) -> StageTrace:
     """Walk one rank's list.
 
@@ -126,19 +131,22 @@ class _Walk:
         self.first = trace.stage == 0
         self.last = trace.stage == pipeline.stages - 1
         rows, chunks = pipeline.micro_batches, pipeline.chunks
-        full = [State.ABSENT] * chunks
-        backward = [State.NONE if pipeline.forward_only else State.ABSENT] * chunks
-        not_first = [State.NONE, *full[1:]] if self.first else full
-        not_last = [*full[1:], State.NONE] if self.last else full
-        self.data = [State.ABSENT] * rows
+        full = [ABSENT] * chunks
+        backward = [NONE if pipeline.forward_only else ABSENT] * chunks
+        not_first = [NONE, *full[1:]] if self.first else full
+        not_last = [*full[1:], NONE] if self.last else full
+        self.data = [ABSENT] * rows
         self.forwards_left = [chunks] * rows
         self.done = full * rows
-        self.buffers: dict[Buffer, list[State]] = {
+        self.buffers: dict[Buffer, list[int]] = {
             Buffer.INPUT: not_first * rows,
             Buffer.OUTPUT: not_last * rows,
             Buffer.OUTPUT_GRAD: list(map(min, not_last, backward)) * rows,
             Buffer.INPUT_GRAD: list(map(min, not_first, backward)) * rows,
         }
+        following, previous = (trace.stage + 1) % pipeline.stages, (trace.stage - 1) % pipeline.stages
+        self.receiver = {_ACTIVATION: following, _GRADIENT: previous}
+        self.sender = {_ACTIVATION: previous, _GRADIENT: following}
         self.sent: dict[Payload, dict[int, int]] = {payload: {} for payload in Payload}
         self.receiving: dict[Payload, int | None] = dict.fromkeys(Payload)
 
@@ -156,21 +164,21 @@ class _Walk:
         }
 
     def load(self, step: int, load: Load) -> None:
-        if self.data[load.micro_batch] is not State.ABSENT:
+        if self.data[load.micro_batch] != ABSENT:
             raise PlanError(f"micro-batch {load.micro_batch} is loaded twice")
-        self.data[load.micro_batch] = State.READY
+        self.data[load.micro_batch] = READY
 
     def forward(self, step: int, run: Forward) -> None:
         key, row = self.key(run.micro_batch, run.chunk), run.micro_batch
-        if self.data[row] is not State.READY:
-            raise PlanError(f"DATA of micro-batch {row} is {self.data[row].name}, expected READY")
-        self.advance(self.done, key, State.ABSENT, State.READY, "the pass")
-        received, made = self.buffers[Buffer.INPUT], self.buffers[Buffer.OUTPUT]
-        if received[key] is not State.NONE:
-            after = State.USED if self.pipeline.forward_only else State.READY
-            self.advance(received, key, State.READY, after, "INPUT")
-        if made[key] is not State.NONE:
-            self.advance(made, key, State.ABSENT, State.READY, "OUTPUT")
+        if self.data[row] != READY:
+            raise PlanError(f"DATA of micro-batch {row} is {State(self.data[row]).name}, expected READY")
+        if self.done[key] != ABSENT:
+            raise PlanError("the forward pass runs twice")
+        self.done[key] = READY
+        if self.buffers[Buffer.INPUT][key] != NONE:
+            self.advance(Buffer.INPUT, key, READY, USED if self.pipeline.forward_only else READY)
+        if self.buffers[Buffer.OUTPUT][key] != NONE:
+            self.advance(Buffer.OUTPUT, key, ABSENT, READY)
         self.forwards_left[row] -= 1
         self.trace.passes.append(run)
 
@@ -178,24 +186,25 @@ class _Walk:
         key = self.key(run.micro_batch, run.chunk)
         if self.pipeline.forward_only:
             raise PlanError("a forward-only plan has no backward passes")
-        self.advance(self.done, key, State.READY, State.FREED, "the forward pass")
+        if self.done[key] != READY:
+            raise PlanError("the backward pass runs " + ("twice" if self.done[key] == FREED else "before the forward"))
+        self.done[key] = FREED
         for buffer, before, after in (
-            (Buffer.OUTPUT_GRAD, State.READY, State.USED),
-            (Buffer.INPUT, State.READY, State.USED),
-            (Buffer.INPUT_GRAD, State.ABSENT, State.READY),
+            (Buffer.OUTPUT_GRAD, READY, USED),
+            (Buffer.INPUT, READY, USED),
+            (Buffer.INPUT_GRAD, ABSENT, READY),
         ):
-            states = self.buffers[buffer]
-            if states[key] is not State.NONE:
-                self.advance(states, key, before, after, buffer.name)
+            if self.buffers[buffer][key] != NONE:
+                self.advance(buffer, key, before, after)
         self.trace.passes.append(run)
 
     def send_start(self, step: int, send: SendStart) -> None:
         payload = send.payload
         key = self.key(send.micro_batch, send.chunk)
-        self.check_peer(send.peer, downstream=payload is Payload.ACTIVATION)
+        self.check_peer(send.peer, self.receiver[payload])
         buffer = SENT_BUFFER[payload]
-        self.advance(self.buffers[buffer], key, State.READY, State.MOVING, buffer.name)
-        boundary = send.chunk * self.pipeline.stages + self.trace.stage - (payload is Payload.GRADIENT)
+        self.advance(buffer, key, READY, MOVING)
+        boundary = send.chunk * self.pipeline.stages + self.trace.stage - (payload is _GRADIENT)
         moves = self.trace.sends[payload]
         self.sent[payload][key] = len(moves)
         moves.append(Move(send.micro_batch, boundary, send.shapes, step))
@@ -203,29 +212,29 @@ class _Walk:
     def send_wait(self, step: int, wait: SendWait) -> None:
         payload = wait.payload
         key = self.key(wait.micro_batch, wait.chunk)
-        self.check_peer(wait.peer, downstream=payload is Payload.ACTIVATION)
+        self.check_peer(wait.peer, self.receiver[payload])
         buffer = SENT_BUFFER[payload]
-        self.advance(self.buffers[buffer], key, State.MOVING, State.USED, buffer.name)
+        self.advance(buffer, key, MOVING, USED)
         self.trace.waits.append(Wait(step, payload, True, self.sent[payload][key]))
 
     def recv_start(self, step: int, receive: RecvStart) -> None:
         payload = receive.payload
         key = self.key(receive.micro_batch, receive.chunk)
-        self.check_peer(receive.peer, downstream=payload is Payload.GRADIENT)
+        self.check_peer(receive.peer, self.sender[payload])
         if self.receiving[payload] is not None:
             raise PlanError("the channel has a receive already that has not been waited for")
         buffer = RECEIVED_BUFFER[payload]
-        self.advance(self.buffers[buffer], key, State.ABSENT, State.MOVING, buffer.name)
+        self.advance(buffer, key, ABSENT, MOVING)
         self.receiving[payload] = key
-        boundary = receive.chunk * self.pipeline.stages + self.trace.stage - (payload is Payload.ACTIVATION)
+        boundary = receive.chunk * self.pipeline.stages + self.trace.stage - (payload is _ACTIVATION)
         self.trace.receives[payload].append(Move(receive.micro_batch, boundary, receive.shapes, step))
 
     def recv_wait(self, step: int, wait: RecvWait) -> None:
         payload = wait.payload
         key = self.key(wait.micro_batch, wait.chunk)
-        self.check_peer(wait.peer, downstream=payload is Payload.GRADIENT)
+        self.check_peer(wait.peer, self.sender[payload])
         buffer = RECEIVED_BUFFER[payload]
-        self.advance(self.buffers[buffer], key, State.MOVING, State.READY, buffer.name)
+        self.advance(buffer, key, MOVING, READY)
         self.receiving[payload] = None
         self.trace.waits.append(Wait(step, payload, False, len(self.trace.receives[payload]) - 1))
 
@@ -233,14 +242,14 @@ class _Walk:
         row = free.micro_batch
         if free.buffer is not Buffer.DATA:
             key = self.key(row, free.chunk)
-            self.advance(self.buffers[free.buffer], key, State.USED, State.FREED, free.buffer.name)
-        elif free.chunk != 0 or self.data[row] is not State.READY or self.forwards_left[row]:
+            self.advance(free.buffer, key, USED, FREED)
+        elif free.chunk != 0 or self.data[row] != READY or self.forwards_left[row]:
             raise PlanError(
-                f"DATA of micro-batch {row} is {self.data[row].name} with {self.forwards_left[row]} forward passes "
-                "left, expected READY with none left"
+                f"DATA of micro-batch {row} is {State(self.data[row]).name} with {self.forwards_left[row]} forward "
+                "passes left, expected READY with none left"
             )
         else:
-            self.data[row] = State.FREED
+            self.data[row] = FREED
 
     def key(self, micro_batch: int, chunk: int) -> int:
         """Index of a micro-batch's state on a chunk."""
@@ -248,36 +257,36 @@ class _Walk:
             raise PlanError(f"the stage has {self.pipeline.chunks} chunks")
         return micro_batch * self.pipeline.chunks + chunk
 
-    def check_peer(self, peer: int, *, downstream: bool) -> None:
+    @staticmethod
+    def check_peer(peer: int, expected: int) -> None:
         """Activations flow to the next rank, gradients to the one before."""
-        expected = (self.trace.stage + (1 if downstream else -1)) % self.pipeline.stages
         if peer != expected:
             raise PlanError(f"expected stage {expected} as peer")
 
-    @staticmethod
-    def advance(states: list[State], key: int, before: State, after: State, name: str) -> None:
+    def advance(self, buffer: Buffer, key: int, before: int, after: int) -> None:
         """Move a buffer from one state to the next, and from no other."""
-        if states[key] is not before:
-            raise PlanError(f"{name} is {states[key].name}, expected {before.name}")
+        states = self.buffers[buffer]
+        if states[key] != before:
+            raise PlanError(f"{buffer.name} is {State(states[key]).name}, expected {State(before).name}")
         states[key] = after
 
     def check_end(self) -> None:
         """All passes run, all buffers freed."""
         for row, state in enumerate(self.data):
-            if state is not State.FREED:
+            if state != FREED:
                 raise self.leftover(f"DATA of micro-batch {row}", state)
-        run = State.READY if self.pipeline.forward_only else State.FREED
+        run = READY if self.pipeline.forward_only else FREED
         chunks = self.pipeline.chunks
         for key, state in enumerate(self.done):
-            if state is not run:
-                missing = Forward if state is State.ABSENT else Backward
+            if state != run:
+                missing = Forward if state == ABSENT else Backward
                 word = format_instruction(missing(key // chunks, key % chunks))
                 raise PlanError(f"stage {self.trace.stage}: the list ends without {word}")
         for buffer, states in self.buffers.items():
             for key, state in enumerate(states):
-                if state not in (State.FREED, State.NONE):
+                if state not in (FREED, NONE):
                     raise self.leftover(f"{buffer.name} of micro-batch {key // chunks}, chunk {key % chunks}", state)
 
-    def leftover(self, what: str, state: State) -> PlanError:
+    def leftover(self, what: str, state: int) -> PlanError:
         """A buffer that the list's end leaves behind."""
-        return PlanError(f"stage {self.trace.stage}: the list ends with {what} {state.name}, expected FREED")
+        return PlanError(f"stage {self.trace.stage}: the list ends with {what} {State(state).name}, expected FREED")
