@@ -1,4 +1,4 @@
-"""DynaPipe for Megatron-LM: micro-batches of varying shape, planned ahead of training and executed from instruction lists.
+"""DynaPipe for Megatron-LM: micro-batches of varying shape, planned ahead of training, executed from instructions.
 
 The flow of one iteration is the order of the packages: `sampling` → `planning` (with `cost`) → `plan` → `store` →
 `data` → `runtime` → `integration`. `docs/design.md` draws it.

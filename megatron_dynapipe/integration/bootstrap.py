@@ -8,14 +8,14 @@ import sys
 from collections.abc import Callable
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.errors import ConfigError, DataError, DynaPipeError, UnsupportedMegatronError
 
 
 def run(main: Callable[[], None]) -> None:
     """Prepare the device, then call `main`; a `DynaPipeError` ends the process with a message and no traceback.
 
-    Exit status 2 means that the run could not start as it was asked to, 1 that it failed later. Only rank 0 prints
-    what all ranks are bound to find alike.
+    Exit status 2 means that the run could not start as it was asked to, 1 that it failed later. What keeps a run from
+    starting is found, or agreed on, by all ranks alike: rank 0 alone prints it.
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -24,7 +24,7 @@ def run(main: Callable[[], None]) -> None:
         if cpu.enable(device):  # type: ignore[arg-type]  # enable() checks the name
             cpu.silence_prints()
         main()
-    except ConfigError as error:
+    except (ConfigError, DataError, UnsupportedMegatronError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -105,7 +105,12 @@ def _costs(
         ffn=args.ffn_hidden_size,
         vocabulary=args.padded_vocab_size,
     )
-    return AnalyticCosts(shape=shape, rates=_rates(args, on_cpu=on_cpu))
+    return AnalyticCosts(
+        shape=shape,
+        rates=_rates(args, on_cpu=on_cpu),
+        max_size=max(args.global_batch_size, args.eval_global_batch_size),
+        max_length=max(args.seq_length, args.decoder_seq_length or 0),
+    )
 
 
 def _rates(args: argparse.Namespace, *, on_cpu: bool) -> DeviceRates:

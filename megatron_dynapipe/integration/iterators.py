@@ -14,13 +14,22 @@ class AgreedIterator:
     Args:
         planned: this rank's prefetching iterator.
         control: the group on which ranks agree.
-        on_begin: called with the number of an iteration when it is handed out.
+        first_iteration: number of the first iteration.
+        announce: called with the number of an iteration about to begin; its failure counts as this rank's.
     """
 
-    def __init__(self, planned: PlannedIterator, control: ControlGroup, *, on_begin: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        planned: PlannedIterator,
+        control: ControlGroup,
+        *,
+        first_iteration: int,
+        announce: Callable[[int], None],
+    ) -> None:
         self._planned = planned
         self._control = control
-        self._on_begin = on_begin
+        self._next_iteration = first_iteration
+        self._announce = announce
         self._vote: Vote | None = None
 
     def __iter__(self) -> Self:
@@ -37,17 +46,24 @@ class AgreedIterator:
         assert self._vote is not None
         vote, self._vote = self._vote, None
         vote.settle()
-        item = next(self._planned)
-        self._on_begin(item.entry.iteration)
-        return item
+        self._next_iteration += 1
+        return next(self._planned)
 
     def prepare(self) -> None:
         """Begin to agree on the next iteration, while the device is still busy with the present one."""
         if self._vote is None:
-            error = self._planned.await_next()
-            if error is not None and not isinstance(error, DynaPipeError):
-                error.add_note("while preparing the next iteration")
-            self._vote = self._control.vote(error if isinstance(error, Exception) else None)
+            self._vote = self._control.vote(self._obstacle())
+
+    def _obstacle(self) -> Exception | None:
+        """What keeps this rank from running the next iteration, once its plan has come or failed to."""
+        error = self._planned.await_next()
+        if error is not None:
+            return error if isinstance(error, Exception) else DynaPipeError(f"prefetching ended with {error!r}")
+        try:
+            self._announce(self._next_iteration)
+        except DynaPipeError as failure:
+            return failure
+        return None
 
     def close(self) -> None:
         """End the prefetching."""

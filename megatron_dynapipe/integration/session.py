@@ -30,6 +30,7 @@ from megatron_dynapipe.integration.iterators import AgreedIterator
 from megatron_dynapipe.integration.passes import DeviceBatch
 from megatron_dynapipe.integration.recorder import Recorder
 from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, platform_of
+from megatron_dynapipe.sampling import LengthTable, Sampler
 from megatron_dynapipe.service.client import PlanClient
 from megatron_dynapipe.service.process import PlannerProcess
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
@@ -133,6 +134,7 @@ class Session:
         stack = self._resources
         self._control = ControlGroup(timeout_s=self._settings.timeout_s)
         inputs = self._control.run_on_all(self._make_inputs)
+        self._control.run_on_all(lambda: self._check_samples(inputs))
         groups = self._pipeline()
         self._stage, self._stages = groups.ranks.index(self._control.rank), len(groups.ranks)
         platform = platform_of(self._device)
@@ -155,6 +157,15 @@ class Session:
             timeout_s=self._settings.timeout_s,
         )
         stack.callback(self._close_iterators)
+
+    def _check_samples(self, inputs: PlanInputs) -> None:
+        """On rank 0: refuse samples that cannot be trained on before anything is started, and say what is left out."""
+        if self._control.rank != 0:
+            return
+        for split in inputs.splits:
+            sampler = Sampler(LengthTable.read(self._settings.data, split.name), split.sampler)
+            if sampler.report.long_samples:
+                print(f"{split.name}: {sampler.report}", flush=True)
 
     def _pipeline(self) -> PipelineGroups:
         """Process groups of this rank's pipeline; every rank makes those of all pipelines."""
@@ -184,7 +195,9 @@ class Session:
             return ""
         url = self._settings.store_url
         if url is None:
-            server = self._resources.enter_context(StoreServer(bind=self._settings.store_bind))
+            log = self._settings.report_folder / "store.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            server = self._resources.enter_context(StoreServer(bind=self._settings.store_bind, log_path=log))
             url = server.address.url
         return f"{url} {new_job_name()}"
 
@@ -223,11 +236,11 @@ class Session:
             timeout_seconds=self._settings.timeout_s + 10,  # the fetch's own error is the better one
         )
 
-        def begin(iteration: int) -> None:
+        def announce(iteration: int) -> None:
             if self._control.rank == 0:
                 client.announce(split.name, iteration)
 
-        return AgreedIterator(planned, self._control, on_begin=begin)
+        return AgreedIterator(planned, self._control, first_iteration=split.first_iteration, announce=announce)
 
     def _close_iterators(self) -> None:
         for iterator in self._iterators.values():

@@ -12,7 +12,6 @@ fields change; a reader refuses any other version, since a plan is cheap to make
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -25,7 +24,6 @@ DIGEST_BYTES = 16
 _HEADER = struct.Struct(f">{len(MAGIC)}sH{DIGEST_BYTES}s")
 
 _encoder = msgspec.msgpack.Encoder()
-_Value = TypeVar("_Value", IterationPlan, StageEntry)
 
 
 def digest(plan: IterationPlan) -> str:
@@ -63,7 +61,7 @@ def decode_entry(data: bytes) -> StageEntry:
     return _decode(data, StageEntry)
 
 
-def _decode(data: bytes, kind: type[_Value]) -> _Value:
+def _decode[T: (IterationPlan, StageEntry)](data: bytes, kind: type[T]) -> T:
     if len(data) < _HEADER.size:
         raise PlanDecodeError(f"expected at least {_HEADER.size} bytes of a plan, got {len(data)}")
     magic, version, checksum = _HEADER.unpack_from(data)

@@ -44,9 +44,7 @@ class TorchTransport:
             the deadline is that of the groups, enforced by NCCL's own watchdog.
     """
 
-    def __init__(
-        self, groups: Mapping[Channel, dist.ProcessGroup], ranks: Sequence[int], *, deadline_s: float
-    ) -> None:
+    def __init__(self, groups: Mapping[Channel, dist.ProcessGroup], ranks: Sequence[int], *, deadline_s: float) -> None:
         self._groups = groups
         self._ranks = ranks
         self._deadline_s = deadline_s

@@ -93,7 +93,7 @@ def _run_rank(
             result = io.BytesIO()
             torch.save(function(rank=rank, world_size=world_size, **arguments), result)
             sender.send(("ok", result.getvalue()))
-        except BaseException:
+        except BaseException:  # noqa: BLE001  (whatever it was, the parent shows it)
             sender.send(("error", traceback.format_exc().encode()))
         finally:
             faulthandler.cancel_dump_traceback_later()

@@ -1,4 +1,4 @@
-"""The same samples give the same loss and gradients under any plan and layout as one by one, unpadded, in one process."""
+"""Any plan and layout gives the loss and gradients of the same samples one by one, unpadded, in one process."""
 
 import functools
 
@@ -56,3 +56,28 @@ def test_planned_micro_batches_train_as_samples_one_by_one(family, stages, name,
     assert_close(merged(results), expected["gradients"], 1e-4)
     shapes = [tuple(shape) for shape in results[0]["shapes"]] or [tuple(shape) for shape in results[1]["shapes"]]
     assert len(shares) > 1 or len(set(shapes)) > 1, "micro-batches of varying shape"
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_gpt_in_one_shape_trains_as_under_megatrons_own_schedule(stages):
+    results = run_ranks(call, stages, {"function": "train_as_megatron", "stages": stages})
+    assert results[-1]["loss"] == pytest.approx(results[-1]["their_loss"], rel=1e-5)
+    theirs = [{"gradients": result["their_gradients"]} for result in results]
+    assert_close(merged(results), merged(theirs), 1e-5)
+
+
+@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize(("family", "stages"), [("gpt", 2), ("t5", 2), ("t5", 4)])
+def test_tied_embeddings_stay_equal_and_count_once_in_the_gradient_norm(family, stages, name):
+    shares = SHARES[name]
+    arguments = {"function": "train_five_steps", "family": family, "stages": stages, "shares": shares}
+    results = run_ranks(call, stages * len(shares), arguments)
+    expected = sum(gradient.double().square().sum() for gradient in reference(family)["gradients"].values()).sqrt()
+    word = "embedding.word_embeddings.weight"
+    holders = [result["weights"] for result in results if word in result["weights"]]
+    assert len(holders) == len(shares) * (3 if stages == 4 else 2)
+    for result in results:
+        assert result["norm"] == pytest.approx(expected.item(), rel=1e-4)
+        for weights in holders:
+            for weight, value in result["weights"].items():
+                assert weight not in weights or torch.equal(weights[weight], value), weight

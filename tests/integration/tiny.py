@@ -24,6 +24,8 @@ from megatron.core.distributed import (  # noqa: E402
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
@@ -35,12 +37,15 @@ from megatron_dynapipe.integration.groups import make_groups, warm_up  # noqa: E
 from megatron_dynapipe.integration.models.layers import T5Split  # noqa: E402
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, T5StageInputs  # noqa: E402
 from megatron_dynapipe.integration.steps import gpt_batch, gpt_step, t5_batch, t5_step  # noqa: E402
-from megatron_dynapipe.plan.iteration import ReplicaPlan, StagePlan  # noqa: E402
+from megatron_dynapipe.plan.instructions import Backward, Forward  # noqa: E402
+from megatron_dynapipe.plan.iteration import MicroBatch, ReplicaPlan, StagePlan  # noqa: E402
+from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors  # noqa: E402
+from megatron_dynapipe.planning.lowering import Pipeline, lower  # noqa: E402
 from megatron_dynapipe.planning.planner import Planner  # noqa: E402
 from megatron_dynapipe.planning.settings import PlannerSettings  # noqa: E402
 from megatron_dynapipe.runtime import CpuPlatform, PipelineExecutor, TorchTransport  # noqa: E402
 from megatron_dynapipe.sampling import GlobalBatch  # noqa: E402
-from megatron_dynapipe.units import ModelFamily, Recompute  # noqa: E402
+from megatron_dynapipe.units import ModelFamily, Recompute, Shape  # noqa: E402
 
 HIDDEN, HEADS, VOCABULARY, MAX_LENGTH = 32, 4, 512, 64
 T5_LAYERS, GPT_LAYERS = 2, 4
@@ -77,20 +82,20 @@ def global_batch(family: ModelFamily, samples: Sequence[int]) -> GlobalBatch:
 
 
 def config(stages: int, **changes: object) -> TransformerConfig:
-    options = dict(
-        num_layers=GPT_LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=True,
-        init_method_std=0.2,  # far from zero, so that every layer matters to the loss
-        pipeline_model_parallel_size=stages,
-        pipeline_dtype=torch.float32,
-        calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        deallocate_pipeline_outputs=True,  # Megatron's default in training
-    )
+    options = {
+        "num_layers": GPT_LAYERS,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "init_method_std": 0.2,  # far from zero, so that every layer matters to the loss
+        "pipeline_model_parallel_size": stages,
+        "pipeline_dtype": torch.float32,
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "deallocate_pipeline_outputs": True,  # Megatron's default in training
+    }
     return TransformerConfig(**(options | changes))
 
 
@@ -163,7 +168,7 @@ def planned(family: ModelFamily, stages: int, shares: Sequence[Sequence[int]]) -
         element_bytes=4,
     )
     shape = ModelShape(family=family, hidden=HIDDEN, heads=HEADS, kv_channels=8, ffn=128, vocabulary=VOCABULARY)
-    planner = Planner(settings, AnalyticCostModel(shape, CPU_RATES))
+    planner = Planner(settings, AnalyticCostModel(shape, CPU_RATES, max_size=64, max_length=MAX_LENGTH))
     empty = ReplicaPlan(
         micro_batches=(),
         stages=tuple(StagePlan(stage=s, instructions=(), predicted=()) for s in range(stages)),
@@ -285,3 +290,73 @@ def _gpt_losses(model: torch.nn.Module, given: torch.Tensor, wanted: torch.Tenso
     length = tokens.size(1)
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
     return model(tokens, torch.arange(length)[None], mask, labels=labels)
+
+
+def train_as_megatron(rank: int, world_size: int, stages: int) -> dict[str, object]:
+    """GPT over micro-batches of one shape: by Megatron's own schedule, then by a plan of the same micro-batches."""
+    trainer = Trainer(ModelFamily.GPT, stages)
+    shares = [[0, 2], [11, 4], [7, 9], [8, 6], [5, 1]]
+    replica = fixed_shape_plan(trainer.stages, shares, length=56)
+    batches = [
+        gpt_batch(trainer.collate(index, micro_batch, ModelFamily.GPT), CPU, explicit_mask=True)
+        for index, micro_batch in enumerate(replica.micro_batches)
+    ]
+    schedule = get_forward_backward_func()
+    trainer.model.zero_grad_buffer()
+    reports = schedule(
+        forward_step_func=trainer.step,
+        data_iterator=iter(batches),
+        model=[trainer.model],
+        num_microbatches=len(batches),
+        seq_length=56,
+        micro_batch_size=2,
+    )
+    theirs = trainer.gradients()
+    loss, _ = trainer.run(replica)
+    their_loss = sum(report[LOSS_NAME][0].item() for report in reports)
+    return {"loss": loss, "their_loss": their_loss, "gradients": trainer.gradients(), "their_gradients": theirs}
+
+
+def fixed_shape_plan(stages: int, shares: Sequence[Sequence[int]], *, length: int) -> ReplicaPlan:
+    """A 1F1B plan, written without the planner, of micro-batches padded to one length."""
+    batches = [global_batch(ModelFamily.GPT, share) for share in shares]
+    rows = [
+        MicroBatch(
+            sample_ids=tuple(batch.sample_ids.tolist()),
+            input_lengths=tuple(batch.input_lengths.tolist()),
+            target_lengths=(0,) * len(batch),
+            shape=Shape(len(batch), length),
+            recompute=Recompute.NONE,
+            stored_bytes=(0,) * stages,
+            peak_bytes=(0,) * stages,
+        )
+        for batch in batches
+    ]
+    order = []
+    for stage in range(stages):
+        ahead = min(stages - stage - 1, len(rows))
+        passes = [Forward(k) for k in range(ahead)]
+        for k in range(len(rows)):
+            passes += [Forward(k + ahead)] if k + ahead < len(rows) else []
+            passes.append(Backward(k))
+        order.append(tuple(passes))
+    tensors = boundary_tensors(ModelFamily.GPT, [1] * stages)
+    shapes = BoundarySettings(tensors=tensors, hidden_size=HIDDEN).shapes([row.shape for row in rows])
+    lists = lower(tuple(order), Pipeline(stages=stages, chunks=1, shapes=shapes))
+    stage_plans = tuple(StagePlan(stage=s, instructions=i, predicted=()) for s, i in enumerate(lists))
+    return ReplicaPlan(micro_batches=tuple(rows), stages=stage_plans, predicted_ns=0)
+
+
+def train_five_steps(
+    rank: int, world_size: int, family: str, stages: int, shares: list[list[int]]
+) -> dict[str, object]:
+    """Weights after five steps of Megatron's Adam over real plans, and the gradient norm of the first."""
+    trainer = Trainer(ModelFamily(family), stages)
+    replica = planned(ModelFamily(family), stages, shares)[trainer.groups.dp.rank()]
+    options = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1.0, weight_decay=0.01)
+    optimizer = get_megatron_optimizer(options, [trainer.model])
+    norms = []
+    for _ in range(5):
+        trainer.run(replica)
+        norms.append(float(optimizer.step()[1]))
+    return {"norm": norms[0], "weights": {n: p.detach().clone() for n, p in named(trainer.model.module).items()}}

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_dynapipe.data.masks import cross_mask, decoder_mask, encoder_mask  # noqa: E402
+from megatron_dynapipe.errors import ConfigError  # noqa: E402
 from megatron_dynapipe.integration.models.layers import T5Split  # noqa: E402
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, T5StageInputs  # noqa: E402
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors  # noqa: E402
@@ -227,6 +228,18 @@ def train_gradients(
         key: (gradient.clone(), tuple(parts[key].global_shape), tuple(parts[key].global_offset))
         for key, gradient in entries(stage, gradients=True).items()
     }
+
+
+def build_without_embedding_ranks(rank: int, world_size: int) -> str:
+    """The error of a stage whose process groups were made without the split's embedding ranks."""
+    dist.init_process_group("gloo", init_method="env://")
+    parallel_state.initialize_model_parallel(1, 2)
+    model_parallel_cuda_manual_seed(1)
+    try:
+        build(T5Split.of(2, 2, 2), rank, config(2, 2))
+    except ConfigError as error:
+        return str(error)
+    return "no error"
 
 
 def _check_copies_start_equal(stage: T5Stage, groups: ProcessGroupCollection) -> None:

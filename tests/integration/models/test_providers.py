@@ -20,7 +20,6 @@ def losses(model: str, arguments: str, ranks: int = 1) -> list[float]:
 
 
 RESUMED = {
-    "gpt": ("gpt", 1, ""),
     "t5": ("t5", 1, ""),
     "t5, distributed optimizer": ("t5", 2, "--use-distributed-optimizer"),
     "gpt, distributed optimizer, reshardable": (

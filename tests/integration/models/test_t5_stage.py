@@ -64,3 +64,10 @@ LAYOUTS = {
 def test_a_checkpoint_loads_in_every_layout_and_gives_the_same_gradients(of_two_stages, split, tensor_parallel):
     folder, expected = of_two_stages
     assert_close(gradients(split, tensor_parallel, load=str(folder)), expected, 1e-5)
+
+
+def test_process_groups_made_for_another_model_are_refused():
+    messages = run_ranks(call, 2, {"function": "build_without_embedding_ranks"})
+    for ranks, message in zip((1, 0), messages, strict=True):  # Megatron's default: positions on the first stage only
+        assert f"expected an embedding group over the ranks of stages [0, 1], got one of {ranks} ranks" in message
+        assert "give pretrain the split's embedding_ranks" in message
