@@ -1,6 +1,7 @@
 #include "cut.h"
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <unordered_map>
 
@@ -21,11 +22,16 @@ class Profile {
 public:
     Profile(const CutProblem& problem, const Grid& grid, const std::vector<StageLayers>& kinds, int64_t input,
             int64_t target)
-        : sizes_(&grid.sizes), by_size_(std::min<int64_t>(problem.inputs.size(), grid.sizes.points.back())) {
+        : sizes_(&grid.sizes) {
         const std::vector<int64_t> knots = grid.knots(input, target);
+        size_t present = sizes_->points.size();
+        while (present > 0 && knots[present - 1] == kAbsent) --present;
+        if (present == 0) return;
+        by_size_.resize(std::min<int64_t>(problem.inputs.size(), sizes_->points[present - 1]));
         for (const StageLayers& kind : kinds) append_stage_knots(knots, sizes_->points.size(), kind, rows_);
     }
 
+    // Sizes above this were not measured, or did not fit.
     int64_t largest() const { return by_size_.size(); }
 
     const int64_t* rows() const { return rows_.data(); }
@@ -126,6 +132,8 @@ struct Edge {
 struct Graph {
     std::vector<Edge> edges;
     std::vector<size_t> first;  // [samples + 1]
+
+    size_t samples() const { return first.size() - 1; }
 };
 
 bool worse(const Edge& edge, const Edge& other) {
@@ -133,69 +141,137 @@ bool worse(const Edge& edge, const Edge& other) {
     return other.mode < edge.mode ? other.time <= edge.time : other.time < edge.time;
 }
 
+// Of the edges from `first` on, which differ in their mode alone, drops those that another makes useless.
+void drop_worse(std::vector<Edge>& edges, size_t first) {
+    const std::vector<Edge> all(edges.begin() + first, edges.end());
+    edges.resize(first);
+    for (const Edge& edge : all)
+        if (std::none_of(all.begin(), all.end(), [&](const Edge& other) { return worse(edge, other); }))
+            edges.push_back(edge);
+}
+
 Graph build(const CutProblem& problem) {
     Graph graph;
     Costs costs(problem);
     const size_t samples = problem.inputs.size(), modes = problem.modes.size();
+    int64_t largest = 0;  // size of any grid
+    for (const Grid& grid : problem.modes) largest = std::max(largest, grid.sizes.points.back());
     std::vector<Profile*> profiles(modes);
-    std::vector<Edge> same_size;
     for (size_t start = 0; start < samples; ++start) {
         graph.first.push_back(graph.edges.size());
         int64_t input = -1, target = -1;
-        for (size_t end = start; end < samples; ++end) {
+        const size_t last = std::min<size_t>(samples, start + largest);
+        for (size_t end = start; end < last; ++end) {
             const int64_t size = end - start + 1;
             if (problem.inputs[end] > input || problem.targets[end] > target) {
                 input = std::max(input, problem.inputs[end]);
                 target = std::max(target, problem.targets[end]);
                 for (size_t mode = 0; mode < modes; ++mode) profiles[mode] = &costs.profile(mode, input, target);
             }
-            same_size.clear();
-            bool within = false;
+            const size_t before = graph.edges.size();
             for (size_t mode = 0; mode < modes; ++mode) {
                 if (size > profiles[mode]->largest()) continue;
-                within = true;
                 const Candidate& candidate = costs.candidate(*profiles[mode], size);
                 if (!candidate.options) continue;
-                same_size.push_back({candidate.time, candidate.fill, static_cast<int32_t>(size),
-                                     static_cast<int32_t>(mode), candidate.options});
+                graph.edges.push_back({candidate.time, candidate.fill, static_cast<int32_t>(size),
+                                       static_cast<int32_t>(mode), candidate.options});
             }
-            if (!within) break;
-            for (const Edge& edge : same_size) {
-                const bool useless = std::any_of(same_size.begin(), same_size.end(),
-                                                 [&](const Edge& other) { return &other != &edge && worse(edge, other); });
-                if (!useless) graph.edges.push_back(edge);
-            }
+            if (graph.edges.size() > before + 1) drop_worse(graph.edges, before);
         }
     }
     graph.first.push_back(graph.edges.size());
     return graph;
 }
 
-// Shortest paths over the edges that fit one option.
-class Paths {
+// The edges of `graph` for which `keep(start, edge)` holds.
+template <typename Keep>
+Graph filtered(const Graph& graph, Keep keep) {
+    Graph kept;
+    kept.first.reserve(graph.first.size());
+    for (size_t i = 0; i < graph.samples(); ++i) {
+        kept.first.push_back(kept.edges.size());
+        for (size_t e = graph.first[i]; e < graph.first[i + 1]; ++e)
+            if (keep(i, graph.edges[e])) kept.edges.push_back(graph.edges[e]);
+    }
+    kept.first.push_back(kept.edges.size());
+    return kept;
+}
+
+// Finds the path of least fill * replicas + total * chunks; of equal ones, that of the least fill.
+//
+// G(F), the least total over edges whose fill is at most F, never grows with F. So once G(F) is known, any bound
+// F' <= F gives at least F' * replicas + G(F) * chunks: ranges of bounds that cannot beat the best known path are
+// skipped, and within a range, edges that lie on no path that could.
+class Search {
 public:
-    Paths(const Graph& graph, size_t option) : samples_(graph.first.size() - 1), rest_(samples_ + 1), choice_(samples_) {
-        int64_t longest = 0;
-        for (size_t i = 0; i < samples_; ++i) {
-            first_.push_back(edges_.size());
+    Search(const CutProblem& problem, size_t samples)
+        : replicas_(problem.replicas), chunks_(problem.chunks()), rest_(samples + 1), before_(samples + 1),
+          choice_(samples) {}
+
+    Cut best(const Graph& graph) {
+        best_ = Cut{};
+        const int64_t least = least_fill(graph);
+        if (least >= kUnreachable) return best_;
+        const Cut free = shortest(graph, kUnreachable);
+        offer(free);
+        for (int64_t step = kProbes - 1; step > 0; --step)  // A good path early makes the bounds tight.
+            offer(shortest(graph, least + (free.fill - least) / kProbes * step));
+        explore(graph, least, free.fill);
+        return best_;
+    }
+
+private:
+    static constexpr int64_t kProbes = 8;
+
+    int64_t objective(int64_t fill, int64_t total) const { return fill * replicas_ + total * chunks_; }
+
+    int64_t best_objective() const { return objective(best_.fill, best_.total); }
+
+    void offer(const Cut& cut) {
+        if (cut.sizes.empty()) return;
+        const int64_t ours = objective(cut.fill, cut.total), theirs = best_objective();
+        if (best_.sizes.empty() || ours < theirs || (ours == theirs && cut.fill < best_.fill)) best_ = cut;
+    }
+
+    // Finds whatever path with a fill from `low` to `high` is better than the best known one.
+    void explore(const Graph& graph, int64_t low, int64_t high) {
+        const Cut top = shortest(graph, high);
+        if (top.sizes.empty()) return;
+        offer(top);
+        const int64_t cheaper = (best_objective() - top.total * chunks_) / replicas_;
+        const int64_t below = std::min(top.fill - 1, cheaper);
+        if (low > below) return;
+        reach(graph, high);
+        const Graph near = filtered(graph, [&](size_t start, const Edge& edge) {
+            const int64_t through = before_[start] + edge.time + rest_[start + edge.size];
+            return edge.fill <= below && objective(low, through) <= best_objective();
+        });
+        const int64_t middle = low + (below - low) / 2;
+        explore(near, low, middle);
+        if (middle < below) explore(near, middle + 1, below);
+    }
+
+    // The least bound on the fill under which there is a path.
+    int64_t least_fill(const Graph& graph) {
+        rest_.back() = 0;
+        for (size_t i = graph.samples(); i-- > 0;) {
+            rest_[i] = kUnreachable;
             for (size_t e = graph.first[i]; e < graph.first[i + 1]; ++e) {
-                if (!(graph.edges[e].options >> option & 1)) continue;
-                edges_.push_back(graph.edges[e]);
-                longest = std::max(longest, graph.edges[e].time);
+                const Edge& edge = graph.edges[e];
+                rest_[i] = std::min(rest_[i], std::max(edge.fill, rest_[i + edge.size]));
             }
         }
-        first_.push_back(edges_.size());
-        require(longest <= (int64_t{1} << 60) / static_cast<int64_t>(samples_), "a total time below 2^60 ns");
+        return rest_[0];
     }
 
     // The path of least total time over edges whose fill is within the bound; no sizes where there is none.
-    Cut shortest(int64_t bound) {
-        rest_[samples_] = 0;
-        for (size_t i = samples_; i-- > 0;) {
+    Cut shortest(const Graph& graph, int64_t bound) {
+        rest_.back() = 0;
+        for (size_t i = graph.samples(); i-- > 0;) {
             int64_t least = kUnreachable;
             size_t chosen = 0;
-            for (size_t e = first_[i]; e < first_[i + 1]; ++e) {
-                const Edge& edge = edges_[e];
+            for (size_t e = graph.first[i]; e < graph.first[i + 1]; ++e) {
+                const Edge& edge = graph.edges[e];
                 const int64_t through = edge.time + rest_[i + edge.size];
                 if (edge.fill <= bound && through < least) {
                     least = through;
@@ -208,37 +284,55 @@ public:
         Cut cut;
         if (rest_[0] >= kUnreachable) return cut;
         cut.total = rest_[0];
-        for (size_t i = 0; i < samples_; i += edges_[choice_[i]].size) {
-            const Edge& edge = edges_[choice_[i]];
+        for (size_t i = 0; i < graph.samples(); i += graph.edges[choice_[i]].size) {
+            const Edge& edge = graph.edges[choice_[i]];
             cut.sizes.push_back(edge.size);
             cut.modes.push_back(edge.mode);
+            cut.options &= edge.options;
             cut.fill = std::max(cut.fill, edge.fill);
         }
         return cut;
     }
 
-private:
-    size_t samples_;
-    std::vector<Edge> edges_;
-    std::vector<size_t> first_;
-    std::vector<int64_t> rest_;
+    // The least total from the first sample to every other, over the same edges.
+    void reach(const Graph& graph, int64_t bound) {
+        std::fill(before_.begin(), before_.end(), kUnreachable);
+        before_[0] = 0;
+        for (size_t i = 0; i < graph.samples(); ++i) {
+            if (before_[i] >= kUnreachable) continue;
+            for (size_t e = graph.first[i]; e < graph.first[i + 1]; ++e) {
+                const Edge& edge = graph.edges[e];
+                if (edge.fill > bound) continue;
+                int64_t& there = before_[i + edge.size];
+                there = std::min(there, before_[i] + edge.time);
+            }
+        }
+    }
+
+    const int64_t replicas_, chunks_;
+    Cut best_;
+    std::vector<int64_t> rest_, before_;  // [samples + 1]: least totals to the end, and from the start
     std::vector<size_t> choice_;
 };
 
-Cut best_cut(Paths& paths, int64_t replicas, int64_t chunks) {
-    const auto objective = [&](const Cut& cut) { return cut.fill * replicas + cut.total * chunks; };
-    Cut best;
-    int64_t bound = kUnreachable;
-    while (true) {
-        Cut found = paths.shortest(bound);
-        if (found.sizes.empty()) return best;
-        if (best.sizes.empty() || objective(found) <= objective(best)) best = found;
-        // A smaller fill F can win or tie only if F * replicas + G(bound) * chunks is at most the best objective.
-        bound = std::min(found.fill - 1, (objective(best) - found.total * chunks) / replicas);
+// Refuses costs whose sums do not fit 64 bits.
+void check_sums(const CutProblem& problem, const Graph& graph) {
+    int64_t time = 1, fill = 1;
+    for (const Edge& edge : graph.edges) {
+        time = std::max(time, edge.time);
+        fill = std::max(fill, edge.fill);
     }
+    const int64_t samples = problem.inputs.size(), chunks = problem.chunks();
+    require(time <= kUnreachable / 4 / samples / chunks && fill <= kUnreachable / 4 / problem.replicas,
+            "sums of costs below 2^59");
 }
 
 }  // namespace
+
+bool CutProblem::allows(size_t option, size_t other) const {
+    const auto held = in_flight.begin() + option * ranks(), more = in_flight.begin() + other * ranks();
+    return std::equal(held, held + ranks(), more, std::less_equal<>());
+}
 
 void CutProblem::check() const {
     require(!inputs.empty() && inputs.size() < (size_t{1} << 24), "between 1 and 2^24 samples");
@@ -260,10 +354,19 @@ void CutProblem::check() const {
 
 std::vector<Cut> best_cuts(const CutProblem& problem) {
     const Graph graph = build(problem);
-    std::vector<Cut> cuts;
-    for (size_t option = 0; option < problem.options(); ++option) {
-        Paths paths(graph, option);
-        cuts.push_back(best_cut(paths, problem.replicas, problem.chunks()));
+    check_sums(problem, graph);
+    Search search(problem, graph.samples());
+    std::vector<Cut> cuts(problem.options());
+    for (size_t option = cuts.size(); option-- > 0;) {
+        const auto easier = std::find_if(cuts.begin() + option + 1, cuts.end(), [&](const Cut& cut) {
+            return cut.options >> option & 1 && problem.allows(&cut - cuts.data(), option);
+        });
+        if (easier != cuts.end()) {
+            cuts[option] = *easier;  // The best of more candidates is the best of those among which it is.
+            continue;
+        }
+        cuts[option] = search.best(
+            filtered(graph, [&](size_t, const Edge& edge) { return edge.options >> option & 1; }));
     }
     return cuts;
 }

@@ -21,12 +21,15 @@ struct CutProblem {
     size_t ranks() const { return memory.size(); }
     size_t options() const { return in_flight.size() / memory.size(); }
     size_t chunks() const { return layers.size() / memory.size(); }
+    // Whether whatever fits with `other` in flight fits with `option`.
+    bool allows(size_t option, size_t other) const;
     void check() const;
 };
 
 struct Cut {
     std::vector<int64_t> sizes, modes;  // empty where no cut fits
     int64_t fill = 0, total = 0;
+    uint32_t options = ~uint32_t{0};  // under which all its micro-batches fit
 };
 
 // The best cut for every option of micro-batches in flight.

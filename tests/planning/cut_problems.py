@@ -1,6 +1,6 @@
 """Small random cutting problems, and the cut that trying everything finds."""
 
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 from hypothesis import strategies as st
@@ -74,7 +74,7 @@ def brute_force(costs: Intervals, replicas: int, chunks: int) -> int | None:
     best: int | None = None
     for breaks in product([False, True], repeat=samples - 1):
         edges = [0, *(i + 1 for i, here in enumerate(breaks) if here), samples]
-        runs = list(zip(edges[:-1], edges[1:], strict=True))
+        runs = list(pairwise(edges))
         if any(end - start > costs.time_ns.shape[1] for start, end in runs):
             continue
         for chosen in product(range(modes), repeat=len(runs)):
