@@ -56,13 +56,14 @@ def is_needed(device: Device = "auto") -> bool:
     """Whether a run on `device` needs the stand-ins: "cpu" does, "auto" does where there is no CUDA device.
 
     Raises:
-        ConfigError: `device` is none of "auto", "cpu", "cuda".
+        ConfigError: `device` is none of "auto", "cpu", "cuda", or it is "cuda" where there is no such device.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"expected a device of auto, cpu or cuda, got {device!r}")
-    if device == "auto":
-        return is_enabled() or not torch.cuda.is_available()
-    return device == "cpu"
+    has_cuda = not is_enabled() and torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise ConfigError("expected a CUDA device, found none", hint="ask for the device auto or cpu")
+    return device == "cpu" or not has_cuda
 
 
 def enable(device: Device = "auto") -> bool:

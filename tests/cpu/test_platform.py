@@ -9,6 +9,7 @@ import torch
 
 from megatron_dynapipe.cpu import fakes, flags, platform, standins
 from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
+from tests.helpers.processes import run_ranks
 
 
 def run_alone(script: str) -> None:
@@ -77,32 +78,53 @@ def test_enable_puts_everything_in_force_and_disable_takes_all_of_it_back():
     )
 
 
-def test_megatrons_random_tracker_replays_what_it_drew():
-    run_alone(
-        """
-        from megatron_dynapipe import cpu
-        cpu.enable("cpu")
-        import torch
-        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+def draw_in_regions(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    from megatron_dynapipe import cpu
 
-        def drawn(tracker):
+    cpu.enable("cpu")
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    drawn = {}
+    for name in ("first", "second"):
+        tracker = CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", 7)
+        drawn[f"{name}, outside before"] = torch.get_rng_state()
+        for time in ("once", "again"):
             with tracker.fork():
-                return torch.rand(3)
+                drawn[f"{name}, {time}"] = torch.rand(3)
+        drawn[f"{name}, outside after"] = torch.get_rng_state()
+    return drawn
 
-        def tracker():
-            new = CudaRNGStatesTracker()
-            new.add("model-parallel-rng", 7)
-            return new
 
-        torch.manual_seed(1)
-        first = tracker()
-        outside = torch.get_rng_state()
-        a, b = drawn(first), drawn(first)
-        assert torch.equal(outside, torch.get_rng_state()), "a region leaves the state outside it alone"
-        assert not torch.equal(a, b)
-        assert torch.equal(a, drawn(tracker()))
-        """
-    )
+def test_megatrons_random_tracker_replays_what_it_drew():
+    drawn = run_ranks(draw_in_regions, 1)[0]
+    assert torch.equal(drawn["first, once"], drawn["second, once"])
+    assert torch.equal(drawn["first, again"], drawn["second, again"])
+    assert not torch.equal(drawn["first, once"], drawn["first, again"])
+    assert torch.equal(drawn["first, outside before"], drawn["first, outside after"])
+
+
+def compile_helpers_twice(rank: int, world_size: int) -> str:
+    """With the compiled helpers, then without them: the error then."""
+    import importlib.util
+
+    from megatron_dynapipe import cpu
+
+    cpu.enable("cpu")
+    from megatron.core.datasets.utils import compile_helpers
+
+    compile_helpers()
+    importlib.util.find_spec = lambda name: None
+    try:
+        compile_helpers()
+    except UnsupportedMegatronError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_megatron_without_its_compiled_helpers_is_refused():
+    message = run_ranks(compile_helpers_twice, 1)[0]
+    assert "expected megatron-core with its compiled dataset helpers, found one without" in message
 
 
 def test_the_context_manager_leaves_what_was_in_force_in_force():
@@ -153,6 +175,12 @@ def test_with_a_cuda_device_nothing_is_touched(device, monkeypatch):
 def test_the_cpu_can_be_asked_for_where_there_is_cuda(monkeypatch):
     monkeypatch.setattr(platform, "_undo", None)
     assert platform.is_needed("cpu") and not platform.is_needed("auto")
+
+
+def test_cuda_is_refused_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="expected a CUDA device, found none"):
+        platform.is_needed("cuda")
 
 
 def test_an_unknown_device_is_refused():
