@@ -1,0 +1,115 @@
+"""`cost-model`: show, compare and check cost model files."""
+
+import argparse
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cli.main import SubParsers
+    from megatron_dynapipe.cost.format import CostFile
+
+_QUANTITIES = {"time_ms": "time", "stored_activation_mb": "stored memory", "peak_activation_mb": "peak memory"}
+
+
+def add_parser(subparsers: "SubParsers") -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser("cost-model", help="show, compare, check cost model files")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    show = actions.add_parser("show", help="what a file holds")
+    show.add_argument("file", type=Path, metavar="FILE")
+    diff = actions.add_parser("diff", help="how the measurements of two files differ")
+    diff.add_argument("first", type=Path, metavar="FIRST")
+    diff.add_argument("second", type=Path, metavar="SECOND")
+    check = actions.add_parser("check", help="fit on a random share of a file's points, predict the others")
+    check.add_argument("file", type=Path, metavar="FILE")
+    check.add_argument("--keep", type=float, default=0.25, metavar="SHARE", help="of the points (default 0.25)")
+    check.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice (default 0)")
+    for action in (show, diff, check):
+        action.add_argument("--json", action="store_true", help="for a machine to read")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what is asked; 0."""
+    from megatron_dynapipe.cost.check import differences, held_out_errors
+    from megatron_dynapipe.cost.file import TableCostModel
+
+    if args.action == "show":
+        _print(_contents(TableCostModel.load(args.file).file), as_json=args.json)
+    elif args.action == "diff":
+        first, second = (TableCostModel.load(path).file for path in (args.first, args.second))
+        rows = [dataclasses.asdict(difference) for difference in differences(first, second)]
+        _print_differences(rows, as_json=args.json)
+    else:
+        found = held_out_errors(TableCostModel.load(args.file).file, keep=args.keep, seed=args.seed)
+        errors = {quantity: dataclasses.asdict(error) for quantity, error in found.items()}
+        if args.json:
+            print(json.dumps(errors))
+        for quantity, error in errors.items() if not args.json else ():
+            print(f"{_QUANTITIES[quantity]}: median error {error['median']:.1%}, ninth decile {error['p90']:.1%}")
+    return 0
+
+
+def _contents(file: "CostFile") -> dict[str, Any]:
+    """What `show` tells: where the file is from, and the range of each key."""
+    from megatron_dynapipe.cost.check import tables_of
+
+    measured = tables_of(file)
+    keys = {}
+    for key, entry in file.keys.items():
+        times = [points for (k, quantity, _), points in measured.items() if k == key and quantity == "time_ms"]
+        shapes = [shape for points in times for shape in points]
+        keys[key] = {
+            "measured_points": sum(map(len, times)),
+            "largest_size": max(shape[0] for shape in shapes),
+            "longest": max(max(shape[1:]) for shape in shapes),
+            "model_state_mb": entry.model_state_mb,
+        }
+    return {
+        "name": file.name,
+        "family": file.family.value,
+        "device": file.device,
+        "source": file.source,
+        "model": json.loads(b"{" + b",".join(_pair(name, raw) for name, raw in file.model.items()) + b"}"),
+        "provenance": dict(file.provenance),
+        "links": {name: {"latency_us": link.latency_us, "gbps": link.gbps} for name, link in file.links.items()},
+        "keys": keys,
+    }
+
+
+def _pair(name: str, raw: Any) -> bytes:
+    return json.dumps(name).encode() + b":" + bytes(raw)
+
+
+def _print(contents: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(contents))
+        return
+    for name in ("name", "family", "device", "source"):
+        print(f"{name}: {contents[name]}")
+    for name in ("model", "provenance", "links"):
+        print(*(f"{name} {key}: {value}" for key, value in contents[name].items()), sep="\n", end="")
+        print("\n" * bool(contents[name]), end="")
+    for key, entry in contents["keys"].items():
+        state = ", ".join(f"{kind} {mb:.1f} MB" for kind, mb in entry["model_state_mb"].items())
+        print(
+            f"{key}: {entry['measured_points']} times measured, up to {entry['largest_size']} samples"
+            f" and {entry['longest']} positions; parameters: {state}"
+        )
+
+
+def _print_differences(rows: list[dict[str, Any]], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([{k: None if v != v else v for k, v in row.items()} for row in rows]))
+        return
+    for row in rows:
+        where = f"{row['key']} {row['quantity']} {row['part']}"
+        only = (
+            f"{row['shared']} shared points, {row['only_first']} only in the first, {row['only_second']} in the second"
+        )
+        if math.isnan(row["median"]):
+            print(f"{where}: {only}")
+        else:
+            print(f"{where}: differs by {row['median']:.1%} (median), {row['largest']:.1%} (most); {only}")

@@ -1,0 +1,121 @@
+"""How good a cost model file is, and how two differ."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dynapipe.cost.format import CostFile, Points, read_points
+from megatron_dynapipe.cost.surface import Floats, Quantity, cross_validate, fit_surface
+from megatron_dynapipe.errors import ConfigError, CostModelError
+
+FEWEST_KEPT = 4
+"""A fit is never asked to predict a table from fewer points than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Relative errors of predictions: their median and their ninth decile."""
+
+    median: float
+    p90: float
+
+    @classmethod
+    def of(cls, relative: Floats) -> "Errors":
+        """Of at least one error."""
+        return cls(float(np.median(relative)), float(np.quantile(relative, 0.9)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One table in two files: relative differences where both have a point, and points that only one has."""
+
+    key: str
+    quantity: str
+    part: str
+    median: float
+    largest: float
+    shared: int
+    only_first: int
+    only_second: int
+
+
+def tables_of(file: CostFile) -> dict[tuple[str, str, str], Points]:
+    """Every measured table of a file, by (key, quantity, part)."""
+    return {
+        (key, *place): points
+        for key, entry in file.keys.items()
+        for place, points in read_points(entry.evidence, file.family, f"cost model {file.name}, key {key}").items()
+    }
+
+
+def held_out_errors(file: CostFile, *, keep: float, seed: int) -> dict[str, Errors]:
+    """Fit every table to a random share of its points and predict the others; errors by quantity.
+
+    Args:
+        file: the measurements.
+        keep: share of each table's distinct points that is fitted, above 0 and below 1.
+        seed: of the choice.
+
+    Raises:
+        ConfigError: `keep` is out of range.
+        CostModelError: no table has enough points to hold one back.
+    """
+    if not 0 < keep < 1:
+        raise ConfigError(f"expected a share of points to keep between 0 and 1, got {keep}")
+    random = np.random.default_rng(seed)
+    errors: dict[str, list[Floats]] = {}
+    for (_, quantity, _), points in tables_of(file).items():
+        shapes, values = as_arrays(points)
+        order = random.permutation(len(values))
+        kept, held = np.split(order, [max(FEWEST_KEPT, round(keep * len(values)))])
+        if len(held):
+            predicted = fit_surface(shapes[kept], values[kept], kind_of(quantity)).at(shapes[held])
+            errors.setdefault(quantity, []).append(np.abs(predicted / values[held] - 1))
+    if not errors:
+        raise CostModelError(f"cost model {file.name}: no table has more than {FEWEST_KEPT} points to hold some back")
+    return {quantity: Errors.of(np.concatenate(parts)) for quantity, parts in errors.items()}
+
+
+def validated_errors(file: CostFile) -> dict[str, Errors]:
+    """Error bars of the fit to all points, by five-fold cross-validation; by quantity."""
+    errors: dict[str, list[Floats]] = {}
+    for (_, quantity, _), points in tables_of(file).items():
+        relative = cross_validate(*as_arrays(points), kind_of(quantity))
+        errors.setdefault(quantity, []).append(relative[np.isfinite(relative)])
+    joined = {quantity: np.concatenate(parts) for quantity, parts in errors.items()}
+    return {quantity: Errors.of(relative) for quantity, relative in joined.items() if len(relative)}
+
+
+def differences(first: CostFile, second: CostFile) -> list[Difference]:
+    """How the measurements of two files differ, for every table that either has."""
+    a, b = tables_of(first), tables_of(second)
+    found = []
+    for place in sorted(a.keys() | b.keys()):
+        mine, other = a.get(place, {}), b.get(place, {})
+        shared = sorted(mine.keys() & other.keys())
+        relative = np.array([abs(other[point] / mine[point] - 1) for point in shared if mine[point] > 0])
+        key, quantity, part = place
+        found.append(
+            Difference(
+                key=key,
+                quantity=quantity,
+                part=part,
+                median=float(np.median(relative)) if len(relative) else float("nan"),
+                largest=float(relative.max()) if len(relative) else float("nan"),
+                shared=len(shared),
+                only_first=len(mine) - len(shared),
+                only_second=len(other) - len(shared),
+            )
+        )
+    return found
+
+
+def kind_of(quantity: str) -> Quantity:
+    """Whether a file's table holds times or memory."""
+    return Quantity.TIME if quantity == "time_ms" else Quantity.MEMORY
+
+
+def as_arrays(points: Points) -> tuple[Floats, Floats]:
+    """(shapes [n, dimensions], values [n]) in order of the shapes, without costs of 0: no ratio to them exists."""
+    rows = sorted((point, value) for point, value in points.items() if value > 0)
+    return np.array([point for point, _ in rows], float), np.array([value for _, value in rows], float)

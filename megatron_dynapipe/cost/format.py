@@ -1,0 +1,199 @@
+"""The cost model file (`dynapipe-cost-model/1`) as values: read strictly, written exactly.
+
+Times are in ms, memory in MB (1e6 bytes), tables keyed "<length>" or "<input length>,<target length>" with rows
+`[micro-batch size, value]`. What a model answers is in the tables of its keys, a point that is absent is infeasible.
+A file that was fitted also keeps the measurements that it was fitted to, under `measured`, and where they came from,
+under `provenance`; the published files have neither.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from megatron_dynapipe.cost.tables import LARGEST, Row
+from megatron_dynapipe.errors import CostModelError
+from megatron_dynapipe.units import NS_PER_MS, ModelFamily, Recompute
+
+FORMAT = "dynapipe-cost-model/1"
+
+UNITS = {
+    "time": "ms for one layer (postprocess: once per model), one micro-batch, one tensor-parallel rank",
+    "memory": "MB = 1e6 bytes",
+    "lengths": "positions",
+    "size": "samples",
+}
+
+Table = dict[str, list[tuple[Annotated[int, msgspec.Meta(ge=1)], float]]]
+Points = dict[tuple[int, ...], float]
+"""{(size, *lengths): value}."""
+
+_NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+
+PARTS: Mapping[str, Mapping[str, Row]] = {
+    "time_ms": {
+        "encoder.forward": Row.ENCODER_FORWARD,
+        "encoder.backward": Row.ENCODER_BACKWARD,
+        "decoder.forward": Row.DECODER_FORWARD,
+        "decoder.backward": Row.DECODER_BACKWARD,
+        "postprocess.forward": Row.HEAD_FORWARD,
+        "postprocess.backward": Row.HEAD_BACKWARD,
+    },
+    "stored_activation_mb": {"encoder": Row.ENCODER_STORED, "decoder": Row.DECODER_STORED},
+    "peak_activation_mb": {"encoder": Row.ENCODER_PEAK, "decoder": Row.DECODER_PEAK},
+}
+"""The tables of a key, by quantity and part, and the row of the planner's grid that each becomes."""
+
+
+class Tables(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Costs of one layer, by part."""
+
+    time_ms: dict[str, Table]
+    stored_activation_mb: dict[str, Table]
+    peak_activation_mb: dict[str, Table]
+
+
+class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One (tensor parallelism, recompute) combination.
+
+    `model_state_mb` counts 2 bytes a parameter. `measured` holds the points that the tables were fitted to.
+    """
+
+    tp: Annotated[int, msgspec.Meta(ge=1)]
+    recompute: Recompute
+    model_state_mb: dict[Literal["embedding", "encoder", "decoder"], _NonNegative]
+    time_ms: dict[str, Table]
+    stored_activation_mb: dict[str, Table]
+    peak_activation_mb: dict[str, Table]
+    measured: Tables | None = None
+
+    @property
+    def evidence(self) -> "CostEntry | Tables":
+        """The measurements, where they are kept apart from the tables, else the tables."""
+        return self.measured or self
+
+    @property
+    def family(self) -> ModelFamily:
+        """Whether there are decoder layers."""
+        return ModelFamily.T5 if "decoder" in self.model_state_mb else ModelFamily.GPT
+
+
+class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A cost model file."""
+
+    format: str = FORMAT
+    name: str
+    source: str
+    device: str
+    units: dict[str, str]
+    model: dict[str, msgspec.Raw]
+    keys: Annotated[dict[str, CostEntry], msgspec.Meta(min_length=1)]
+    provenance: dict[str, str | int | float | bool] = {}
+    links: dict[str, "Link"] = {}
+
+    @property
+    def family(self) -> ModelFamily:
+        """The kind of model that all keys describe."""
+        return next(iter(self.keys.values())).family
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A measured kind of link between ranks: a message takes its latency and its size over the bandwidth."""
+
+    latency_us: _NonNegative
+    gbps: Annotated[float, msgspec.Meta(gt=0)]
+
+
+def key_of(tensor_parallel: int, recompute: Recompute) -> str:
+    """The name of a combination's entry."""
+    return f"tp{tensor_parallel}_{recompute}"
+
+
+def read_file(path: Path) -> tuple[CostFile, bytes]:
+    """A cost model file and its bytes; raises `CostModelError`."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CostModelError(
+            f"cannot read the cost model {path}: {error.strerror}", hint="`megatron-dynapipe profile` makes one"
+        ) from error
+    return decode_file(data, origin=str(path)), data
+
+
+def decode_file(data: bytes, *, origin: str) -> CostFile:
+    """Read the bytes of a cost model file.
+
+    Raises:
+        CostModelError: they are not one; the message names `origin` and the field that is wrong.
+    """
+    try:
+        file = msgspec.json.decode(data, type=CostFile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CostModelError(f"{origin} is not a cost model file: {error}") from error
+    if file.format != FORMAT:
+        raise CostModelError(f"{origin}: expected format {FORMAT!r}, got {file.format!r}")
+    for key, entry in file.keys.items():
+        if key != (expected := key_of(entry.tp, entry.recompute)):
+            raise CostModelError(f"{origin}: key {key!r} holds the tables of {expected!r}")
+    if len({entry.family for entry in file.keys.values()}) != 1:
+        raise CostModelError(f"{origin}: only some of its keys have decoder layers")
+    return file
+
+
+def encode_file(file: CostFile) -> bytes:
+    """The bytes of a cost model file, one table to a line."""
+    return _wrap(msgspec.json.encode(file)) + b"\n"
+
+
+def read_points(entry: CostEntry | Tables, family: ModelFamily, where: str) -> dict[tuple[str, str], Points]:
+    """Every table of a key: {(quantity, part): points}; where a shape was measured twice, the last one counts.
+
+    Raises:
+        CostModelError: a part is missing or unknown, or a table is empty or holds what cannot be a shape or a cost.
+    """
+    points = {}
+    for quantity, parts in PARTS.items():
+        tables: dict[str, Table] = getattr(entry, quantity)
+        wanted = sorted(part for part in parts if family is ModelFamily.T5 or not part.startswith("decoder"))
+        if sorted(tables) != wanted:
+            raise CostModelError(f"{where}: expected {quantity} of {wanted}, got {sorted(tables)}")
+        for part in wanted:
+            lengths = 2 if part.startswith("decoder") else 1
+            points[quantity, part] = _read_table(tables[part], lengths, f"{where}, {quantity}.{part}")
+    return points
+
+
+def to_table(points: Points) -> Table:
+    """The table of some points, in the order of their lengths and sizes."""
+    table: Table = {}
+    for (size, *lengths), value in sorted(points.items(), key=lambda point: (point[0][1:], point[0][0])):
+        table.setdefault(",".join(map(str, lengths)), []).append((size, value))
+    return table
+
+
+def _read_table(table: Table, lengths: int, where: str) -> Points:
+    points: Points = {}
+    for key, rows in table.items():
+        try:
+            point = tuple(int(part) for part in key.split(","))
+        except ValueError:
+            point = ()
+        if len(point) != lengths or min(point) < 1:
+            raise CostModelError(f"{where}: expected keys of {lengths} positive length(s), got {key!r}")
+        for size, value in rows:
+            if not (math.isfinite(value) and 0 <= value * NS_PER_MS <= LARGEST):
+                raise CostModelError(
+                    f"{where}: expected a cost of 0 or more at length {key}, size {size}, got {value}",
+                    hint="profile again; a cost cannot be negative, infinite or not a number",
+                )
+            points[(size, *point)] = value
+    if not points:
+        raise CostModelError(f"{where}: the table is empty")
+    return points
+
+
+def _wrap(data: bytes) -> bytes:
+    """Line breaks between tables, so that two files can be compared by eye."""
+    return data.replace(b"]],", b"]],\n").replace(b'"keys":', b'\n"keys":')
