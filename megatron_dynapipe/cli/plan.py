@@ -1,0 +1,146 @@
+"""`plan`: lengths, a cost model and a parallel layout → plans, and how long planning them took."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dynapipe.cli.planning_arguments import add_arguments, chosen_batches, planner_settings
+from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
+from megatron_dynapipe.units import BYTES_PER_MB
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cli.batches import NamedBatch
+    from megatron_dynapipe.cli.main import SubParsers
+    from megatron_dynapipe.plan.instructions import Pass
+    from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
+    from megatron_dynapipe.planning.planner import Planner
+
+FORMAT = "dynapipe-plan-report/1"
+PHASES = ("ordering", "partition", "schedule", "lowering", "verify")
+
+
+def add_parser(subparsers: "SubParsers") -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser("plan", help="lengths, costs and a parallel layout → plans")
+    add_arguments(parser)
+    parser.add_argument("--schedule", metavar="NAME", help="how passes are ordered: adaptive, 1f1b, gpipe")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write every plan there, for show and verify")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan every batch; 1 if none of them could be planned."""
+    import msgspec
+
+    from megatron_dynapipe.cost import TableCostModel
+    from megatron_dynapipe.plan.codec import encode
+    from megatron_dynapipe.planning.planner import Planner
+
+    cost_model = TableCostModel.load(args.cost_model)
+    batches = chosen_batches(args)
+    planner = Planner(planner_settings(args, cost_model, args.schedule), cost_model)
+    iterations = []
+    for number, batch in enumerate(batches):
+        entry, plan = _planned(planner, batch, number)
+        iterations.append(entry)
+        if not args.json:
+            print(_line(entry), flush=True)
+        if args.output is not None and plan is not None:
+            _write(args.output / f"{batch.id}.plan", encode(plan))
+        print(f"planned {number + 1} of {len(batches)}", end="\r", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    if args.json:
+        sys.stdout.write(msgspec.json.encode({"format": FORMAT, "iterations": iterations}).decode() + "\n")
+    return 0 if any(entry["error"] is None for entry in iterations) else 1
+
+
+def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> "tuple[dict[str, Any], IterationPlan | None]":
+    """The batch's entry in the report, and its plan, if there is one."""
+    from megatron_dynapipe.plan.codec import digest
+
+    start = time.perf_counter()
+    try:
+        plan, seconds = planner.plan_timed(batch.global_batch(iteration), iteration)
+    except (PlanningError, DataError) as error:
+        seconds = {"total": time.perf_counter() - start}
+        return _entry(batch, seconds) | {"error": error.message}, None
+    seconds["total"] = time.perf_counter() - start
+    totals = plan.totals
+    return _entry(batch, seconds) | {
+        "predicted_ms": totals.predicted_ns / 1e6,
+        "padding_efficiency": totals.real_tokens / totals.padded_positions,
+        "digest": digest(plan),
+        "replicas": _replicas(plan, planner.layout.layers_per_stage),
+    }, plan
+
+
+def _entry(batch: "NamedBatch", seconds: dict[str, float]) -> dict[str, Any]:
+    return {
+        "id": batch.id,
+        "planning_seconds": {phase: seconds.get(phase, 0.0) for phase in (*PHASES, "total")},
+        "predicted_ms": None,
+        "padding_efficiency": None,
+        "digest": None,
+        "error": None,
+        "replicas": [],
+    }
+
+
+def _replicas(plan: "IterationPlan", layers_per_stage: tuple[int, ...]) -> list[dict[str, Any]]:
+    from megatron_dynapipe.plan.instructions import Backward, Forward
+    from megatron_dynapipe.plan.text import format_instruction
+
+    replicas = []
+    for replica in plan.replicas:
+        passes = [[i for i in stage.instructions if isinstance(i, Forward | Backward)] for stage in replica.stages]
+        replicas.append(
+            {
+                "predicted_ms": replica.predicted_ns / 1e6,
+                "peak_memory_mb": [_peak_mb(plan, replica, stage, steps) for stage, steps in enumerate(passes)],
+                "layers_per_stage": layers_per_stage,
+                "micro_batches": [
+                    {"samples": list(mb.sample_ids), "shape": list(mb.shape), "recompute": mb.recompute}
+                    for mb in replica.micro_batches
+                ],
+                "stages": [[format_instruction(step) for step in stage] for stage in passes],
+            }
+        )
+    return replicas
+
+
+def _peak_mb(plan: "IterationPlan", replica: "ReplicaPlan", stage: int, passes: "list[Pass]") -> float:
+    """The most memory that a rank holds at once, model state included."""
+    from megatron_dynapipe.plan.instructions import Forward
+
+    held = peak = plan.model_state_bytes[stage]
+    for step in passes:
+        virtual = step.chunk * plan.pipeline_stages + stage
+        micro_batch = replica.micro_batches[step.micro_batch]
+        if isinstance(step, Forward):
+            peak = max(peak, held + micro_batch.peak_bytes[virtual])
+            held += micro_batch.stored_bytes[virtual]
+        else:
+            held -= micro_batch.stored_bytes[virtual]
+    return peak / BYTES_PER_MB
+
+
+def _line(entry: dict[str, Any]) -> str:
+    """One batch for people."""
+    seconds = entry["planning_seconds"]["total"]
+    if entry["error"] is not None:
+        return f"{entry['id']}: no plan ({seconds * 1e3:.1f} ms): {entry['error']}"
+    micro_batches = sum(len(replica["micro_batches"]) for replica in entry["replicas"])
+    peak = max(peak for replica in entry["replicas"] for peak in replica["peak_memory_mb"])
+    return (
+        f"{entry['id']}: {entry['predicted_ms']:.1f} ms in {micro_batches} micro-batches, padding efficiency "
+        f"{entry['padding_efficiency']:.1%}, peak {peak:.0f} MB, planned in {seconds * 1e3:.1f} ms"
+    )
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

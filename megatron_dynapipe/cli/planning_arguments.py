@@ -1,0 +1,155 @@
+"""The arguments that `plan` and `compare` share, and the planner settings that they make."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cli.batches import NamedBatch
+    from megatron_dynapipe.cost import CostModel
+    from megatron_dynapipe.planning.settings import PlannerSettings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what to plan: lengths, costs, model, parallel layout, memory, links, layer split."""
+    parser.add_argument("--batches", type=Path, required=True, metavar="FILE", help="lengths of global batches")
+    parser.add_argument("--cost-model", type=Path, required=True, metavar="FILE", help="what layers cost")
+    parser.add_argument("--model", type=ModelFamily, choices=list(ModelFamily), required=True, help="kind of model")
+    parser.add_argument("--layers", type=_positive, metavar="N", help="layers of a gpt model")
+    parser.add_argument("--encoder-layers", type=_positive, metavar="N", help="of a t5 model")
+    parser.add_argument("--decoder-layers", type=_positive, metavar="N", help="of a t5 model")
+    parser.add_argument("--hidden-size", type=_positive, required=True, metavar="N")
+    for name in ("data", "tensor", "pipeline"):
+        parser.add_argument(f"--{name}-parallel", type=_positive, default=1, metavar="N")
+    parser.add_argument("--device-memory-mb", type=float, required=True, metavar="N", help="1 MB = 1e6 bytes")
+    parser.add_argument("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
+    parser.add_argument(
+        "--recompute",
+        default=",".join(Recompute),
+        metavar="MODES",
+        help="modes a micro-batch may be given (default: all)",
+    )
+    parser.add_argument("--devices-per-node", type=_positive, default=8, metavar="N")
+    for link, gbps, latency_us in (("intra", 4800.0, 0.0), ("inter", 100.0, 4000.0)):
+        parser.add_argument(f"--{link}-node-gbps", type=float, default=gbps, metavar="N")
+        parser.add_argument(f"--{link}-node-latency-us", type=float, default=latency_us, metavar="N")
+    parser.add_argument(
+        "--layer-split",
+        default="equal",
+        metavar="SPLIT",
+        help="layers per stage: equal, auto (evened by their costs), or numbers like 9,8,8,7 (default: equal)",
+    )
+    parser.add_argument("--split-from", type=Path, metavar="BATCHES", help="other lengths to choose an auto split from")
+    parser.add_argument("--max-seq-len", type=_positive, metavar="N", help="truncate longer inputs and targets")
+    parser.add_argument("--search-evaluations", type=int, metavar="N", help="schedules tried per batch")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search")
+    parser.add_argument("--limit", type=_positive, metavar="K", help="only the first K batches")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def planner_settings(
+    args: argparse.Namespace, cost_model: "CostModel", schedule: str | None = None
+) -> "PlannerSettings":
+    """The settings that the arguments ask for, the layer split chosen.
+
+    Raises:
+        ConfigError: an argument that does not go with another, or cannot be honoured.
+    """
+    from megatron_dynapipe.cost import Network
+    from megatron_dynapipe.planning.schedules import ScheduleSettings
+    from megatron_dynapipe.planning.settings import PlannerSettings
+
+    encoder_layers, decoder_layers = _layers(args)
+    default = ScheduleSettings()
+    split = args.layer_split
+    settings = PlannerSettings(
+        family=args.model,
+        encoder_layers=encoder_layers,
+        decoder_layers=decoder_layers,
+        hidden_size=args.hidden_size,
+        data_parallel=args.data_parallel,
+        tensor_parallel=args.tensor_parallel,
+        pipeline_parallel=args.pipeline_parallel,
+        layers_per_stage=_layers_per_stage(split, encoder_layers + decoder_layers, args.pipeline_parallel),
+        memory_limit_bytes=round(args.device_memory_mb * BYTES_PER_MB),
+        distributed_optimizer=args.distributed_optimizer,
+        recompute=_recompute(args.recompute),
+        network=Network(
+            devices_per_node=args.devices_per_node,
+            intra_node_gbps=args.intra_node_gbps,
+            inter_node_gbps=args.inter_node_gbps,
+            intra_node_latency_us=args.intra_node_latency_us,
+            inter_node_latency_us=args.inter_node_latency_us,
+        ),
+        schedule=ScheduleSettings(
+            method=schedule or default.method,
+            search_evaluations=default.search_evaluations
+            if args.search_evaluations is None
+            else args.search_evaluations,
+            seed=args.seed,
+        ),
+    )
+    return _with_auto_split(args, settings, cost_model) if split == "auto" else settings
+
+
+def chosen_batches(args: argparse.Namespace) -> "list[NamedBatch]":
+    """The batches to plan; raises a DataError as `read_batches`."""
+    from megatron_dynapipe.cli.batches import read_batches
+
+    return read_batches(args.batches, args.model, max_seq_len=args.max_seq_len)[: args.limit]
+
+
+def _with_auto_split(
+    args: argparse.Namespace, settings: "PlannerSettings", cost_model: "CostModel"
+) -> "PlannerSettings":
+    import msgspec
+
+    from megatron_dynapipe.cli.batches import read_batches
+    from megatron_dynapipe.planning.layer_split import choose_layer_split
+
+    source = args.split_from or args.batches
+    named = read_batches(source, args.model, max_seq_len=args.max_seq_len)
+    split = choose_layer_split(settings, cost_model, [batch.global_batch(0) for batch in named])
+    return msgspec.structs.replace(settings, layers_per_stage=split)
+
+
+def _layers(args: argparse.Namespace) -> tuple[int, int]:
+    both = (args.encoder_layers, args.decoder_layers)
+    if args.model is ModelFamily.GPT:
+        if args.layers is None or both != (None, None):
+            raise ConfigError("a gpt model needs --layers, and no --encoder-layers or --decoder-layers")
+        return args.layers, 0
+    if args.layers is not None or None in both:
+        raise ConfigError("a t5 model needs --encoder-layers and --decoder-layers, and no --layers")
+    return args.encoder_layers, args.decoder_layers
+
+
+def _layers_per_stage(split: str, layers: int, stages: int) -> tuple[int, ...] | None:
+    """None for an equal split; for an auto split, a near-equal one to begin with."""
+    if split == "equal":
+        return None
+    if split == "auto":
+        if stages > layers:
+            raise ConfigError(f"{layers} layers cannot be split over {stages} stages", hint="use fewer stages")
+        return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+    try:
+        return tuple(int(part) for part in split.split(","))
+    except ValueError:
+        raise ConfigError(f"expected --layer-split equal, auto or numbers like 9,8,8,7, got {split!r}") from None
+
+
+def _recompute(modes: str) -> tuple[Recompute, ...]:
+    try:
+        return tuple(Recompute(mode) for mode in modes.split(","))
+    except ValueError:
+        raise ConfigError(f"expected --recompute among {', '.join(Recompute)}, got {modes!r}") from None
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {number}")
+    return number

@@ -1,0 +1,194 @@
+"""How many layers each stage holds, chosen once per run so that stages are even.
+
+The last stage also has the head and the loss, and a T5's encoder and decoder layers cost very different amounts, so
+an equal number of layers is not an equal amount of work. The split is evened on the micro-batches of planned batches,
+then improved layer by layer on the batches' predicted times: memory, recomputation and bubbles count as they do in
+training.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import permutations
+
+import msgspec
+import numpy as np
+
+from megatron_dynapipe.cost import CostModel, PipelineLayout, stage_costs
+from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError, PlanningError
+from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.samples import Samples
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import Recompute, Shape
+
+BATCHES = 3
+"""Batches planned for every split that is tried."""
+
+EVALUATIONS = 100
+"""Schedules tried for each of them."""
+
+TRIALS = 40
+"""Splits tried at most."""
+
+TOLERANCE = 1.03
+"""Splits whose estimate is worse than the best one's by more than this are not tried."""
+
+Split = tuple[int, ...]
+_Work = list[tuple[Shape, Recompute]]
+
+UNPLANNED = 2**62
+"""Predicted time of a split under which a batch cannot be planned."""
+
+
+def choose_layer_split(settings: PlannerSettings, cost_model: CostModel, batches: Sequence[GlobalBatch]) -> Split:
+    """The layers per stage under which the batches are predicted to run fastest.
+
+    Args:
+        settings: the run's; its own layer split is where the search begins.
+        cost_model: what layers cost.
+        batches: global batches of the lengths to come; the first few that can be planned are used.
+
+    Raises:
+        ConfigError: stages of several chunks.
+        PlanningError: none of the batches can be planned under the splits that were tried.
+    """
+    if settings.chunks > 1:
+        raise ConfigError(
+            f"a layer split can be chosen for one chunk per stage, got {settings.chunks}",
+            hint="give the numbers of layers, or use the equal split",
+        )
+    trials = _Trials(settings, cost_model, batches)
+    best = settings.layout.layers_per_stage
+    evened = trials.evened(best)
+    trials.choose_batches([best, evened])
+    best = min([best, evened], key=trials.predicted_ns)
+    improved = True
+    while improved:
+        trials.learn(best)
+        improved = False
+        worst = trials.estimate_ns(best) * TOLERANCE
+        for split in sorted(_neighbours(best), key=trials.estimate_ns):
+            if len(trials.results) >= TRIALS or trials.estimate_ns(split) > worst:
+                break
+            if trials.predicted_ns(split) < trials.predicted_ns(best):
+                best, improved = split, True
+                break
+    return best
+
+
+def _neighbours(split: Split) -> list[Split]:
+    """Splits with one layer moved from one stage to another."""
+    moved = []
+    for giver, taker in permutations(range(len(split)), 2):
+        if split[giver] > 1:
+            layers = list(split)
+            layers[giver] -= 1
+            layers[taker] += 1
+            moved.append(tuple(layers))
+    return moved
+
+
+class _Trials:
+    """Splits that were tried, and what is known of the work they share out."""
+
+    def __init__(self, settings: PlannerSettings, cost_model: CostModel, batches: Sequence[GlobalBatch]) -> None:
+        self.results: dict[Split, tuple[int, _Work]] = {}
+        self._settings, self._cost_model, self._batches = settings, cost_model, list(batches)
+        self._work = self._alone()
+
+    def choose_batches(self, splits: Sequence[Split]) -> None:
+        """Keep the first few batches that can be planned under one of the splits."""
+        for split in splits:
+            planner = self._planner(split)
+            kept = []
+            for batch in self._batches:
+                if planner is not None and _plan(planner, batch) is not None:
+                    kept.append(batch)
+                if len(kept) == BATCHES:
+                    break
+            if kept:
+                self._batches = kept
+                return
+        raise PlanningError(
+            f"none of {len(self._batches)} batches can be planned with layers per stage of "
+            f"{' or '.join(map(str, splits))}",
+            hint="use more pipeline stages or tensor parallelism, or truncate long samples",
+        )
+
+    def evened(self, split: Split) -> Split:
+        """The split that the estimate finds best, one layer moved at a time."""
+        while True:
+            better = min(_neighbours(split), key=self.estimate_ns, default=split)
+            if self.estimate_ns(better) >= self.estimate_ns(split):
+                return split
+            split = better
+
+    def learn(self, split: Split) -> None:
+        """Estimate from now on with the micro-batches of this split's plans."""
+        self._work = self.results[split][1]
+
+    def predicted_ns(self, split: Split) -> int:
+        """Predicted time of the batches under the split, all together; `UNPLANNED` where one has no plan."""
+        if split not in self.results:
+            planner = self._planner(split)
+            plans = [] if planner is None else [_plan(planner, batch) for batch in self._batches]
+            self.results[split] = _summary(plans)
+        return self.results[split][0]
+
+    def estimate_ns(self, split: Split) -> int:
+        """Work of the busiest stage over the known micro-batches, and the longest fill and drain around it."""
+        s = self._settings
+        layout = PipelineLayout(
+            family=s.family,
+            encoder_layers=s.encoder_layers,
+            decoder_layers=s.decoder_layers,
+            layers_per_stage=split,
+        )
+        times = []
+        for mode in s.recompute:
+            shapes = [shape for shape, recompute in self._work if recompute is mode]
+            if shapes:
+                tables = self._cost_model.tables(tensor_parallel=s.tensor_parallel, recompute=mode)
+                costs = stage_costs(tables, layout, *np.array(shapes, np.int64).T)
+                times.append((costs.forward_ns + costs.backward_ns)[costs.feasible])
+        every = np.concatenate(times)
+        fill = (every.sum(axis=1) - every.max(axis=1)).max(initial=0)
+        return int(every.sum(axis=0).max() // s.data_parallel + fill)
+
+    def _alone(self) -> _Work:
+        """Every sample as a micro-batch of its own, for want of plans."""
+        work: _Work = []
+        for batch in self._batches[:BATCHES]:
+            samples = Samples.of(batch, self._settings.family)
+            rows = np.arange(len(batch))[:, None]
+            work += [(samples.shape(row), self._settings.recompute[0]) for row in rows]
+        return work
+
+    def _planner(self, split: Split) -> Planner | None:
+        """A planner for the split, or None where its model state alone does not fit."""
+        settings = msgspec.structs.replace(
+            self._settings,
+            layers_per_stage=split,
+            schedule=replace(self._settings.schedule, search_evaluations=EVALUATIONS),
+        )
+        try:
+            return Planner(settings, self._cost_model)
+        except InfeasibleError:
+            return None
+
+
+def _plan(planner: Planner, batch: GlobalBatch) -> IterationPlan | None:
+    try:
+        return planner.plan(batch, 0)
+    except (PlanningError, DataError):
+        return None
+
+
+def _summary(plans: Sequence[IterationPlan | None]) -> tuple[int, _Work]:
+    planned = [plan for plan in plans if plan is not None]
+    if not planned or len(planned) < len(plans):
+        return UNPLANNED, []
+    batches: list[MicroBatch] = [mb for plan in planned for replica in plan.replicas for mb in replica.micro_batches]
+    work = [(mb.shape, mb.recompute) for mb in batches]
+    return sum(plan.totals.predicted_ns for plan in planned), work
