@@ -1,0 +1,109 @@
+"""Pipelines and plans for tests, from a seed: random costs, real orders, real lowering."""
+
+import numpy as np
+
+from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
+from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
+from megatron_dynapipe.planning.lowering import Pipeline, lower
+from megatron_dynapipe.planning.problem import PipelineProblem
+from megatron_dynapipe.planning.schedules import SCHEDULES
+from megatron_dynapipe.planning.simulate import simulate
+from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+
+NO_LIMIT = 10**9
+
+
+def random_problem(
+    micro_batches: int,
+    stages: int,
+    *,
+    chunks: int = 1,
+    forward_only: bool = False,
+    seed: int = 0,
+    memory_limit_bytes: int = NO_LIMIT,
+) -> PipelineProblem:
+    """Uneven costs; ten bytes of model state, one to nine stored per micro-batch and stage, two more at the peak."""
+    random = np.random.default_rng(seed)
+    shape = (micro_batches, stages * chunks)
+    stored = random.integers(1, 10, shape)
+    forward_transfer, backward_transfer = random.integers(0, 4, shape), random.integers(0, 4, shape)
+    forward_transfer[:, -1] = backward_transfer[:, 0] = 0
+    return PipelineProblem(
+        stages=stages,
+        chunks=chunks,
+        forward_ns=random.integers(5, 20, shape),
+        backward_ns=random.integers(10, 40, shape),
+        stored_bytes=stored,
+        peak_bytes=stored + 2,
+        forward_transfer_ns=forward_transfer,
+        backward_transfer_ns=backward_transfer,
+        model_state_bytes=np.full(stages, 10, np.int64),
+        memory_limit_bytes=memory_limit_bytes,
+        forward_only=forward_only,
+    )
+
+
+def make_plan(
+    micro_batches: tuple[int, ...] = (3,),
+    stages: int = 2,
+    *,
+    chunks: int = 1,
+    family: ModelFamily = ModelFamily.GPT,
+    forward_only: bool = False,
+    method: str = "1f1b",
+    seed: int = 0,
+) -> IterationPlan:
+    """A valid plan; one number of micro-batches per replica. Micro-batch i has two samples of up to 16 + 8 i tokens."""
+    t5 = family is ModelFamily.T5
+    virtual = stages * chunks
+    boundaries = BoundarySettings(
+        tensors=boundary_tensors(family, [1] * virtual, encoder_layers=virtual // 2), hidden_size=4
+    )
+    replicas = []
+    sample = 0
+    for replica, count in enumerate(micro_batches):
+        problem = random_problem(count, stages, chunks=chunks, forward_only=forward_only, seed=seed + replica)
+        order = SCHEDULES[method](problem)
+        run = simulate(problem, order)
+        batches = []
+        for row in range(count):
+            shape = Shape(2, 16 + 8 * row, 8 if t5 else 0)
+            batches.append(
+                MicroBatch(
+                    sample_ids=(sample, sample + 1),
+                    input_lengths=(10, shape.input_length),
+                    target_lengths=(3, 6) if t5 else (0, 0),
+                    shape=shape,
+                    recompute=Recompute.NONE,
+                    stored_bytes=tuple(problem.stored_bytes[row].tolist()),
+                    peak_bytes=tuple(problem.peak_bytes[row].tolist()),
+                )
+            )
+            sample += 2
+        pipeline = Pipeline(
+            stages=stages,
+            chunks=chunks,
+            shapes=boundaries.shapes([batch.shape for batch in batches]),
+            forward_only=forward_only,
+        )
+        stage_plans = tuple(
+            StagePlan(stage=stage, instructions=instructions, predicted=run.timeline[stage])
+            for stage, instructions in enumerate(lower(order, pipeline))
+        )
+        replicas.append(ReplicaPlan(micro_batches=tuple(batches), stages=stage_plans, predicted_ns=run.makespan_ns))
+    return IterationPlan(
+        iteration=7,
+        family=family,
+        forward_only=forward_only,
+        settings_digest="5e77",
+        pipeline_stages=stages,
+        chunks=chunks,
+        memory_limit_bytes=NO_LIMIT,
+        model_state_bytes=(10,) * stages,
+        replicas=tuple(replicas),
+    )
+
+
+def samples_of(plan: IterationPlan) -> list[int]:
+    """Ids of all samples of a plan."""
+    return [sample for replica in plan.replicas for batch in replica.micro_batches for sample in batch.sample_ids]

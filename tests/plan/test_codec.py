@@ -1,0 +1,175 @@
+import hashlib
+import struct
+
+import msgspec
+import pytest
+
+from megatron_dynapipe.errors import PlanDecodeError
+from megatron_dynapipe.plan import codec
+from megatron_dynapipe.plan.instructions import Backward, Forward
+from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
+from megatron_dynapipe.plan.text import parse_stages
+from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+from tests.helpers.plans import make_plan
+
+STAGE_0 = (
+    "stage 0: RECV_B0<1[16x2x4] LOAD0 F0 SEND_F0>1[16x2x4] FREE_DATA0 WAIT_RECV_B0<1 WAIT_SEND_F0>1 FREE_OUTPUT0 B0 "
+    "FREE_OUTPUT_GRAD0"
+)
+STAGE_1 = (
+    "stage 1: RECV_F0<0[16x2x4] LOAD0 WAIT_RECV_F0<0 F0 FREE_DATA0 B0 FREE_INPUT0 SEND_B0>0[16x2x4] WAIT_SEND_B0>0 "
+    "FREE_INPUT_GRAD0"
+)
+
+# If one of these changes, stored plans would be misread: raise codec.VERSION (records), or give a new instruction a
+# number never used before.
+GOLDEN_STAGE_0 = (
+    "9a96060200000191931002049201009302000096040100000191931002049408010000950702000001950501000001940803"
+    "0000930300009408040000"
+)
+GOLDEN_STAGE_1 = (
+    "9a96060100000091931002049201009507010000009302000094080100009303000094080200009604020000009193100204"
+    "9505020000009408050000"
+)
+GOLDEN_PLAN = (
+    "44594e41504c0001d3523998d2cbfc0d337ab33ec5ca22589907a3677074c2a4356537370201cd03e8920a0b919391979204"
+    "09920a1092000093021000a973656c6563746976659205069207089293009a96060200000191931002049201009302000096"
+    "040100000191931002049408010000950702000001950501000001940803000093030000940804000092939302000000cd01"
+    "2c9393030000cd0384cd05dc93019a9606010000009193100204920100950701000000930200009408010000930300009408"
+    "02000096040200000091931002049505020000009408050000929393020000cd0136cd01f49393030000cd01f4cd037acd05"
+    "dc"
+)
+
+
+def golden_plan() -> IterationPlan:
+    first, second = parse_stages(f"{STAGE_0}\n{STAGE_1}")
+    batch = MicroBatch(
+        sample_ids=(4, 9),
+        input_lengths=(10, 16),
+        target_lengths=(0, 0),
+        shape=Shape(2, 16),
+        recompute=Recompute.SELECTIVE,
+        stored_bytes=(5, 6),
+        peak_bytes=(7, 8),
+    )
+    stages = (
+        StagePlan(stage=0, instructions=first, predicted=(Event(Forward(0), 0, 300), Event(Backward(0), 900, 1500))),
+        StagePlan(stage=1, instructions=second, predicted=(Event(Forward(0), 310, 500), Event(Backward(0), 500, 890))),
+    )
+    return IterationPlan(
+        iteration=7,
+        family=ModelFamily.GPT,
+        forward_only=False,
+        settings_digest="5e77",
+        pipeline_stages=2,
+        chunks=1,
+        memory_limit_bytes=1000,
+        model_state_bytes=(10, 11),
+        replicas=(ReplicaPlan(micro_batches=(batch,), stages=stages, predicted_ns=1500),),
+    )
+
+
+def test_the_wire_format_does_not_change_unnoticed():
+    plan = golden_plan()
+    stages = [msgspec.msgpack.encode(stage.instructions).hex() for stage in plan.replicas[0].stages]
+    assert stages == [GOLDEN_STAGE_0, GOLDEN_STAGE_1]
+    assert codec.encode(plan).hex() == GOLDEN_PLAN
+
+
+def test_stored_plans_are_read():
+    assert codec.decode_plan(bytes.fromhex(GOLDEN_PLAN)) == golden_plan()
+
+
+@pytest.mark.parametrize("family", ModelFamily)
+@pytest.mark.parametrize(("counts", "stages", "chunks"), [((3,), 2, 1), ((0, 2), 3, 1), ((4, 5), 2, 2), ((1,), 1, 1)])
+def test_plans_and_entries_come_back_equal(family, counts, stages, chunks):
+    plan = make_plan(counts, stages, chunks=chunks, family=family)
+    assert codec.decode_plan(codec.encode(plan)) == plan
+    entries = codec.encode_entries(plan)
+    assert [(replica, stage) for replica, stage, _ in entries] == [
+        (replica, stage) for replica in range(len(counts)) for stage in range(stages)
+    ]
+    for replica, stage, data in entries:
+        entry = codec.decode_entry(data)
+        assert entry.stage_plan == plan.replicas[replica].stages[stage]
+        assert entry.plan_digest == codec.digest(plan)
+        assert entry.totals == plan.totals
+
+
+def test_equal_plans_have_equal_digests_and_others_not():
+    assert codec.digest(make_plan((3,), 2)) == codec.digest(make_plan((3,), 2))
+    assert codec.digest(make_plan((3,), 2)) != codec.digest(make_plan((3,), 2, seed=1))
+
+
+def test_too_few_bytes():
+    with pytest.raises(PlanDecodeError, match="expected at least 24 bytes of a plan, got 3"):
+        codec.decode_plan(b"abc")
+
+
+def test_something_else():
+    with pytest.raises(PlanDecodeError, match=r"expected a plan starting with b'DYNAPL', got b'PK"):
+        codec.decode_plan(b"PK\x03\x04" + bytes(60))
+
+
+def test_another_version():
+    data = bytearray(codec.encode(golden_plan()))
+    data[6:8] = struct.pack(">H", codec.VERSION + 1)
+    with pytest.raises(PlanDecodeError, match=r"expected plan format version 1, got 2\nhint: plan again"):
+        codec.decode_plan(bytes(data))
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"\0", lambda data: _flip(data, -3)])
+def test_damage(change):
+    with pytest.raises(PlanDecodeError, match="the plan is damaged: expected digest"):
+        codec.decode_plan(change(codec.encode(golden_plan())))
+
+
+def test_a_plan_is_not_an_entry():
+    with pytest.raises(PlanDecodeError, match="not a valid StageEntry: "):
+        codec.decode_entry(codec.encode(golden_plan()))
+
+
+def _flip(data: bytes, at: int) -> bytes:
+    changed = bytearray(data)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
+def _sealed(payload: object) -> bytes:
+    data = msgspec.msgpack.encode(payload)
+    digest = hashlib.blake2b(data, digest_size=codec.DIGEST_BYTES).digest()
+    return codec.MAGIC + struct.pack(">H", codec.VERSION) + digest + data
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "message"),
+    [
+        (0, "seven", r"Expected `int`, got `str` - at `\$\[0\]`"),
+        (1, "bert", r"Invalid enum value 'bert' - at `\$\[1\]`"),
+        (2, None, r"Expected `bool`, got `None` - at `\$\[2\]`"),
+    ],
+)
+def test_a_field_of_the_wrong_form_is_named(position, value, message):
+    fields = msgspec.to_builtins(golden_plan())
+    fields[position] = value
+    with pytest.raises(PlanDecodeError, match=f"not a valid IterationPlan: {message}"):
+        codec.decode_plan(_sealed(fields))
+
+
+def test_short_and_long_records_and_unknown_instructions_are_refused():
+    fields = msgspec.to_builtins(golden_plan())
+    with pytest.raises(PlanDecodeError, match="Expected `array` of at least length 9, got 8"):
+        codec.decode_plan(_sealed(fields[:-1]))
+    with pytest.raises(PlanDecodeError, match="Expected `array` of at most length 9, got 10"):
+        codec.decode_plan(_sealed([*fields, 0]))
+    fields[-1][0][1][0][1][0][0] = 99  # the opcode of the first instruction of stage 0 of replica 0
+    with pytest.raises(PlanDecodeError, match="Invalid value 99"):
+        codec.decode_plan(_sealed(fields))
+
+
+def test_a_record_that_cannot_be_is_refused_when_decoded():
+    fields = msgspec.to_builtins(golden_plan())
+    fields[-1][0][0][0][0] = [0]  # one sample id for two samples
+    with pytest.raises(PlanDecodeError, match=r"not a valid IterationPlan: .*got 1 sample ids"):
+        codec.decode_plan(_sealed(fields))

@@ -1,0 +1,212 @@
+import msgspec
+import pytest
+
+from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.plan.instructions import Backward, Forward, RecvStart, SendStart
+from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.plan.text import format_stages, parse_instruction, parse_stages
+from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.plan.verify import verify, verify_lists
+from megatron_dynapipe.planning.lowering import Pipeline, lower
+from megatron_dynapipe.units import ModelFamily, Shape
+from tests.helpers.plans import make_plan, samples_of
+
+replace = msgspec.structs.replace
+
+STAGE_0 = "RECV_B0<1[8x2x4] LOAD0 F0 SEND_F0>1[8x2x4] FREE_DATA0 WAIT_RECV_B0<1 WAIT_SEND_F0>1 FREE_OUTPUT0 B0 "
+STAGE_0 += "FREE_OUTPUT_GRAD0"
+STAGE_1 = "RECV_F0<0[8x2x4] LOAD0 WAIT_RECV_F0<0 F0 FREE_DATA0 B0 FREE_INPUT0 SEND_B0>0[8x2x4] WAIT_SEND_B0>0 "
+STAGE_1 += "FREE_INPUT_GRAD0"
+
+
+def check(first: str, second: str, **settings) -> None:
+    verify_lists(parse_stages(f"stage 0: {first}\nstage 1: {second}"), micro_batches=1, **settings)
+
+
+@pytest.mark.parametrize("family", ModelFamily)
+@pytest.mark.parametrize("method", ["1f1b", "gpipe", "adaptive"])
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "stages", "chunks"),
+    [
+        ((3,), 1, 1),
+        ((1,), 1, 1),
+        ((5,), 4, 1),
+        ((1,), 4, 1),
+        ((0, 3), 2, 1),
+        ((5, 2), 3, 1),
+        ((5,), 2, 3),
+        ((2,), 4, 2),
+    ],
+)
+def test_what_lowering_makes_is_accepted(family, method, forward_only, counts, stages, chunks):
+    plan = make_plan(counts, stages, chunks=chunks, family=family, method=method, forward_only=forward_only)
+    verify(plan, expected_samples=samples_of(plan))
+
+
+def test_the_example_is_accepted():
+    check(STAGE_0, STAGE_1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("LOAD0", "LOAD0 LOAD0", "micro-batch 0 is loaded twice"),
+        ("LOAD0 ", "", "DATA of micro-batch 0 is ABSENT, expected READY"),
+        ("LOAD0", "LOAD1", "there are 1 micro-batches"),
+        ("F0 SEND", "F0 F0 SEND", "the forward pass runs twice"),
+        ("F0 SEND", "F0.1 SEND", "the stage has 1 chunks"),
+        ("SEND_F0>1[8x2x4] ", "", "OUTPUT is READY, expected MOVING"),
+        ("B0 FREE_OUTPUT_GRAD0", "FREE_OUTPUT_GRAD0 B0", "OUTPUT_GRAD is READY, expected USED"),
+        ("B0 FREE_OUTPUT_GRAD0", "B0 B0 FREE_OUTPUT_GRAD0", "the backward pass runs twice"),
+        ("LOAD0 F0", "LOAD0 B0 F0", "the backward pass runs before the forward"),
+        ("WAIT_RECV_B0<1 ", "", "OUTPUT_GRAD is MOVING, expected READY"),
+        ("WAIT_SEND_F0>1 ", "", "OUTPUT is MOVING, expected USED"),
+        ("SEND_F0>1", "SEND_F0>0", "expected stage 1 as peer"),
+        ("RECV_B0<1[8x2x4]", "RECV_B0<1[8x2x4] RECV_B0<1[8x2x4]", "has a receive already that has not been waited for"),
+        ("FREE_DATA0", "FREE_DATA0 FREE_DATA0", "DATA of micro-batch 0 is FREED with 0 forward passes left"),
+        (" FREE_OUTPUT_GRAD0", "", "the list ends with OUTPUT_GRAD of micro-batch 0, chunk 0 USED, expected FREED"),
+        (" FREE_DATA0", "", "the list ends with DATA of micro-batch 0 READY, expected FREED"),
+        (" B0 FREE_OUTPUT_GRAD0", "", "the list ends without B0"),
+    ],
+)
+def test_what_is_wrong_with_one_list_is_said(old, new, message):
+    assert old in STAGE_0
+    with pytest.raises(PlanError, match=f"stage 0.*{message}"):
+        check(STAGE_0.replace(old, new, 1), STAGE_1)
+
+
+def test_the_step_and_its_instruction_are_pointed_at():
+    with pytest.raises(PlanError) as caught:
+        check(STAGE_0.replace("F0 SEND", "F0 F0 SEND"), STAGE_1)
+    assert caught.value.message == (
+        "stage 0, step 3: the forward pass runs twice, at RECV_B0<1[8x2x4] LOAD0 F0 --> F0 <-- SEND_F0>1[8x2x4] "
+        "FREE_DATA0 WAIT_RECV_B0<1 WAIT_SEND_F0>1 …"
+    )
+
+
+def test_a_forward_only_plan_has_no_backward():
+    with pytest.raises(PlanError, match="a forward-only plan has no backward passes"):
+        verify_lists(parse_stages("stage 0: LOAD0 F0 FREE_DATA0 B0"), micro_batches=1, forward_only=True)
+
+
+def test_transfers_pair_up_in_shape():
+    message = r"transfer 0 of activations from stage 0 to 1: sent is .*SEND_F0>1\[8x2x4\].*received is .*\[8x2x5\]"
+    with pytest.raises(PlanError, match=message):
+        check(STAGE_0, STAGE_1.replace("RECV_F0<0[8x2x4]", "RECV_F0<0[8x2x5]"))
+
+
+def test_transfers_pair_up_in_order():
+    lists = [list(stage.instructions) for stage in make_plan((2,), 2).replicas[0].stages]
+    sends = [i for i, step in enumerate(lists[1]) if isinstance(step, SendStart)]
+    waits = [parse_instruction("SEND_B1>0[24x2x4]"), parse_instruction("SEND_B0>0[16x2x4]")]
+    assert [lists[1][i] for i in sends] == waits[::-1]
+    # The receiver takes them the other way round than they are sent.
+    starts = [i for i, step in enumerate(lists[0]) if isinstance(step, RecvStart)]
+    text = format_stages(lists).replace("RECV_B0<1[16x2x4] LOAD0", "RECV_B1<1[24x2x4] LOAD0")
+    text = text.replace("RECV_B1<1[24x2x4] WAIT_SEND", "RECV_B0<1[16x2x4] WAIT_SEND")
+    assert len(starts) == 2
+    with pytest.raises(PlanError, match=r"OUTPUT_GRAD is ABSENT, expected MOVING|transfer 0 of gradients"):
+        verify_lists(parse_stages(text), micro_batches=2)
+
+
+def test_a_send_without_a_receive_is_refused():
+    one = parse_stages("stage 0: LOAD0 F0 SEND_F0>1[8x2x4] FREE_DATA0 WAIT_SEND_F0>1 FREE_OUTPUT0\nstage 1:")
+    with pytest.raises(PlanError, match="stage 1: the list ends with DATA of micro-batch 0 ABSENT"):
+        verify_lists(one, micro_batches=1, forward_only=True)
+
+
+def test_a_stall_is_shown_as_a_cycle():
+    # Stage 0 turns micro-batch 0 round before it begins 1; stage 1 wants 1 before it turns 0 round.
+    pipeline = Pipeline(stages=2, chunks=1, shapes=((((8, 2, 4),),),) * 2)
+    one_by_one = (Forward(0), Backward(0), Forward(1), Backward(1))
+    together = (Forward(0), Forward(1), Backward(0), Backward(1))
+    lists = (lower((one_by_one,) * 2, pipeline)[0], lower((together,) * 2, pipeline)[1])
+    with pytest.raises(PlanError) as caught:
+        verify_lists(lists, micro_batches=2)
+    assert caught.value.message == (
+        "the plan stalls: stage 0 at … SEND_F0>1[8x2x4] FREE_DATA0 --> WAIT_RECV_B0<1 <-- RECV_B1<1[8x2x4] WA"
+        "IT_SEND_F0>1 … waits for stage 1 to reach … --> SEND_B0>0[8x2x4] <-- … (step 12); stage 1 at … FREE_"
+        "DATA0 LOAD1 --> WAIT_RECV_F1<0 <-- F1 FREE_DATA1 … waits for stage 0 to reach … --> SEND_F1>1[8x2x4]"
+        " <-- … (step 13)"
+    )
+
+
+def plan_with(plan: IterationPlan, **changes) -> IterationPlan:
+    """The plan with changes to its first replica's first micro-batch."""
+    replica = plan.replicas[0]
+    batch = replace(replica.micro_batches[0], **changes)
+    return replace(plan, replicas=(replace(replica, micro_batches=(batch, *replica.micro_batches[1:])),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_lengths": (10, 18)}, "replica 0, micro-batch 0: shape 2x16 does not hold its samples, which need 17"),
+        ({"target_lengths": (0, 1)}, "expected target lengths of 0 for a gpt model"),
+        ({"shape": Shape(2, 16, 8)}, "shape 2x16[+]8 is not of a gpt model"),
+        ({"stored_bytes": (1,), "peak_bytes": (1,)}, "expected stored and peak bytes for 2 virtual stages, got 1"),
+        ({"shape": Shape(2, 24)}, "stage 0, step .: the activations of a micro-batch of shape 2x24 cannot be"),
+        ({"peak_bytes": (10**9, 1)}, r"replica 0: stage 0: expected at most 1000 MB, got 1000 MB at .*--> F0 <--"),
+    ],
+)
+def test_micro_batches_fit(changes, message):
+    with pytest.raises(PlanError, match=message):
+        verify(plan_with(make_plan((3,), 2), **changes))
+
+
+def test_a_t5_target_needs_its_start_and_end():
+    plan = make_plan((2,), 2, family=ModelFamily.T5)
+    with pytest.raises(PlanError, match="does not hold its samples, which need 16 input and 9 target"):
+        verify(plan_with(plan, target_lengths=(3, 7)))
+
+
+def test_every_sample_is_planned_once():
+    plan = make_plan((2, 1), 2)
+    verify(plan, expected_samples=range(6))
+    with pytest.raises(PlanError, match="expected the 7 samples of the global batch, got 6: lost 6; too many of none"):
+        verify(plan, expected_samples=range(7))
+    with pytest.raises(PlanError, match="got 6: lost none; too many of 5"):
+        verify(plan, expected_samples=range(5))
+    with pytest.raises(PlanError, match="lost 0; too many of none"):
+        verify(plan, expected_samples=[0, 0, 1, 2, 3, 4, 5])
+
+
+def test_forms():
+    plan = make_plan((2,), 2)
+    with pytest.raises(PlanError, match="expected model state bytes for 2 stages, got 1"):
+        verify(replace(plan, model_state_bytes=(1,)))
+    with pytest.raises(PlanError, match="expected at least one stage, and several chunks only on several stages"):
+        verify(replace(plan, pipeline_stages=1, chunks=2))
+    stages = plan.replicas[0].stages
+    with pytest.raises(PlanError, match=r"replica 0: expected stages 0 to 1 in order, got \[1, 0\]"):
+        verify(replace(plan, replicas=(replace(plan.replicas[0], stages=stages[::-1]),)))
+
+
+def test_predictions_follow_the_list():
+    plan = make_plan((2,), 2)
+    replica = plan.replicas[0]
+
+    def with_predicted(events):
+        stages = (replace(replica.stages[0], predicted=tuple(events)), replica.stages[1])
+        return replace(plan, replicas=(replace(replica, stages=stages),))
+
+    events = replica.stages[0].predicted
+    verify(with_predicted(()))
+    with pytest.raises(PlanError, match="stage 0: the predicted timeline does not hold the list's passes"):
+        verify(with_predicted(events[1:]))
+    late = Event(events[-1].instruction, events[-1].start_ns, replica.predicted_ns + 1)
+    with pytest.raises(PlanError, match="stage 0: expected predicted passes one after another within"):
+        verify(with_predicted((*events[:-1], late)))
+
+
+def test_gradients_have_their_activations_shapes():
+    plan = make_plan((1,), 2)
+    replica = plan.replicas[0]
+    text = format_stages(stage.instructions for stage in replica.stages)
+    text = text.replace("_B0<1[16x2x4]", "_B0<1[8x2x4]").replace("_B0>0[16x2x4]", "_B0>0[8x2x4]")
+    stages = tuple(
+        replace(stage, instructions=steps) for stage, steps in zip(replica.stages, parse_stages(text), strict=True)
+    )
+    with pytest.raises(PlanError, match=r"stage 1, step .: the gradients of a micro-batch of shape 2x16 cannot be"):
+        verify(replace(plan, replicas=(replace(replica, stages=stages),)))
