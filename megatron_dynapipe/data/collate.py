@@ -9,14 +9,13 @@ decoder-only, sequence a b c d            encoder–decoder, input a b c, target
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
@@ -70,6 +69,12 @@ class HostMicroBatch:
     loss_mask: Tensor | None
 
 
+class SampleReader(Protocol):
+    """Samples by number: tokens of input and target; `IndexedReader` reads them from a dataset."""
+
+    def __getitem__(self, sample: int, /) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]: ...
+
+
 class SpecialTokens(Protocol):
     """The three tokens that collation adds; `DatasetMeta` has them."""
 
@@ -100,7 +105,7 @@ class Collator:
     """
 
     needs: Needs
-    reader: IndexedReader | None
+    reader: SampleReader | None
     special: SpecialTokens
 
     def __post_init__(self) -> None:

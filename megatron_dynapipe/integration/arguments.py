@@ -31,6 +31,7 @@ class RunSettings:
         store_bind: address at which an embedded store listens.
         cost_model: cost model file; None plans with the analytic model.
         memory_limit_bytes: memory of a device that plans may use; None takes the device's, less a margin.
+        recompute: modes of recomputation that a micro-batch may be given.
         long_samples: what becomes of samples longer than the maximum.
         ahead: iterations planned ahead of training.
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
@@ -43,6 +44,7 @@ class RunSettings:
     store_bind: str
     cost_model: Path | None
     memory_limit_bytes: int | None
+    recompute: tuple[Recompute, ...]
     long_samples: LongSamples
     ahead: int
     timeout_s: float
@@ -73,6 +75,7 @@ class RunSettings:
             store_bind=args.dynapipe_store_bind,
             cost_model=args.dynapipe_cost_model,
             memory_limit_bytes=None if limit_mb is None else int(limit_mb * BYTES_PER_MB),
+            recompute=recompute_modes(args),
             long_samples=LongSamples(args.dynapipe_long_samples),
             ahead=args.dynapipe_lookahead,
             timeout_s=args.dynapipe_timeout_s,
@@ -103,6 +106,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--dynapipe-store-bind", default="127.0.0.1", help="address of the embedded store, for runs on several nodes")
     add("--dynapipe-cost-model", type=Path, help="cost model file (default: computed from the model's shape)")
     add("--dynapipe-device-memory-limit", type=float, metavar="MB", help="memory of a device that plans may use")
+    add(
+        "--dynapipe-limit-rc-type",
+        metavar="MODES",
+        help="of none,selective,full those that plans may choose among for a micro-batch "
+        "(default: what --recompute-granularity says, else all three)",
+    )
     add(
         "--dynapipe-long-samples",
         choices=[policy.value for policy in LongSamples],
@@ -191,9 +200,21 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str, str]]:
     ]
 
 
-def recompute_mode(args: argparse.Namespace) -> Recompute:
-    """The recomputation that Megatron's flags ask for."""
-    return Recompute(args.recompute_granularity or "none")
+def recompute_modes(args: argparse.Namespace) -> tuple[Recompute, ...]:
+    """The modes of recomputation that plans choose among.
+
+    Raises:
+        ConfigError: an unknown mode, one twice, or none.
+    """
+    given = args.dynapipe_limit_rc_type
+    if given is None:
+        asked = "selective" if getattr(args, "recompute_activations", False) else args.recompute_granularity
+        return tuple(Recompute) if asked is None else (Recompute(asked),)
+    words = [word.strip() for word in given.split(",")]
+    known = [mode.value for mode in Recompute]
+    if not set(words) <= set(known) or len(set(words)) != len(words):
+        raise ConfigError(f"expected --dynapipe-limit-rc-type to name some of {','.join(known)}, got {given!r}")
+    return tuple(mode for mode in Recompute if mode.value in words)
 
 
 def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron_dynapipe.integration.passes import ForwardStep, LoadMicroBatch, MegatronPasses
+from megatron_dynapipe.integration.passes import ForwardStep, LoadMicroBatch, MegatronPasses, PrepareMicroBatch
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Load
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import PipelineExecutor, Trace
@@ -40,12 +40,14 @@ def run_iteration(
     *,
     stage: int,
     stages: int,
+    prepare: PrepareMicroBatch = lambda _: None,
     forward_only: bool = False,
     force_all_reduce: bool = False,
 ) -> IterationResult:
     """Run a stage's plan and hand the gradients to Megatron's finalisation.
 
-    A replica without micro-batches takes part in the reductions with zeros.
+    `prepare` is told the micro-batch before each of its passes (`PassState.begin`). A replica without micro-batches
+    takes part in the reductions with zeros.
     """
     config, groups = get_model_config(models[0]), ProcessGroupCollection.use_mpu_process_groups()
     device = next(models[0].parameters()).device
@@ -62,6 +64,7 @@ def run_iteration(
             stages=stages,
             context_parallel_size=groups.cp.size(),
             forward_only=forward_only,
+            prepare=prepare,
             before_backward=reduction.before_backward,
         )
         executor.register_handler(Load, passes.load)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron_dynapipe.integration.control import ControlGroup
 from megatron_dynapipe.plan.instructions import Channel, Payload, channel_of
 
 
@@ -57,6 +59,26 @@ def make_groups(
         if dist.get_rank() in ranks:
             mine = PipelineGroups(ranks=tuple(ranks), channels=made)
     return mine
+
+
+def connect(control: ControlGroup, *, chunks: int, device: torch.device, timeout_s: float) -> PipelineGroups:
+    """Find the pipelines of the job, make the groups of all of them, and warm up those of this rank's.
+
+    Every rank calls it, at the same point.
+
+    Args:
+        control: by which ranks tell each other their pipelines.
+        chunks: virtual stages per rank.
+        device: where transfers take place.
+        timeout_s: deadline of every operation.
+    """
+    mine = torch.tensor(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
+    pipelines = sorted({tuple(int(rank) for rank in ranks) for ranks in control.gather(mine)})
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    groups = make_groups(pipelines, chunks=chunks, backend=backend, timeout_s=timeout_s)
+    assert groups is not None, "every rank is in a pipeline"
+    warm_up(groups, device)
+    return groups
 
 
 def warm_up(groups: PipelineGroups, device: torch.device) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, Network
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.arguments import RunSettings, maximum_lengths, recompute_mode
+from megatron_dynapipe.integration.arguments import RunSettings, maximum_lengths
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs, SplitSettings
@@ -75,7 +75,7 @@ def _planner(args: argparse.Namespace, settings: RunSettings, family: ModelFamil
         chunks=args.virtual_pipeline_model_parallel_size or 1,
         memory_limit_bytes=settings.memory_limit_bytes or device_memory_bytes(on_cpu=on_cpu),
         distributed_optimizer=args.use_distributed_optimizer,
-        recompute=(recompute_mode(args),),
+        recompute=settings.recompute,
         network=_network(settings),
         element_bytes=args.params_dtype.itemsize,
         sequence_parallel=args.sequence_parallel,

@@ -21,6 +21,8 @@ DeviceBatch = Mapping[str, Any]
 """What a step function takes from its iterator for one micro-batch."""
 LoadMicroBatch = Callable[[int], DeviceBatch]
 """Makes the device tensors of the micro-batch of that index."""
+PrepareMicroBatch = Callable[[int], None]
+"""Told the index of the micro-batch whose pass comes next."""
 ForwardStep = Callable[[Iterator[DeviceBatch], torch.nn.Module], tuple[Any, Callable[..., Any]]]
 """Megatron's step function: takes one batch, returns the model's output and the loss function for it."""
 
@@ -49,7 +51,8 @@ class MegatronPasses:
         stage, stages: this rank's place in the pipeline.
         context_parallel_size: as Megatron's loss calculation wants it.
         forward_only: evaluation; nothing is kept for a backward pass.
-        before_backward: called with the chunk before each backward pass (overlapped gradient reduction).
+        prepare: called with the micro-batch before each of its passes: sets what modules look at while they run.
+        before_backward: called with each backward pass before it runs (overlapped gradient reduction).
 
     Attributes:
         losses: the loss function's report of each micro-batch, on the last stage.
@@ -67,6 +70,7 @@ class MegatronPasses:
         stages: int,
         context_parallel_size: int,
         forward_only: bool,
+        prepare: PrepareMicroBatch,
         before_backward: Callable[[Backward], None],
     ) -> None:
         self._models = models
@@ -77,6 +81,7 @@ class MegatronPasses:
         self._stages = stages
         self._context_parallel_size = context_parallel_size
         self._forward_only = forward_only
+        self._prepare = prepare
         self._before_backward = before_backward
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self.losses: list[dict[str, torch.Tensor]] = []
@@ -90,6 +95,7 @@ class MegatronPasses:
     def forward(self, instruction: Forward, buffers: BufferTable) -> None:
         """Handler of `Forward`."""
         micro_batch, chunk = instruction.micro_batch, instruction.chunk
+        self._prepare(micro_batch)
         inputs: Sequence[torch.Tensor] = ()
         if not self._is_first(chunk):
             inputs = buffers.tensors(Buffer.INPUT, micro_batch, chunk)
@@ -108,6 +114,7 @@ class MegatronPasses:
     def backward(self, instruction: Backward, buffers: BufferTable) -> None:
         """Handler of `Backward`."""
         micro_batch, chunk = instruction.micro_batch, instruction.chunk
+        self._prepare(micro_batch)
         self._before_backward(instruction)
         timers = self._config.timers
         if timers is not None:

@@ -123,6 +123,7 @@ def _session(
         chunks=args.virtual_pipeline_model_parallel_size or 1,
         dtype=args.params_dtype,
         device=torch.device("cpu") if on_cpu else torch.device("cuda", args.local_rank or 0),
+        seed=args.seed,
     )
 
 

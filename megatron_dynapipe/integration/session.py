@@ -10,7 +10,7 @@ where training resumes. Ranks start things in the same order, and a failure on o
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -25,9 +25,10 @@ from megatron_dynapipe.errors import ConfigError, StoreError
 from megatron_dynapipe.integration.arguments import RunSettings
 from megatron_dynapipe.integration.control import ControlGroup
 from megatron_dynapipe.integration.forward_backward import run_iteration
-from megatron_dynapipe.integration.groups import PipelineGroups, make_groups, warm_up
+from megatron_dynapipe.integration.groups import connect
 from megatron_dynapipe.integration.iterators import AgreedIterator
-from megatron_dynapipe.integration.passes import DeviceBatch
+from megatron_dynapipe.integration.pass_state import PassState
+from megatron_dynapipe.integration.passes import DeviceBatch, PrepareMicroBatch
 from megatron_dynapipe.integration.recorder import Recorder
 from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, platform_of
 from megatron_dynapipe.sampling import LengthTable, Sampler
@@ -51,6 +52,7 @@ class Session:
         chunks: virtual stages per rank.
         dtype: of the tensors that cross stage boundaries.
         device: this rank's device.
+        seed: of dropouts.
     """
 
     is_distributed = True  # Megatron: call `datasets` on every rank
@@ -65,6 +67,7 @@ class Session:
         chunks: int,
         dtype: torch.dtype,
         device: torch.device,
+        seed: int,
     ) -> None:
         self._settings = settings
         self._make_inputs = inputs
@@ -73,6 +76,8 @@ class Session:
         self._chunks = chunks
         self._dtype = dtype
         self._device = device
+        self._seed = seed
+        self._pass_state: PassState | None = None
         self._resources = ExitStack()
         self._iterators: dict[str, AgreedIterator] = {}
 
@@ -116,6 +121,7 @@ class Session:
             lambda index: self._make_batch(item.micro_batches[index], self._device),
             stage=self._stage,
             stages=self._stages,
+            prepare=self._prepare(models, item),
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
         )
@@ -123,6 +129,19 @@ class Session:
             self._recorder.add(item, result.trace)
             self._iterators["train"].prepare()
         return result.losses
+
+    def _prepare(self, models: Sequence[torch.nn.Module], item: PlannedIteration) -> PrepareMicroBatch:
+        """Sets the model chunks for each micro-batch of an iteration."""
+        if self._pass_state is None:
+            self._pass_state = PassState(
+                models,
+                seed=self._seed,
+                replica=parallel_state.get_data_parallel_rank(),
+                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+                stage=self._stage,
+            )
+        state, entry = self._pass_state, item.entry
+        return lambda index: state.begin(entry.iteration, index, entry.micro_batches[index].recompute)
 
     def print_report(self) -> None:
         """At the run's end: gather every rank's records and print the summary, on rank 0."""
@@ -135,7 +154,7 @@ class Session:
         self._control = ControlGroup(timeout_s=self._settings.timeout_s)
         inputs = self._control.run_on_all(self._make_inputs)
         self._control.run_on_all(lambda: self._check_samples(inputs))
-        groups = self._pipeline()
+        groups = connect(self._control, chunks=self._chunks, device=self._device, timeout_s=self._settings.timeout_s)
         self._stage, self._stages = groups.ranks.index(self._control.rank), len(groups.ranks)
         platform = platform_of(self._device)
         transport = TorchTransport(groups.channels, groups.ranks, deadline_s=self._settings.timeout_s)
@@ -166,19 +185,6 @@ class Session:
             sampler = Sampler(LengthTable.read(self._settings.data, split.name), split.sampler)
             if sampler.report.long_samples:
                 print(f"{split.name}: {sampler.report}", flush=True)
-
-    def _pipeline(self) -> PipelineGroups:
-        """Process groups of this rank's pipeline; every rank makes those of all pipelines."""
-        mine = torch.tensor(
-            torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        )
-        every = self._control.gather(mine)
-        pipelines = sorted({tuple(int(rank) for rank in ranks) for ranks in every})
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
-        groups = make_groups(pipelines, chunks=self._chunks, backend=backend, timeout_s=self._settings.timeout_s)
-        assert groups is not None, "every rank is in a pipeline"
-        warm_up(groups, self._device)
-        return groups
 
     def _open_store(self, inputs: PlanInputs) -> tuple[PlanStore, PlanKeys]:
         """Start or find the store, start this node's planner, connect."""
