@@ -109,6 +109,7 @@ int64_t ListScheduler::run(const std::vector<const PassCosts*>& costs, const Pol
         for (int64_t other = 1; other < ranks; ++other)
             if (stages_[other].start < stages_[s].start) s = other;
         Stage& stage = stages_[s];
+        if (stage.start >= kUnreachable) return kUnreachable;  // strict, and short of memory upstream
         if (forwards) (*forwards)[s * count * kinds + stage.forwards + stage.backwards] = stage.next_is_forward;
         if (stage.next_is_forward) {
             const int64_t k = stage.forwards++;

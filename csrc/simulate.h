@@ -55,7 +55,8 @@ class ListScheduler {
 public:
     explicit ListScheduler(const PipelineShape& shape);
 
-    // The makespan, or kUnreachable once it is known to reach `bound` or where a micro-batch fits no stage's memory.
+    // The makespan, or kUnreachable once it is known to reach `bound`, where a micro-batch does not fit a stage's
+    // memory, and where a strict policy stalls.
     // Fills `forwards`, if given, with [stages][2 * count]: 1 for a forward pass, 0 for a backward pass.
     int64_t run(const std::vector<const PassCosts*>& costs, const Policy& policy, int64_t bound,
                 std::vector<uint8_t>* forwards);

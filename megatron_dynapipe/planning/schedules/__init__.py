@@ -13,27 +13,12 @@ from megatron_dynapipe.plan.timeline import Timeline
 from megatron_dynapipe.planning.problem import PassOrder, PipelineProblem
 from megatron_dynapipe.planning.schedules.adaptive import adaptive
 from megatron_dynapipe.planning.schedules.gpipe import gpipe
-from megatron_dynapipe.planning.schedules.one_f_one_b import default_depths, one_f_one_b
+from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
 from megatron_dynapipe.planning.simulate import simulate
 from megatron_dynapipe.units import BYTES_PER_MB
 
-
-def shallow_one_f_one_b(problem: PipelineProblem) -> PassOrder:
-    """1F1B with as many forwards ahead on each rank as its memory allows, at most the default number."""
-    depths = list(default_depths(problem))
-    while True:
-        order = one_f_one_b(problem, depths)
-        peak = simulate(problem, order).peak_bytes
-        over = [rank for rank, used in enumerate(peak) if used > problem.memory_limit_bytes]
-        reducible = [rank for rank in over if depths[rank] > 1]
-        if problem.chunks > 1 or not reducible:
-            return order
-        limit = depths[reducible[0]] - 1
-        depths = depths[: reducible[0]] + [min(depth, limit) for depth in depths[reducible[0] :]]
-
-
 SCHEDULES: Mapping[str, Callable[[PipelineProblem], PassOrder]] = MappingProxyType(
-    {"adaptive": adaptive, "1f1b": shallow_one_f_one_b, "gpipe": gpipe}
+    {"adaptive": adaptive, "1f1b": one_f_one_b_within_memory, "gpipe": gpipe}
 )
 
 

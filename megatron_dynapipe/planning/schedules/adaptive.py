@@ -4,7 +4,7 @@ Micro-batches keep one order on all ranks, forward and backward, so that a rank 
 forward and *the* next backward. It takes the one that can start first; a `Rule` breaks ties. A forward is admitted
 while fewer than `depth` micro-batches stand between their forward and their backward on the rank, and its peak fits
 beside what they keep. Since the oldest micro-batch in flight is never held up by younger ones, and each fits alone,
-list scheduling always ends.
+list scheduling ends under every rule but the strict one, which can wait for a forward that never comes.
 
 This is the readable statement of the rules and the oracle of the native twin (`csrc/simulate.cpp`), which the order
 search runs thousands of times per plan.
@@ -19,7 +19,7 @@ import numpy as np
 from megatron_dynapipe.plan.instructions import Backward, Forward, Pass
 from megatron_dynapipe.planning.native import NATIVE
 from megatron_dynapipe.planning.problem import PassOrder, PipelineProblem
-from megatron_dynapipe.planning.schedules.one_f_one_b import default_depths, one_f_one_b
+from megatron_dynapipe.planning.schedules.one_f_one_b import default_depths, one_f_one_b_within_memory
 from megatron_dynapipe.planning.simulate import cost_arrays, simulate
 
 DEEPENINGS = (0, 1, 3, 8)
@@ -45,14 +45,17 @@ class Policy:
 
 
 def adaptive(problem: PipelineProblem) -> PassOrder:
-    """The best list schedule of a few policies, 1F1B among them, for the micro-batches in index order.
+    """The best of 1F1B and the list schedules of a few policies, for the micro-batches in index order.
 
     With several chunks per rank, interleaved 1F1B.
     """
+    plain = one_f_one_b_within_memory(problem)
     if problem.chunks > 1:
-        return one_f_one_b(problem)
-    orders = [list_schedule(problem, policy) for policy in policies(problem)]
-    return min(orders, key=lambda order: simulate(problem, order).makespan_ns)
+        return plain
+    scheduled = [order for policy in policies(problem) if (order := list_schedule(problem, policy)) is not None]
+    runs = [(simulate(problem, order), order) for order in (plain, *scheduled)]
+    fitting = [(run, order) for run, order in runs if max(run.peak_bytes) <= problem.memory_limit_bytes]
+    return min(fitting or runs, key=lambda candidate: candidate[0].makespan_ns)[1]
 
 
 def policies(problem: PipelineProblem) -> list[Policy]:
@@ -61,15 +64,16 @@ def policies(problem: PipelineProblem) -> list[Policy]:
     return [Policy((*(depth + extra for depth in base[:-1]), 1), rule) for extra in DEEPENINGS for rule in Rule]
 
 
-def list_schedule(problem: PipelineProblem, policy: Policy) -> PassOrder:
+def list_schedule(problem: PipelineProblem, policy: Policy) -> PassOrder | None:
     """The order in which ranks take passes under a policy, in the problem's own predicted times.
 
-    A micro-batch that does not fit a rank's memory even alone is run alone there.
+    None where a micro-batch does not fit a rank's memory even alone, and where a strict policy stalls: a rank waits
+    for a forward that one before it has no memory for.
     """
     if NATIVE is None:
         return list_schedule_in_python(problem, policy)
     depths = np.array(policy.depths, np.int64)
-    _, forwards = NATIVE.list_schedule(
+    makespan, forwards = NATIVE.list_schedule(
         cost_arrays(problem),
         problem.model_state_bytes,
         problem.memory_limit_bytes,
@@ -77,20 +81,25 @@ def list_schedule(problem: PipelineProblem, policy: Policy) -> PassOrder:
         depths,
         int(policy.rule),
     )
-    if not forwards:  # a micro-batch fits nowhere
-        return list_schedule_in_python(problem, policy)
+    if not makespan < _NEVER // 2:
+        return None
     return tuple(map(passes_of, np.array(forwards).reshape(problem.stages, -1).tolist()))
 
 
-def list_schedule_in_python(problem: PipelineProblem, policy: Policy) -> PassOrder:
+def list_schedule_in_python(problem: PipelineProblem, policy: Policy) -> PassOrder | None:
     """The Python twin of `list_schedule`."""
     assert problem.chunks == 1
+    if (problem.peak_bytes + problem.model_state_bytes > problem.memory_limit_bytes).any():
+        return None
     run = _Run(problem, policy)
     total = problem.micro_batches * (1 if problem.forward_only else 2) * problem.stages
     for rank in range(problem.stages):
         run.choose(rank)
     for _ in range(total):
-        run.step(min(range(problem.stages), key=lambda rank: run.ranks[rank].start))
+        rank = min(range(problem.stages), key=lambda rank: run.ranks[rank].start)
+        if run.ranks[rank].start >= _NEVER:
+            return None
+        run.step(rank)
     return tuple(tuple(rank.passes) for rank in run.ranks)
 
 
@@ -124,7 +133,6 @@ class _Run:
         in_flight = at.forwards - at.backwards
         admitted = at.forwards < problem.micro_batches and (
             problem.forward_only
-            or in_flight == 0
             or (
                 in_flight < self.policy.depths[rank]
                 and at.held + self.peak[at.forwards][rank] <= problem.memory_limit_bytes
@@ -143,7 +151,6 @@ class _Run:
     def step(self, rank: int) -> None:
         """Run a rank's next pass and look again at those whom it concerns."""
         at, last = self.ranks[rank], len(self.ranks) - 1
-        assert at.start < _NEVER, "list scheduling never stalls"
         if at.next_is_forward:
             row = at.forwards
             at.forwards += 1

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from megatron_dynapipe.plan.instructions import Backward, Forward, Pass
 from megatron_dynapipe.planning.problem import PassOrder, PipelineProblem
+from megatron_dynapipe.planning.simulate import simulate
 
 
 def one_f_one_b(problem: PipelineProblem, depths: Sequence[int] | None = None) -> PassOrder:
@@ -28,6 +29,21 @@ def one_f_one_b(problem: PipelineProblem, depths: Sequence[int] | None = None) -
     assert len(depths) == problem.stages and min(depths) >= 1, depths
     assert all(ahead >= behind for ahead, behind in pairwise(depths)), depths
     return tuple(_alternate(forwards, backwards, depth) for depth in depths)
+
+
+def one_f_one_b_within_memory(problem: PipelineProblem) -> PassOrder:
+    """1F1B with as many forwards ahead on each rank as its memory allows, at most the default number.
+
+    Interleaved 1F1B has no smaller depths; it comes as it is.
+    """
+    depths = list(default_depths(problem))
+    while True:
+        order = one_f_one_b(problem, depths)
+        peaks = simulate(problem, order).peak_bytes
+        over = [rank for rank, peak in enumerate(peaks) if peak > problem.memory_limit_bytes and depths[rank] > 1]
+        if problem.chunks > 1 or problem.forward_only or not over:
+            return order
+        depths = depths[: over[0]] + [min(depth, depths[over[0]] - 1) for depth in depths[over[0] :]]
 
 
 def default_depths(problem: PipelineProblem) -> tuple[int, ...]:

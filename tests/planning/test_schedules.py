@@ -1,0 +1,192 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dynapipe.errors import ConfigError, InfeasibleError
+from megatron_dynapipe.plan.instructions import Forward
+from megatron_dynapipe.plan.text import format_instruction
+from megatron_dynapipe.plan.verify import verify_lists
+from megatron_dynapipe.planning.lowering import Pipeline, lower
+from megatron_dynapipe.planning.native import NATIVE
+from megatron_dynapipe.planning.schedules import SCHEDULES, ScheduleSettings, schedule
+from megatron_dynapipe.planning.schedules.adaptive import (
+    Policy,
+    Rule,
+    list_schedule,
+    list_schedule_in_python,
+    policies,
+)
+from megatron_dynapipe.planning.schedules.gpipe import gpipe
+from megatron_dynapipe.planning.schedules.one_f_one_b import default_depths, one_f_one_b
+from megatron_dynapipe.planning.simulate import simulate
+from tests.helpers.plans import random_problem
+
+needs_native = pytest.mark.skipif(NATIVE is None, reason="the native core is not built")
+
+
+def words(passes):
+    return " ".join(map(format_instruction, passes))
+
+
+def test_gpipe():
+    assert words(gpipe(random_problem(3, 2))[0]) == "F0 F1 F2 B0 B1 B2"
+    assert words(gpipe(random_problem(2, 2, chunks=2))[1]) == "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"
+    assert words(gpipe(random_problem(2, 2, forward_only=True))[0]) == "F0 F1"
+
+
+def test_1f1b():
+    order = one_f_one_b(random_problem(5, 3))
+    assert list(map(words, order)) == [
+        "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
+    ]
+    assert words(one_f_one_b(random_problem(1, 3))[0]) == "F0 B0"
+    assert words(one_f_one_b(random_problem(3, 3), depths=(1, 1, 1))[0]) == "F0 B0 F1 B1 F2 B2"
+
+
+def megatron_interleaved(rank, stages, chunks, micro_batches):
+    """The order of Megatron's interleaved schedule for a number of micro-batches that its ranks divide."""
+    total = micro_batches * chunks
+    group = stages * chunks
+
+    def at(k, forward):
+        chunk = k % group // stages
+        row = k // group * stages + k % stages
+        return f"{'F' if forward else 'B'}{row}", chunk if forward else chunks - 1 - chunk
+
+    warm_up = min((stages - rank - 1) * 2 + (chunks - 1) * stages, total)
+    steps = [at(k, True) for k in range(warm_up)]
+    for k in range(total - warm_up):
+        steps += [at(warm_up + k, True), at(k, False)]
+    steps += [at(k, False) for k in range(total - warm_up, total)]
+    return " ".join(name + (f".{chunk}" if chunk else "") for name, chunk in steps)
+
+
+@pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 2, 3)])
+def test_interleaved_1f1b_is_megatrons_where_that_one_exists(stages, chunks, micro_batches):
+    order = one_f_one_b(random_problem(micro_batches, stages, chunks=chunks))
+    assert [words(passes) for passes in order] == [
+        megatron_interleaved(rank, stages, chunks, micro_batches) for rank in range(stages)
+    ]
+
+
+@pytest.mark.parametrize("stages", range(2, 7))
+@pytest.mark.parametrize("chunks", range(1, 5))
+def test_interleaved_1f1b_runs_with_any_number_of_micro_batches(stages, chunks):
+    for micro_batches in range(3 * stages + 2):
+        problem = random_problem(micro_batches, stages, chunks=chunks)
+        order = one_f_one_b(problem)
+        assert all(len(set(passes)) == 2 * chunks * micro_batches for passes in order)
+        shapes = ((((8, 1, 4),),) * (stages * chunks - 1),) * micro_batches
+        lists = lower(order, Pipeline(stages=stages, chunks=chunks, shapes=shapes))
+        verify_lists(lists, micro_batches=micro_batches, chunks=chunks)
+
+
+def test_settings():
+    with pytest.raises(ConfigError, match="expected a schedule among 1f1b, adaptive, gpipe, got 'zb'"):
+        ScheduleSettings(method="zb")
+    with pytest.raises(ConfigError, match="expected at least 0 search evaluations, got -1"):
+        ScheduleSettings(search_evaluations=-1)
+    with pytest.raises(ConfigError, match=r"expected a seed from 0 to 2\^64 - 1, got -5"):
+        ScheduleSettings(seed=-5)
+
+
+def test_1f1b_holds_fewer_micro_batches_where_memory_is_short():
+    problem = random_problem(8, 4)
+    roomy = schedule(problem, ScheduleSettings(method="1f1b"))
+    tight = max(problem.model_state_bytes) + 2 * problem.peak_bytes.max()
+    limited = random_problem(8, 4, memory_limit_bytes=int(tight))
+    found = schedule(limited, ScheduleSettings(method="1f1b"))
+    assert max(found.peak_bytes) <= tight < max(roomy.peak_bytes)
+    assert found.makespan_ns >= roomy.makespan_ns
+
+
+@pytest.mark.parametrize("method", SCHEDULES)
+def test_too_little_memory_names_the_stage(method):
+    problem = random_problem(3, 2, memory_limit_bytes=15)
+    with pytest.raises(InfeasibleError, match=r"stage . needs 0 MB with this schedule, of 0 MB"):
+        schedule(problem, ScheduleSettings(method=method))
+
+
+problems = st.builds(
+    random_problem,
+    micro_batches=st.integers(0, 10),
+    stages=st.integers(1, 5),
+    forward_only=st.booleans(),
+    seed=st.integers(0, 10**6),
+    memory_limit_bytes=st.sampled_from([10**9, 60, 35, 21]),  # 21 holds any micro-batch alone
+)
+
+
+@given(problem=problems)
+def test_list_schedules_run_everything_in_order_within_memory(problem):
+    for policy in policies(problem)[:6]:
+        order = list_schedule(problem, policy)
+        if order is None:
+            assert policy.rule is Rule.STRICT
+            continue
+        for rank, passes in enumerate(order):
+            forwards = [step.micro_batch for step in passes if isinstance(step, Forward)]
+            backwards = [step.micro_batch for step in passes if not isinstance(step, Forward)]
+            assert forwards == list(range(problem.micro_batches))
+            assert backwards == ([] if problem.forward_only else forwards)
+            depth = np.cumsum([1 if isinstance(step, Forward) else -1 for step in passes], dtype=int)
+            assert problem.forward_only or max(depth, default=0) <= policy.depths[rank]
+        assert max(simulate(problem, order).peak_bytes) <= problem.memory_limit_bytes
+
+
+@needs_native
+@given(problem=problems, rule=st.sampled_from(Rule), extra=st.integers(0, 4))
+def test_the_native_twin_agrees(problem, rule, extra):
+    policy = Policy(tuple(depth + extra for depth in default_depths(problem)), rule)
+    assert list_schedule(problem, policy) == list_schedule_in_python(problem, policy)
+
+
+@given(problem=problems)
+def test_strict_list_scheduling_is_1f1b_where_memory_allows(problem):
+    unlimited = random_problem(problem.micro_batches, problem.stages, seed=7)
+    assert list_schedule(unlimited, Policy(default_depths(unlimited), Rule.STRICT)) == one_f_one_b(unlimited)
+
+
+def test_a_strict_policy_can_stall_and_a_micro_batch_that_fits_nowhere_has_no_schedule():
+    short = random_problem(2, 3, memory_limit_bytes=21)
+    assert list_schedule(short, Policy((3, 2, 1), Rule.STRICT)) is None
+    assert list_schedule(short, Policy((3, 2, 1), Rule.FORWARD_FIRST)) is not None
+    assert list_schedule(random_problem(2, 3, memory_limit_bytes=15), Policy((3, 2, 1), Rule.FORWARD_FIRST)) is None
+
+
+@given(problem=problems)
+def test_adaptive_is_never_slower_than_1f1b(problem):
+    found = schedule(problem, ScheduleSettings(method="adaptive"))
+    one = schedule(problem, ScheduleSettings(method="1f1b"))
+    assert found.makespan_ns <= one.makespan_ns
+
+
+def noisy(problem, spread, random):
+    """The same micro-batches with every pass up to `spread` faster or slower than predicted."""
+    changed = {
+        name: np.rint(getattr(problem, name) * random.uniform(1 - spread, 1 + spread, problem.forward_ns.shape))
+        for name in ("forward_ns", "backward_ns")
+    }
+    fields = {name: getattr(problem, name) for name in type(problem).__slots__}
+    return type(problem)(**fields | {name: value.astype(np.int64) for name, value in changed.items()})
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.3])
+@pytest.mark.parametrize(("micro_batches", "stages"), [(8, 4), (24, 4), (24, 8)])
+def test_adaptive_degrades_no_more_than_1f1b_when_times_differ_from_predicted(micro_batches, stages, spread):
+    random = np.random.default_rng(5)
+    mean, worst = np.zeros(2), np.zeros(2)
+    for seed in range(5):
+        problem = random_problem(micro_batches, stages, seed=seed)
+        orders = [SCHEDULES[name](problem) for name in ("adaptive", "1f1b")]
+        predicted = [simulate(problem, order).makespan_ns for order in orders]
+        draws = [noisy(problem, spread, random) for _ in range(100)]
+        times = np.array([[simulate(draw, order).makespan_ns for order in orders] for draw in draws])
+        mean += times.mean(axis=0) / predicted / 5
+        worst += times.max(axis=0) / predicted / 5
+    # In hundredths of the predicted time; and in absolute time it stays ahead.
+    assert mean[0] <= mean[1] + 0.02
+    assert worst[0] <= worst[1] + 0.04

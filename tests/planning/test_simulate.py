@@ -1,0 +1,153 @@
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dynapipe.errors import PlanningError
+from megatron_dynapipe.plan.instructions import Backward, Forward
+from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.planning import simulate as module
+from megatron_dynapipe.planning.native import NATIVE
+from megatron_dynapipe.planning.problem import PipelineProblem
+from megatron_dynapipe.planning.schedules.gpipe import gpipe
+from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b
+from megatron_dynapipe.planning.simulate import simulate, simulate_in_python
+from tests.helpers.plans import NO_LIMIT, random_problem
+
+needs_native = pytest.mark.skipif(NATIVE is None, reason="the native core is not built")
+
+
+def even_problem(micro_batches: int, stages: int, *, transfer: int = 0, forward_only: bool = False) -> PipelineProblem:
+    """Forward 1, backward 2, stored 3, peak 5; stage s holds 10 · s bytes of model state."""
+    shape = (micro_batches, stages)
+    forward_transfer, backward_transfer = np.full(shape, transfer), np.full(shape, transfer)
+    forward_transfer[:, -1] = backward_transfer[:, 0] = 0
+    return PipelineProblem(
+        stages=stages,
+        chunks=1,
+        forward_ns=np.ones(shape, np.int64),
+        backward_ns=np.full(shape, 2),
+        stored_bytes=np.full(shape, 3),
+        peak_bytes=np.full(shape, 5),
+        forward_transfer_ns=forward_transfer,
+        backward_transfer_ns=backward_transfer,
+        model_state_bytes=np.arange(stages) * 10,
+        memory_limit_bytes=NO_LIMIT,
+        forward_only=forward_only,
+    )
+
+
+@pytest.mark.parametrize(("micro_batches", "stages"), [(1, 1), (1, 4), (4, 4), (8, 3)])
+def test_an_even_1f1b_takes_the_textbook_time(micro_batches, stages):
+    problem = even_problem(micro_batches, stages)
+    run = simulate(problem, one_f_one_b(problem))
+    assert run.makespan_ns == (micro_batches + stages - 1) * 3
+    assert run.busy_ns == (micro_batches * 3,) * stages
+    assert run.idle_ns == ((stages - 1) * 3,) * stages
+
+
+def test_memory_is_held_from_forward_to_backward():
+    problem = even_problem(4, 2)
+    # In flight: 4 and 4 under GPipe, 2 and 1 under 1F1B; the last forward's peak is 2 above what it stores.
+    assert simulate(problem, gpipe(problem)).peak_bytes == (3 * 4 + 2, 10 + 3 * 4 + 2)
+    assert simulate(problem, one_f_one_b(problem)).peak_bytes == (3 * 2 + 2, 10 + 3 + 2)
+    forward_only = even_problem(4, 2, forward_only=True)
+    assert simulate(forward_only, gpipe(forward_only)).peak_bytes == (5, 15)
+
+
+def test_messages_take_their_time():
+    problem = even_problem(1, 2, transfer=7)
+    assert simulate(problem, gpipe(problem)).timeline == (
+        (Event(Forward(0), 0, 1), Event(Backward(0), 18, 20)),
+        (Event(Forward(0), 8, 9), Event(Backward(0), 9, 11)),
+    )
+
+
+def test_a_queued_link_carries_one_message_at_a_time():
+    problem = even_problem(3, 2, transfer=7, forward_only=True)
+    free = simulate(problem, gpipe(problem)).timeline[1]
+    queued = simulate(problem, gpipe(problem), queue_links=True).timeline[1]
+    assert [event.start_ns for event in free] == [8, 9, 10]
+    assert [event.start_ns for event in queued] == [8, 15, 22]
+
+
+def test_an_iteration_without_micro_batches_takes_no_time():
+    problem = random_problem(0, 3)
+    run = simulate(problem, one_f_one_b(problem))
+    assert (run.makespan_ns, run.busy_ns, run.peak_bytes) == (0, (0, 0, 0), (10, 10, 10))
+
+
+def test_an_order_that_stalls_is_refused_with_where_it_stands():
+    order = ((Forward(0), Backward(0), Forward(1), Backward(1)), (Forward(0), Forward(1), Backward(0), Backward(1)))
+    with pytest.raises(PlanningError, match="the pass order stalls: stage 0 at B0, stage 1 at F1"):
+        simulate(even_problem(2, 2), order)
+    with pytest.raises(PlanningError, match="the pass order stalls: stage 1 at F0"):
+        simulate(even_problem(1, 2), ((), (Forward(0),)))
+
+
+problems = st.builds(
+    random_problem,
+    micro_batches=st.integers(0, 9),
+    stages=st.integers(2, 5),
+    chunks=st.integers(1, 3),
+    forward_only=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+
+
+@needs_native
+@given(problem=problems, queue_links=st.booleans(), schedule=st.sampled_from([gpipe, one_f_one_b]))
+def test_the_native_twin_agrees(problem, queue_links, schedule):
+    order = schedule(problem)
+    assert simulate(problem, order, queue_links=queue_links) == simulate_in_python(
+        problem, order, queue_links=queue_links
+    )
+
+
+@given(problem=problems)
+def test_no_rank_is_faster_than_its_work_and_nothing_overlaps(problem):
+    run = simulate(problem, one_f_one_b(problem))
+    for rank, events in enumerate(run.timeline):
+        assert sum(event.end_ns - event.start_ns for event in events) == run.busy_ns[rank] <= run.makespan_ns
+        assert all(a.end_ns <= b.start_ns for a, b in pairwise(events))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"costs": lambda a: a["costs"][:5]}, "expected six arrays of costs"),
+        ({"costs": lambda a: [c[:1] for c in a["costs"][:1]] + a["costs"][1:]}, "the same micro-batches"),
+        ({"costs": lambda a: [c - 10**6 for c in a["costs"]]}, "costs from 0"),
+        ({"order": lambda a: a["order"] + 10**6}, "passes of the micro-batches and chunks that there are"),
+        ({"order": lambda a: a["order"] - 100}, "passes of the micro-batches and chunks that there are"),
+        ({"order": lambda a: a["order"][:1]}, "passes of every rank"),
+        ({"chunks": lambda a: 0}, "between 1 and 4096 chunks"),
+        ({"model_state": lambda a: a["model_state"] - 100}, "model state from 0"),
+        ({"model_state": lambda a: a["model_state"][:0]}, "between 1 and 4096 ranks"),
+    ],
+)
+def test_the_native_boundary_refuses_what_does_not_fit(change, message):
+    problem = random_problem(2, 2)
+    arguments = {
+        "costs": module.cost_arrays(problem),
+        "chunks": 1,
+        "model_state": problem.model_state_bytes,
+        "forward_only": False,
+        "order": np.array([[0, 2, 1, 3], [0, 1, 2, 3]]),
+        "queue_links": False,
+    }
+    NATIVE.simulate(**arguments)
+    with pytest.raises(ValueError, match=message):
+        NATIVE.simulate(**(arguments | {name: make(arguments) for name, make in change.items()}))
+
+
+def test_taking_micro_batches_takes_their_rows():
+    problem = random_problem(4, 2)
+    taken = problem.take([2, 0])
+    assert taken.micro_batches == 2
+    assert (taken.backward_ns == problem.backward_ns[[2, 0]]).all()
+    assert dataclasses.replace(taken, memory_limit_bytes=1).memory_limit_bytes == 1
