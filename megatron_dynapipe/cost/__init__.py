@@ -1,11 +1,12 @@
 """What a micro-batch costs in time and memory: measured tables, an analytic model, layouts, links. No torch."""
 
-from megatron_dynapipe.cost.analytic import A100_RATES, CPU_RATES, AnalyticCostModel, DeviceRates, ModelShape
+from megatron_dynapipe.cost.analytic import A100_RATES, CPU_RATES, AnalyticCostModel, DeviceRates
 from megatron_dynapipe.cost.file import TableCostModel
 from megatron_dynapipe.cost.layout import PipelineLayout, StageCosts, stage_costs
 from megatron_dynapipe.cost.model import CostModel
 from megatron_dynapipe.cost.network import Network, boundary_bytes
 from megatron_dynapipe.cost.tables import ABSENT, LayerState, LayerTables, Row
+from megatron_dynapipe.cost.work import ModelShape
 
 __all__ = [
     "A100_RATES",

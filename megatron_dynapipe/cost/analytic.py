@@ -5,174 +5,200 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from megatron_dynapipe.cost.tables import IntArray, LayerState, LayerTables, Row
+from megatron_dynapipe.cost.tables import IntArray, LayerTables, Row
+from megatron_dynapipe.cost.work import Floats, LayerWork, ModelShape, Work
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
 
-_Floats = npt.NDArray[np.float64]
-_AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
+_NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 
-_BACKWARD_OVER_FORWARD = 2
-"""A backward multiplies by the weights for the input's gradient and by the input for the weights'."""
+_PEAK_CORE = {Recompute.NONE: 0.42, Recompute.SELECTIVE: 0.03, Recompute.FULL: 0.03}
+_PEAK_SHARED = 0.4
+"""How much attention's inside, and what all tensor-parallel ranks hold, count in a forward's high-water mark against
+what they divide: as in published profiles of Megatron's layers."""
 
-_LINEAR_STORED = 34
-_PEAK_OVER_STORED = 1.25
 
+class PeakRatios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """High-water mark of a layer's forward over what it works on (`peak_basis`), under each recompute mode."""
 
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of a transformer that decide its costs. `vocabulary` is padded as it is in memory."""
+    none: _Positive = 1.25
+    selective: _Positive = 1.25
+    full: _Positive = 1.25
 
-    family: ModelFamily
-    hidden: _AtLeastOne
-    heads: _AtLeastOne
-    kv_channels: _AtLeastOne
-    ffn: _AtLeastOne
-    vocabulary: _AtLeastOne
+    def of(self, recompute: Recompute) -> float:
+        """The ratio of one mode."""
+        ratio: float = getattr(self, recompute.value)
+        return ratio
 
 
 class DeviceRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a device sustains.
+
+    A pass takes its products, its memory traffic and its messages one after another, but never less than its kernels
+    take to launch; `sharpness` says how suddenly the one takes over from the other.
 
     Attributes:
         flops_per_second: matrix products, as sustained in training (not the peak on its data sheet).
         bytes_per_second: memory traffic.
         layer_overhead_us: time of one layer's forward that no size of micro-batch goes below.
         element_bytes: bytes of a parameter or activation (2 for half precision, 4 for fp32).
+        link_bytes_per_second: messages between tensor-parallel ranks.
+        backward_products: a backward's time for products over its forward's; it multiplies twice as much.
+        backward_traffic: the same for memory traffic.
+        backward_overhead: the same for the overhead.
+        sharpness: exponent of the power mean of work and overhead.
+        peaks: what a layer's forward needs above what it keeps.
     """
 
     flops_per_second: _Positive
     bytes_per_second: _Positive
-    layer_overhead_us: Annotated[float, msgspec.Meta(ge=0)] = 20.0
-    element_bytes: _AtLeastOne = 2
+    layer_overhead_us: _NonNegative = 20.0
+    element_bytes: Annotated[int, msgspec.Meta(ge=1)] = 2
+    link_bytes_per_second: _Positive = 2e11
+    backward_products: _Positive = 2.0
+    backward_traffic: _Positive = 2.0
+    backward_overhead: _Positive = 1.0
+    sharpness: Annotated[float, msgspec.Meta(ge=1)] = 4.0
+    peaks: PeakRatios = PeakRatios()
 
 
 CPU_RATES = DeviceRates(flops_per_second=4e10, bytes_per_second=1e10, layer_overhead_us=200.0, element_bytes=4)
 """One core of a common server CPU in fp32."""
 
-A100_RATES = DeviceRates(flops_per_second=1.5e14, bytes_per_second=1.2e12)
-"""An A100 in half precision."""
+A100_RATES = DeviceRates(
+    flops_per_second=2.2e14,
+    bytes_per_second=8e11,
+    layer_overhead_us=1500.0,
+    backward_products=1.9,
+    peaks=PeakRatios(none=4.4, selective=4.4, full=4.3),
+)
+"""An A100 in half precision, with the overhead of Megatron's unfused layers."""
 
 
 class AnalyticCostModel:
-    """Floating-point operations and bytes of each layer at the device's rates, tabulated on a grid.
+    """Floating-point operations, bytes and messages of each layer at the device's rates, tabulated on a grid.
 
-    Between grid points costs are interpolated like measured ones; attention's quadratic part comes out slightly high.
+    Between grid points costs are interpolated like measured ones; attention's quadratic part comes out up to 3% high.
 
     Args:
         shape: the model.
         rates: the device.
         max_size: most samples in one micro-batch.
         max_length: longest padded input or target.
+        sequence_parallel: whether tensor-parallel ranks share the activations between attention and feed-forward.
 
     Raises:
         CostModelError: `max_size` or `max_length` is below 1 or 8.
     """
 
-    def __init__(self, shape: ModelShape, rates: DeviceRates, *, max_size: int = 4096, max_length: int = 16384) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        rates: DeviceRates,
+        *,
+        max_size: int = 4096,
+        max_length: int = 16384,
+        sequence_parallel: bool = False,
+    ) -> None:
         if max_size < 1 or max_length < 8:
             raise CostModelError(f"expected max_size ≥ 1 and max_length ≥ 8, got {max_size} and {max_length}")
         self.shape = shape
         self.rates = rates
         self.name = f"analytic {shape.family}, hidden {shape.hidden}"
         self.family = shape.family
-        identity = msgspec.json.encode(["analytic/1", shape, rates, max_size, max_length])
+        self._sequence_parallel = sequence_parallel
+        identity = msgspec.json.encode(["analytic/2", shape, rates, max_size, max_length, sequence_parallel])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
-        self._sizes = _doubling(1, max_size)
-        self._lengths = _doubling(8, max_length)
+        self._sizes = geometric(1, max_size)
+        self._lengths = geometric(8, max_length, between=True)
 
     def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
         """See `CostModel.tables`."""
-        if tensor_parallel < 1 or self.shape.heads % tensor_parallel:
-            raise CostModelError(
-                f"tensor parallelism must divide the {self.shape.heads} attention heads, got {tensor_parallel}"
-            )
+        layer = self.layer_work(tensor_parallel)
         t5 = self.family is ModelFamily.T5
         targets = self._lengths if t5 else np.zeros(1, np.int64)
         b = self._sizes[:, None, None].astype(float)
         s = self._lengths[None, :, None].astype(float)
         t = targets[None, None, :].astype(float)
-        layer = _Layer(self.shape, self.rates, tensor_parallel, recompute)
         values = np.zeros((len(Row), len(self._sizes), len(self._lengths), len(targets)))
-        values[Row.ENCODER_FORWARD : Row.ENCODER_PEAK + 1] = layer.costs(b, s, None)
+        values[Row.ENCODER_FORWARD : Row.ENCODER_PEAK + 1] = layer_costs(layer.encoder(b, s), self.rates, recompute)
         if t5:
-            values[Row.DECODER_FORWARD : Row.DECODER_PEAK + 1] = layer.costs(b, t, s)
-        values[Row.HEAD_FORWARD : Row.HEAD_BACKWARD + 1] = layer.head(b, t if t5 else s)
+            decoder = layer_costs(layer.decoder(b, t, s), self.rates, recompute)
+            values[Row.DECODER_FORWARD : Row.DECODER_PEAK + 1] = decoder
+        head = layer.head(b, t if t5 else s)
+        values[Row.HEAD_FORWARD : Row.HEAD_BACKWARD + 1] = layer_costs(head, self.rates, Recompute.NONE)[:2]
         return LayerTables(
             sizes=self._sizes,
             inputs=self._lengths,
             targets=targets,
-            values=np.rint(values).astype(np.int64),
+            values=np.rint(_without_last_bits(values)).astype(np.int64),
             state=layer.state(),
         )
 
-
-class _Layer:
-    """One layer on one tensor-parallel rank: `b` samples of `q` positions, attending to `memory` positions if any."""
-
-    def __init__(self, shape: ModelShape, rates: DeviceRates, tensor_parallel: int, recompute: Recompute) -> None:
-        self._shape, self._rates, self._tp, self._recompute = shape, rates, tensor_parallel, recompute
-        self._attention_width = shape.heads * shape.kv_channels
-
-    def costs(self, b: _Floats, q: _Floats, memory: _Floats | None) -> _Floats:
-        """Rows forward, backward, stored, peak over the broadcast shape."""
-        h, a, f = self._shape.hidden, self._attention_width, self._shape.ffn
-        weights = 4 * h * a + 2 * h * f
-        linear = 2 * b * q * weights
-        core = 4 * b * q * q * a
-        keys = q
-        if memory is not None:
-            linear = linear + 2 * b * (q * 2 + memory * 2) * h * a
-            core = core + 4 * b * q * memory * a
-            keys = q + memory
-            weights += 4 * h * a
-        flops = (linear + core) / self._tp
-        kept = b * q * (_LINEAR_STORED / 2 * h + (4 * a + 2 * f) / self._tp)
-        scores = 2.5 * b * q * keys * self._shape.heads / self._tp
-        forward = self._time(flops, kept + scores + weights / self._tp)
-        backward = _BACKWARD_OVER_FORWARD * forward
-        size = self._rates.element_bytes
-        everything = (kept + scores) * size
-        boundary = b * (q if memory is None else q + memory) * h * size
-        if self._recompute is Recompute.FULL:
-            backward, stored = backward + forward, boundary
-        elif self._recompute is Recompute.SELECTIVE:
-            backward, stored = backward + self._time(core / self._tp, scores), kept * size
-        else:
-            stored = everything
-        peak = everything * _PEAK_OVER_STORED
-        return np.stack(np.broadcast_arrays(forward, backward, stored, peak))
-
-    def head(self, b: _Floats, q: _Floats) -> _Floats:
-        """Rows forward, backward of the output projection and the loss."""
-        logits = b * q * self._shape.vocabulary / self._tp
-        flops = 2 * logits * self._shape.hidden
-        forward = self._time(flops, 3 * logits)
-        return np.stack(np.broadcast_arrays(forward, _BACKWARD_OVER_FORWARD * forward))
-
-    def state(self) -> LayerState:
-        """Parameter bytes, counted as 2 bytes each, as the files do."""
-        h, a, f = self._shape.hidden, self._attention_width, self._shape.ffn
-        encoder = (4 * h * a + 2 * h * f) // self._tp
-        decoder = (8 * h * a + 2 * h * f) // self._tp
-        return LayerState(
-            embedding_bytes=2 * self._shape.vocabulary * h // self._tp,
-            encoder_bytes=2 * encoder,
-            decoder_bytes=2 * decoder if self._shape.family is ModelFamily.T5 else 0,
+    def layer_work(self, tensor_parallel: int) -> LayerWork:
+        """The work of this model's layers; raises CostModelError if its heads cannot be shared so."""
+        if tensor_parallel < 1 or self.shape.heads % tensor_parallel:
+            raise CostModelError(
+                f"tensor parallelism must divide the {self.shape.heads} attention heads, got {tensor_parallel}"
+            )
+        return LayerWork(
+            shape=self.shape,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=self._sequence_parallel,
+            element_bytes=self.rates.element_bytes,
         )
 
-    def _time(self, flops: _Floats, elements: _Floats) -> _Floats:
-        """Nanoseconds: products, then memory traffic, then what no layer goes below."""
-        seconds = flops / self._rates.flops_per_second
-        seconds = seconds + elements * self._rates.element_bytes / self._rates.bytes_per_second
-        return np.asarray(seconds * 1e9 + self._rates.layer_overhead_us * 1e3)
+
+def layer_costs(work: Work, rates: DeviceRates, recompute: Recompute) -> Floats:
+    """Rows forward, backward (ns), stored, peak (bytes) of some work, over its shape."""
+    forward = _time(work, rates)
+    backward = _time(work, rates, backward=True)
+    everything = work.kept_bytes + work.core_bytes
+    stored = everything
+    if recompute is Recompute.FULL:
+        backward, stored = backward + forward, work.input_bytes
+    elif recompute is Recompute.SELECTIVE:
+        core = work.core_flops / rates.flops_per_second + work.core_bytes / rates.bytes_per_second
+        backward, stored = backward + core, work.kept_bytes
+    peak = np.maximum(rates.peaks.of(recompute) * peak_basis(work, recompute), stored)
+    return np.stack(np.broadcast_arrays(forward * 1e9, backward * 1e9, stored, peak))
 
 
-def _doubling(first: int, last: int) -> IntArray:
-    """first, 2·first, 4·first, … up to `last`, which is the end."""
-    points = [first]
-    while points[-1] * 2 < last:
-        points.append(points[-1] * 2)
-    return np.array(sorted({*points, last}), np.int64)
+def peak_basis(work: Work, recompute: Recompute) -> Floats:
+    """Bytes of which a forward's high-water mark is a multiple; with full recomputation only one network's live."""
+    divided = work.ffn_bytes if recompute is Recompute.FULL else work.split_bytes
+    return divided + _PEAK_SHARED * work.shared_bytes + _PEAK_CORE[recompute] * work.core_bytes
+
+
+def _time(work: Work, rates: DeviceRates, *, backward: bool = False) -> Floats:
+    """Seconds of a forward, or of a backward without recomputation."""
+    products, traffic, overhead = 1.0, 1.0, 1.0
+    if backward:
+        products, traffic, overhead = rates.backward_products, rates.backward_traffic, rates.backward_overhead
+    seconds = (
+        products * (work.linear_flops + work.core_flops) / rates.flops_per_second
+        + traffic * (work.kept_bytes + work.core_bytes) / rates.bytes_per_second
+        + work.message_bytes / rates.link_bytes_per_second
+    )
+    floor = overhead * work.kernels * rates.layer_overhead_us * 1e-6
+    return np.asarray((seconds**rates.sharpness + floor**rates.sharpness) ** (1 / rates.sharpness))
+
+
+def geometric(first: int, last: int, *, between: bool = False) -> IntArray:
+    """first, 2·first, 4·first, … up to `last`, which is the end; with `between`, the means of neighbours too."""
+    points = {first, last}
+    point = first
+    while point < last:
+        points.add(point)
+        if between and point + point // 2 < last:
+            points.add(point + point // 2)
+        point *= 2
+    return np.array(sorted(points), np.int64)
+
+
+def _without_last_bits(values: Floats) -> Floats:
+    """Round to 24 bits, so that the last bits of powers, which differ between machines, decide nothing."""
+    mantissa, exponent = np.frexp(values)
+    return np.asarray(np.ldexp(np.rint(mantissa * 2.0**24), exponent - 24))

@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+import msgspec
 import torch
 
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, Network
@@ -116,12 +117,7 @@ def _costs(
 def _rates(args: argparse.Namespace, *, on_cpu: bool) -> DeviceRates:
     """Only ratios of costs decide a plan, so the rates of a common device of the kind serve."""
     rates = CPU_RATES if on_cpu else A100_RATES
-    return DeviceRates(
-        flops_per_second=rates.flops_per_second,
-        bytes_per_second=rates.bytes_per_second,
-        layer_overhead_us=rates.layer_overhead_us,
-        element_bytes=args.params_dtype.itemsize,
-    )
+    return msgspec.structs.replace(rates, element_bytes=args.params_dtype.itemsize)
 
 
 def device_memory_bytes(*, on_cpu: bool) -> int:
