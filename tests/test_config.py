@@ -1,0 +1,97 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe import config
+from megatron_dynapipe.errors import ConfigError
+
+SWITCHES = {"bf16": True, "swiglu": True, "num-layers": False, "lr": False, "recompute-modules": False, "save": False}
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num-layers: 24", ["--num-layers", "24"]),
+        ("lr: 1.0e-4", ["--lr", "0.0001"]),
+        ("bf16: true", ["--bf16"]),
+        ("bf16: false", []),
+        ("recompute-modules: [core_attn, mlp]", ["--recompute-modules", "core_attn", "mlp"]),
+        ("save: /some/where\nbf16: true", ["--save", "/some/where", "--bf16"]),
+    ],
+)
+def test_a_file_is_written_out_as_flags(text, words, tmp_path):
+    assert config.expand(["--dynapipe-config", write(tmp_path, text)], SWITCHES) == words
+
+
+def test_the_command_line_comes_last_and_so_wins(tmp_path):
+    path = write(tmp_path, "num-layers: 24\nbf16: true\n")
+    assert config.expand(["--num-layers", "2", f"--dynapipe-config={path}", "--swiglu"], SWITCHES) == [
+        *("--num-layers", "24", "--bf16"),
+        *("--num-layers", "2", "--swiglu"),
+    ]
+
+
+def test_unset_drops_a_key_of_the_file(tmp_path):
+    path = write(tmp_path, "num-layers: 24\nbf16: true\n")
+    assert config.expand(["--dynapipe-config", path, "--dynapipe-unset", "bf16"], SWITCHES) == ["--num-layers", "24"]
+
+
+def test_without_a_file_nothing_changes():
+    assert config.expand(["--num-layers", "2"], SWITCHES) == ["--num-layers", "2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("num-layer: 24", r"'num-layer' is not a flag[\s\S]*hint: did you mean num-layers\?"),
+        ("num_layers: 24", "did you mean num-layers"),
+        ("zzz: 1", "a key is a flag's name without its dashes"),
+        ("bf16: 1", "bf16 is a switch: expected true or false, got 1"),
+        ("num-layers: true", "num-layers takes a value: expected text, a number or a list of them, got True"),
+        ("num-layers:", "num-layers takes a value.*got None"),
+        ("num-layers: {a: 1}", "num-layers takes a value"),
+        ("recompute-modules: []", "recompute-modules takes a value"),
+        ("- bf16", "to be a mapping of flags to values, got list"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_refused(text, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        config.expand(["--dynapipe-config", write(tmp_path, text)], SWITCHES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dynapipe-config", "nowhere.yaml"], r"run file nowhere\.yaml does not exist"),
+        (["--dynapipe-config"], "expected a value after --dynapipe-config, got the end of the command line"),
+        (["--dynapipe-config", "--bf16"], "expected a value after --dynapipe-config, got --bf16"),
+        (["--dynapipe-config", "a", "--dynapipe-config", "b"], "expected one --dynapipe-config, got 2: a, b"),
+        (["--dynapipe-unset", "bf61"], "did you mean bf16"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        config.expand(arguments, SWITCHES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ([], "auto"),
+        (["--dynapipe-device", "cpu"], "cpu"),
+        (["--dynapipe-device=cuda"], "cuda"),
+        (["--dynapipe-config", "FILE"], "cpu"),
+        (["--dynapipe-config", "FILE", "--dynapipe-device", "cuda"], "cuda"),
+    ],
+)
+def test_one_value_is_known_before_all_flags_are(arguments, value, tmp_path):
+    path = write(tmp_path, "dynapipe-device: cpu\nnot-a-flag: 1\n")
+    words = [path if word == "FILE" else word for word in arguments]
+    assert config.value_of(words, "dynapipe-device", "auto") == value
