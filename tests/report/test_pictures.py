@@ -1,0 +1,61 @@
+import json
+
+import pytest
+from matplotlib.image import imread
+
+from megatron_dynapipe.plan.instructions import Backward, Forward, Payload, RecvWait
+from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.report.timeline import Panel, draw, draw_planned_and_measured
+from megatron_dynapipe.report.trace import write_trace
+from tests.helpers.plans import make_plan
+
+PLAN = make_plan((4,), 3)
+TIMELINE = tuple(stage.predicted for stage in PLAN.replicas[0].stages)
+
+
+def test_a_picture_has_a_row_per_stage_with_numbered_passes(tmp_path):
+    path = draw([Panel("planned", TIMELINE)], tmp_path / "made" / "planned.svg")
+    text = path.read_text()
+    assert "<svg" in text
+    for label in ("stage 0", "stage 2", "forward", "backward", "idle"):
+        assert f"<!-- {label} -->" in text
+    assert text.count("<!-- 3 -->") >= 3 * 2  # micro-batch 3, forward and backward on every stage
+
+
+def test_planned_stands_above_measured(tmp_path):
+    measured = tuple(
+        (Event(RecvWait(Payload.ACTIVATION, 0, 0, 0), 0, events[0].start_ns), *events) for events in TIMELINE
+    )
+    path = draw_planned_and_measured(TIMELINE, measured, tmp_path / "both.svg", what="iteration 7")
+    text = path.read_text()
+    assert text.index("iteration 7: planned") < text.index("iteration 7: measured")
+    assert "<!-- waiting for a transfer -->" in text
+
+
+def test_png_shows_both_colours(tmp_path):
+    pixels = imread(draw([Panel("planned", TIMELINE)], tmp_path / "planned.png"))[:, :, :3]
+    blue = (pixels[:, :, 2] - pixels[:, :, 0] > 0.2).mean()
+    orange = (pixels[:, :, 0] - pixels[:, :, 2] > 0.3).mean()
+    assert blue > 0.02 and orange > 0.02
+
+
+@pytest.mark.parametrize("timeline", [((), ()), ((Event(Forward(0), 0, 0),),)])
+def test_empty_timelines_are_drawn_too(tmp_path, timeline):
+    assert draw([Panel("nothing", timeline)], tmp_path / "nothing.png").exists()
+
+
+def test_idle_time_is_in_the_title(tmp_path):
+    timeline = ((Event(Forward(0), 0, 100), Event(Backward(0), 100, 200)), (Event(Forward(0), 100, 200),))
+    assert "stages idle 25% of the time" in draw([Panel("p", timeline)], tmp_path / "idle.svg").read_text()
+
+
+def test_a_trace_has_a_process_per_timeline_and_a_thread_per_stage(tmp_path):
+    path = write_trace([Panel("planned", TIMELINE), Panel("measured", TIMELINE)], tmp_path / "trace.json")
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {"planned", "measured", "stage 0", "stage 1", "stage 2"}
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == 2 * 3 * 8
+    first = next(event for event in slices if (event["pid"], event["tid"]) == (0, 0))
+    assert (first["name"], first["cat"], first["ts"]) == ("F0", "forward", 0)
+    assert first["dur"] == TIMELINE[0][0].end_ns / 1000

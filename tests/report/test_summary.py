@@ -1,0 +1,97 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.plan.iteration import Totals
+from megatron_dynapipe.report.records import IterationRecord
+from megatron_dynapipe.report.summary import format_summary, summarise
+from megatron_dynapipe.units import NS_PER_MS, Shape
+
+MAXIMUM = Shape(1, 90, 10)
+
+
+ONE_SHAPE = (Shape(4, 16, 8),)
+
+
+def record(iteration, *, measured_ms=20.0, predicted_ms=10.0, wait_ms=0.0, batches=(2, 1), shapes=ONE_SHAPE):
+    return IterationRecord(
+        iteration=iteration,
+        measured_ns=round(measured_ms * NS_PER_MS),
+        predicted_ns=round(predicted_ms * NS_PER_MS),
+        plan_wait_ns=round(wait_ms * NS_PER_MS),
+        totals=Totals(samples=4, real_tokens=60, padded_positions=80, micro_batches=batches, predicted_ns=0),
+        shapes=shapes,
+    )
+
+
+def test_padding_is_held_against_the_maximum():
+    summary = summarise([record(0), record(1)], maximum=MAXIMUM)
+    assert summary.padding_efficiency == 0.75
+    assert summary.maximum_padding_efficiency == 60 / (4 * 100)
+
+
+def test_micro_batches_and_shapes():
+    records = [
+        record(0, batches=(2, 1)),
+        record(1, batches=(5, 4), shapes=(Shape(1, 64, 8), Shape(9, 8, 16))),
+        record(2, batches=(2, 2)),
+    ]
+    summary = summarise(records, maximum=MAXIMUM)
+    assert str(summary.micro_batches) == "3 / 4 / 9"
+    assert (summary.sizes.minimum, summary.sizes.maximum) == (1, 9)
+    assert (summary.input_lengths.minimum, summary.input_lengths.maximum) == (8, 64)
+    assert (summary.target_lengths.minimum, summary.target_lengths.maximum) == (8, 16)
+
+
+def test_predictions_are_scaled_by_the_first_measured_iterations_and_judged_by_the_rest():
+    slow_start = record(0, measured_ms=500)
+    scaling = [record(i, measured_ms=20) for i in range(1, 6)]
+    later = [record(6, measured_ms=22), record(7, measured_ms=20), record(8, measured_ms=25)]
+    summary = summarise([slow_start, *scaling, *later], maximum=MAXIMUM)
+    assert summary.prediction_scale == 2
+    assert summary.predicted_ms == 20
+    assert summary.prediction_error == pytest.approx(2 / 22)
+    assert summarise([slow_start, *scaling], maximum=MAXIMUM).prediction_error is None
+
+
+def test_waits_for_plans_count_after_the_second_iteration():
+    summary = summarise([record(0, wait_ms=900), record(1, wait_ms=50), record(2, wait_ms=5)], maximum=MAXIMUM)
+    assert summary.plan_wait_share == 5 / 25
+
+
+def test_tokens_per_second_leave_the_first_iteration_out():
+    summary = summarise([record(0, measured_ms=1e6), record(1, measured_ms=20, wait_ms=10)], maximum=MAXIMUM)
+    assert summary.tokens_per_second == pytest.approx(60 / 0.030)
+
+
+def test_of_replicas_the_slowest_counts():
+    both = [record(0, measured_ms=20), record(0, measured_ms=30, shapes=(Shape(7, 8, 8),))]
+    summary = summarise(both, maximum=MAXIMUM)
+    assert (summary.iterations, summary.measured_ms, summary.sizes.maximum) == (1, 30, 7)
+
+
+def test_a_replica_without_micro_batches_is_no_trouble():
+    summary = summarise([record(0), record(0, shapes=())], maximum=MAXIMUM)
+    assert summary.sizes.minimum == 4
+
+
+def test_nothing_to_sum_up():
+    with pytest.raises(DataError, match="expected at least one iteration to sum up, got none"):
+        summarise([], maximum=MAXIMUM)
+    with pytest.raises(DataError, match="expected at least one micro-batch to sum up, got none"):
+        summarise([record(0, shapes=())], maximum=MAXIMUM)
+
+
+def test_text():
+    records = [record(i) for i in range(8)]
+    assert format_summary(summarise(records, maximum=MAXIMUM, pictures=[Path("out/timeline.png")])) == (
+        "8 iterations, 3,000 tokens per second\n"
+        "padding efficiency 75.0% (15.0% with every sample padded to the maximum)\n"
+        "micro-batches per iteration 3 / 3 / 3 (min / median / max)\n"
+        "shapes: 4 samples, 16 input positions, 8 target positions\n"
+        "time per iteration 20.0 ms measured, 20.0 ms predicted (scaled by 2 from the first iterations, error 0.0% "
+        "(median))\n"
+        "waiting for plans 0.00% of the time after iteration 2\n"
+        "picture: out/timeline.png"
+    )
