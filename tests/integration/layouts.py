@@ -339,3 +339,37 @@ def _backward_all(model: torch.nn.Module, layout: Layout) -> tuple[float, int]:
 
 
 assert Tokens() == Tokens(pad_id=0, bos_id=1, eos_id=2)  # those of tiny's reference
+
+
+def replay(rank: int, world_size: int, layout: dict, modes: list[list[str]]) -> list[dict[str, object]]:
+    """Loss and gradients of one iteration, run once for each list of modes of recomputation, from the same state."""
+    trainer = Trainer(as_layout(layout))
+    results = []
+    for wanted in modes:
+        trainer.pipeline._planner.modes = tuple(map(Recompute, wanted))
+        loss, gradients = trainer.gradients()
+        results.append({"loss": loss, "gradients": gradients})
+    trainer.pipeline.iteration += 1
+    loss, gradients = trainer.gradients()
+    results.append({"loss": loss, "gradients": gradients})
+    return results
+
+
+def overflow(rank: int, world_size: int, layout: dict, poisoned: int) -> dict[str, object]:
+    """One rank's gradients become infinite: whether each rank updated, and its weights before and after."""
+    trainer = Trainer(as_layout(layout))
+    before = trainer.weights()
+    trainer.gradients()
+    if rank == poisoned:
+        next(trainer.models[0].parameters()).main_grad[..., 0] = torch.inf
+    updated, _, _ = trainer.optimizer.step()
+    unchanged = all(torch.equal(before[name], weight) for name, weight in trainer.weights().items())
+    scale = float(trainer.optimizer.get_loss_scale())
+    after = trainer.pipeline.step(trainer.batch)
+    return {
+        "updated": updated,
+        "unchanged": unchanged,
+        "scale": scale,
+        "overflowed_next": after.overflowed,
+        "changed_next": any(not torch.equal(before[name], weight) for name, weight in trainer.weights().items()),
+    }
