@@ -128,6 +128,11 @@ def decode_file(data: bytes, *, origin: str) -> CostFile:
     Raises:
         CostModelError: they are not one; the message names `origin` and the field that is wrong.
     """
+    if data.startswith(b"\x80"):
+        raise CostModelError(
+            f"{origin} is a pickle, the published form of cost models, which runs code when it is loaded",
+            hint=f"cost models are JSON here ({FORMAT}): make one with `megatron-dynapipe profile`",
+        )
     try:
         file = msgspec.json.decode(data, type=CostFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -4,13 +4,19 @@ Megatron's namespace is read here and in the model providers, nowhere else: the 
 """
 
 import argparse
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG
+from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration import familiar, placement
+from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.sampling import LongSamples
+from megatron_dynapipe.store import StoreAddress
 from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
 
 ARGS_DEFAULTS: dict[str, Any] = {
@@ -19,6 +25,9 @@ ARGS_DEFAULTS: dict[str, Any] = {
     "tokenizer_type": "HuggingFaceTokenizer",
 }
 """Defaults of Megatron's arguments, by destination, that every planned run wants."""
+
+REPORT_FOLDER = Path("dynapipe-report")
+"""Where records and pictures go if no other folder is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +45,9 @@ class RunSettings:
         ahead: iterations planned ahead of training.
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
         report_folder: where the run's records and pictures go.
+        schedule: how passes are ordered.
+        planners: planner processes on each node.
+        devices_per_node: ranks on each node.
         intra_node_gbps, inter_node_gbps, intra_node_latency_us, inter_node_latency_us: links, for predictions.
     """
 
@@ -49,6 +61,9 @@ class RunSettings:
     ahead: int
     timeout_s: float
     report_folder: Path
+    schedule: ScheduleSettings
+    planners: int
+    devices_per_node: int
     intra_node_gbps: float
     inter_node_gbps: float
     intra_node_latency_us: float
@@ -62,16 +77,15 @@ class RunSettings:
                 "expected a dataset folder, got none",
                 hint="pass --dynapipe-data DIR; `megatron-dynapipe data demo --output DIR` makes one",
             )
-        for name in ("lookahead", "timeout_s", "intra_node_bw", "inter_node_bw"):
-            if getattr(args, f"dynapipe_{name}") <= 0:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"expected --dynapipe-{flag} above 0, got {getattr(args, f'dynapipe_{name}')}")
+        _check_ranges(args)
         limit_mb = args.dynapipe_device_memory_limit
-        if limit_mb is not None and limit_mb <= 0:
-            raise ConfigError(f"expected --dynapipe-device-memory-limit in MB above 0, got {limit_mb}")
+        searches = {"search_evaluations": 0} if args.dynapipe_disable_mb_permutation else {}
+        store_url = args.dynapipe_store_url or familiar.store_url(os.environ)
+        if store_url is not None:
+            StoreAddress(store_url)  # refuses what is no such URL
         return cls(
             data=args.dynapipe_data,
-            store_url=args.dynapipe_store_url,
+            store_url=store_url,
             store_bind=args.dynapipe_store_bind,
             cost_model=args.dynapipe_cost_model,
             memory_limit_bytes=None if limit_mb is None else int(limit_mb * BYTES_PER_MB),
@@ -79,7 +93,12 @@ class RunSettings:
             long_samples=LongSamples(args.dynapipe_long_samples),
             ahead=args.dynapipe_lookahead,
             timeout_s=args.dynapipe_timeout_s,
-            report_folder=args.dynapipe_report_dir,
+            report_folder=args.dynapipe_report_dir or familiar.report_folder(os.environ) or REPORT_FOLDER,
+            schedule=ScheduleSettings(method=familiar.schedule_name(args.dynapipe_schedule_method), **searches),
+            planners=placement.planners_per_node(
+                args.dynapipe_prefetch_planner_num_workers, most=args.dynapipe_lookahead
+            ),
+            devices_per_node=placement.devices_per_node(args.dynapipe_device_to_node, world_size()),
             intra_node_gbps=args.dynapipe_intra_node_bw,
             inter_node_gbps=args.dynapipe_inter_node_bw,
             intra_node_latency_us=args.dynapipe_intra_node_lat,
@@ -87,8 +106,42 @@ class RunSettings:
         )
 
 
+def _check_ranges(args: argparse.Namespace) -> None:
+    """Refuse numbers that cannot be what their flags say."""
+    above_zero = ("lookahead", "timeout_s", "intra_node_bw", "inter_node_bw", "device_memory_limit")
+    for name in (*above_zero, "intra_node_lat", "inter_node_lat"):
+        value = getattr(args, f"dynapipe_{name}")
+        if value is None:
+            continue
+        if not 0 <= value < math.inf or (value == 0 and name in above_zero):
+            flag, least = name.replace("_", "-"), "above 0" if name in above_zero else "of at least 0"
+            raise ConfigError(f"expected --dynapipe-{flag} {least}, got {value}")
+
+
+def world_size() -> int:
+    """Number of ranks, as torchrun says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add DynaPipe's flags: an `extra_args_provider` of Megatron's."""
+    """Add DynaPipe's flags, and the defaults of Megatron's that go with them: an `extra_args_provider` of Megatron's.
+
+    What argparse cannot parse is from now on a ConfigError: its own way prints every flag of Megatron, on every rank.
+    """
+    add_flags(parser)
+    parser.set_defaults(**ARGS_DEFAULTS)
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(message, hint="--help lists all flags")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add DynaPipe's flags alone; nothing happens if they are there, as in a patched checkout."""
+    if "--use-dynapipe" in parser._option_string_actions:  # argparse has no public look-up of its options
+        return
     group = parser.add_argument_group("dynapipe", "micro-batches of varying shape, planned ahead of training")
     add = group.add_argument
     add("--use-dynapipe", action="store_true", help="train from plans (this project's entry scripts always do)")
@@ -120,13 +173,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add("--dynapipe-lookahead", type=int, default=8, metavar="N", help="iterations planned ahead of training")
     add("--dynapipe-timeout-s", type=float, default=300.0, metavar="S", help="deadline of every wait (default 300)")
-    add("--dynapipe-report-dir", type=Path, default=Path("dynapipe-report"), help="folder of records and pictures")
+    add("--dynapipe-report-dir", type=Path, help=f"folder of records and pictures (default {REPORT_FOLDER})")
     add("--dynapipe-intra-node-bw", type=float, default=4800.0, metavar="GBPS", help="between devices of a node")
     add("--dynapipe-inter-node-bw", type=float, default=100.0, metavar="GBPS", help="between nodes")
     add("--dynapipe-intra-node-lat", type=float, default=0.0, metavar="US", help="latency within a node")
     add("--dynapipe-inter-node-lat", type=float, default=4000.0, metavar="US", help="latency between nodes")
-    parser.set_defaults(**ARGS_DEFAULTS)
-    return parser
+    familiar.add_arguments(group)
 
 
 def switches(parser: argparse.ArgumentParser) -> dict[str, bool]:
@@ -137,6 +189,45 @@ def switches(parser: argparse.ArgumentParser) -> dict[str, bool]:
         for option in action.option_strings
         if option.startswith("--")
     }
+
+
+def check(args: argparse.Namespace, family: ModelFamily) -> RunSettings:
+    """Everything that can be checked of parsed flags before anything is started; the settings they come to.
+
+    Raises:
+        ConfigError: a flag or variable is refused, or a value cannot be.
+        CostModelError: the cost model's file cannot be read.
+    """
+    familiar.check(args, os.environ)
+    familiar.set_log_level(os.environ)
+    check_layout(args, world_size())
+    check_supported(args)
+    maximum_lengths(args, family)
+    settings = RunSettings.from_args(args)
+    if settings.cost_model is not None:
+        read_file(settings.cost_model)
+    return settings
+
+
+def layer_split_words(args: argparse.Namespace, family: ModelFamily) -> list[str]:
+    """The stage of every layer, if it was given, as the flag of ours that says the same: words for the command line.
+
+    Raises:
+        ConfigError: it does not list every layer's stage in order, or both flags were given.
+    """
+    given = args.dynapipe_layer_to_device
+    if given is None:
+        return []
+    if family is ModelFamily.T5:
+        layers = args.encoder_num_layers + (args.decoder_num_layers or args.encoder_num_layers)
+    else:
+        layers = args.num_layers
+    stages = args.pipeline_model_parallel_size
+    chunks = args.num_virtual_stages_per_pipeline_rank or 1
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        chunks = layers // (stages * args.num_layers_per_virtual_pipeline_stage)
+    split = placement.layers_per_stage(given, layers=layers, stages=stages, chunks=chunks)
+    return [] if len(set(split)) == 1 else ["--dynapipe-layers-per-stage", ",".join(map(str, split))]
 
 
 def check_layout(args: argparse.Namespace, world_size: int) -> None:

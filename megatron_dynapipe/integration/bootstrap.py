@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.errors import ConfigError, DataError, DynaPipeError, UnsupportedMegatronError
+from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
 
 
 def run(main: Callable[[], None]) -> None:
@@ -24,7 +24,7 @@ def run(main: Callable[[], None]) -> None:
         if cpu.enable(device):  # type: ignore[arg-type]  # enable() checks the name
             cpu.silence_prints()
         main()
-    except (ConfigError, DataError, UnsupportedMegatronError) as error:
+    except (ConfigError, CostModelError, DataError, UnsupportedMegatronError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

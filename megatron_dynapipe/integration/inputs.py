@@ -10,6 +10,7 @@ import torch
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, Network
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.arguments import RunSettings, maximum_lengths
+from megatron_dynapipe.integration.layer_split import gpt_layers_per_stage
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs, SplitSettings
@@ -74,10 +75,12 @@ def _planner(args: argparse.Namespace, settings: RunSettings, family: ModelFamil
         tensor_parallel=args.tensor_model_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
         chunks=args.virtual_pipeline_model_parallel_size or 1,
+        layers_per_stage=None if t5 else gpt_layers_per_stage(args),
         memory_limit_bytes=settings.memory_limit_bytes or device_memory_bytes(on_cpu=on_cpu),
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=settings.recompute,
         network=_network(settings),
+        schedule=settings.schedule,
         element_bytes=args.params_dtype.itemsize,
         sequence_parallel=args.sequence_parallel,
     )
@@ -85,7 +88,7 @@ def _planner(args: argparse.Namespace, settings: RunSettings, family: ModelFamil
 
 def _network(settings: RunSettings) -> Network:
     return Network(
-        devices_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        devices_per_node=settings.devices_per_node,
         intra_node_gbps=settings.intra_node_gbps,
         inter_node_gbps=settings.inter_node_gbps,
         intra_node_latency_us=settings.intra_node_latency_us,

@@ -1,7 +1,6 @@
 """What the entry scripts hand to Megatron's `pretrain`: checked arguments, providers, a step function, a session."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,15 +88,14 @@ def parse(family: ModelFamily) -> argparse.Namespace:
 
     Raises:
         ConfigError: the run file or a flag is wrong, or an option cannot be used with DynaPipe.
+        CostModelError: the cost model's file cannot be read.
         DataError: there is no dataset where `--dynapipe-data` says.
     """
     parser = _extend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     sys.argv[1:] = config.expand(sys.argv[1:], arguments.switches(parser))
     early = parser.parse_args()
-    arguments.check_layout(early, int(os.environ.get("WORLD_SIZE", "1")))
-    arguments.check_supported(early)
-    arguments.maximum_lengths(early, family)
-    settings = arguments.RunSettings.from_args(early)
+    settings = arguments.check(early, family)
+    sys.argv += arguments.layer_split_words(early, family)
     tokenizer = settings.data / read_meta(settings.data).tokenizer
     args: argparse.Namespace = parse_and_validate_args(
         extra_args_provider=_extend, args_defaults={"tokenizer_model": str(tokenizer)}

@@ -187,16 +187,16 @@ class Session:
                 print(f"{split.name}: {sampler.report}", flush=True)
 
     def _open_store(self, inputs: PlanInputs) -> tuple[PlanStore, PlanKeys]:
-        """Start or find the store, start this node's planner, connect."""
+        """Start or find the store, start this node's planners, connect."""
         told = self._control.run_on_all(self._start_store)
-        url, _, job = self._control.broadcast_text(told).partition(" ")
+        url, job, planners = self._control.broadcast_text(told).split()
         address = StoreAddress(url)
         keys = PlanKeys(job=job, settings_digest=inputs.digest())
-        self._control.run_on_all(lambda: self._start_planner(address, keys, inputs))
+        self._control.run_on_all(lambda: self._start_planners(address, keys, inputs, int(planners)))
         return self._control.run_on_all(lambda: self._resources.enter_context(open_store(address))), keys
 
     def _start_store(self) -> str:
-        """On rank 0, the store's URL and this launch's name."""
+        """On rank 0, the store's URL, this launch's name, and how many planners every node starts."""
         if self._control.rank != 0:
             return ""
         url = self._settings.store_url
@@ -205,26 +205,28 @@ class Session:
             log.parent.mkdir(parents=True, exist_ok=True)
             server = self._resources.enter_context(StoreServer(bind=self._settings.store_bind, log_path=log))
             url = server.address.url
-        return f"{url} {new_job_name()}"
+        return f"{url} {new_job_name()} {self._settings.planners}"
 
-    def _start_planner(self, address: StoreAddress, keys: PlanKeys, inputs: PlanInputs) -> None:
+    def _start_planners(self, address: StoreAddress, keys: PlanKeys, inputs: PlanInputs, planners: int) -> None:
         """On the first rank of each node."""
         if int(os.environ.get("LOCAL_RANK", "0")) != 0:
             return
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         node = self._control.rank // per_node
-        service = ServiceSettings(
-            store=address,
-            job=keys.job,
-            settings_digest=keys.settings_digest,
-            node=node,
-            nodes=torch.distributed.get_world_size() // per_node,
-            look_ahead=self._settings.ahead,
-            inputs=inputs,
-        )
-        log = self._settings.report_folder / f"planner-{node}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._resources.enter_context(PlannerProcess(service, log_path=log))
+        nodes = torch.distributed.get_world_size() // per_node
+        self._settings.report_folder.mkdir(parents=True, exist_ok=True)
+        for planner in range(node * planners, (node + 1) * planners):
+            service = ServiceSettings(
+                store=address,
+                job=keys.job,
+                settings_digest=keys.settings_digest,
+                node=planner,
+                nodes=nodes * planners,
+                look_ahead=self._settings.ahead,
+                inputs=inputs,
+            )
+            log = self._settings.report_folder / f"planner-{planner}.log"
+            self._resources.enter_context(PlannerProcess(service, log_path=log))
 
     def _iterator(self, split: SplitSettings, client: PlanClient) -> AgreedIterator:
         needs = self._make_needs()

@@ -1,0 +1,79 @@
+"""Where ranks and layers lie: the defaults that torchrun tells, and the lists that say otherwise."""
+
+import os
+from itertools import groupby
+
+from megatron_dynapipe.errors import ConfigError
+
+
+def devices_per_node(given: str | None, world_size: int) -> int:
+    """Ranks on one node.
+
+    Args:
+        given: "rank:node" of every rank, separated by commas; None takes torchrun's word.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: not of that form, a rank is missing or named twice, or nodes do not hold equal, consecutive blocks
+            of ranks, which is what transfers are predicted for.
+    """
+    if given is None:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    form = f"expected --dynapipe-device-to-node rank:node,… for each of the {world_size} ranks, as 0:0,1:0,2:1,3:1"
+    pairs = [entry.split(":") for entry in given.split(",")]
+    if not all(len(pair) == 2 and pair[0].strip().isdecimal() and pair[1].strip().isdecimal() for pair in pairs):
+        raise ConfigError(f"{form}, got {given!r}")
+    nodes = {int(rank): int(node) for rank, node in pairs}
+    if len(nodes) != len(pairs) or sorted(nodes) != list(range(world_size)):
+        raise ConfigError(f"{form}, got the ranks {', '.join(pair[0].strip() for pair in pairs)}")
+    blocks = [(node, len(list(ranks))) for node, ranks in groupby(nodes[rank] for rank in range(world_size))]
+    sizes = {size for _, size in blocks}
+    if len(sizes) != 1 or len({node for node, _ in blocks}) != len(blocks):
+        raise ConfigError(
+            f"expected --dynapipe-device-to-node to give every node as many consecutive ranks, got {given!r}"
+        )
+    return sizes.pop()
+
+
+def layers_per_stage(given: str, *, layers: int, stages: int, chunks: int) -> tuple[int, ...]:
+    """Layers on each virtual stage, in model order, from the stage of every layer.
+
+        0,0,0,1        →  3, 1       two stages
+        0,0,1,1,0,0,1,1  →  2, 2, 2, 2  two stages with two chunks each
+
+    Args:
+        given: the pipeline stage of every layer, separated by commas.
+        layers: of the whole model.
+        stages: pipeline ranks.
+        chunks: virtual stages per rank.
+
+    Raises:
+        ConfigError: not of that form, not one entry per layer, or stages not in the order in which layers run.
+    """
+    form = f"expected --dynapipe-layer-to-device to list the stage of each of the {layers} layers"
+    entries = given.split(",")
+    if not all(entry.strip().isdecimal() for entry in entries):
+        raise ConfigError(f"{form}, as 0,0,1,1, got {given!r}")
+    if len(entries) != layers:
+        raise ConfigError(f"{form}, got {len(entries)} entries")
+    runs = [(stage, len(list(run))) for stage, run in groupby(int(entry) for entry in entries)]
+    order = [virtual % stages for virtual in range(stages * chunks)]
+    if [stage for stage, _ in runs] != order:
+        raise ConfigError(
+            f"{form} in the order in which they run, {','.join(map(str, order))} with repetitions, got {given!r}"
+        )
+    return tuple(size for _, size in runs)
+
+
+def planners_per_node(given: int | None, *, most: int) -> int:
+    """Planner processes on one node: as given, else one per core that no rank needs, at most `most`.
+
+    Raises:
+        ConfigError: less than one was asked for.
+    """
+    if given is not None:
+        if given < 1:
+            raise ConfigError(f"expected --dynapipe-prefetch-planner-num-workers of at least 1, got {given}")
+        return given
+    spare = len(os.sched_getaffinity(0)) - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(spare, 1), most)
