@@ -27,6 +27,7 @@ from megatron_dynapipe.planning.partition import Cut, cut
 from megatron_dynapipe.planning.problem import IntArray, PipelineProblem
 from megatron_dynapipe.planning.samples import Samples, explain_infeasible
 from megatron_dynapipe.planning.schedules import Schedule, predict, schedule
+from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
 from megatron_dynapipe.planning.search import SearchProblem, search
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
@@ -204,7 +205,8 @@ class Planner:
             problem=costs,
             replicas=rows,
             schedules=[
-                predict(costs.take(chosen), replica.order) for chosen, replica in zip(rows, replicas, strict=True)
+                predict(one, replica.order, one_f_one_b_within_memory(one))
+                for one, replica in zip(map(costs.take, rows), replicas, strict=True)
             ],
         )
 

@@ -62,13 +62,15 @@ def schedule(problem: PipelineProblem, settings: ScheduleSettings) -> Schedule:
     return predict(problem, SCHEDULES[settings.method](problem))
 
 
-def predict(problem: PipelineProblem, order: PassOrder) -> Schedule:
-    """What a pass order comes to.
+def predict(problem: PipelineProblem, *orders: PassOrder) -> Schedule:
+    """What the fastest of some pass orders comes to, of those that fit the memory.
 
     Raises:
-        InfeasibleError: the order holds more than a rank's memory.
+        InfeasibleError: every order holds more than a rank's memory.
     """
-    run = simulate(problem, order)
+    runs = [(simulate(problem, order), order) for order in orders]
+    fitting = [(run, order) for run, order in runs if max(run.peak_bytes) <= problem.memory_limit_bytes]
+    run, order = min(fitting or runs, key=lambda candidate: candidate[0].makespan_ns)
     check_memory(problem, run.peak_bytes)
     return Schedule(order=order, timeline=run.timeline, makespan_ns=run.makespan_ns, peak_bytes=run.peak_bytes)
 
