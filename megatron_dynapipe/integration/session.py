@@ -55,8 +55,6 @@ class Session:
         seed: of dropouts.
     """
 
-    is_distributed = True  # Megatron: call `datasets` on every rank
-
     def __init__(
         self,
         settings: RunSettings,
@@ -95,6 +93,8 @@ class Session:
         if not self._iterators:
             self._start()
         return self._iterators["train"], self._iterators.get("valid"), self._iterators.get("test")
+
+    datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron: call it on every tensor-parallel rank
 
     def forward_backward(
         self,
