@@ -5,8 +5,8 @@
     recompute-modules: [a, b] →  --recompute-modules a b
     swiglu: false             →  (nothing)
 
-A key is a flag's name without its dashes. The command line wins over the file; `--dynapipe-unset NAME` drops a key
-that the file gives.
+A key is a flag's name without its dashes. Of several files a later one wins, as one that describes a cluster over one
+that describes a model; the command line wins over all; `--dynapipe-unset NAME` drops a key that a file gives.
 """
 
 import difflib
@@ -23,21 +23,21 @@ UNSET_FLAG = "--dynapipe-unset"
 
 
 def expand(arguments: Sequence[str], switches: Mapping[str, bool]) -> list[str]:
-    """The command line with its run file's flags written out before its own, so that its own win.
+    """The command line with its run files' flags written out before its own, so that its own win.
 
     Args:
         arguments: the command line without the program's name.
         switches: every known flag's name without dashes, and whether it is a switch (takes no value).
 
     Raises:
-        ConfigError: the file is missing or not such a mapping, a key is unknown, or a value is of the wrong kind.
+        ConfigError: a file is missing or not such a mapping, a key is unknown, or a value is of the wrong kind.
     """
     rest, files, unset = _take(arguments)
-    if len(files) > 1:
-        raise ConfigError(f"expected one {CONFIG_FLAG}, got {len(files)}: {', '.join(files)}")
     for name in unset:
         _check_known(name, switches, UNSET_FLAG)
-    flags = read(Path(files[0]), switches) if files else {}
+    flags: dict[str, Scalar | list[Scalar]] = {}
+    for file in files:
+        flags |= read(Path(file), switches)
     words: list[str] = []
     for name, value in flags.items():
         if name not in unset:
@@ -67,11 +67,11 @@ def value_of(arguments: Sequence[str], name: str, default: str) -> str:
     """
     rest, files, _ = _take(arguments)
     value = default
-    if files and Path(files[0]).is_file():
+    for file in map(Path, files):
         try:
-            loaded = yaml.safe_load(Path(files[0]).read_text(encoding="utf-8"))
+            loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
-            loaded = None  # `expand` reports it
+            continue  # `expand` reports it
         if isinstance(loaded, dict):
             value = str(loaded.get(name, value))
     for index, word in enumerate(rest):
