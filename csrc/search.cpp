@@ -262,7 +262,7 @@ void Search::improve(Solution& best, int64_t evaluations) {
     const int64_t until = left_ - evaluations, first = left_;
     Solution current = best;
     int64_t current_objective = current.objective(), best_objective = current_objective;
-    const int64_t margin = best_objective / 200;
+    const int64_t margin = best_objective / 2000;
     std::vector<size_t> touched;
     for (int64_t idle = 0; left_ > until && idle < 1000; ++idle) {
         touched.clear();
@@ -317,8 +317,10 @@ bool Search::move(Solution& solution, std::vector<size_t>& touched) {
 bool Search::reorder(ReplicaState& replica) {
     const int64_t count = replica.micro_batches.size();
     if (count < 2) return false;
-    const int64_t from = random_.below(count), to = random_.below(count);
-    if (from == to) return false;
+    const int64_t from = random_.below(count);
+    int64_t to = random_.below(count);
+    if (random_.below(2)) to = from + 1 + random_.below(3) * (random_.below(2) ? 1 : -1);
+    if (from == to || to < 0 || to >= count) return false;
     auto& batches = replica.micro_batches;
     if (random_.below(2)) {
         std::swap(batches[from], batches[to]);

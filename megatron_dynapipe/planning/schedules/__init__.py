@@ -28,7 +28,7 @@ class ScheduleSettings:
 
     method: str = "adaptive"
     """A name in `SCHEDULES`."""
-    search_evaluations: int = 1500
+    search_evaluations: int = 2500
     """Schedules that the adaptive method may try per iteration, besides those it begins with; see `planning.search`."""
     seed: int = 0
     """Of the search."""
