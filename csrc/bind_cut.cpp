@@ -23,9 +23,9 @@ using Found = std::tuple<std::vector<int64_t>, std::vector<int64_t>, int64_t, in
 
 std::vector<int64_t> copy(const Ints& array) { return {array.data(), array.data() + array.size()}; }
 
-std::vector<Found> cut(const Ints& inputs, const Ints& targets, const std::vector<Mode>& modes,
-                       const Ints& encoder_layers, const Ints& decoder_layers, const Ints& memory,
-                       const Options& in_flight, int64_t replicas, bool forward_only) {
+CutProblem read_problem(const Ints& inputs, const Ints& targets, const std::vector<Mode>& modes,
+                        const Ints& encoder_layers, const Ints& decoder_layers, const Ints& memory,
+                        const Options& in_flight, int64_t replicas, bool forward_only) {
     CutProblem problem;
     problem.inputs = copy(inputs);
     problem.targets = copy(targets);
@@ -35,24 +35,46 @@ std::vector<Found> cut(const Ints& inputs, const Ints& targets, const std::vecto
     problem.replicas = replicas;
     problem.forward_only = forward_only;
     require(encoder_layers.size() == decoder_layers.size(), "encoder and decoder layers of the same stages");
-    int64_t most_layers = 0;
-    for (size_t stage = 0; stage < encoder_layers.size(); ++stage) {
-        const StageLayers layers{encoder_layers.data()[stage], decoder_layers.data()[stage],
-                                 stage + 1 == encoder_layers.size()};
-        problem.layers.push_back(layers);
-    }
+    const size_t stages = encoder_layers.size();
+    for (size_t stage = 0; stage < stages; ++stage)
+        problem.layers.push_back({encoder_layers.data()[stage], decoder_layers.data()[stage], stage + 1 == stages});
     for (const auto& [sizes, mode_inputs, mode_targets, values] : modes)
         problem.modes.push_back({{copy(sizes)}, {copy(mode_inputs)}, {copy(mode_targets)}, values.data()});
     problem.check();
+    int64_t most_layers = 0;
     for (const StageLayers& stage : problem.layers)
         most_layers = std::max(most_layers, stage.encoder + stage.decoder + 1);
-    for (size_t mode = 0; mode < modes.size(); ++mode) problem.modes[mode].check(std::get<3>(modes[mode]).size(), most_layers);
+    for (size_t mode = 0; mode < modes.size(); ++mode)
+        problem.modes[mode].check(std::get<3>(modes[mode]).size(), most_layers);
+    return problem;
+}
 
+void check_order(const std::vector<int64_t>& order, size_t samples) {
+    std::vector<bool> seen(samples);
+    for (int64_t place : order) {
+        require(place >= 0 && place < static_cast<int64_t>(samples) && !seen[place], "orders that name every sample once");
+        seen[place] = true;
+    }
+    require(order.size() == samples, "orders that name every sample once");
+}
+
+std::tuple<std::vector<int64_t>, std::vector<Found>> cut(
+    const Ints& inputs, const Ints& targets, const std::vector<Mode>& modes, const Ints& encoder_layers,
+    const Ints& decoder_layers, const Ints& memory, const Options& in_flight, int64_t replicas, bool forward_only,
+    const std::vector<Ints>& orders, bool refine) {
+    const CutProblem problem = read_problem(inputs, targets, modes, encoder_layers, decoder_layers, memory, in_flight,
+                                            replicas, forward_only);
+    std::vector<std::vector<int64_t>> places;
+    for (const Ints& order : orders) {
+        places.push_back(copy(order));
+        check_order(places.back(), problem.inputs.size());
+    }
+    require(!places.empty(), "at least one order");
     std::vector<Found> found;
     nb::gil_scoped_release release;
-    for (Cut& best : best_cuts(problem))
-        found.emplace_back(std::move(best.sizes), std::move(best.modes), best.fill, best.total);
-    return found;
+    OrderedCuts best = best_cuts(problem, places, refine);
+    for (Cut& cut : best.cuts) found.emplace_back(std::move(cut.sizes), std::move(cut.modes), cut.fill, cut.total);
+    return {std::move(best.order), std::move(found)};
 }
 
 }  // namespace
@@ -60,9 +82,9 @@ std::vector<Found> cut(const Ints& inputs, const Ints& targets, const std::vecto
 void bind_cut(nb::module_& module) {
     module.def("cut", &cut, nb::arg("inputs"), nb::arg("targets"), nb::arg("modes"), nb::arg("encoder_layers"),
                nb::arg("decoder_layers"), nb::arg("memory"), nb::arg("in_flight"), nb::arg("replicas"),
-               nb::arg("forward_only"),
-               "See megatron_dynapipe.planning.partition.cut; (sizes, modes, fill, total) per option, sizes empty "
-               "where no cut fits.");
+               nb::arg("forward_only"), nb::arg("orders"), nb::arg("refine"),
+               "See megatron_dynapipe.planning.partition.cut: the order chosen, and (sizes, modes, fill, total) per "
+               "option, sizes empty where no cut fits.");
 }
 
 }  // namespace dynapipe

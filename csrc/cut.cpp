@@ -2,124 +2,14 @@
 
 #include <algorithm>
 #include <functional>
-#include <memory>
-#include <unordered_map>
+#include <numeric>
 
 #include "checks.h"
+#include "costs.h"
+#include "refine.h"
 
 namespace dynapipe {
 namespace {
-
-// A micro-batch that may be cut: what it costs, and the options of micro-batches in flight under which it fits.
-struct Candidate {
-    int64_t time, fill;
-    uint32_t options;
-    bool known;
-};
-
-// Costs of micro-batches of one padded length under one recompute mode, by size, found when first asked for.
-class Profile {
-public:
-    Profile(const CutProblem& problem, const Grid& grid, const std::vector<StageLayers>& kinds, int64_t input,
-            int64_t target)
-        : sizes_(&grid.sizes) {
-        const std::vector<int64_t> knots = grid.knots(input, target);
-        size_t present = sizes_->points.size();
-        while (present > 0 && knots[present - 1] == kAbsent) --present;
-        if (present == 0) return;
-        by_size_.resize(std::min<int64_t>(problem.inputs.size(), sizes_->points[present - 1]));
-        for (const StageLayers& kind : kinds) append_stage_knots(knots, sizes_->points.size(), kind, rows_);
-    }
-
-    // Sizes above this were not measured, or did not fit.
-    int64_t largest() const { return by_size_.size(); }
-
-    const int64_t* rows() const { return rows_.data(); }
-
-    Candidate& at(int64_t size) { return by_size_[size - 1]; }
-
-    Axis::Cell cell(int64_t size) const { return sizes_->cell(size); }
-
-    size_t knots() const { return sizes_->points.size(); }
-
-private:
-    const Axis* sizes_;
-    std::vector<int64_t> rows_;  // [kinds][kStageRows][sizes]
-    std::vector<Candidate> by_size_;
-};
-
-// Looks up what micro-batches cost.
-class Costs {
-public:
-    explicit Costs(const CutProblem& problem) : problem_(problem), profiles_(problem.modes.size()) {
-        for (const StageLayers& stage : problem.layers) {
-            const auto found = std::find(kinds_.begin(), kinds_.end(), stage);
-            kind_of_.push_back(found - kinds_.begin());
-            if (found == kinds_.end()) kinds_.push_back(stage);
-        }
-        costs_of_kind_.resize(kinds_.size());
-    }
-
-    Profile& profile(size_t mode, int64_t input, int64_t target) {
-        std::unique_ptr<Profile>& slot = profiles_[mode][input << 21 | target];
-        if (!slot) slot = std::make_unique<Profile>(problem_, problem_.modes[mode], kinds_, input, target);
-        return *slot;
-    }
-
-    const Candidate& candidate(Profile& profile, int64_t size) {
-        Candidate& slot = profile.at(size);
-        if (!slot.known) slot = compute(profile, size);
-        return slot;
-    }
-
-private:
-    struct KindCosts {
-        int64_t time, stored, above;
-    };
-
-    Candidate compute(const Profile& profile, int64_t size) {
-        const Axis::Cell cell = profile.cell(size);
-        const size_t knots = profile.knots();
-        for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-            const int64_t* rows = profile.rows() + kind * kStageRows * knots;
-            int64_t at[kStageRows];
-            for (int row = 0; row < kStageRows; ++row) {
-                const int64_t* values = rows + row * knots;
-                at[row] = interpolate(values[cell.low], values[cell.high], cell.part, cell.width);
-            }
-            if (at[kForward] == kAbsent) return {0, 0, 0, true};
-            const int64_t peak = std::max({at[kEncoderEnd], at[kDecoderEnd], at[kStored]});
-            const int64_t time = at[kForward] + (problem_.forward_only ? 0 : at[kBackward]);
-            costs_of_kind_[kind] = {time, at[kStored], peak - at[kStored]};
-        }
-        const size_t ranks = problem_.ranks(), options = problem_.options();
-        int64_t slowest = 0, sum = 0;
-        uint32_t fitting = (uint32_t{1} << options) - 1;
-        for (size_t rank = 0; rank < ranks; ++rank) {
-            KindCosts rank_costs{0, 0, 0};
-            for (size_t stage = rank; stage < kind_of_.size(); stage += ranks) {
-                const KindCosts& costs = costs_of_kind_[kind_of_[stage]];
-                rank_costs.time += costs.time;
-                rank_costs.stored += costs.stored;
-                rank_costs.above = std::max(rank_costs.above, costs.above);
-            }
-            slowest = std::max(slowest, rank_costs.time);
-            sum += rank_costs.time;
-            for (size_t option = 0; option < options; ++option) {
-                const int64_t held = problem_.forward_only ? 1 : problem_.in_flight[option * ranks + rank];
-                if (rank_costs.stored * held + rank_costs.above > problem_.memory[rank])
-                    fitting &= ~(uint32_t{1} << option);
-            }
-        }
-        return {slowest, sum - slowest, fitting, true};
-    }
-
-    const CutProblem& problem_;
-    std::vector<StageLayers> kinds_;  // distinct stages
-    std::vector<size_t> kind_of_;     // [virtual stages]
-    std::vector<KindCosts> costs_of_kind_;
-    std::vector<std::unordered_map<int64_t, std::unique_ptr<Profile>>> profiles_;  // [modes]{lengths}
-};
 
 // One step of a path over the order: `size` samples run under `mode`.
 struct Edge {
@@ -150,9 +40,9 @@ void drop_worse(std::vector<Edge>& edges, size_t first) {
             edges.push_back(edge);
 }
 
-Graph build(const CutProblem& problem) {
+// Edges that fit one of the options of the mask.
+Graph build(const CutProblem& problem, Costs& costs, uint32_t mask) {
     Graph graph;
-    Costs costs(problem);
     const size_t samples = problem.inputs.size(), modes = problem.modes.size();
     int64_t largest = 0;  // size of any grid
     for (const Grid& grid : problem.modes) largest = std::max(largest, grid.sizes.points.back());
@@ -172,9 +62,10 @@ Graph build(const CutProblem& problem) {
             for (size_t mode = 0; mode < modes; ++mode) {
                 if (size > profiles[mode]->largest()) continue;
                 const Candidate& candidate = costs.candidate(*profiles[mode], size);
-                if (!candidate.options) continue;
+                const uint32_t options = candidate.options & mask;
+                if (!options) continue;
                 graph.edges.push_back({candidate.time, candidate.fill, static_cast<int32_t>(size),
-                                       static_cast<int32_t>(mode), candidate.options});
+                                       static_cast<int32_t>(mode), options});
             }
             if (graph.edges.size() > before + 1) drop_worse(graph.edges, before);
         }
@@ -352,14 +243,17 @@ void CutProblem::check() const {
                 "0 to 65536 layers on a stage");
 }
 
-std::vector<Cut> best_cuts(const CutProblem& problem) {
-    const Graph graph = build(problem);
+namespace {
+
+std::vector<Cut> cuts_of(const CutProblem& problem, Costs& costs, uint32_t mask) {
+    const Graph graph = build(problem, costs, mask);
     check_sums(problem, graph);
     Search search(problem, graph.samples());
     std::vector<Cut> cuts(problem.options());
     for (size_t option = cuts.size(); option-- > 0;) {
+        if (!(mask >> option & 1)) continue;
         const auto easier = std::find_if(cuts.begin() + option + 1, cuts.end(), [&](const Cut& cut) {
-            return cut.options >> option & 1 && problem.allows(&cut - cuts.data(), option);
+            return !cut.sizes.empty() && cut.options >> option & 1 && problem.allows(&cut - cuts.data(), option);
         });
         if (easier != cuts.end()) {
             cuts[option] = *easier;  // The best of more candidates is the best of those among which it is.
@@ -369,6 +263,59 @@ std::vector<Cut> best_cuts(const CutProblem& problem) {
             filtered(graph, [&](size_t, const Edge& edge) { return edge.options >> option & 1; }));
     }
     return cuts;
+}
+
+Cut cut_of(const CutProblem& problem, Costs& costs, size_t option) {
+    return cuts_of(problem, costs, uint32_t{1} << option)[option];
+}
+
+// Puts the problem's samples in another order, given as places in its present one.
+void reorder(CutProblem& problem, std::vector<int64_t>& order, const std::vector<int64_t>& places) {
+    const auto moved = [&](const std::vector<int64_t>& values) {
+        std::vector<int64_t> out;
+        for (int64_t place : places) out.push_back(values[place]);
+        return out;
+    };
+    problem.inputs = moved(problem.inputs);
+    problem.targets = moved(problem.targets);
+    order = moved(order);
+}
+
+}  // namespace
+
+OrderedCuts best_cuts(const CutProblem& original, const std::vector<std::vector<int64_t>>& orders, bool refine) {
+    CutProblem problem = original;
+    Costs costs(problem);
+    const size_t last = problem.options() - 1;
+    OrderedCuts best;
+    best.order.resize(problem.inputs.size());
+    std::iota(best.order.begin(), best.order.end(), 0);
+    const std::vector<int64_t> identity = best.order;
+    size_t chosen = 0;
+    int64_t least = kUnreachable;
+    for (size_t i = 0; orders.size() > 1 && i < orders.size(); ++i) {
+        problem = original;
+        std::vector<int64_t> order = identity;
+        reorder(problem, order, orders[i]);
+        const Cut cut = cut_of(problem, costs, last);
+        const int64_t objective = cut.fill * problem.replicas + cut.total * static_cast<int64_t>(problem.chunks());
+        if (!cut.sizes.empty() && objective < least) {
+            least = objective;
+            chosen = i;
+        }
+    }
+    problem = original;
+    reorder(problem, best.order, orders[chosen]);
+    if (refine) {
+        std::vector<size_t> options{0};
+        if (last > 0) options.push_back(last);
+        for (size_t option : options) {
+            const Cut cut = cut_of(problem, costs, option);
+            if (!cut.sizes.empty()) reorder(problem, best.order, refined_order(problem, costs, option, cut));
+        }
+    }
+    best.cuts = cuts_of(problem, costs, ~uint32_t{0});
+    return best;
 }
 
 }  // namespace dynapipe

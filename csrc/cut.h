@@ -32,7 +32,14 @@ struct Cut {
     uint32_t options = ~uint32_t{0};  // under which all its micro-batches fit
 };
 
-// The best cut for every option of micro-batches in flight.
-std::vector<Cut> best_cuts(const CutProblem& problem);
+// An order of samples, as places in the problem's, and its best cut for every option of micro-batches in flight.
+struct OrderedCuts {
+    std::vector<int64_t> order;
+    std::vector<Cut> cuts;
+};
+
+// Cuts the best of the given orders. With `refine` it is bettered first, for the option of the most micro-batches in
+// flight and then for that of the fewest.
+OrderedCuts best_cuts(const CutProblem& problem, const std::vector<std::vector<int64_t>>& orders, bool refine);
 
 }  // namespace dynapipe

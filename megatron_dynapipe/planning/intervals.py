@@ -3,7 +3,8 @@
 This is the pure Python twin of the native core's cost lookups; tests hold the two against each other.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -17,7 +18,7 @@ UNREACHABLE = 2**61
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CutProblem:
-    """An order of samples to be cut into micro-batches of neighbours.
+    """Samples, in some order, to be cut into micro-batches of neighbours.
 
     Attributes:
         inputs, targets: int64[samples], padded lengths in the order given; targets 0 for decoder-only models.
@@ -38,6 +39,10 @@ class CutProblem:
     in_flight: IntArray
     replicas: int
     forward_only: bool = False
+
+    def reordered(self, order: IntArray) -> Self:
+        """The same problem with its samples in another order, given as places in the present one."""
+        return replace(self, inputs=self.inputs[order], targets=self.targets[order])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

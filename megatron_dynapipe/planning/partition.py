@@ -14,6 +14,7 @@ solving for F every smaller bound F' costs at least F' / chunks + G(F) / replica
 known cut are skipped, no candidate is thinned away.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -23,6 +24,7 @@ from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.intervals import UNREACHABLE, CutProblem, Intervals, intervals
 from megatron_dynapipe.planning.native import NATIVE
 from megatron_dynapipe.planning.problem import IntArray
+from megatron_dynapipe.planning.refine import Refiner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,49 +48,86 @@ class Cut:
         return self.fill_ns * replicas + self.total_ns * chunks
 
 
-def cut(problem: CutProblem) -> list[Cut | None]:
-    """The cut of least objective for each option of micro-batches in flight; None where no cut fits.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OrderedCuts:
+    """An order of samples, as places in the problem's, and its best cut for each option of micro-batches in flight.
 
-    Of cuts of equal objective, that of the smallest fill; then, from the first sample on, that of the smallest
-    micro-batch and the earliest recompute mode.
+    A cut is None where none fits.
+    """
+
+    order: IntArray
+    cuts: tuple[Cut | None, ...]
+
+
+def cut(problem: CutProblem, orders: Sequence[IntArray], *, refine: bool) -> OrderedCuts:
+    """The best of the given orders, and its cuts of least objective.
+
+    Orders are compared by their cuts for the last option. Of cuts of equal objective, that of the smallest fill is
+    taken; then, from the first sample on, that of the smallest micro-batch and the earliest recompute mode.
+
+    Args:
+        problem: samples and costs.
+        orders: places of all samples each, int64[samples].
+        refine: whether to better the order for the first and the last option before it is cut (`planning.refine`).
 
     Raises:
         PlanningError: lengths, costs or settings outside what 64-bit sums can hold; the message names which.
     """
-    return cut_in_python(problem) if NATIVE is None else cut_natively(problem, NATIVE)
+    if NATIVE is None:
+        return cut_in_python(problem, orders, refine=refine)
+    return cut_natively(problem, orders, NATIVE, refine=refine)
 
 
-def cut_natively(problem: CutProblem, native: ModuleType) -> list[Cut | None]:
+def cut_natively(problem: CutProblem, orders: Sequence[IntArray], native: ModuleType, *, refine: bool) -> OrderedCuts:
     """`cut` by the compiled core."""
     layout = problem.layout
     try:
-        found = native.cut(
-            problem.inputs,
-            problem.targets,
-            [(mode.sizes, mode.inputs, mode.targets, mode.values) for mode in problem.modes],
-            np.array(layout.encoder_split, np.int64),
-            np.array(layout.decoder_split, np.int64),
-            problem.memory_bytes,
-            problem.in_flight,
-            problem.replicas,
-            problem.forward_only,
+        order, found = native.cut(
+            inputs=problem.inputs,
+            targets=problem.targets,
+            modes=[(mode.sizes, mode.inputs, mode.targets, mode.values) for mode in problem.modes],
+            encoder_layers=np.array(layout.encoder_split, np.int64),
+            decoder_layers=np.array(layout.decoder_split, np.int64),
+            memory=problem.memory_bytes,
+            in_flight=problem.in_flight,
+            replicas=problem.replicas,
+            forward_only=problem.forward_only,
+            orders=list(orders),
+            refine=refine,
         )
     except ValueError as error:
         raise PlanningError(f"the batch cannot be cut: {error}") from error
-    return [
+    cuts = [
         Cut(sizes=np.array(sizes, np.int64), modes=np.array(modes, np.int64), fill_ns=fill, total_ns=total)
         if sizes
         else None
         for sizes, modes, fill, total in found
     ]
+    return OrderedCuts(order=np.array(order, np.int64), cuts=tuple(cuts))
 
 
-def cut_in_python(problem: CutProblem) -> list[Cut | None]:
+def cut_in_python(problem: CutProblem, orders: Sequence[IntArray], *, refine: bool) -> OrderedCuts:
     """`cut` without the compiled core, many times slower."""
-    return [
-        cut_intervals(intervals(problem, option), replicas=problem.replicas, chunks=problem.layout.chunks)
-        for option in range(len(problem.in_flight))
-    ]
+    last = len(problem.in_flight) - 1
+    order = orders[0]
+    if len(orders) > 1:
+        order = min(orders, key=lambda one: _objective(problem, _best(problem.reordered(one), last)))
+    if refine:
+        for option in sorted({0, last}):
+            present = problem.reordered(order)
+            found = _best(present, option)
+            if found is not None:
+                order = order[Refiner(present, option, found.fill_ns).run(found.sizes)]
+    present = problem.reordered(order)
+    return OrderedCuts(order=order, cuts=tuple(_best(present, option) for option in range(last + 1)))
+
+
+def _best(problem: CutProblem, option: int) -> Cut | None:
+    return cut_intervals(intervals(problem, option), replicas=problem.replicas, chunks=problem.layout.chunks)
+
+
+def _objective(problem: CutProblem, found: Cut | None) -> int:
+    return UNREACHABLE if found is None else found.objective(problem.replicas, problem.layout.chunks)
 
 
 def cut_intervals(costs: Intervals, *, replicas: int, chunks: int) -> Cut | None:

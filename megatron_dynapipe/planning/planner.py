@@ -22,7 +22,7 @@ from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tenso
 from megatron_dynapipe.planning.intervals import CutProblem
 from megatron_dynapipe.planning.lowering import Pipeline, lower
 from megatron_dynapipe.planning.native import NATIVE
-from megatron_dynapipe.planning.ordering import by_length
+from megatron_dynapipe.planning.ordering import sweeps
 from megatron_dynapipe.planning.partition import Cut, cut
 from megatron_dynapipe.planning.problem import IntArray, PipelineProblem
 from megatron_dynapipe.planning.samples import Samples, explain_infeasible
@@ -119,14 +119,16 @@ class Planner:
             )
         with _timed(seconds, "ordering"):
             samples = Samples.of(batch, self.settings.family)
-            order = by_length(samples.inputs, samples.targets)
+            orders = sweeps(samples.inputs, samples.targets)
         with _timed(seconds, "partition"):
-            cuts = cut(self._cut_problem(samples, order, self._in_flight_options(), forward_only))
+            problem = self._cut_problem(samples, self._in_flight_options(), forward_only)
+            found = cut(problem, orders, refine=len(orders) > 1)
         with _timed(seconds, "schedule"):
-            best = self._best(samples, order, [found for found in cuts if found is not None], forward_only)
+            cuts = [each for each in found.cuts if each is not None]
+            best = self._best(samples, found.order, cuts, forward_only)
         if best is None:
             one = np.ones((1, self.layout.stages), np.int64)
-            raise explain_infeasible(samples, self._cut_problem(samples, order, one, forward_only))
+            raise explain_infeasible(samples, self._cut_problem(samples, one, forward_only))
         with _timed(seconds, "lowering"):
             plan = self._lower(samples, best, iteration, forward_only)
         with _timed(seconds, "verify"):
@@ -146,10 +148,10 @@ class Planner:
         most = sorted({int(full[0]), -(-int(full[0]) // 2), 1}, reverse=True)
         return np.asarray(np.minimum(full, np.array(most)[:, None]))
 
-    def _cut_problem(self, samples: Samples, order: IntArray, in_flight: IntArray, forward_only: bool) -> CutProblem:
+    def _cut_problem(self, samples: Samples, in_flight: IntArray, forward_only: bool) -> CutProblem:
         return CutProblem(
-            inputs=samples.inputs[order],
-            targets=samples.targets[order],
+            inputs=samples.inputs,
+            targets=samples.targets,
             modes=tuple(self._tables),
             layout=self.layout,
             memory_bytes=self._memory_bytes,

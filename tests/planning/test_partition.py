@@ -1,12 +1,16 @@
 """The partition is optimal, and the compiled core and its Python twin find the same cut."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from megatron_dynapipe.planning.intervals import UNREACHABLE, CutProblem, Intervals, intervals
 from megatron_dynapipe.planning.native import NATIVE
-from megatron_dynapipe.planning.partition import cut_in_python, cut_intervals, cut_natively
+from megatron_dynapipe.planning.ordering import sweeps
+from megatron_dynapipe.planning.partition import OrderedCuts, cut_in_python, cut_intervals, cut_natively
+from megatron_dynapipe.planning.problem import IntArray
 from tests.planning.cut_problems import brute_force, cut_problems
 
 needs_native = pytest.mark.skipif(NATIVE is None, reason="the native core is not built")
@@ -42,21 +46,53 @@ def test_no_cut_fits() -> None:
     assert cut_intervals(costs([[5, 6], [-1, -1]], [[5, -1], [-1, -1]]), replicas=1, chunks=1) is None
 
 
-@settings(max_examples=400, deadline=None)
+def as_given(problem: CutProblem) -> list[IntArray]:
+    return [np.arange(len(problem.inputs))]
+
+
+@settings(max_examples=600, deadline=None)
 @given(cut_problems(most_samples=6))
 def test_python_equals_brute_force(problem: CutProblem) -> None:
-    for option, found in enumerate(cut_in_python(problem)):
+    for option, found in enumerate(cut_in_python(problem, as_given(problem), refine=False).cuts):
         best = brute_force(intervals(problem, option), problem.replicas, problem.layout.chunks)
         assert (None if found is None else found.objective(problem.replicas, problem.layout.chunks)) == best
+
+
+def assert_equal(ours: OrderedCuts, twin: OrderedCuts) -> None:
+    assert ours.order.tolist() == twin.order.tolist()
+    for mine, its in zip(ours.cuts, twin.cuts, strict=True):
+        assert (mine is None) == (its is None)
+        if mine is not None and its is not None:
+            assert (mine.fill_ns, mine.total_ns) == (its.fill_ns, its.total_ns)
+            assert mine.sizes.tolist() == its.sizes.tolist()
+            assert mine.modes.tolist() == its.modes.tolist()
 
 
 @needs_native
 @settings(max_examples=2000, deadline=None)
 @given(cut_problems())
 def test_native_equals_python(problem: CutProblem) -> None:
-    for ours, twin in zip(cut_natively(problem, NATIVE), cut_in_python(problem), strict=True):
-        assert (ours is None) == (twin is None)
-        if ours is not None and twin is not None:
-            assert (ours.fill_ns, ours.total_ns) == (twin.fill_ns, twin.total_ns)
-            assert ours.sizes.tolist() == twin.sizes.tolist()
-            assert ours.modes.tolist() == twin.modes.tolist()
+    orders = as_given(problem)
+    ours = cut_natively(problem, orders, NATIVE, refine=False)
+    assert_equal(ours, cut_in_python(problem, orders, refine=False))
+
+
+@needs_native
+@settings(max_examples=300, deadline=None)
+@given(cut_problems(most_samples=16))
+def test_native_equals_python_where_orders_are_bettered(problem: CutProblem) -> None:
+    orders = sweeps(problem.inputs, problem.targets)
+    ours = cut_natively(problem, orders, NATIVE, refine=True)
+    assert_equal(ours, cut_in_python(problem, orders, refine=True))
+
+
+@settings(max_examples=100, deadline=None)
+@given(cut_problems(most_samples=16))
+def test_refining_never_costs_more(problem: CutProblem) -> None:
+    """For the option that was refined last."""
+    one = replace(problem, in_flight=problem.in_flight[-1:])
+    before, after = (cut_in_python(one, as_given(one), refine=refine).cuts[0] for refine in (False, True))
+    assert (before is None) == (after is None)
+    if before is not None and after is not None:
+        chunks = problem.layout.chunks
+        assert after.objective(problem.replicas, chunks) <= before.objective(problem.replicas, chunks)
