@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost.tables import IntArray, LayerTables, Row
+from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
 from megatron_dynapipe.cost.work import Floats, LayerWork, ModelShape, Work
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -18,6 +18,11 @@ _PEAK_CORE = {Recompute.NONE: 0.42, Recompute.SELECTIVE: 0.03, Recompute.FULL: 0
 _PEAK_SHARED = 0.4
 """How much attention's inside, and what all tensor-parallel ranks hold, count in a forward's high-water mark against
 what they divide: as in published profiles of Megatron's layers."""
+
+
+_FITS_NOWHERE = 2**36
+"""A layer's time (ns) or memory (bytes) from which a micro-batch counts as infeasible: over a minute, or more than
+devices hold. Sums over a stage's layers so stay inside what the planner's core computes with."""
 
 
 class PeakRatios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,11 +134,13 @@ class AnalyticCostModel:
             values[Row.DECODER_FORWARD : Row.DECODER_PEAK + 1] = decoder
         head = layer.head(b, t if t5 else s)
         values[Row.HEAD_FORWARD : Row.HEAD_BACKWARD + 1] = layer_costs(head, self.rates, Recompute.NONE)[:2]
+        values = np.rint(_without_last_bits(values))
+        values[:, (values > _FITS_NOWHERE).any(axis=0)] = ABSENT
         return LayerTables(
             sizes=self._sizes,
             inputs=self._lengths,
             targets=targets,
-            values=np.rint(_without_last_bits(values)).astype(np.int64),
+            values=values.astype(np.int64),
             state=layer.state(),
         )
 

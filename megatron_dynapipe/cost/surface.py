@@ -65,7 +65,7 @@ class Surface:
 
     def at(self, shapes: Floats) -> Floats:
         """Costs of `[n, dimensions]` shapes."""
-        return np.asarray(self.trend(shapes) * np.exp(_correlation(_coordinates(shapes), self.points) @ self.weights))
+        return np.asarray(self.trend(shapes) * np.exp(_correlation(coordinates(shapes), self.points) @ self.weights))
 
     def trend(self, shapes: Floats) -> Floats:
         """Costs by the physical trend alone."""
@@ -107,7 +107,7 @@ def fit_surface(shapes: Floats, values: Floats, quantity: Quantity) -> Surface:
         rates, floor, sharpness = _fit_robustly(terms, values), 0.0, 1.0
         noise = np.full(len(values), _MEMORY_NOISE)
     residual = np.log(values / _power_mean(terms @ rates, floor, sharpness))
-    points = _coordinates(shapes)
+    points = coordinates(shapes)
     covariance = _RESIDUAL_DEVIATION**2 * _correlation(points, points) + np.diag(noise**2)
     weights = _RESIDUAL_DEVIATION**2 * np.linalg.solve(covariance, residual)
     return Surface(rates=rates, floor=floor, sharpness=sharpness, points=points, weights=weights)
@@ -184,8 +184,8 @@ def _power_mean(work: Floats, floor: float, sharpness: float) -> Floats:
     return np.asarray((work**sharpness + floor**sharpness) ** (1 / sharpness)) if floor else work
 
 
-def _coordinates(shapes: Floats) -> Floats:
-    """Where a shape lies: octaves of its tokens first, then of its lengths, which count for less."""
+def coordinates(shapes: Floats) -> Floats:
+    """Where a shape lies, for distances: octaves of its tokens first, then of its lengths, which count for less."""
     b = shapes[:, 0]
     if shapes.shape[1] == 2:
         q = shapes[:, 1]

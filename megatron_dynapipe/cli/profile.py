@@ -1,0 +1,61 @@
+"""`profile`: measure a model's layers on this machine → a cost model file."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_dynapipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cli.main import SubParsers
+
+
+def add_parser(subparsers: "SubParsers") -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="measure a model's layers on this machine, for a cost model file",
+        epilog="Flags of Megatron and of DynaPipe follow after --: the run's own, such as"
+        " `-- --dynapipe-config configs/demo_t5.yaml`. With several ranks, start it by torchrun with"
+        " `-m megatron_dynapipe profile`: the links between them are measured too.",
+    )
+    parser.add_argument("--model", required=True, choices=("t5", "gpt"), help="kind of model")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the cost model file (.json)")
+    parser.add_argument("--recompute", default="none,selective,full", metavar="MODES", help="(%(default)s)")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share a layer")
+    parser.add_argument("--budget-minutes", type=float, default=5.0, metavar="M", help="time to spend (%(default)s)")
+    parser.add_argument(
+        "--max-positions", type=int, default=16384, metavar="N", help="of a measured micro-batch (%(default)s)"
+    )
+    parser.add_argument("--vocabulary", type=int, metavar="N", help="tokens, for a model without a dataset")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="the run's flags")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; print the file's path on rank 0."""
+    from megatron_dynapipe import config, cpu
+
+    flags = args.flags[1:] if args.flags[:1] == ["--"] else args.flags
+    if args.budget_minutes <= 0 or args.tensor_parallel < 1 or args.max_positions < 8:
+        raise ConfigError(
+            "expected --budget-minutes above 0, --tensor-parallel of 1 or more, --max-positions of 8 or more"
+        )
+    cpu.quieten()
+    if cpu.enable(config.value_of(flags, "dynapipe-device", "auto")):  # type: ignore[arg-type]  # it checks the name
+        cpu.silence_prints()
+    from megatron_dynapipe.integration.profiling.command import profile
+
+    path = profile(
+        flags,
+        family=args.model,
+        output=args.output,
+        recompute=args.recompute.split(","),
+        tensor_parallel=args.tensor_parallel,
+        budget_s=args.budget_minutes * 60,
+        most_positions=args.max_positions,
+        vocabulary=args.vocabulary,
+    )
+    if path is not None:
+        print(path, file=sys.stdout)
+    return 0

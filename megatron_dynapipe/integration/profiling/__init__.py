@@ -1,0 +1,1 @@
+"""Measuring a model's real Megatron layers on this machine's device."""

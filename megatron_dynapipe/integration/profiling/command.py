@@ -1,0 +1,106 @@
+"""The `profile` command: set up, measure with a progress bar, write the file."""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megatron_dynapipe.cost.format import encode_file
+from megatron_dynapipe.cost.tabulate import Range
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.profiling.journal import Journal
+from megatron_dynapipe.integration.profiling.layers import build_parts
+from megatron_dynapipe.integration.profiling.links import measure_links
+from megatron_dynapipe.integration.profiling.measure import clock_of
+from megatron_dynapipe.integration.profiling.profiler import Profiler
+from megatron_dynapipe.integration.profiling.result import cost_file, describe, identity
+from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
+from megatron_dynapipe.units import ModelFamily, Recompute
+
+BUDGET_FOR_MEASURING = 0.9
+"""Share of the budget; the rest is for starting, fitting and writing."""
+
+
+def profile(
+    flags: Sequence[str],
+    *,
+    family: str,
+    output: Path,
+    recompute: Sequence[str],
+    tensor_parallel: int,
+    budget_s: float,
+    most_positions: int,
+    vocabulary: int | None,
+) -> Path | None:
+    """Measure a model's layers; the path of the file on rank 0, None on the others.
+
+    Measurements are kept in `<output>.partial` until all is done; interrupted, it goes on from there.
+
+    Raises:
+        ConfigError: a flag is wrong.
+        CostModelError: the partial file is of another model, device or version.
+    """
+    started = time.monotonic()
+    try:
+        modes = [Recompute(mode) for mode in recompute]
+    except ValueError:
+        raise ConfigError(f"expected recompute modes of none, selective, full, got {','.join(recompute)}") from None
+    with prepared(flags, ModelFamily(family), tensor_parallel=tensor_parallel, vocabulary=vocabulary) as setup:
+        is_first = dist.get_rank() == 0
+        provenance = describe(setup)
+        partial = output.with_name(output.name + ".partial") if is_first else None
+        journal = Journal(partial, identity(setup, provenance))
+        profiler = Profiler(
+            parts=build_parts(setup.args, setup.family, setup.device),
+            modes=modes,
+            within=_range(setup),
+            most_positions=most_positions,
+            platform=clock_of(setup.device),
+            journal=journal,
+        )
+        links = measure_links(setup.device)
+        spent = time.monotonic() - started
+        _measure(profiler, max(budget_s * BUDGET_FOR_MEASURING - spent, 0.0), show=is_first)
+        if not is_first:
+            return None
+        file = cost_file(
+            setup,
+            profiler.parts,
+            profiler.measurements,
+            modes=modes,
+            within=profiler.within,
+            links=links,
+            provenance=provenance | {"seconds": round(time.monotonic() - started, 1)},
+        )
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_bytes(encode_file(file))
+        journal.remove()
+        return output
+
+
+def _range(setup: ProfileSetup) -> Range:
+    """The micro-batches that the run's own flags allow."""
+    t5 = setup.family is ModelFamily.T5
+    return Range(
+        size=setup.args.global_batch_size,
+        input_length=setup.args.seq_length,
+        target_length=setup.args.decoder_seq_length if t5 else 0,
+    )
+
+
+def _measure(profiler: Profiler, budget_s: float, *, show: bool) -> None:
+    """Run the profiler under a bar of seconds: what is left of it is the time left at most."""
+    started, shown = time.monotonic(), 0.0
+    layout = "{l_bar}{bar}| {n:.0f}/{total:.0f} s, {remaining} left{postfix}"
+    with tqdm(total=round(budget_s, 1), disable=not show, file=sys.stderr, bar_format=layout) as bar:
+        for count, measurement in enumerate(profiler.run(budget_s), start=len(profiler.journal.found) + 1):
+            elapsed = min(time.monotonic() - started, budget_s)
+            bar.update(elapsed - shown)
+            shown = elapsed
+            bar.set_postfix_str(f"{count} points, {measurement.part} {measurement.recompute}", refresh=False)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,208 @@
+"""The parts of a model that are measured one by one, built as training builds them.
+
+A part is a single layer of a stack, the embedding, or the head with the loss. Its gradients are added to `main_grad`
+by hooks, as Megatron's data-parallel wrapper does, since every backward pays for that.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.argument_utils import core_transformer_config_from_args
+from torch import Tensor
+
+from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
+from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.integration.models.providers import gpt_provider
+from megatron_dynapipe.integration.models.t5_stage import T5Stage, T5StageInputs
+from megatron_dynapipe.integration.recompute import RecomputeSwitch
+from megatron_dynapipe.units import ModelFamily, Recompute
+
+Point = tuple[int, ...]
+"""(size, length), or (size, input length, target length) for a decoder layer that attends to an encoder."""
+Forward = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Something to measure.
+
+    Attributes:
+        name: as in the cost model file: "encoder", "decoder", "postprocess", "embedding".
+        module: holds its parameters.
+        prepare: makes the inputs of a point and returns its forward, which may be called repeatedly.
+    """
+
+    name: str
+    module: torch.nn.Module
+    prepare: Callable[[Point], Forward]
+
+    def set_recompute(self, mode: Recompute) -> None:
+        """Let the next passes keep or recompute what `mode` says."""
+        RecomputeSwitch([self.module]).set(mode)
+
+    @property
+    def parameters(self) -> int:
+        """Number of this rank's parameters."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+
+def build_parts(args: Namespace, family: ModelFamily, device: torch.device) -> Mapping[str, Part]:
+    """The parts of the model that Megatron's arguments describe, by name, in training mode on `device`."""
+    config = core_transformer_config_from_args(args)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    parts = _t5_parts(args, config, groups) if family is ModelFamily.T5 else _gpt_parts(args, config, groups)
+    for part in parts:
+        part.module.to(device=device, dtype=args.params_dtype).train()
+        accumulate_gradients(part.module)
+    return {part.name: part for part in parts}
+
+
+def accumulate_gradients(module: torch.nn.Module) -> None:
+    """Add each gradient to a buffer as soon as it is there, and drop it, as Megatron's wrapper does."""
+
+    def accumulate(parameter: Any) -> None:
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    parameter: Any  # Megatron hangs a main_grad on it
+    for parameter in module.parameters():
+        if not hasattr(parameter, "main_grad"):
+            parameter.main_grad = torch.zeros_like(parameter, requires_grad=False)
+            parameter.register_post_accumulate_grad_hook(accumulate)
+
+
+def _t5_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCollection) -> list[Part]:
+    """Stages of a T5 of three and three layers: inner ones, with one layer and nothing else, and the whole of 1 + 1."""
+    inner, whole = T5Split.of(3, 3, 6), T5Split.of(1, 1, 1)
+    build = partial(
+        T5Stage,
+        config,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pg_collection=groups,
+    )
+    encoder, decoder, ends = build(split=inner, stage=1), build(split=inner, stage=4), build(split=whole, stage=0)
+    make = _Inputs(args, next(encoder.parameters()))
+
+    def run_encoder(point: Point) -> Forward:
+        b, s = point
+        state = make.state(s, b)
+        batch = T5StageInputs(encoder_mask=encoder_mask(make.lengths(b, s), s))
+
+        def forward() -> Tensor:
+            encoder.set_input_tensor([state])
+            return torch.as_tensor(encoder(batch))
+
+        return forward
+
+    def run_decoder(point: Point) -> Forward:
+        b, s, t = point
+        state, encoded = make.state(t, b), make.state(s, b)
+        batch = T5StageInputs(
+            decoder_mask=decoder_mask(make.lengths(b, t), t), cross_mask=cross_mask(make.lengths(b, s), t, s)
+        )
+
+        def forward() -> Tensor:
+            decoder.set_input_tensor([encoded, state])
+            return torch.as_tensor(decoder(batch)[1])
+
+        return forward
+
+    return [
+        Part(name="encoder", module=encoder, prepare=run_encoder),
+        Part(name="decoder", module=decoder, prepare=run_decoder),
+        Part(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
+        Part(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
+    ]
+
+
+def _gpt_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCollection) -> list[Part]:
+    """A GPT of one layer without its ends, and its ends."""
+    config.num_layers = 1
+    provide = partial(gpt_provider(args), config=config, pg_collection=groups)
+    layer: GPTModel = provide(pre_process=False, post_process=False)
+    ends: GPTModel = provide()
+    make = _Inputs(args, next(layer.parameters()))
+
+    def run_layer(point: Point) -> Forward:
+        b, s = point
+        state = make.state(s, b)
+        positions = torch.arange(s, device=state.device).expand(b, -1)
+        mask = causal_mask(s, state.device) if args.transformer_impl == "local" else None
+
+        def forward() -> Tensor:
+            layer.set_input_tensor(state)
+            return torch.as_tensor(layer(None, positions, mask))
+
+        return forward
+
+    return [
+        Part(name="encoder", module=layer, prepare=run_layer),
+        Part(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
+        Part(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
+    ]
+
+
+def _head(model: Any, make: "_Inputs") -> Callable[[Point], Forward]:
+    tied = model.share_embeddings_and_output_weights
+
+    def run(point: Point) -> Forward:
+        b, s = point
+        state, labels = make.state(s, b), make.tokens(b, s)
+
+        def forward() -> Tensor:
+            logits, _ = model.output_layer(state, weight=model.shared_embedding_or_output_weight() if tied else None)
+            return torch.as_tensor(model.compute_language_model_loss(labels, logits)).float().sum()
+
+        return forward
+
+    return run
+
+
+class _Head(torch.nn.Module):
+    """The output layer with the weight it uses, which may be the embedding's."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.output_layer = model.output_layer
+        if model.share_embeddings_and_output_weights:
+            self.weight = model.shared_embedding_or_output_weight()
+
+
+def _embedding(embedding: torch.nn.Module, make: "_Inputs") -> Callable[[Point], Forward]:
+    def run(point: Point) -> Forward:
+        b, s = point
+        tokens = make.tokens(b, s)
+        positions = torch.arange(s, device=tokens.device).expand_as(tokens)
+        return lambda: torch.as_tensor(embedding(input_ids=tokens, position_ids=positions))
+
+    return run
+
+
+class _Inputs:
+    """Random inputs of the shapes that layers take, beside a parameter, whose device they share."""
+
+    def __init__(self, args: Namespace, beside: Tensor) -> None:
+        self._args = args
+        self._beside = beside
+
+    def state(self, length: int, size: int) -> Tensor:
+        """[length, size, hidden] that a gradient is wanted of; this rank's part under sequence parallelism."""
+        ways = self._args.tensor_model_parallel_size if self._args.sequence_parallel else 1
+        shape = (length // ways, size, self._args.hidden_size)
+        return torch.randn(shape, dtype=self._args.params_dtype, device=self._beside.device).requires_grad_()
+
+    def tokens(self, size: int, length: int) -> Tensor:
+        """[size, length] of the vocabulary."""
+        return torch.randint(self._args.padded_vocab_size, (size, length), device=self._beside.device)
+
+    def lengths(self, size: int, length: int) -> Tensor:
+        """[size]: no padding, which costs the same."""
+        return torch.full((size,), length, device=self._beside.device)

@@ -1,0 +1,51 @@
+"""Latency and bandwidth of the links between ranks, by kind: inside a node, between nodes."""
+
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from megatron_dynapipe.cost.format import Link
+
+SMALL_BYTES = 8
+LARGE_BYTES = 16_000_000
+REPEATS = 7
+
+
+def measure_links(device: torch.device) -> dict[str, Link]:
+    """Pass messages from rank 0 to the nearest rank of each kind and back; all ranks call it, rank 0 gets the result.
+
+    Half a round trip is one message. Kinds that this group of ranks does not have are left out.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    peers = {
+        "intra-node": 1 if min(per_node, world) > 1 else None,
+        "inter-node": per_node if world > per_node else None,
+    }
+    links = {}
+    for kind, peer in peers.items():
+        if peer is not None and rank in (0, peer):
+            small, large = (_half_trip_s(rank, peer, size, device) for size in (SMALL_BYTES, LARGE_BYTES))
+            gbps = LARGE_BYTES * 8 / max(large - small, 1e-9) / 1e9
+            links[kind] = Link(latency_us=round(small * 1e6, 3), gbps=round(gbps, 3))
+        dist.barrier()
+    return links if rank == 0 else {}
+
+
+def _half_trip_s(rank: int, peer: int, size: int, device: torch.device) -> float:
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    there: Callable[[], object] = lambda: dist.send(message, peer if rank == 0 else 0)  # noqa: E731
+    back: Callable[[], object] = lambda: dist.recv(message, peer if rank == 0 else 0)  # noqa: E731
+    seconds = []
+    for _ in range(REPEATS + 1):  # the first one connects
+        started = time.perf_counter()
+        for act in (there, back) if rank == 0 else (back, there):
+            act()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return median(seconds[1:]) / 2

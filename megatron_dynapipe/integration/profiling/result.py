@@ -1,0 +1,149 @@
+"""From measurements to a cost model file."""
+
+import datetime
+import importlib.metadata
+import json
+import platform
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from megatron_dynapipe.cost.check import validated_errors
+from megatron_dynapipe.cost.format import UNITS, CostFile, Link, Points, key_of
+from megatron_dynapipe.cost.tabulate import Range, fitted_entry
+from megatron_dynapipe.integration.profiling.journal import Measurement
+from megatron_dynapipe.integration.profiling.layers import Part
+from megatron_dynapipe.integration.profiling.setup import ProfileSetup
+from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
+
+_STATE_BYTES = 2
+"""Bytes that the format counts for a parameter, whatever its type."""
+
+Provenance = dict[str, str | int | float | bool]
+
+
+def cost_file(
+    setup: ProfileSetup,
+    parts: Mapping[str, Part],
+    measurements: Sequence[Measurement],
+    *,
+    modes: Sequence[Recompute],
+    within: Range,
+    links: Mapping[str, Link],
+    provenance: Provenance,
+) -> CostFile:
+    """The cost model that measurements make; its error bars are among its provenance.
+
+    Raises:
+        CostModelError: something was not measured at all.
+    """
+    args, t5 = setup.args, setup.family is ModelFamily.T5
+    state = {
+        name: parts[name].parameters * _STATE_BYTES / BYTES_PER_MB
+        for name in ("embedding", "encoder", *(["decoder"] if t5 else []))
+    }
+    entries = {
+        key_of(setup.tensor_parallel, mode): fitted_entry(
+            _points(measurements, mode, t5=t5),
+            tensor_parallel=setup.tensor_parallel,
+            recompute=mode,
+            model_state_mb=state,
+            within=within,
+            infeasible=_infeasible(measurements, mode),
+        )
+        for mode in modes
+    }
+    file = CostFile(
+        name=f"{setup.family}_h{args.hidden_size}_{provenance['device']}".replace(" ", "-"),
+        source="measured by `megatron-dynapipe profile`",
+        device=str(provenance["device"]),
+        units=UNITS,
+        model={name: msgspec.Raw(json.dumps(value).encode()) for name, value in _model(setup).items()},
+        keys=entries,
+        provenance=provenance | _embedding_times(measurements),
+        links=dict(links),
+    )
+    bars = {
+        f"cross_validated_{quantity}_{which}": round(getattr(error, which), 4)
+        for quantity, error in validated_errors(file).items()
+        for which in ("median", "p90")
+    }
+    return msgspec.structs.replace(file, provenance=file.provenance | bars)
+
+
+def describe(setup: ProfileSetup) -> Provenance:
+    """Where and with what it is measured; the same on all ranks."""
+    args, cuda = setup.args, setup.device.type == "cuda"
+    device = torch.cuda.get_device_name(setup.device) if cuda else _processor()
+    attention = args.attention_backend.name if args.transformer_impl != "local" else "local"
+    return {
+        "device": device,
+        "dtype": str(args.params_dtype).removeprefix("torch."),
+        "attention": attention,
+        "transformer_impl": args.transformer_impl,
+        "ranks": torch.distributed.get_world_size(),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "megatron-core": importlib.metadata.version("megatron-core"),
+        "megatron-dynapipe": importlib.metadata.version("megatron-dynapipe"),
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+    }
+
+
+def identity(setup: ProfileSetup, provenance: Provenance) -> str:
+    """What measurements must share to be put into one file, as one line."""
+    lasting = {name: value for name, value in provenance.items() if name != "date"}
+    return json.dumps({"model": _model(setup), "tp": setup.tensor_parallel, **lasting}, sort_keys=True)
+
+
+def _model(setup: ProfileSetup) -> dict[str, str | int | bool]:
+    args: Namespace = setup.args
+    return {
+        "type": setup.family.value,
+        "hidden": args.hidden_size,
+        "heads": args.num_attention_heads,
+        "kv_channels": args.kv_channels,
+        "ffn": args.ffn_hidden_size,
+        "vocabulary": args.padded_vocab_size,
+        "sequence_parallel": args.sequence_parallel,
+        "dropout": bool(args.hidden_dropout or args.attention_dropout),
+    }
+
+
+def _points(measurements: Sequence[Measurement], mode: Recompute, *, t5: bool) -> dict[tuple[str, str], Points]:
+    points: dict[tuple[str, str], Points] = {}
+    for kind in ("encoder", *(["decoder"] if t5 else []), "postprocess"):
+        of_kind = Recompute.NONE if kind == "postprocess" else mode
+        rows = [m for m in measurements if m.part == kind and m.recompute is of_kind and m.fits]
+        points["time_ms", f"{kind}.forward"] = {m.point: m.forward_ns / NS_PER_MS for m in rows}
+        points["time_ms", f"{kind}.backward"] = {m.point: m.backward_ns / NS_PER_MS for m in rows}
+        if kind != "postprocess":
+            points["stored_activation_mb", kind] = {m.point: m.stored_bytes / BYTES_PER_MB for m in rows}
+            points["peak_activation_mb", kind] = {m.point: m.peak_bytes / BYTES_PER_MB for m in rows}
+    return points
+
+
+def _infeasible(measurements: Sequence[Measurement], mode: Recompute) -> dict[str, list[tuple[int, ...]]]:
+    limits: dict[str, list[tuple[int, ...]]] = {}
+    for m in measurements:
+        if not m.fits and m.recompute in (mode, Recompute.NONE if m.part == "postprocess" else mode):
+            limits.setdefault(m.part, []).append(m.point)
+    return limits
+
+
+def _embedding_times(measurements: Sequence[Measurement]) -> Provenance:
+    """The embedding's largest time, for people: it is small against a stage's, and plans leave it out."""
+    times = [(m.forward_ns + m.backward_ns) / NS_PER_MS for m in measurements if m.part == "embedding" and m.fits]
+    return {"embedding_ms_at_most": round(max(times), 3)} if times else {}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

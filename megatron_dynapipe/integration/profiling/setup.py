@@ -1,0 +1,112 @@
+"""From a run's flags to a model that can be measured: Megatron's arguments and process groups, without its loop."""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
+from torch._C._distributed_c10d import HashStore
+
+from megatron_dynapipe import config, cpu
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration import arguments
+from megatron_dynapipe.units import ModelFamily
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSetup:
+    """What is measured, and where.
+
+    Attributes:
+        args: Megatron's arguments of a run on one pipeline stage.
+        family: kind of model.
+        device: this rank's.
+        tensor_parallel: ranks that share a layer.
+    """
+
+    args: argparse.Namespace
+    family: ModelFamily
+    device: torch.device
+    tensor_parallel: int
+
+
+@contextlib.contextmanager
+def prepared(
+    flags: Sequence[str], family: ModelFamily, *, tensor_parallel: int, vocabulary: int | None
+) -> Iterator[ProfileSetup]:
+    """Parse a run's flags, make process groups over the ranks there are, seed; undone at the block's end.
+
+    Args:
+        flags: of Megatron and DynaPipe, `--dynapipe-config` among them; the layout's are replaced.
+        family: kind of model.
+        tensor_parallel: ranks that share a layer; the rest measure the same in parallel.
+        vocabulary: tokens, for a model without a dataset; None takes the dataset's.
+
+    Raises:
+        ConfigError: a flag is wrong, or the ranks cannot be divided so.
+        DataError: there is no dataset to take the vocabulary from.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world % tensor_parallel:
+        raise ConfigError(f"expected a number of ranks that {tensor_parallel} divides, got {world}")
+    args = _parse(flags, tensor_parallel, world, vocabulary)
+    device = torch.device("cpu")
+    if cpu.is_enabled():
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as torchrun starts ranks
+    else:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if world == 1:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend)
+    try:
+        parallel_state.initialize_model_parallel(tensor_parallel, 1)
+        model_parallel_cuda_manual_seed(args.seed)
+        yield ProfileSetup(args=args, family=family, device=device, tensor_parallel=tensor_parallel)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _parse(flags: Sequence[str], tensor_parallel: int, world: int, vocabulary: int | None) -> argparse.Namespace:
+    parser = _extend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    words = config.expand(flags, arguments.switches(parser))
+    early = parser.parse_args(words)
+    words += ["--pipeline-model-parallel-size", "1", "--tensor-model-parallel-size", str(tensor_parallel)]
+    batch = max(early.global_batch_size or 1, world // tensor_parallel)
+    words += ["--global-batch-size", str(batch - batch % (world // tensor_parallel))]
+    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary or _vocabulary(early))]
+    kept, sys.argv = sys.argv, [sys.argv[0], *words]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # a thousand lines of arguments
+            args: argparse.Namespace = parse_and_validate_args(extra_args_provider=_extend)
+    finally:
+        sys.argv = kept
+    multiple = args.make_vocab_size_divisible_by * tensor_parallel
+    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    return args
+
+
+def _vocabulary(args: argparse.Namespace) -> int:
+    if args.dynapipe_data is None:
+        raise ConfigError(
+            "expected a vocabulary size, got neither a dataset nor a number",
+            hint="pass --vocabulary N, or --dynapipe-data DIR after --",
+        )
+    return read_meta(args.dynapipe_data).vocabulary_size
+
+
+def _extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    arguments.add_arguments(parser)
+    return cpu.set_args_defaults(parser) if cpu.is_enabled() else parser
