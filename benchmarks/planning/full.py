@@ -1,0 +1,155 @@
+"""Full planning, order to verified plan, held against the published planner on the same batches.
+
+    python benchmarks/planning/full.py [--shared FOLDER] [--tokens 65536] [--settings t5:1,1,8 …] [--split auto]
+
+Every setting's batches are planned by `megatron-dynapipe plan --json` in one process on one core, and scored by the
+shared tool `score_plans.py`, which rebuilds time and memory from the cost model file alone. Columns:
+
+    ms          median planning time of a batch        verify   verify's share of it
+    faster      geometric mean over batches of the published planner's planning time to ours
+    ratio, min  predicted tokens per second to the published planner's: geometric mean, worst batch
+    idle        mean share of device time in which no pass runs
+    bound       mean of bound over plan: for each stage its work and the least fill and drain around it, the largest
+                over stages, for the micro-batches of the plan
+
+With `--split auto` each batch's layer split is chosen from the larger batches of its mixture and maximum length.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MEMORY_MB = 36_000
+MODELS = {
+    "gpt": {"cost": "gpt_6.7b.json", "plan": ["--layers", "32"], "score": ["--layers", "32"], "hidden": "4096"},
+    "t5": {
+        "cost": "t5_11b.json",
+        "plan": ["--encoder-layers", "24", "--decoder-layers", "24"],
+        "score": ["--encoder-layers", "24", "--decoder-layers", "24"],
+        "hidden": "1024",
+    },
+}
+SETTINGS = (
+    *("gpt:1,1,8", "gpt:1,2,4", "gpt:1,4,2", "gpt:2,1,4", "gpt:4,2,4"),
+    *("t5:1,1,8", "t5:1,2,4", "t5:1,4,2", "t5:1,8,1", "t5:2,2,2"),
+)
+SPLIT_FROM_TOKENS = 262_144
+COLUMNS = ("setting", "batches", "ms", "verify", "faster", "ratio", "min", "idle", "bound")
+WIDTHS = (-12, 7, 7, 6, 7, 6, 6, 5, 5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data and tools")
+    parser.add_argument("--tokens", type=int, default=65_536, help="size of the batches to plan")
+    parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
+    parser.add_argument("--split", choices=("equal", "auto"), default="equal", help="layers per stage")
+    parser.add_argument("--evaluations", type=int, help="of the search; default: the planner's")
+    args = parser.parse_args()
+    every = json.loads((args.shared / "data/batches/flan_like.json").read_text())["batches"]
+    results = json.loads((args.shared / "data/published/planner.json").read_text())["results"]
+    print(
+        " ".join(f"{name:{'<' if width < 0 else '>'}{abs(width)}}" for name, width in zip(COLUMNS, WIDTHS, strict=True))
+    )
+    rows: dict[str, list[dict]] = {model: [] for model in MODELS}
+    for setting in args.settings:
+        model, _, layout = setting.partition(":")
+        known = {
+            r["batch"]: r
+            for r in results
+            if r["model"] == model
+            and [r["data_parallel"], r["tensor_parallel"], r["pipeline_parallel"]]
+            == [int(n) for n in layout.split(",")]
+        }
+        chosen = [b for b in every if b["model"] == model and b["tokens"] == args.tokens and b["id"] in known]
+        planned = [row for group in _groups(chosen, args.split) for row in _plan(args, model, layout, group, every)]
+        for row in planned:
+            row["published"] = known[row["id"]]
+        rows[model] += planned
+        print(_line(setting, planned), flush=True)
+    for model, planned in rows.items():
+        if planned:
+            print(_line(f"all {model}", planned))
+
+
+def _groups(batches: list[dict], split: str) -> list[list[dict]]:
+    """Batches that are planned with one layer split."""
+    if split == "equal":
+        return [batches]
+    lengths = sorted({batch["max_seq_len"] for batch in batches})
+    return [[batch for batch in batches if batch["max_seq_len"] == length] for length in lengths]
+
+
+def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict], every: list[dict]) -> list[dict]:
+    """Plan some batches of a setting and score them; one dictionary per batch."""
+    about = MODELS[model]
+    data, tensor, pipeline = layout.split(",")
+    cost = args.shared / "data/a100" / about["cost"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = {"plan": folder / "batches.json", "split": folder / "split.json", "report": folder / "report.json"}
+        _write(files["plan"], batches)
+        command = [sys.executable, "-m", "megatron_dynapipe", "plan", "--json", "--batches", files["plan"]]
+        command += ["--cost-model", cost, "--model", model, *about["plan"], "--hidden-size", about["hidden"]]
+        command += ["--data-parallel", data, "--tensor-parallel", tensor, "--pipeline-parallel", pipeline]
+        command += ["--device-memory-mb", str(MEMORY_MB), "--distributed-optimizer"]
+        if args.evaluations is not None:
+            command += ["--search-evaluations", str(args.evaluations)]
+        if args.split == "auto":
+            length = batches[0]["max_seq_len"]
+            others = [
+                b
+                for b in every
+                if b["model"] == model and b["max_seq_len"] == length and b["tokens"] == SPLIT_FROM_TOKENS
+            ]
+            _write(files["split"], others)
+            command += ["--layer-split", "auto", "--split-from", files["split"]]
+        planned = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+        if planned.returncode == 2:
+            sys.exit(planned.stderr)
+        files["report"].write_text(planned.stdout)
+        score = [sys.executable, args.shared / "tools/score_plans.py", files["report"], files["plan"], cost]
+        score += ["--model", model, *about["score"], "--hidden", about["hidden"], "--split", args.split]
+        score += ["--dp", data, "--tp", tensor, "--pp", pipeline, "--memory-mb", str(MEMORY_MB)]
+        scored = subprocess.run(score, check=False, capture_output=True, text=True)
+        lines = [json.loads(line) for line in scored.stdout.splitlines() if line.startswith("{")]
+        seconds = {plan["id"]: plan["planning_seconds"] for plan in json.loads(planned.stdout)["iterations"]}
+    for line in lines:
+        line["seconds"] = seconds[line["id"]]
+    return lines
+
+
+def _write(path: Path, batches: list[dict]) -> None:
+    path.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": batches}))
+
+
+def _line(name: str, rows: list[dict]) -> str:
+    planned = [row for row in rows if "error" not in row]
+    compared = [row for row in planned if "ratio" in row]
+    milliseconds = statistics.median(row["seconds"]["total"] * 1e3 for row in planned)
+    verify = sum(row["seconds"]["verify"] for row in planned) / sum(row["seconds"]["total"] for row in planned)
+    faster = _geometric([row["published"]["planning_seconds"] / row["seconds"]["total"] for row in compared])
+    ratios = [row["ratio"] for row in compared]
+    idle = statistics.mean(1 - row["busy"] for row in planned)
+    bound = statistics.mean(row["of_bound"] for row in planned)
+    counts = f"{len(planned)}/{len(rows)}"
+    line = f"{name:12} {counts:>7} {milliseconds:7.1f} {verify:6.1%} {faster:7.1f} {_geometric(ratios):6.3f} "
+    line += f"{min(ratios, default=math.nan):6.3f} {idle:5.1%} {bound:5.1%}"
+    failed = [f"\n    {row['id']}: {row['error']}" for row in rows if "error" in row]
+    return line + "".join(failed)
+
+
+def _geometric(values: list[float]) -> float:
+    return math.exp(statistics.mean(map(math.log, values))) if values else math.nan
+
+
+if __name__ == "__main__":
+    main()
