@@ -13,7 +13,6 @@ from megatron_dynapipe.units import BYTES_PER_MB
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.batches import NamedBatch
     from megatron_dynapipe.cli.main import SubParsers
-    from megatron_dynapipe.plan.instructions import Pass
     from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
     from megatron_dynapipe.planning.planner import Planner
 
@@ -48,8 +47,10 @@ def run(args: argparse.Namespace) -> int:
             print(_line(entry), flush=True)
         if args.output is not None and plan is not None:
             _write(args.output / f"{batch.id}.plan", encode(plan))
-        print(f"planned {number + 1} of {len(batches)}", end="\r", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        if sys.stderr.isatty():
+            print(f"planned {number + 1} of {len(batches)}", end="\r", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
     if args.json:
         sys.stdout.write(msgspec.json.encode({"format": FORMAT, "iterations": iterations}).decode() + "\n")
     return 0 if any(entry["error"] is None for entry in iterations) else 1
@@ -97,7 +98,7 @@ def _replicas(plan: "IterationPlan", layers_per_stage: tuple[int, ...]) -> list[
         replicas.append(
             {
                 "predicted_ms": replica.predicted_ns / 1e6,
-                "peak_memory_mb": [_peak_mb(plan, replica, stage, steps) for stage, steps in enumerate(passes)],
+                "peak_memory_mb": [peak_mb(plan, replica, stage.stage) for stage in replica.stages],
                 "layers_per_stage": layers_per_stage,
                 "micro_batches": [
                     {"samples": list(mb.sample_ids), "shape": list(mb.shape), "recompute": mb.recompute}
@@ -109,12 +110,14 @@ def _replicas(plan: "IterationPlan", layers_per_stage: tuple[int, ...]) -> list[
     return replicas
 
 
-def _peak_mb(plan: "IterationPlan", replica: "ReplicaPlan", stage: int, passes: "list[Pass]") -> float:
+def peak_mb(plan: "IterationPlan", replica: "ReplicaPlan", stage: int) -> float:
     """The most memory that a rank holds at once, model state included."""
-    from megatron_dynapipe.plan.instructions import Forward
+    from megatron_dynapipe.plan.instructions import Backward, Forward
 
     held = peak = plan.model_state_bytes[stage]
-    for step in passes:
+    for step in replica.stages[stage].instructions:
+        if not isinstance(step, Forward | Backward):
+            continue
         virtual = step.chunk * plan.pipeline_stages + stage
         micro_batch = replica.micro_batches[step.micro_batch]
         if isinstance(step, Forward):

@@ -18,6 +18,7 @@ from megatron_dynapipe.errors import CostModelError, InfeasibleError, PlanningEr
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.balance import deal
+from megatron_dynapipe.planning.baselines import PartitionAlgorithm, baseline_cuts
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.intervals import CutProblem
 from megatron_dynapipe.planning.lowering import Pipeline, lower
@@ -119,16 +120,17 @@ class Planner:
             )
         with _timed(seconds, "ordering"):
             samples = Samples.of(batch, self.settings.family)
+            if self.settings.partition.algorithm is PartitionAlgorithm.PADDING:
+                samples = samples.padded(
+                    self.settings.partition.padded_input_length, self.settings.partition.padded_target_length
+                )
             orders = sweeps(samples.inputs, samples.targets)
         with _timed(seconds, "partition"):
-            problem = self._cut_problem(samples, self._in_flight_options(), forward_only)
-            found = cut(problem, orders, refine=len(orders) > 1)
+            order, cuts = self._cuts(samples, orders, forward_only)
         with _timed(seconds, "schedule"):
-            cuts = [each for each in found.cuts if each is not None]
-            best = self._best(samples, found.order, cuts, forward_only)
+            best = self._best(samples, order, cuts, forward_only)
         if best is None:
-            one = np.ones((1, self.layout.stages), np.int64)
-            raise explain_infeasible(samples, self._cut_problem(samples, one, forward_only))
+            raise explain_infeasible(samples, self._cut_problem(samples, self._one_in_flight(), forward_only))
         with _timed(seconds, "lowering"):
             plan = self._lower(samples, best, iteration, forward_only)
         with _timed(seconds, "verify"):
@@ -148,6 +150,19 @@ class Planner:
         most = sorted({int(full[0]), -(-int(full[0]) // 2), 1}, reverse=True)
         return np.asarray(np.minimum(full, np.array(most)[:, None]))
 
+    def _one_in_flight(self) -> IntArray:
+        return np.ones((1, self.layout.stages), np.int64)
+
+    def _cuts(self, samples: Samples, orders: list[IntArray], forward_only: bool) -> tuple[IntArray, list[Cut]]:
+        """An order of the samples, and the ways to cut it that are to be scheduled."""
+        partition = self.settings.partition
+        if partition.algorithm is PartitionAlgorithm.DP:
+            problem = self._cut_problem(samples, self._in_flight_options(), forward_only)
+            found = cut(problem, orders, refine=len(orders) > 1)
+            return found.order, [each for each in found.cuts if each is not None]
+        problem = self._cut_problem(samples, self._one_in_flight(), forward_only)
+        return orders[0], baseline_cuts(problem.reordered(orders[0]), partition)
+
     def _cut_problem(self, samples: Samples, in_flight: IntArray, forward_only: bool) -> CutProblem:
         return CutProblem(
             inputs=samples.inputs,
@@ -163,7 +178,8 @@ class Planner:
     def _best(self, samples: Samples, order: IntArray, cuts: list[Cut], forward_only: bool) -> _Candidate | None:
         """The fastest candidate that fits: searched for, or the best of the cuts as they are."""
         chosen = self.settings.schedule
-        if chosen.method == "adaptive" and self.layout.chunks == 1 and NATIVE is not None:
+        searchable = self.settings.partition.algorithm is PartitionAlgorithm.DP  # a search would change the cut
+        if searchable and chosen.method == "adaptive" and self.layout.chunks == 1 and NATIVE is not None:
             searched = self._searched(samples, order, cuts, forward_only, NATIVE)
             if searched is not None:
                 return searched

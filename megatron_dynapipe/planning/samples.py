@@ -1,6 +1,6 @@
 """A global batch as the planner sees it, and why one cannot be planned."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -47,6 +47,23 @@ class Samples:
             inputs=np.array([round_up(input_positions(family, n)) for n in input_tokens.tolist()], np.int64),
             targets=np.array([round_up(target_positions(family, n)) for n in target_tokens.tolist()], np.int64),
         )
+
+    def padded(self, input_length: int | None, target_length: int | None) -> Self:
+        """Every sample padded to these lengths, or where they are None to the batch's longest.
+
+        Raises:
+            DataError: a sample is longer.
+        """
+        longest = int(self.inputs.max()), int(self.targets.max())
+        wanted = tuple(longest[i] if n is None else round_up(n) for i, n in enumerate((input_length, target_length)))
+        if wanted[0] < longest[0] or wanted[1] < longest[1]:
+            raise DataError(
+                f"samples of up to {longest[0]} input and {longest[1]} target positions cannot be padded to"
+                f" {wanted[0]} and {wanted[1]}",
+                hint="truncate the samples, or pad to longer lengths",
+            )
+        inputs, targets = np.full_like(self.inputs, wanted[0]), np.full_like(self.targets, wanted[1])
+        return replace(self, inputs=inputs, targets=targets)
 
     def shape(self, members: IntArray) -> Shape:
         """The padded shape of a micro-batch of these samples."""

@@ -6,6 +6,7 @@ import msgspec
 
 from megatron_dynapipe.cost import Network, PipelineLayout
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.planning.baselines import PartitionSettings
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute
 
@@ -29,6 +30,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         network: links between devices.
         element_bytes: bytes of an element of the states that cross boundaries.
         sequence_parallel: whether those states are divided over the tensor-parallel ranks.
+        partition: how micro-batches are made.
         schedule: how passes are ordered.
     """
 
@@ -47,6 +49,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     network: Network = Network()
     element_bytes: _AtLeastOne = 2
     sequence_parallel: bool = False
+    partition: PartitionSettings = PartitionSettings()
     schedule: ScheduleSettings = ScheduleSettings()
 
     def __post_init__(self) -> None:

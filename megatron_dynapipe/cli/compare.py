@@ -1,0 +1,131 @@
+"""`compare`: the same lengths under dynapipe and four other ways to make micro-batches, as predicted."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from megatron_dynapipe.cli.planning_arguments import add_arguments, chosen_batches, planner_settings
+from megatron_dynapipe.errors import DataError, PlanningError
+from megatron_dynapipe.units import ModelFamily, input_positions, round_up, target_positions
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cli.batches import NamedBatch
+    from megatron_dynapipe.cli.main import SubParsers
+    from megatron_dynapipe.cost import CostModel
+    from megatron_dynapipe.plan.iteration import IterationPlan
+    from megatron_dynapipe.planning.settings import PlannerSettings
+
+FORMAT = "dynapipe-compare-report/1"
+METHODS = ("dynapipe", "token_based", "uniform", "packing", "padding")
+
+
+def add_parser(subparsers: "SubParsers") -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="predicted time, memory and padding under dynapipe, token-based, fixed-size, packing, padding",
+    )
+    add_arguments(parser)
+    parser.add_argument("--schedule", metavar="NAME", help="how passes are ordered: adaptive, 1f1b, gpipe")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict every batch under every method."""
+    import msgspec
+
+    from megatron_dynapipe.cost import TableCostModel
+
+    cost_model = TableCostModel.load(args.cost_model)
+    batches = chosen_batches(args)
+    settings = planner_settings(args, cost_model, args.schedule)
+    longest = _longest(args, batches)
+    entries = []
+    for number, batch in enumerate(batches):
+        methods = {method: _predict(method, batch, longest, settings, cost_model) for method in METHODS}
+        entries.append({"id": batch.id, "methods": methods})
+        if not args.json:
+            _print(batch.id, methods)
+        if sys.stderr.isatty():
+            print(f"compared {number + 1} of {len(batches)}", end="\r", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    if args.json:
+        sys.stdout.write(msgspec.json.encode({"format": FORMAT, "batches": entries}).decode() + "\n")
+    return 0
+
+
+def _longest(args: argparse.Namespace, batches: "list[NamedBatch]") -> tuple[int, int]:
+    """Positions that padding pads to and packing packs into: the maximum length if one is given, else the longest."""
+    tokens = args.max_seq_len or max(max(batch.input) for batch in batches)
+    targets = max(max(batch.target or [0]) for batch in batches)
+    if args.model is ModelFamily.T5 and args.max_seq_len:
+        targets = args.max_seq_len
+    return round_up(input_positions(args.model, tokens)), round_up(target_positions(args.model, targets))
+
+
+def _predict(
+    method: str, batch: "NamedBatch", longest: tuple[int, int], settings: "PlannerSettings", cost_model: "CostModel"
+) -> dict[str, Any]:
+    """One method's prediction: its error, or its time, memory, padding and micro-batches."""
+    import msgspec
+
+    from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
+    from megatron_dynapipe.planning.planner import Planner
+
+    partition = {
+        "dynapipe": PartitionSettings(),
+        "token_based": PartitionSettings(algorithm=PartitionAlgorithm.TOKEN_BASED),
+        "padding": PartitionSettings(
+            algorithm=PartitionAlgorithm.PADDING, padded_input_length=longest[0], padded_target_length=longest[1]
+        ),
+    }.get(method, PartitionSettings(algorithm=PartitionAlgorithm.UNIFORM))
+    tokens = sum(batch.input) + sum(batch.target or ())
+    try:
+        chosen = _packed(batch, longest, settings.family) if method == "packing" else batch
+        planner = Planner(msgspec.structs.replace(settings, partition=partition), cost_model)
+        plan = planner.plan(chosen.global_batch(0), 0)
+    except (PlanningError, DataError) as error:
+        return {"error": error.message}
+    totals = plan.totals
+    return {
+        "error": None,
+        "predicted_ms": totals.predicted_ns / 1e6,
+        "tokens_per_second": tokens / totals.predicted_ns * 1e9,
+        "peak_memory_mb": max(_peaks(plan)),
+        "padding_efficiency": tokens / totals.padded_positions,
+        "micro_batches": sum(totals.micro_batches),
+    }
+
+
+def _packed(batch: "NamedBatch", longest: tuple[int, int], family: ModelFamily) -> "NamedBatch":
+    """The batch as rows of the longest length, each a sample for the planner."""
+    import numpy as np
+
+    from megatron_dynapipe.cli.batches import NamedBatch
+    from megatron_dynapipe.planning.baselines import pack
+
+    inputs = np.array([input_positions(family, n) for n in batch.input], np.int64)
+    targets = np.array([target_positions(family, n) for n in batch.target or [0] * len(inputs)], np.int64)
+    rows = len(pack(inputs, targets, *longest))
+    if family is ModelFamily.GPT:
+        return NamedBatch(id=batch.id, input=[longest[0] + 1] * rows)
+    return NamedBatch(id=batch.id, input=[longest[0]] * rows, target=[longest[1] - 2] * rows)
+
+
+def _peaks(plan: "IterationPlan") -> list[float]:
+    from megatron_dynapipe.cli.plan import peak_mb
+
+    return [peak_mb(plan, replica, stage.stage) for replica in plan.replicas for stage in replica.stages]
+
+
+def _print(name: str, methods: dict[str, dict[str, Any]]) -> None:
+    """A table of one batch."""
+    print(f"{name}\n  {'':12} {'ms':>10} {'tokens/s':>10} {'peak MB':>9} {'padding':>8} {'micro-batches':>14}")
+    for method, found in methods.items():
+        if found["error"] is not None:
+            print(f"  {method:12} no plan: {found['error']}")
+            continue
+        print(
+            f"  {method:12} {found['predicted_ms']:10.1f} {found['tokens_per_second']:10.0f}"
+            f" {found['peak_memory_mb']:9.0f} {found['padding_efficiency']:8.1%} {found['micro_batches']:14}"
+        )

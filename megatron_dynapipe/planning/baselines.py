@@ -1,0 +1,165 @@
+"""Other ways to make micro-batches, to compare with and for users who want them.
+
+    uniform      the samples sorted, as many to each micro-batch
+    token_based  the samples sorted, as many to each micro-batch as keep its padded positions within a number
+    padding      every sample padded to the longest, as many to each micro-batch: training without packing
+    packing      samples joined into rows of the longest length, as many rows to each: predicted only
+
+Each takes one recompute mode for all. Where the number is not given, several are offered and the fastest is taken.
+"""
+
+import enum
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from megatron_dynapipe.cost import stage_costs
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.planning.intervals import CutProblem, needed_bytes, rank_times
+from megatron_dynapipe.planning.partition import Cut
+from megatron_dynapipe.planning.problem import IntArray
+
+_AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class PartitionAlgorithm(enum.StrEnum):
+    """How micro-batches are made."""
+
+    DP = "dp"
+    TOKEN_BASED = "token_based"
+    UNIFORM = "uniform"
+    PADDING = "padding"
+    PACKING = "packing"
+
+
+class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How micro-batches are made.
+
+    Attributes:
+        algorithm: dynamic programming on the cost model, or one of the others.
+        micro_batch_size: samples of a micro-batch, for uniform and padding; None tries powers of two.
+        micro_batch_tokens: padded positions of a micro-batch, for token_based; None tries powers of two.
+        padded_input_length: for padding, what every input is padded to; None: the batch's longest.
+        padded_target_length: the same for targets.
+    """
+
+    algorithm: PartitionAlgorithm = PartitionAlgorithm.DP
+    micro_batch_size: _AtLeastOne | None = None
+    micro_batch_tokens: _AtLeastOne | None = None
+    padded_input_length: _AtLeastOne | None = None
+    padded_target_length: _AtLeastOne | None = None
+
+    def __post_init__(self) -> None:
+        if self.algorithm is PartitionAlgorithm.PACKING:
+            raise ConfigError(
+                "packing samples into the rows of a micro-batch needs an attention kernel that keeps them apart, which"
+                " is not there yet",
+                hint="use dp, which needs no packing; `compare` predicts what packing would take",
+            )
+        by_size = self.algorithm in (PartitionAlgorithm.UNIFORM, PartitionAlgorithm.PADDING)
+        if self.micro_batch_size is not None and not by_size:
+            raise ConfigError(f"a micro-batch size goes with uniform and padding, not with {self.algorithm}")
+        if self.micro_batch_tokens is not None and self.algorithm is not PartitionAlgorithm.TOKEN_BASED:
+            raise ConfigError(f"a number of micro-batch tokens goes with token_based, not with {self.algorithm}")
+
+
+def baseline_cuts(problem: CutProblem, settings: PartitionSettings) -> list[Cut]:
+    """Every cut of the problem's order that the algorithm offers and that fits with one micro-batch in flight.
+
+    Args:
+        problem: samples in the order that is to be cut; option 0 has one micro-batch in flight.
+        settings: an algorithm other than dp.
+    """
+    cuts = []
+    for sizes in _offered(problem, settings):
+        firsts = np.cumsum(sizes) - sizes
+        inputs, targets = (np.maximum.reduceat(lengths, firsts) for lengths in (problem.inputs, problem.targets))
+        for mode, tables in enumerate(problem.modes):
+            costs = stage_costs(tables, problem.layout, sizes, inputs, targets)
+            if not costs.feasible.all() or (needed_bytes(costs, problem, 0) > problem.memory_bytes).any():
+                continue
+            ranks = rank_times(costs, problem.layout, forward_only=problem.forward_only)
+            slowest = ranks.max(axis=1)
+            cuts.append(
+                Cut(
+                    sizes=sizes,
+                    modes=np.full(len(sizes), mode, np.int64),
+                    fill_ns=int((ranks.sum(axis=1) - slowest).max()),
+                    total_ns=int(slowest.sum()),
+                )
+            )
+    return cuts
+
+
+def _offered(problem: CutProblem, settings: PartitionSettings) -> Iterator[IntArray]:
+    """Sizes of the micro-batches of every cut that the algorithm offers."""
+    samples = len(problem.inputs)
+    if settings.algorithm is PartitionAlgorithm.TOKEN_BASED:
+        positions = problem.inputs + problem.targets
+        most = int(positions.max()) * samples
+        given = settings.micro_batch_tokens
+        for tokens in [given] if given else _powers(int(positions.max()), 2 * most):
+            yield _within(problem, tokens)
+    else:
+        given = settings.micro_batch_size
+        for size in [given] if given else _powers(1, 2 * samples):
+            whole, rest = divmod(samples, size)
+            yield np.array([size] * whole + [rest] * (rest > 0), np.int64)
+
+
+def _powers(least: int, most: int) -> Iterator[int]:
+    """Powers of two from the first that is at least `least`, below `most`."""
+    power = 1 << (least - 1).bit_length()
+    while power < most:
+        yield power
+        power *= 2
+
+
+def _within(problem: CutProblem, tokens: int) -> IntArray:
+    """As many samples to each micro-batch as keep its padded positions within `tokens`, at least one."""
+    sizes: list[int] = []
+    size = longest_input = longest_target = 0
+    for input_length, target_length in zip(problem.inputs.tolist(), problem.targets.tolist(), strict=True):
+        longest = max(longest_input, input_length), max(longest_target, target_length)
+        if size and (size + 1) * sum(longest) > tokens:
+            sizes.append(size)
+            size, longest = 0, (input_length, target_length)
+        size += 1
+        longest_input, longest_target = longest
+    return np.array([*sizes, size], np.int64)
+
+
+def pack(inputs: IntArray, targets: IntArray, longest_input: int, longest_target: int) -> list[IntArray]:
+    """Samples of each row: first fit, the longest input first.
+
+    Args:
+        inputs: int64[samples], positions of each input.
+        targets: int64[samples], positions of each target, 0 for decoder-only models.
+        longest_input: positions of a row for inputs.
+        longest_target: positions of a row for targets.
+
+    Raises:
+        ConfigError: a sample is longer than a row.
+    """
+    if inputs.max() > longest_input or targets.max() > longest_target:
+        raise ConfigError(
+            f"rows of {longest_input} input and {longest_target} target positions cannot hold samples of up to"
+            f" {inputs.max()} and {targets.max()}",
+            hint="truncate the samples, or pack into longer rows",
+        )
+    rows: list[list[int]] = []
+    left_input = np.zeros(len(inputs), np.int64)
+    left_target = np.zeros(len(inputs), np.int64)
+    for sample in np.lexsort((np.arange(len(inputs)), -targets, -inputs)).tolist():
+        used = len(rows)
+        fitting = (left_input[:used] >= inputs[sample]) & (left_target[:used] >= targets[sample])
+        row = int(fitting.argmax()) if fitting.any() else used
+        if row == used:
+            rows.append([])
+            left_input[row], left_target[row] = longest_input, longest_target
+        rows[row].append(sample)
+        left_input[row] -= inputs[sample]
+        left_target[row] -= targets[sample]
+    return [np.array(row, np.int64) for row in rows]
