@@ -75,8 +75,8 @@ def main() -> None:
         rows[model] += planned
         print(_line(setting, planned), flush=True)
     for model, planned in rows.items():
-        if planned:
-            print(_line(f"all {model}", planned))
+        if any("error" not in row for row in planned):
+            print(_line(f"all {model}", [row for row in planned if "error" not in row]))
 
 
 def _groups(batches: list[dict], split: str) -> list[list[dict]]:
@@ -114,7 +114,7 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
             command += ["--layer-split", "auto", "--split-from", files["split"]]
         planned = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
         if planned.returncode == 2:
-            sys.exit(planned.stderr)
+            return [{"id": batch["id"], "error": planned.stderr.strip().splitlines()[0]} for batch in batches]
         files["report"].write_text(planned.stdout)
         score = [sys.executable, args.shared / "tools/score_plans.py", files["report"], files["plan"], cost]
         score += ["--model", model, *about["score"], "--hidden", about["hidden"], "--split", args.split]
@@ -134,16 +134,18 @@ def _write(path: Path, batches: list[dict]) -> None:
 def _line(name: str, rows: list[dict]) -> str:
     planned = [row for row in rows if "error" not in row]
     compared = [row for row in planned if "ratio" in row]
+    failed = [f"\n    {row['id']}: {row['error']}" for row in rows if "error" in row]
+    counts = f"{len(planned)}/{len(rows)}"
+    if not planned:
+        return f"{name:12} {counts:>7}" + "".join(failed)
     milliseconds = statistics.median(row["seconds"]["total"] * 1e3 for row in planned)
     verify = sum(row["seconds"]["verify"] for row in planned) / sum(row["seconds"]["total"] for row in planned)
     faster = _geometric([row["published"]["planning_seconds"] / row["seconds"]["total"] for row in compared])
     ratios = [row["ratio"] for row in compared]
     idle = statistics.mean(1 - row["busy"] for row in planned)
     bound = statistics.mean(row["of_bound"] for row in planned)
-    counts = f"{len(planned)}/{len(rows)}"
     line = f"{name:12} {counts:>7} {milliseconds:7.1f} {verify:6.1%} {faster:7.1f} {_geometric(ratios):6.3f} "
     line += f"{min(ratios, default=math.nan):6.3f} {idle:5.1%} {bound:5.1%}"
-    failed = [f"\n    {row['id']}: {row['error']}" for row in rows if "error" in row]
     return line + "".join(failed)
 
 
