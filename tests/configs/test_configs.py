@@ -1,0 +1,136 @@
+"""Every run file in configs/ passes Megatron's own validation, and plans batches that fit the device it names."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.helpers.processes import run_ranks
+from tests.helpers.shared_data import shared_folder
+from tests.integration.entry import make_dataset
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CLUSTERS = sorted((ROOT / "configs" / "clusters").glob("*.yaml"))
+
+GPUS = {
+    "demo_gpt": 2,
+    "demo_t5": 2,
+    "one_gpu_gpt": 1,
+    "one_gpu_t5": 1,
+    "gpt_6.7b_16layers": 4,
+    "gpt_6.7b_32layers": 8,
+    "gpt_13b_40layers": 16,
+    "gpt_175b_16layers": 32,
+    "t5_11b_12+12layers": 4,
+    "t5_11b_24+24layers": 8,
+    "t5_11b_48+48layers": 16,
+    "t5_11b_96+96layers": 32,
+    "llama_like_8b": 8,
+}
+DEVICE_MB = {"a100_40gb": 40_000, "a100_80gb": 80_000, "h100_80gb": 80_000, "h200_141gb": 141_000}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "random")
+
+
+def family(path: Path) -> str:
+    return "t5" if "t5" in path.stem else "gpt"
+
+
+def batches(kind: str) -> list[dict]:
+    """Three global batches of a FLAN-like mixture."""
+    folder = shared_folder()
+    if folder is not None and (file := folder / "data" / "batches" / "flan_like.json").exists():
+        by_id = {batch["id"]: batch for batch in json.loads(file.read_text())["batches"]}
+        return [by_id[f"{kind}-s{longest}-t65536-b0"] for longest in (512, 1024, 2048)]
+    draw = np.random.default_rng(1)
+    made = []
+    for _ in range(3):
+        inputs = np.clip(np.exp(draw.normal(4.5, 1.3, 256)), 2, 2000).astype(int).tolist()
+        targets = np.clip(np.exp(draw.normal(2.5, 1.0, 256)), 1, 400).astype(int).tolist()
+        made.append({"input": inputs, "target": targets} if kind == "t5" else {"input": inputs})
+    return made
+
+
+def parse_and_plan(*, rank: int, world_size: int, config: str, gpus: int, data: str, batches: list[dict]) -> dict:
+    """On a forked rank: the run file as torchrun would start it on `gpus` ranks, up to three plans."""
+    from megatron_dynapipe.integration import runs
+    from megatron_dynapipe.integration.inputs import plan_inputs
+    from megatron_dynapipe.planning.planner import Planner
+    from megatron_dynapipe.sampling import GlobalBatch
+    from megatron_dynapipe.units import ModelFamily
+
+    os.environ |= {"WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(min(gpus, 8)), "RANK": "0"}
+    sys.argv = ["pretrain", "--dynapipe-config", config, "--dynapipe-data", data, "--dynapipe-disable-mb-permutation"]
+    kind = ModelFamily("t5" if "t5" in Path(config).stem else "gpt")
+    args = runs.parse(kind)
+    args.iteration = args.consumed_valid_samples = 0
+    on_cpu = args.dynapipe_device_memory_limit is None
+    inputs = plan_inputs(args, runs.arguments.RunSettings.from_args(args), kind, on_cpu=on_cpu)
+    planner = Planner(inputs.planner, inputs.costs.load())
+    needed = []
+    longest = (args.seq_length, (args.decoder_seq_length or 2) - 2)
+    for index, batch in enumerate(batches):
+        lengths = np.minimum(np.array(batch["input"], np.int32), longest[0])
+        targets = np.minimum(np.array(batch.get("target", [0] * len(lengths)), np.int32), longest[1])
+        plan = planner.plan(
+            GlobalBatch(
+                iteration=index,
+                sample_ids=np.arange(len(lengths), dtype=np.int64),
+                input_lengths=lengths,
+                target_lengths=targets,
+            ),
+            index,
+        )
+        assert len(plan.replicas) == args.data_parallel_size
+        needed.append(max(plan.model_state_bytes))
+    return {
+        "limit_bytes": inputs.planner.memory_limit_bytes,
+        "model_state_bytes": max(needed),
+        "layout": [args.data_parallel_size, args.tensor_model_parallel_size, args.pipeline_model_parallel_size],
+    }
+
+
+def test_every_config_has_a_number_of_gpus():
+    assert sorted(path.stem for path in CONFIGS) == sorted(GPUS)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_parses_and_its_plans_fit_the_device(path, data):
+    gpus = GPUS[path.stem]
+    arguments = {"config": str(path), "gpus": gpus, "data": str(data), "batches": batches(family(path))}
+    (found,) = run_ranks(parse_and_plan, 1, arguments, deadline_s=120)
+    assert np.prod(found["layout"]) == gpus
+    assert found["model_state_bytes"] < found["limit_bytes"]  # the plans were verified to fit beside it
+    if gpus > 2:
+        assert found["limit_bytes"] == 36_000_000_000 < DEVICE_MB["a100_40gb"] * 10**6
+        assert f"{gpus} GPUs" in path.read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_a_cluster_file_describes_a_device(path):
+    keys = yaml.safe_load(path.read_text())
+    links = [f"dynapipe-{where}-node-{what}" for where in ("intra", "inter") for what in ("bw", "lat")]
+    assert sorted(keys) == sorted(["dynapipe-device-memory-limit", *links])
+    assert 0.5 < keys["dynapipe-device-memory-limit"] / DEVICE_MB[path.stem] < 0.95
+
+
+def test_a_cluster_file_follows_a_model_file(data):
+    """The second file's memory counts, and the plans still fit."""
+    from megatron_dynapipe import config
+
+    switches = {name: isinstance(value, bool) for path in (CONFIGS[-1], *CLUSTERS) for name, value in keys_of(path)}
+    words = ["--dynapipe-config", str(CONFIGS[-1]), "--dynapipe-config", str(CLUSTERS[-1])]
+    flags = config.expand(words, switches)
+    assert flags[flags.index("--dynapipe-device-memory-limit") + 1] == "127000"
+
+
+def keys_of(path: Path):
+    return yaml.safe_load(path.read_text()).items()
