@@ -1,31 +1,91 @@
-"""Dealing micro-batches to data-parallel replicas so that the slowest replica's pipeline is as fast as can be."""
+"""Dealing micro-batches to data-parallel replicas so that the slowest replica's pipeline is as fast as can be.
+
+A replica's pipeline takes about as long as its busiest rank works, and before and after that the longest fill and
+drain of any of its micro-batches: the sum of the micro-batches' times alone says neither.
+"""
 
 import numpy as np
 
 from megatron_dynapipe.planning.problem import IntArray
 
+EXCHANGES = 32
+"""Most moves and exchanges that better the first deal."""
+
 
 def deal(times: IntArray, replicas: int) -> list[IntArray]:
-    """Micro-batch indices of each replica, ascending.
+    """Micro-batch indices of each replica, ascending; every replica gets one where there are enough.
 
-    Longest first, each to the replica on which the slowest rank would end earliest; then single micro-batches and
-    pairs are moved while that shortens the slowest replica.
+    The longest first, each to the replica that would end earliest; then micro-batches of the slowest replica are moved
+    or exchanged while that makes it and its partner faster than it was.
 
     Args:
         times: int64[micro-batches, ranks], forward and backward together.
-        replicas: number of replicas, at most the number of micro-batches.
+        replicas: number of replicas, at least 1.
     """
+    owner = _greedy(times, replicas)
+    for _ in range(EXCHANGES if replicas > 1 else 0):
+        if not _better(times, owner, replicas):
+            break
+    return [np.flatnonzero(owner == replica) for replica in range(replicas)]
+
+
+def pipeline_time(times: IntArray) -> int:
+    """Predicted time of one replica's micro-batches: int64 `[micro-batches, ranks]` → ns."""
+    if not len(times):
+        return 0
+    return int(times.sum(axis=0).max() + (times.sum(axis=1) - times.max(axis=1)).max())
+
+
+def _greedy(times: IntArray, replicas: int) -> IntArray:
     total = times.sum(axis=1)
     fill = total - times.max(axis=1)
     owner = np.zeros(len(times), np.int64)
     work = np.zeros((replicas, times.shape[1]), np.int64)
-    longest = np.zeros(replicas, np.int64)
-    count = np.zeros(replicas, np.int64)
-    for m in np.lexsort((np.arange(len(times)), -total)):
-        ends = (work + times[m]).max(axis=1) + np.maximum(longest, fill[m])
-        r = int(np.lexsort((np.arange(replicas), count, ends))[0])
-        owner[m] = r
-        work[r] += times[m]
-        longest[r] = max(longest[r], fill[m])
-        count[r] += 1
-    return [np.flatnonzero(owner == r) for r in range(replicas)]
+    longest, count = np.zeros(replicas, np.int64), np.zeros(replicas, np.int64)
+    for index in np.lexsort((np.arange(len(times)), -total)):
+        ends = (work + times[index]).max(axis=1) + np.maximum(longest, fill[index])
+        replica = int(np.lexsort((np.arange(replicas), ends, count > 0))[0])  # empty hands first
+        owner[index] = replica
+        work[replica] += times[index]
+        longest[replica] = max(longest[replica], fill[index])
+        count[replica] += 1
+    return owner
+
+
+def _better(times: IntArray, owner: IntArray, replicas: int) -> bool:
+    """Move or exchange one micro-batch of the slowest replica, in `owner`; False where that helps no more."""
+    ends = [pipeline_time(times[owner == replica]) for replica in range(replicas)]
+    slowest = ends.index(max(ends))
+    mine = np.flatnonzero(owner == slowest)
+    for partner in sorted(range(replicas), key=lambda replica: ends[replica]):
+        theirs = np.flatnonzero(owner == partner)
+        if partner == slowest or len(mine) < 2:
+            continue
+        after = _after_exchange(times[mine], times[theirs])
+        give, take = np.unravel_index(int(after.argmin()), after.shape)
+        if after[give, take] >= ends[slowest]:
+            continue
+        owner[mine[give]] = partner
+        if take > 0:
+            owner[theirs[take - 1]] = slowest
+        return True
+    return False
+
+
+def _after_exchange(mine: IntArray, theirs: IntArray) -> IntArray:
+    """The later end of two replicas once the first gives i and takes j - 1 (nothing where j is 0): `[i, j]`."""
+    theirs = np.concatenate([np.zeros((1, theirs.shape[1]), np.int64), theirs])
+    exchanged = theirs[None] - mine[:, None]
+    my_work, their_work = (mine.sum(axis=0) + exchanged).max(axis=2), (theirs.sum(axis=0) - exchanged).max(axis=2)
+    my_fill, their_fill = (each.sum(axis=1) - each.max(axis=1) for each in (mine, theirs))
+    my_end = my_work + np.maximum(_largest_of_others(my_fill)[:, None], their_fill)
+    their_end = their_work + np.maximum(my_fill[:, None], _largest_of_others(their_fill))
+    return np.asarray(np.maximum(my_end, their_end))
+
+
+def _largest_of_others(values: IntArray) -> IntArray:
+    """For each value, the largest of the others; 0 where there is none."""
+    order = np.argsort(values, kind="stable")
+    largest = np.full_like(values, values[order[-1]])
+    largest[order[-1]] = values[order[-2]] if len(values) > 1 else 0
+    return largest

@@ -130,7 +130,9 @@ class Planner:
         with _timed(seconds, "schedule"):
             best = self._best(samples, order, cuts, forward_only)
         if best is None:
-            raise explain_infeasible(samples, self._cut_problem(samples, self._one_in_flight(), forward_only))
+            raise explain_infeasible(
+                samples, self.cut_problem(samples, self._one_in_flight(), forward_only=forward_only)
+            )
         with _timed(seconds, "lowering"):
             plan = self._lower(samples, best, iteration, forward_only)
         with _timed(seconds, "verify"):
@@ -144,7 +146,7 @@ class Planner:
             distributed_optimizer=self.settings.distributed_optimizer,
         )
 
-    def _in_flight_options(self) -> IntArray:
+    def in_flight_options(self) -> IntArray:
         """How many micro-batches each rank is to have memory for: a full pipeline's number, half of it, one."""
         full = np.arange(self.layout.stages, 0, -1) * self.layout.chunks
         most = sorted({int(full[0]), -(-int(full[0]) // 2), 1}, reverse=True)
@@ -157,13 +159,14 @@ class Planner:
         """An order of the samples, and the ways to cut it that are to be scheduled."""
         partition = self.settings.partition
         if partition.algorithm is PartitionAlgorithm.DP:
-            problem = self._cut_problem(samples, self._in_flight_options(), forward_only)
+            problem = self.cut_problem(samples, self.in_flight_options(), forward_only=forward_only)
             found = cut(problem, orders, refine=len(orders) > 1)
             return found.order, [each for each in found.cuts if each is not None]
-        problem = self._cut_problem(samples, self._one_in_flight(), forward_only)
+        problem = self.cut_problem(samples, self._one_in_flight(), forward_only=forward_only)
         return orders[0], baseline_cuts(problem.reordered(orders[0]), partition)
 
-    def _cut_problem(self, samples: Samples, in_flight: IntArray, forward_only: bool) -> CutProblem:
+    def cut_problem(self, samples: Samples, in_flight: IntArray, *, forward_only: bool = False) -> CutProblem:
+        """How samples are to be cut, for the given options `[options, ranks]` of micro-batches in flight."""
         return CutProblem(
             inputs=samples.inputs,
             targets=samples.targets,
@@ -214,7 +217,7 @@ class Planner:
         members = [order[first : first + size] for r in replicas for first, size in zip(r.firsts, r.sizes, strict=True)]
         shapes = [samples.shape(rows) for rows in members]
         modes = np.concatenate([r.modes for r in replicas])
-        costs = self._problem(shapes, modes, forward_only)
+        costs = self.pipeline_problem(shapes, modes, forward_only=forward_only)
         rows = np.split(np.arange(len(members)), np.cumsum([len(r.sizes) for r in replicas])[:-1])
         return _Candidate(
             members=members,
@@ -236,14 +239,14 @@ class Planner:
             members[largest : largest + 1] = [members[largest][:half], members[largest][half:]]
             modes = np.insert(modes, largest, modes[largest])
         shapes = [samples.shape(rows) for rows in members]
-        problem = self._problem(shapes, modes, forward_only)
+        problem = self.pipeline_problem(shapes, modes, forward_only=forward_only)
         replicas = deal(rank_times_of(problem), self.settings.data_parallel)
         schedules = [schedule(problem.take(rows), self.settings.schedule) for rows in replicas]
         return _Candidate(
             members=members, shapes=shapes, modes=modes, problem=problem, replicas=replicas, schedules=schedules
         )
 
-    def _problem(self, shapes: list[Shape], modes: IntArray, forward_only: bool) -> PipelineProblem:
+    def pipeline_problem(self, shapes: list[Shape], modes: IntArray, *, forward_only: bool = False) -> PipelineProblem:
         """Costs of the micro-batches on every virtual stage."""
         s = self.settings
         sizes, inputs, targets = np.array(shapes, np.int64).T
