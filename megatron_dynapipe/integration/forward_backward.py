@@ -15,6 +15,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
 from megatron_dynapipe.integration.passes import ForwardStep, LoadMicroBatch, MegatronPasses, PrepareMicroBatch
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Load
 from megatron_dynapipe.plan.iteration import StagePlan
@@ -80,6 +81,7 @@ def run_iteration(
                 pg_collection=groups,
                 force_all_reduce=force_all_reduce,
             )
+            reduce_shared_gradients(models)
     losses = passes.losses
     if stage == stages - 1 and not losses:
         # The loop reduces the last stages' reports over the replicas: one without work must not be missing.

@@ -1,13 +1,15 @@
-"""Which layers and which shared weights of a T5 each pipeline stage holds. Values only; no torch.
+"""Which layers and which shared weights of a T5 each virtual pipeline stage holds. Values only; no torch.
 
 A T5 is one line of layers in model order, cut into stages:
 
     encoder 0 1 2 │ encoder 3 decoder 0 │ decoder 1 2 │ decoder 3 head
           ▲                       ▲                               ▲
     word + position         word + position                     word       (tied embeddings; one copy per stage)
+
+With several chunks per rank, virtual stage v is chunk v // ranks of the pipeline's rank v % ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -56,19 +58,29 @@ class StageLayers:
 
 @dataclass(frozen=True, slots=True)
 class T5Split:
-    """The stages of a T5, in order."""
+    """The virtual stages of a T5, in model order, and how many of them each pipeline rank holds."""
 
     stages: tuple[StageLayers, ...]
+    chunks: int = 1
 
     @classmethod
-    def of(cls, encoder_layers: int, decoder_layers: int, stages: int, split: Sequence[int] | None = None) -> Self:
-        """Cut a T5 into `stages` stages.
+    def of(
+        cls,
+        encoder_layers: int,
+        decoder_layers: int,
+        stages: int,
+        split: Sequence[int] | None = None,
+        *,
+        chunks: int = 1,
+    ) -> Self:
+        """Cut a T5 into `stages` × `chunks` virtual stages.
 
         Args:
             encoder_layers: depth of the encoder.
             decoder_layers: depth of the decoder.
-            stages: number of pipeline stages.
-            split: layers per stage in model order, encoder layers first; the same number on each if None.
+            stages: number of pipeline ranks.
+            split: layers per virtual stage in model order, encoder layers first; the same number on each if None.
+            chunks: virtual stages per rank.
 
         Raises:
             ConfigError: a depth below 1, layers that cannot be split equally, or a split that does not fit.
@@ -78,6 +90,7 @@ class T5Split:
             raise ConfigError(
                 f"expected a T5 with encoder and decoder layers, got {encoder_layers} and {decoder_layers}"
             )
+        stages *= chunks
         if split is None:
             if layers % stages:
                 raise ConfigError(
@@ -100,32 +113,51 @@ class T5Split:
                     decoder_layers=decoder_layers,
                 )
                 for end, count in zip(ends, split, strict=True)
-            )
+            ),
+            chunks,
         )
 
     @property
+    def ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.stages) // self.chunks
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """Layers of every virtual stage."""
+        return tuple(len(layers.encoder) + len(layers.decoder) for layers in self.stages)
+
+    def of_rank(self, rank: int) -> tuple[StageLayers, ...]:
+        """The chunks of a pipeline rank."""
+        return self.stages[rank :: self.ranks]
+
+    @property
     def word_embedding_stages(self) -> tuple[int, ...]:
-        """Stages with a copy of the tied word embeddings: the first, the first of the decoder, the last."""
+        """Stages with a copy of the word embeddings where the head is tied to them."""
         return tuple(i for i, layers in enumerate(self.stages) if layers.embeds or layers.ends_decoder)
 
     @property
-    def position_embedding_stages(self) -> tuple[int, ...]:
-        """Stages with a copy of the position embeddings: the first, and the first of the decoder."""
+    def embedding_stages(self) -> tuple[int, ...]:
+        """Stages that embed tokens: the first, and the first of the decoder."""
         return tuple(i for i, layers in enumerate(self.stages) if layers.embeds)
 
+    @property
+    def encoder_stages(self) -> tuple[int, ...]:
+        """Stages with layers of the encoder."""
+        return tuple(i for i, layers in enumerate(self.stages) if layers.encoder)
+
+    @property
+    def decoder_stages(self) -> tuple[int, ...]:
+        """Stages with layers of the decoder."""
+        return tuple(i for i, layers in enumerate(self.stages) if layers.decoder)
+
     def embedding_ranks(self, pipeline_ranks: Sequence[int]) -> list[int]:
-        """Of one pipeline's ranks, those with word embeddings; Megatron's `get_embedding_ranks`."""
-        return self._ranks(self.word_embedding_stages, pipeline_ranks)
+        """Megatron's `get_embedding_ranks` and `get_position_embedding_ranks`: the first rank alone.
 
-    def position_embedding_ranks(self, pipeline_ranks: Sequence[int]) -> list[int]:
-        """Of one pipeline's ranks, those with position embeddings; Megatron's `get_position_embedding_ranks`."""
-        return self._ranks(self.position_embedding_stages, pipeline_ranks)
+        So that Megatron's finalisation has no copies to look after: `shared_weights` does.
+        """
+        if len(pipeline_ranks) != self.ranks:
+            raise ConfigError(f"expected {self.ranks} pipeline ranks, got {len(pipeline_ranks)}")
+        return [pipeline_ranks[0]]
 
-    def _ranks(self, stages: Sequence[int], pipeline_ranks: Sequence[int]) -> list[int]:
-        if len(pipeline_ranks) != len(self.stages):
-            raise ConfigError(f"expected {len(self.stages)} pipeline ranks, got {len(pipeline_ranks)}")
-        return [pipeline_ranks[stage] for stage in stages]
-
-
-RanksOf = Callable[[Sequence[int]], list[int]]
-"""From the ranks of one pipeline to those that hold an embedding; what `pretrain` takes twice."""
+    position_embedding_ranks = embedding_ranks

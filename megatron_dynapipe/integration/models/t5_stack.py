@@ -1,6 +1,7 @@
 """The layers of one stack (encoder or decoder) that lie on one stage."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -33,7 +34,7 @@ class T5Stack(TransformerBlock):
         config: TransformerConfig,
         *,
         layer: ModuleSpec,
-        layer_norm: type,
+        layer_norm: Any,
         layers: range,
         depth: int,
         pg_collection: ProcessGroupCollection,
@@ -49,10 +50,20 @@ class T5Stack(TransformerBlock):
         self.depth = depth
 
     def run(
-        self, state: Tensor, mask: Tensor, context: Tensor | None = None, context_mask: Tensor | None = None
+        self,
+        state: Tensor,
+        mask: Any,
+        context: Tensor | None = None,
+        context_mask: Any = None,
+        positions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """The state [length, b, h] after this block's layers; see `T5Stage.forward` for the masks' shapes."""
-        output: Tensor = self(hidden_states=state, attention_mask=mask, context=context, context_mask=context_mask)
+        """The state [length, b, h] after this block's layers; see `T5Stage.forward` for the masks' shapes.
+
+        `positions` are further arguments of Megatron's block: rotations, biases.
+        """
+        output: Tensor = self(
+            hidden_states=state, attention_mask=mask, context=context, context_mask=context_mask, **(positions or {})
+        )
         return output
 
     def sharded_state_dict(

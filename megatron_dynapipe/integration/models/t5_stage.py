@@ -7,7 +7,7 @@ hand the encoder's output on unchanged.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,14 +15,18 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.T5.t5_spec import LNImpl, decoder_model_with_local_spec, encoder_model_with_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.integration.models.masks import LocalMasks, TransformerEngineMasks
+from megatron_dynapipe.integration.models.positions import LEARNED, RELATIVE, ROTARY, Positions, StackPositions
+from megatron_dynapipe.integration.models.shared_weights import SharedWeight, SharedWeights
+from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
 from megatron_dynapipe.integration.models.t5_stack import T5Stack
 
 
@@ -49,21 +53,42 @@ class T5StageInputs:
     labels: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class T5Options:
+    """What a staged T5 is made of besides its layers' configuration.
+
+    Attributes:
+        transformer_engine: layers of Transformer Engine, instead of Megatron's local ones.
+        attention: the core attention of local layers.
+        positions: how layers come to know positions.
+        tied: whether the head's weight is the word embeddings'.
+    """
+
+    transformer_engine: bool = False
+    attention: CoreAttention = CoreAttention.SDPA
+    positions: Positions = field(default_factory=Positions)
+    tied: bool = True
+
+
 class T5Stage(LanguageModule):
-    """A stage of a T5 with learned absolute positions and tied word embeddings.
+    """A virtual stage of a T5.
 
     Megatron's training loop reads `pre_process` (an embedding is here), `post_process` (the head is here),
     `share_embeddings_and_output_weights`, `shared_embedding_or_output_weight()`, `position_embeddings`, `pg_collection`
-    and `set_input_tensor`; its `finalize_model_grads` keeps the copies of both embeddings equal, given
-    `T5Split.embedding_ranks` and `T5Split.position_embedding_ranks`.
+    and `set_input_tensor`. Weights that other stages hold too are kept equal by `shared_weights`: see
+    `share_weights`, which a stage calls for itself where it is its rank's only chunk.
 
     Args:
         config: Megatron's configuration, for the whole model.
         split: how the model is cut.
-        stage: which of the stages this is.
+        stage: which of the virtual stages this is.
         vocab_size: padded vocabulary.
         max_sequence_length: positions that can be embedded, of inputs and of targets.
+        options: what else the model is made of.
         pg_collection: this rank's process groups; Megatron's global ones if None.
+
+    Raises:
+        ConfigError: relative positions with an attention that has none, or process groups for another model.
     """
 
     def __init__(
@@ -74,49 +99,74 @@ class T5Stage(LanguageModule):
         stage: int,
         vocab_size: int,
         max_sequence_length: int,
+        options: T5Options | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
+        options = options or T5Options()
         self.model_type = ModelType.encoder_or_decoder
-        self.split, self.stage = split, stage
+        self.split, self.stage, self.options = split, stage, options
         self.layers = split.stages[stage]
+        self.vp_stage = stage // split.ranks if split.chunks > 1 else None
         self.pre_process = self.layers.embeds
         self.post_process = self.layers.ends_decoder
-        self.share_embeddings_and_output_weights = True
+        self.share_embeddings_and_output_weights = options.tied
+        self.shared_weights: SharedWeights | None = None
         self._inputs: Sequence[Tensor] = ()
+        _check(options, self.pg_collection)
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(
-                config=config, vocab_size=vocab_size, max_sequence_length=max_sequence_length, tp_group=self.tp_group
+                config=config,
+                vocab_size=vocab_size,
+                max_sequence_length=max_sequence_length,
+                position_embedding_type="learned_absolute" if options.positions.kind == LEARNED else "none",
+                tp_group=self.tp_group,
             )
-        self.encoder = self._stack(encoder_model_with_local_spec(), self.layers.encoder, self.layers.encoder_layers)
-        self.decoder = self._stack(decoder_model_with_local_spec(), self.layers.decoder, self.layers.decoder_layers)
+        self._build_positions()
+        self.encoder = self._stack(self.layers.encoder, self.layers.encoder_layers, decoder=False)
+        self.decoder = self._stack(self.layers.decoder, self.layers.decoder_layers, decoder=True)
         if self.post_process:
             self.output_layer = tensor_parallel.ColumnParallelLinear(
                 config.hidden_size,
                 vocab_size,
                 config=config,
                 init_method=config.init_method,
-                bias=True,
+                bias=options.tied,
                 gather_output=False,
-                skip_weight_param_allocation=self.pre_process,
+                skip_weight_param_allocation=self.pre_process and options.tied,
                 tp_group=self.tp_group,
             )
-        self._share_embeddings()
+        self._mark_weights()
+        if split.chunks == 1:
+            share_weights([self])
 
     @property
     def position_embeddings(self) -> torch.nn.Embedding | None:
-        """The learned positions, where an embedding is here."""
-        if not self.pre_process:
+        """The learned positions, where there are any."""
+        if not self.pre_process or self.options.positions.kind != LEARNED:
             return None
         positions: torch.nn.Embedding = self.embedding.position_embeddings
         return positions
 
     def shared_embedding_or_output_weight(self) -> torch.nn.Parameter | None:
-        """The stage's copy of the tied word embeddings, if it has one."""
-        if not (self.pre_process or self.post_process):
+        """The stage's copy of the word embeddings, if it has one."""
+        if not (self.pre_process or (self.post_process and self.options.tied)):
             return None
         weight: torch.nn.Parameter = (self.embedding.word_embeddings if self.pre_process else self.output_layer).weight
         return weight
+
+    def sharings(self) -> tuple[SharedWeight, ...]:
+        """Every weight of the whole model that several stages may hold."""
+        split, kind = self.split, self.options.positions.kind
+        words = split.word_embedding_stages if self.options.tied else split.embedding_stages
+        sharings = [SharedWeight(name="embedding.word_embeddings.weight", stages=words, find=_find_word_embeddings)]
+        named = []
+        if kind == LEARNED:
+            named.append(("embedding.position_embeddings.weight", split.embedding_stages))
+        if kind == RELATIVE:
+            named.append(("encoder_relative_pos_emb.relative_attention_bias.weight", split.encoder_stages))
+            named.append(("decoder_relative_pos_emb.relative_attention_bias.weight", split.decoder_stages))
+        return (*sharings, *(SharedWeight.named(name, stages) for name, stages in named))
 
     def set_input_tensor(self, input_tensor: Sequence[Tensor | None]) -> None:
         """Take the boundary tensors for the next `forward`: [encoder state], or [encoder output, decoder state].
@@ -131,21 +181,27 @@ class T5Stage(LanguageModule):
         Returns:
             The encoder's state [s, b, h]; or, after the first decoder layer, (encoder output [s, b, h], decoder state
             [t, b, h]); or on the last stage the loss of every target position [b, t], without labels the logits
-            [b, t, vocabulary / tensor-parallel size].
+            [b, t, vocabulary / tensor-parallel size]. Under sequence parallelism states are divided in the first
+            dimension: [s / tensor-parallel size, b, h].
         """
         inputs, self._inputs = self._inputs, ()  # not kept beyond their use
         encoded = inputs[0] if inputs else None
         decoded = inputs[1] if len(inputs) > 1 else None
         if self.encoder is not None:
             encoded = self._embed(batch.tokens) if self.layers.starts_encoder else encoded
-            encoded = self.encoder.run(_given(encoded), _given(batch.encoder_mask))
+            mask = _given(batch.encoder_mask)
+            encoded, positions = self._encoder_positions.of(_given(encoded), mask.size(-1))
+            encoded = self.encoder.run(encoded, self._masks.encoder(mask), positions=positions)
         if self.decoder is None:
             return _given(encoded)
         decoded = self._embed(batch.decoder_tokens) if self.layers.starts_decoder else decoded
-        decoded = self.decoder.run(_given(decoded), _given(batch.decoder_mask), _given(encoded), batch.cross_mask)
+        mask, cross = _given(batch.decoder_mask), _given(batch.cross_mask)
+        decoded, positions = self._decoder_positions.of(_given(decoded), mask.size(-1))
+        masks = self._masks.decoder(mask), self._masks.cross(mask, cross)
+        decoded = self.decoder.run(decoded, masks[0], _given(encoded), masks[1], positions=positions)
         if not self.post_process:
             return _given(encoded), decoded
-        weight = self.shared_embedding_or_output_weight() if self.pre_process else None
+        weight = self.shared_embedding_or_output_weight() if self.options.tied and self.pre_process else None
         logits, _ = self.output_layer(decoded, weight=weight)
         if batch.labels is None:
             return torch.as_tensor(logits.transpose(0, 1).contiguous())
@@ -155,24 +211,42 @@ class T5Stage(LanguageModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
         """Checkpoint entries that any split of the same model can load; shared weights are saved by the first stage."""
-        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # ties a head without an embedding
-        if self.pre_process and self.stage > 0:
-            for name in ("word_embeddings.weight", "position_embeddings.weight"):
-                entry = entries[f"{prefix}embedding.{name}"]
-                # The head's copy is replica 1, this one 2: neither is written.
-                entries[f"{prefix}embedding.{name}"] = replace(entry, replica_id=(2, *entry.replica_id[1:]))
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for weight in self.sharings():
+            weight.save_once(self, self.stage, entries, prefix)
         return entries
 
-    def _stack(self, layer: Any, layers: range, depth: int) -> T5Stack | None:
+    def _build_positions(self) -> None:
+        """Rotations, and this stage's copies of the tables of relative biases."""
+        positions, config, rotary = self.options.positions, self.config, None
+        if positions.kind == ROTARY:
+            rotary = RotaryEmbedding(
+                kv_channels=config.kv_channels,
+                rotary_percent=positions.rotary_percent,
+                rotary_interleaved=config.rotary_interleaved,
+                seq_len_interpolation_factor=positions.rotary_interpolation,
+                rotary_base=positions.rotary_base,
+                use_cpu_initialization=config.use_cpu_initialization,
+                cp_group=self.pg_collection.cp,
+            )
+        relative = positions.kind == RELATIVE
+        encoder = positions.table(config, bidirectional=True) if relative and self.layers.encoder else None
+        decoder = positions.table(config, bidirectional=False) if relative and self.layers.decoder else None
+        if encoder is not None:
+            self.encoder_relative_pos_emb = encoder
+        if decoder is not None:
+            self.decoder_relative_pos_emb = decoder
+        self._encoder_positions = StackPositions(rotary, encoder, self.tp_group)
+        self._decoder_positions = StackPositions(rotary, decoder, self.tp_group)
+        self._masks = TransformerEngineMasks if self.options.transformer_engine else LocalMasks
+
+    def _stack(self, layers: range, depth: int, *, decoder: bool) -> T5Stack | None:
         if not layers:
             return None
+        attention = None if self.options.transformer_engine else self.options.attention
+        layer, norm = t5_layer(self.config, attention, decoder=decoder)
         return T5Stack(
-            self.config,
-            layer=layer,
-            layer_norm=LNImpl,
-            layers=layers,
-            depth=depth,
-            pg_collection=self.pg_collection,
+            self.config, layer=layer, layer_norm=norm, layers=layers, depth=depth, pg_collection=self.pg_collection
         )
 
     def _embed(self, tokens: Tensor | None) -> Tensor:
@@ -182,38 +256,47 @@ class T5Stage(LanguageModule):
         embedded: Tensor = self.embedding(input_ids=tokens, position_ids=positions)
         return embedded
 
-    def _share_embeddings(self) -> None:
-        """Mark the weights that other stages hold too, and make the copies equal.
-
-        `shared` keeps a copy out of the gradient norm; `shared_embedding` gives it a bucket of its own in the
-        distributed optimizer, so that it is divided over the replicas in the same way on every stage.
-        """
+    def _mark_weights(self) -> None:
+        for weight in self.sharings():
+            weight.mark(self, self.stage)
         word: Any = self.shared_embedding_or_output_weight()
         if word is not None:
             word.is_embedding_or_output_parameter = True
-            if self.pre_process and self.post_process:
+            if self.pre_process and self.post_process and self.options.tied:
                 word.zero_out_wgrad = True  # two uses on one stage: a fused gradient must not return garbage
-            self._share(word, self.split.word_embedding_stages, self.pg_collection.embd)
-        if self.position_embeddings is not None:
-            positions = self.position_embeddings.weight
-            self._share(positions, self.split.position_embedding_stages, self.pg_collection.pos_embd)
+        if self.post_process and not self.options.tied:
+            head: Any = self.output_layer.weight
+            head.is_embedding_or_output_parameter = True
 
-    def _share(self, weight: Any, stages: Sequence[int], group: torch.distributed.ProcessGroup | None) -> None:
-        if len(stages) == 1:
-            return
-        weight.shared_embedding = True
-        weight.shared = self.stage != stages[0]
-        if self.pp_group.size() == 1 or self.config.init_model_with_meta_device:
-            return
-        if group is None or group.size() != len(stages):
+
+def share_weights(chunks: Sequence[T5Stage]) -> None:
+    """Once all chunks of this rank are built, on every rank: make copies of shared weights equal, and keep them so."""
+    pipeline = chunks[0].pp_group
+    if pipeline.size() > 1 and not chunks[0].config.init_model_with_meta_device:
+        shared = SharedWeights(chunks[0].sharings(), {chunk.stage: chunk for chunk in chunks}, pipeline)
+        for chunk in chunks:
+            chunk.shared_weights = shared
+
+
+def _find_word_embeddings(chunk: T5Stage) -> tuple[str, torch.nn.Parameter]:
+    name = "embedding.word_embeddings.weight" if chunk.pre_process else "output_layer.weight"
+    return name, chunk.get_parameter(name)
+
+
+def _check(options: T5Options, groups: ProcessGroupCollection) -> None:
+    biased = options.transformer_engine or options.attention is CoreAttention.SDPA
+    if options.positions.kind == RELATIVE and not biased:
+        raise ConfigError(
+            "expected relative positions with an attention that adds biases, got Megatron's local one",
+            hint="use --dynapipe-attention sdpa",
+        )
+    for group in (groups.embd, groups.pos_embd):
+        if group is not None and group.size() > 1:
             raise ConfigError(
-                f"expected an embedding group over the ranks of stages {list(stages)}, got one of"
-                f" {0 if group is None else group.size()} ranks",
+                f"expected embedding groups of one rank, got one of {group.size()}: Megatron would reduce the gradients"
+                " of a T5's embeddings a second time",
                 hint="give pretrain the split's embedding_ranks and position_embedding_ranks",
             )
-        if torch.distributed.get_backend(group) == "nccl":
-            weight.data = weight.data.cuda()
-        torch.distributed.broadcast(weight.data, group=group, group_src=0)
 
 
 def _given(tensor: Tensor | None) -> Tensor:

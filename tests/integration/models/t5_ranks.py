@@ -15,11 +15,6 @@ from megatron.core.distributed import (  # noqa: E402
     finalize_model_grads,
 )
 from megatron.core.models.T5.t5_model import T5Model  # noqa: E402
-from megatron.core.models.T5.t5_spec import (  # noqa: E402
-    LNImpl,
-    decoder_model_with_local_spec,
-    encoder_model_with_local_spec,
-)
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
@@ -28,7 +23,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_dynapipe.data.masks import cross_mask, decoder_mask, encoder_mask  # noqa: E402
 from megatron_dynapipe.errors import ConfigError  # noqa: E402
 from megatron_dynapipe.integration.models.layers import T5Split  # noqa: E402
-from megatron_dynapipe.integration.models.t5_stage import T5Stage, T5StageInputs  # noqa: E402
+from megatron_dynapipe.integration.models.positions import Positions  # noqa: E402
+from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients  # noqa: E402
+from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer  # noqa: E402
+from megatron_dynapipe.integration.models.t5_stage import (  # noqa: E402
+    T5Options,
+    T5Stage,
+    T5StageInputs,
+    share_weights,
+)
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors  # noqa: E402
 from megatron_dynapipe.units import ModelFamily, Shape  # noqa: E402
 from tests.integration.models.compare import assert_close, relative_error  # noqa: E402
@@ -38,28 +41,36 @@ SHAPES = (Shape(2, 8, 16), Shape(3, 16, 8), Shape(1, 24, 8))
 ONE_KEY_PER_LAYER = {"non_homogeneous_layers": True}
 
 
-def config(encoder_layers: int, stages: int = 1, tensor_parallel: int = 1) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=encoder_layers,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=True,
-        init_method_std=0.2,  # far from zero, so that every layer matters to the loss
-        pipeline_model_parallel_size=stages,
-        tensor_model_parallel_size=tensor_parallel,
-        pipeline_dtype=torch.float32,
-        calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-    )
+def config(encoder_layers: int, split: T5Split | None = None, **changes: object) -> TransformerConfig:
+    options = {
+        "num_layers": encoder_layers,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "init_method_std": 0.2,  # far from zero, so that every layer matters to the loss
+        "pipeline_model_parallel_size": 1 if split is None else split.ranks,
+        "virtual_pipeline_model_parallel_size": split.chunks if split is not None and split.chunks > 1 else None,
+        "pipeline_dtype": torch.float32,
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+    }
+    return TransformerConfig(**(options | changes))
+
+
+def options_of(positions: str, *, tied: bool = True, attention: str = "sdpa") -> T5Options:
+    """Few buckets and a short distance, so that the samples reach all of them."""
+    made = Positions(kind=positions, rotary_percent=0.5, relative_buckets=8, relative_max_distance=12)
+    return T5Options(positions=made, tied=tied, attention=CoreAttention(attention))
 
 
 def start(split: T5Split, *, tensor_parallel: int = 1) -> ProcessGroupCollection:
     dist.init_process_group("gloo", init_method="env://")
     parallel_state.initialize_model_parallel(
         tensor_parallel,
-        len(split.stages),
+        split.ranks,
+        split.chunks if split.chunks > 1 else None,
         get_embedding_ranks=split.embedding_ranks,
         get_position_embedding_ranks=split.position_embedding_ranks,
     )
@@ -68,8 +79,15 @@ def start(split: T5Split, *, tensor_parallel: int = 1) -> ProcessGroupCollection
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def build(split: T5Split, stage: int, model_config: TransformerConfig) -> T5Stage:
-    return T5Stage(model_config, split=split, stage=stage, vocab_size=VOCABULARY, max_sequence_length=MAX_LENGTH)
+def build(split: T5Split, stage: int, model_config: TransformerConfig, options: T5Options | None = None) -> T5Stage:
+    return T5Stage(
+        model_config,
+        split=split,
+        stage=stage,
+        vocab_size=VOCABULARY,
+        max_sequence_length=MAX_LENGTH,
+        options=options,
+    )
 
 
 def batch_of(shape: Shape, seed: int) -> T5StageInputs:
@@ -122,14 +140,17 @@ def run_chain(stages: list[T5Stage], batch: T5StageInputs) -> float:
     return loss.item()
 
 
-def check_chains(rank: int, world_size: int, encoder: int, decoder: int, splits: list[list[int]]) -> None:
+def check_chains(
+    rank: int, world_size: int, encoder: int, decoder: int, splits: list[list[int]], positions: str, tied: bool
+) -> None:
     start(T5Split.of(encoder, decoder, 1))
-    whole = build(T5Split.of(encoder, decoder, 1), 0, config(encoder))
+    options = options_of(positions, tied=tied)
+    whole = build(T5Split.of(encoder, decoder, 1), 0, config(encoder), options)
     expected_loss = sum(run_chain([whole], batch_of(shape, i)) for i, shape in enumerate(SHAPES))
     weights, expected = entries(whole), entries(whole, gradients=True)
     for layers in splits:
         split = T5Split.of(encoder, decoder, len(layers), layers)
-        stages = [build(split, stage, config(encoder)) for stage in range(len(layers))]
+        stages = [build(split, stage, config(encoder), options) for stage in range(len(layers))]
         for stage in stages:
             for key, parameter in entries(stage).items():
                 parameter.copy_(weights[key])
@@ -140,35 +161,48 @@ def check_chains(rank: int, world_size: int, encoder: int, decoder: int, splits:
             for key, gradient in entries(stage, gradients=True).items():
                 summed[key] = summed.get(key, torch.zeros(())) + gradient
         assert_close(summed, expected, 1e-5)
-        holders = [stage for stage in stages if stage.shared_embedding_or_output_weight() is not None]
-        words = [stage.shared_embedding_or_output_weight() for stage in holders]
-        assert [stage.stage for stage in holders] == list(split.word_embedding_stages)
-        assert [getattr(word, "shared", False) for word in words] == [False] + [True] * (len(words) - 1)
-        assert [hasattr(word, "shared_embedding") for word in words] == [len(words) > 1] * len(words)
-        positions = [stage.position_embeddings.weight for stage in stages if stage.position_embeddings is not None]
-        assert [getattr(p, "shared", False) for p in positions] == [False] + [True] * (len(positions) - 1)
+        _check_marks(stages)
 
 
-def check_against_megatrons(rank: int, world_size: int, encoder: int, decoder: int) -> None:
+def _check_marks(stages: list[T5Stage]) -> None:
+    """All copies of a weight but the first are `shared`; those with copies have a bucket of their own."""
+    for weight in stages[0].sharings():
+        copies = [weight.find(stages[stage])[1] for stage in weight.stages]
+        assert [getattr(copy, "shared", False) for copy in copies] == [False] + [True] * (len(copies) - 1)
+        assert [hasattr(copy, "shared_embedding") for copy in copies] == [len(copies) > 1] * len(copies)
+    names = {weight.name for weight in stages[0].sharings()}
+    for stage in stages:
+        held = [entry.key for entry in stage.sharded_state_dict().values() if isinstance(entry, ShardedTensor)]
+        assert {key for key in held if key in names} == {w.name for w in stage.sharings() if stage.stage in w.stages}
+
+
+def check_against_megatrons(
+    rank: int, world_size: int, encoder: int, decoder: int, positions: str, tied: bool, attention: str
+) -> None:
     """Our one-stage T5 and Megatron's, with the same weights, have the same logits, losses and gradients."""
     groups = start(T5Split.of(encoder, decoder, 1))
-    ours = build(T5Split.of(encoder, decoder, 1), 0, config(encoder))
+    options = options_of(positions, tied=tied, attention=attention)
+    ours = build(T5Split.of(encoder, decoder, 1), 0, config(encoder), options)
+    layers = {}
+    for side, depth in (("encoder", encoder), ("decoder", decoder)):
+        layer, norm = t5_layer(config(encoder), options.attention, decoder=side == "decoder")
+        layers[f"transformer_{side}_layer_spec"] = TransformerBlockSubmodules([layer] * depth, layer_norm=norm)
     theirs = T5Model(
         config=config(decoder),
         encoder_config=config(encoder),
-        transformer_encoder_layer_spec=TransformerBlockSubmodules(
-            [encoder_model_with_local_spec()] * encoder, layer_norm=LNImpl
-        ),
-        transformer_decoder_layer_spec=TransformerBlockSubmodules(
-            [decoder_model_with_local_spec()] * decoder, layer_norm=LNImpl
-        ),
+        **layers,
         vocab_size=VOCABULARY,
         max_sequence_length=MAX_LENGTH,
-        share_embeddings_and_output_weights=True,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type=positions,
+        rotary_percent=0.5,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=12,
         pg_collection=groups,
     )
     our_parameters = dict(ours.named_parameters())
     their_parameters = {name.replace("lm_head.", ""): p for name, p in theirs.named_parameters()}
+    their_parameters.pop("position_embeddings.weight", None)
     assert our_parameters.keys() == their_parameters.keys()
     for name, parameter in their_parameters.items():
         parameter.data.copy_(our_parameters[name].data)
@@ -189,45 +223,65 @@ def check_against_megatrons(rank: int, world_size: int, encoder: int, decoder: i
         our_loss.sum().backward()
         their_loss.sum().backward()
     for name, parameter in their_parameters.items():
-        assert relative_error(our_parameters[name].grad, parameter.grad) < 1e-6, name
+        error = relative_error(our_parameters[name].grad, parameter.grad)
+        assert error < 1e-6, (name, error)
 
 
 def train_gradients(
     rank: int,
     world_size: int,
-    encoder: int,
-    decoder: int,
     split: list[int],
+    chunks: int = 1,
     load: str | None = None,
     save: str | None = None,
     tensor_parallel: int = 1,
-) -> dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
-    """One iteration over `split` on real ranks, finalized by Megatron.
+    positions: str = "learned_absolute",
+    tied: bool = True,
+    changes: dict[str, object] | None = None,
+) -> dict[str, dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]]]:
+    """One iteration of a T5 of 2 + 2 layers, cut as `split` says, on real ranks, finalized by Megatron.
 
     Returns:
-        This rank's gradients by global name, with the whole tensor's shape and the offset of this rank's part.
+        This rank's weights at the start and its gradients, by chunk and global name: the part, the whole tensor's
+        shape and the part's offset.
     """
-    cut = T5Split.of(encoder, decoder, len(split), split)
+    cut = T5Split.of(2, 2, len(split) // chunks, split, chunks=chunks)
     groups = start(cut, tensor_parallel=tensor_parallel)
-    stage = build(cut, groups.pp.rank(), config(encoder, len(split), tensor_parallel))
-    _check_copies_start_equal(stage, groups)
+    made = config(2, cut, tensor_model_parallel_size=tensor_parallel, **(changes or {}))
+    stages = {
+        stage: build(cut, stage, made, options_of(positions, tied=tied))
+        for stage in range(groups.pp.rank(), len(split), cut.ranks)
+    }
+    if chunks > 1:
+        share_weights(list(stages.values()))
+    starting = {stage: entries(chunk) for stage, chunk in stages.items()}
+    starting = {s: {key: weight.clone() for key, weight in held.items()} for s, held in starting.items()}
     if load is not None:
-        stage.load_state_dict(dist_checkpointing.load(stage.sharded_state_dict(), load))
+        loaded = dist_checkpointing.load({str(s): chunk.sharded_state_dict() for s, chunk in stages.items()}, load)
+        for number, chunk in stages.items():
+            chunk.load_state_dict(loaded[str(number)])
     if save is not None:
-        dist_checkpointing.save(stage.sharded_state_dict(), save)
-    model = DistributedDataParallel(stage.config, DistributedDataParallelConfig(), stage)
+        dist_checkpointing.save(next(iter(stages.values())).sharded_state_dict(), save)
+    models = {s: DistributedDataParallel(made, DistributedDataParallelConfig(), chunk) for s, chunk in stages.items()}
     tokens = torch.zeros([], dtype=torch.int)
     for index, shape in enumerate(SHAPES):
-        _run_pipelined(model, groups.pp, cut, split, batch_of(shape, index), shape)
-        tokens += shape.size * shape.target_length if cut.stages[groups.pp.rank()].ends_decoder else 0
-    finalize_model_grads([model], tokens, pg_collection=groups)
-    for parameter in stage.parameters():
-        parameter.grad = parameter.main_grad
-    parts = {e.key: e for e in stage.sharded_state_dict(metadata=dict(ONE_KEY_PER_LAYER)).values()}
-    return {
-        key: (gradient.clone(), tuple(parts[key].global_shape), tuple(parts[key].global_offset))
-        for key, gradient in entries(stage, gradients=True).items()
-    }
+        _run_pipelined(
+            models, groups.pp, cut, batch_of(shape, index), shape, tensor_parallel if made.sequence_parallel else 1
+        )
+        tokens += shape.size * shape.target_length if len(split) - 1 in stages else 0
+    finalize_model_grads(list(models.values()), tokens, pg_collection=groups)
+    reduce_shared_gradients(list(models.values()))
+    found: dict[str, dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]]] = {}
+    for number, chunk in stages.items():
+        for parameter in chunk.parameters():
+            parameter.grad = parameter.main_grad
+        parts = {e.key: e for e in chunk.sharded_state_dict(metadata=dict(ONE_KEY_PER_LAYER)).values()}
+        for kind, tensors in (("start", starting[number]), ("gradients", entries(chunk, gradients=True))):
+            found[f"{kind} {number}"] = {
+                key: (tensor.clone(), tuple(parts[key].global_shape), tuple(parts[key].global_offset))
+                for key, tensor in tensors.items()
+            }
+    return found
 
 
 def build_without_embedding_ranks(rank: int, world_size: int) -> str:
@@ -236,50 +290,45 @@ def build_without_embedding_ranks(rank: int, world_size: int) -> str:
     parallel_state.initialize_model_parallel(1, 2)
     model_parallel_cuda_manual_seed(1)
     try:
-        build(T5Split.of(2, 2, 2), rank, config(2, 2))
+        build(T5Split.of(2, 2, 2), rank, config(2, T5Split.of(2, 2, 2)))
     except ConfigError as error:
         return str(error)
     return "no error"
 
 
-def _check_copies_start_equal(stage: T5Stage, groups: ProcessGroupCollection) -> None:
-    positions = stage.position_embeddings
-    copies = (
-        (stage.shared_embedding_or_output_weight(), groups.embd),
-        (None if positions is None else positions.weight, groups.pos_embd),
-    )
-    for weight, group in copies:
-        if weight is not None and group.size() > 1:
-            gathered = [torch.empty_like(weight.data) for _ in range(group.size())]
-            dist.all_gather(gathered, weight.data, group=group)
-            assert all(torch.equal(copy, gathered[0]) for copy in gathered)
-            assert gathered[0].abs().sum() > 0
-
-
-def _run_pipelined(model, group, cut: T5Split, split: list[int], batch: T5StageInputs, shape: Shape) -> None:
-    """Forward and backward of one micro-batch, blocking, with shapes known on both sides."""
-    stage, ranks = group.rank(), dist.get_process_group_ranks(group)
-    encoder_layers = cut.stages[0].encoder_layers
-    tensors = boundary_tensors(ModelFamily.T5, split, encoder_layers=encoder_layers)
-    shapes = BoundarySettings(tensors=tensors, hidden_size=HIDDEN).shapes([shape])[0]
-    inputs: list[torch.Tensor] = []
-    if stage > 0:
-        inputs = [torch.empty(tensor) for tensor in shapes[stage - 1]]
+def _run_pipelined(
+    models: dict[int, torch.nn.Module],
+    group: dist.ProcessGroup,
+    cut: T5Split,
+    batch: T5StageInputs,
+    shape: Shape,
+    sequence_parallel: int,
+) -> None:
+    """Forward and backward of one micro-batch, one virtual stage after another, with shapes known on both sides."""
+    ranks = dist.get_process_group_ranks(group)
+    last, encoder_layers = len(cut.stages) - 1, cut.stages[0].encoder_layers
+    tensors = boundary_tensors(ModelFamily.T5, cut.layers_per_stage, encoder_layers=encoder_layers)
+    settings = BoundarySettings(tensors=tensors, hidden_size=HIDDEN, sequence_parallel=sequence_parallel)
+    shapes = settings.shapes([shape])[0]
+    passed: dict[int, tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
+    for stage, model in models.items():
+        inputs = [torch.empty(tensor) for tensor in shapes[stage - 1]] if stage else []
         for tensor in inputs:
-            dist.recv(tensor, ranks[stage - 1], group=group)
+            dist.recv(tensor, ranks[(stage - 1) % len(ranks)], group=group)
             tensor.requires_grad_()
-    model.module.set_input_tensor(inputs or [None])
-    output = model(batch)
-    if stage == len(split) - 1:
-        output.sum().backward()
-    else:
+        model.module.set_input_tensor(inputs or [None])
+        output = model(batch)
         outputs = output if isinstance(output, tuple) else (output,)
-        assert [tuple(tensor.shape) for tensor in outputs] == [tuple(tensor) for tensor in shapes[stage]]
-        for tensor in outputs:
-            dist.send(tensor.detach().contiguous(), ranks[stage + 1], group=group)
-        gradients = [torch.empty(tensor.shape) for tensor in outputs]
+        passed[stage] = inputs, outputs
+        if stage < last:
+            assert [tuple(tensor.shape) for tensor in outputs] == [tuple(tensor) for tensor in shapes[stage]]
+            for tensor in outputs:
+                dist.send(tensor.detach().contiguous(), ranks[(stage + 1) % len(ranks)], group=group)
+    for stage in sorted(models, reverse=True):
+        inputs, outputs = passed[stage]
+        gradients = [torch.empty(tensor.shape) for tensor in outputs] if stage < last else []
         for gradient in gradients:
-            dist.recv(gradient, ranks[stage + 1], group=group)
-        torch.autograd.backward(list(outputs), gradients)
-    for tensor in inputs:
-        dist.send(tensor.grad.contiguous(), ranks[stage - 1], group=group)
+            dist.recv(gradient, ranks[(stage + 1) % len(ranks)], group=group)
+        torch.autograd.backward(list(outputs) if stage < last else [outputs[0].sum()], gradients or None)
+        for tensor in inputs:
+            dist.send(tensor.grad.contiguous(), ranks[(stage - 1) % len(ranks)], group=group)

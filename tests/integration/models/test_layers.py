@@ -28,10 +28,24 @@ def test_splits(encoder, decoder, split, layers, words, positions):
     drawn = ["|".join("".join(map(str, stack)) for stack in (stage.encoder, stage.decoder)) for stage in cut.stages]
     assert drawn == layers
     assert list(cut.word_embedding_stages) == words
-    assert list(cut.position_embedding_stages) == positions
-    ranks = [10 + 2 * stage for stage in range(len(split))]
-    assert cut.embedding_ranks(ranks) == [ranks[stage] for stage in words]
-    assert cut.position_embedding_ranks(ranks) == [ranks[stage] for stage in positions]
+    assert list(cut.embedding_stages) == positions
+    assert cut.layers_per_stage == tuple(split)
+    assert list(cut.encoder_stages) == [i for i, name in enumerate(layers) if name[0] != "|"]
+    assert list(cut.decoder_stages) == [i for i, name in enumerate(layers) if name[-1] != "|"]
+
+
+def test_virtual_stages_go_round_the_ranks():
+    cut = T5Split.of(4, 4, 2, chunks=2)
+    assert cut == T5Split.of(4, 4, 2, [2, 2, 2, 2], chunks=2)
+    assert cut.ranks == 2
+    assert cut.of_rank(0) == (cut.stages[0], cut.stages[2]) and cut.of_rank(1) == (cut.stages[1], cut.stages[3])
+    assert cut.stages == T5Split.of(4, 4, 4).stages
+    assert cut.word_embedding_stages == (0, 2, 3)
+
+
+def test_megatron_is_told_of_one_holder_of_embeddings():
+    cut = T5Split.of(2, 2, 2, chunks=2)
+    assert cut.embedding_ranks([3, 7]) == cut.position_embedding_ranks([3, 7]) == [3]
 
 
 def test_an_equal_split_is_the_default():

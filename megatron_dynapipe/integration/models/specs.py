@@ -1,0 +1,96 @@
+"""Specifications of transformer layers: Megatron's, with the core attention and the norm that a run asks for."""
+
+import enum
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.T5 import t5_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from megatron_dynapipe.integration.models.norms import local_norm
+
+HAVE_TRANSFORMER_ENGINE: bool = t5_spec.HAVE_TE
+
+
+class CoreAttention(enum.StrEnum):
+    """Which core attention the layers of `--transformer-impl local` have."""
+
+    MEGATRON = "megatron"
+    """Megatron's `DotProductAttention`: unfused; no relative positions."""
+    SDPA = "sdpa"
+    """Ours, over PyTorch's `scaled_dot_product_attention`."""
+
+    @property
+    def module(self) -> type:
+        """The class that computes it."""
+        return SdpaCoreAttention if self is CoreAttention.SDPA else DotProductAttention
+
+
+def t5_layer(config: TransformerConfig, attention: CoreAttention | None, *, decoder: bool) -> tuple[ModuleSpec, Any]:
+    """One layer of a T5's encoder or decoder, and the class of the norm after the last one.
+
+    Args:
+        config: the model's configuration.
+        attention: the core attention of a local layer; None for layers of Transformer Engine.
+        decoder: of the decoder.
+
+    Raises:
+        ConfigError: Transformer Engine is asked for and not installed.
+    """
+    if attention is not None:
+        made = t5_spec.decoder_model_with_local_spec() if decoder else t5_spec.encoder_model_with_local_spec()
+        return _local(made, config, attention), local_norm(config)
+    if not HAVE_TRANSFORMER_ENGINE:
+        raise ConfigError(
+            "--transformer-impl transformer_engine needs Transformer Engine, which is not installed",
+            hint="install it, or use --transformer-impl local",
+        )
+    if decoder:
+        return t5_spec.decoder_model_with_transformer_engine_default_spec(), t5_spec.TENorm
+    return t5_spec.encoder_model_with_transformer_engine_default_spec(), t5_spec.TENorm
+
+
+def gpt_local_layers(
+    config: TransformerConfig, attention: CoreAttention, *, vp_stage: int | None, pipeline_rank: int
+) -> TransformerBlockSubmodules:
+    """The local layers of a GPT on one virtual stage, and the norm after the model's last one."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    layers = get_num_layers_to_build(config, vp_stage, pipeline_rank)
+    return TransformerBlockSubmodules([_local(layer, config, attention)] * layers, layer_norm=local_norm(config))
+
+
+def _local(layer: ModuleSpec, config: TransformerConfig, attention: CoreAttention) -> ModuleSpec:
+    """Megatron's local layer with this core attention, and with norms that take the configuration."""
+    norm = local_norm(config)
+
+    def normed(part: Any) -> Any:
+        return part if part is IdentityOp else norm
+
+    def attending(part: Any) -> Any:
+        if part is IdentityOp:
+            return part
+        changes: dict[str, Any] = {"core_attention": attention.module}
+        for name in ("q_layernorm", "k_layernorm"):
+            if getattr(part.submodules, name, None) is not None:
+                changes[name] = normed(getattr(part.submodules, name))
+        return replace(part, submodules=replace(part.submodules, **changes))
+
+    parts: Any = layer.submodules
+    return replace(
+        layer,
+        submodules=replace(
+            parts,
+            input_layernorm=normed(parts.input_layernorm),
+            self_attention=attending(parts.self_attention),
+            pre_cross_attn_layernorm=normed(parts.pre_cross_attn_layernorm),
+            cross_attention=attending(parts.cross_attention),
+            pre_mlp_layernorm=normed(parts.pre_mlp_layernorm),
+        ),
+    )
