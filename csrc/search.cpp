@@ -1,106 +1,14 @@
 #include "search.h"
 
 #include <algorithm>
-#include <cmath>
-#include <numeric>
+#include <utility>
 
 #include "checks.h"
+#include "moves.h"
+#include "shape_costs.h"
 
 namespace dynapipe {
 namespace {
-
-// SplitMix64: the same numbers on every machine.
-class Random {
-public:
-    explicit Random(uint64_t seed) : state_(seed) {}
-
-    uint64_t next() {
-        uint64_t z = (state_ += 0x9e3779b97f4a7c15);
-        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
-        z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
-        return z ^ (z >> 31);
-    }
-
-    int64_t below(int64_t n) { return static_cast<int64_t>(next() % static_cast<uint64_t>(n)); }
-
-private:
-    uint64_t state_;
-};
-
-// Costs of micro-batches by shape and mode, found when first asked for.
-class ShapeCosts {
-public:
-    explicit ShapeCosts(const SearchProblem& problem) : problem_(problem), knots_(problem.modes.size()) {}
-
-    // Null where the micro-batch lies outside the cost model or does not fit beside the model state.
-    const PassCosts* at(const MicroBatch& batch) {
-        int64_t input = 0, target = 0;
-        for (int64_t i = batch.first; i < batch.first + batch.size; ++i) {
-            input = std::max(input, problem_.inputs[i]);
-            target = std::max(target, problem_.targets[i]);
-        }
-        const uint64_t lengths = static_cast<uint64_t>(input) << 21 | static_cast<uint64_t>(target);
-        std::unordered_map<int64_t, Entry>& sizes = entries_[lengths * problem_.modes.size() + batch.mode];
-        const auto found = sizes.find(batch.size);
-        if (found != sizes.end()) return found->second.usable ? &found->second.costs : nullptr;
-        Entry& entry = sizes[batch.size];
-        compute(batch, input, target, entry);
-        return entry.usable ? &entry.costs : nullptr;
-    }
-
-private:
-    struct Entry {
-        std::vector<int64_t> values;
-        PassCosts costs;
-        bool usable = false;
-    };
-
-    void compute(const MicroBatch& batch, int64_t input, int64_t target, Entry& entry) {
-        const Grid& grid = problem_.modes[batch.mode];
-        const int64_t stages = problem_.layers.size(), points = grid.sizes.points.size();
-        if (!grid.sizes.covers(batch.size)) return;
-        std::vector<int64_t>& rows = knots_[batch.mode][static_cast<uint64_t>(input) << 21 | static_cast<uint64_t>(target)];
-        if (rows.empty()) {
-            const std::vector<int64_t> knots = grid.knots(input, target);
-            for (const StageLayers& stage : problem_.layers) append_stage_knots(knots, points, stage, rows);
-        }
-        const Axis::Cell cell = grid.sizes.cell(batch.size);
-        entry.values.assign(6 * stages, 0);
-        int64_t* const out = entry.values.data();
-        for (int64_t v = 0; v < stages; ++v) {
-            int64_t at[kStageRows];
-            for (int row = 0; row < kStageRows; ++row) {
-                const int64_t* values = rows.data() + (v * kStageRows + row) * points;
-                at[row] = interpolate(values[cell.low], values[cell.high], cell.part, cell.width);
-            }
-            if (at[kForward] == kAbsent) return;
-            out[v] = at[kForward];
-            out[stages + v] = at[kBackward];
-            out[2 * stages + v] = at[kStored];
-            out[3 * stages + v] = std::max({at[kEncoderEnd], at[kDecoderEnd], at[kStored]});
-            if (problem_.shape.model_state[v % problem_.shape.stages] + out[3 * stages + v] > problem_.shape.memory_limit)
-                return;
-        }
-        for (int64_t v = 0; v + 1 < stages; ++v) {
-            const Links& links = problem_.links;
-            const int64_t input_bytes = batch.size * input * links.bytes_per_position;
-            const int64_t target_bytes = batch.size * target * links.bytes_per_position;
-            out[4 * stages + v] = transfer(v, input_bytes + (links.decoder_forward[v] ? target_bytes : 0));
-            out[5 * stages + v + 1] = transfer(v, input_bytes + (links.decoder_backward[v] ? target_bytes : 0));
-        }
-        entry.costs = {out, out + stages, out + 2 * stages, out + 3 * stages, out + 4 * stages, out + 5 * stages};
-        entry.usable = true;
-    }
-
-    int64_t transfer(int64_t boundary, int64_t bytes) const {
-        const double wire = static_cast<double>(bytes * 8) / problem_.links.gbps[boundary];
-        return static_cast<int64_t>(std::nearbyint(problem_.links.latency_ns[boundary] + wire));
-    }
-
-    const SearchProblem& problem_;
-    std::vector<std::unordered_map<uint64_t, std::vector<int64_t>>> knots_;
-    std::unordered_map<uint64_t, std::unordered_map<int64_t, Entry>> entries_;
-};
 
 // All replicas of a solution and what they come to.
 struct Solution {
@@ -122,7 +30,7 @@ struct Solution {
 class Search {
 public:
     Search(const SearchProblem& problem, int64_t evaluations, uint64_t seed)
-        : problem_(problem), costs_(problem), scheduler_(problem.shape), random_(seed), left_(evaluations) {}
+        : problem_(problem), costs_(problem), scheduler_(problem.shape), moves_(problem, seed), left_(evaluations) {}
 
     Found run(const std::vector<std::vector<MicroBatch>>& cuts);
 
@@ -133,21 +41,12 @@ private:
     Solution begin(std::vector<MicroBatch> batches);
     void begin_replica(ReplicaState& replica);
     void improve(Solution& solution, int64_t evaluations);
-    bool move(Solution& solution, std::vector<size_t>& touched);
     Policy policy(int64_t extra, Rule rule) const;
-    bool reorder(ReplicaState& replica);
-    bool shift(Solution& solution, std::vector<size_t>& touched);
-    bool split(ReplicaState& replica);
-    bool merge(Solution& solution, std::vector<size_t>& touched);
-    bool recompute(ReplicaState& replica);
-    bool hand_over(Solution& solution, std::vector<size_t>& touched);
-    bool deepen(ReplicaState& replica);
-    std::pair<size_t, size_t> owner(const Solution& solution, int64_t first) const;
 
     const SearchProblem& problem_;
     ShapeCosts costs_;
     ListScheduler scheduler_;
-    Random random_;
+    Moves moves_;
     int64_t left_;
     std::vector<const PassCosts*> rows_;
 };
@@ -267,7 +166,7 @@ void Search::improve(Solution& best, int64_t evaluations) {
     for (int64_t idle = 0; left_ > until && idle < 1000; ++idle) {
         touched.clear();
         Solution candidate = current;
-        if (!move(candidate, touched)) continue;
+        if (!moves_.random(candidate.replicas, touched)) continue;
         const int64_t before = left_;
         const int64_t allowed = best_objective + margin * (left_ - until) / (first - until);
         const int64_t limit = std::max(current_objective, allowed);
@@ -287,146 +186,6 @@ void Search::improve(Solution& best, int64_t evaluations) {
             best_objective = current_objective;
         }
     }
-}
-
-// One random change; false where the one drawn does not apply.
-bool Search::move(Solution& solution, std::vector<size_t>& touched) {
-    // Half of the time at the slowest replica, which alone decides the iteration's time.
-    size_t r = random_.below(solution.replicas.size());
-    if (random_.below(2)) {
-        r = 0;
-        for (size_t other = 1; other < solution.replicas.size(); ++other)
-            if (solution.replicas[other].makespan > solution.replicas[r].makespan) r = other;
-    }
-    ReplicaState& replica = solution.replicas[r];
-    if (replica.micro_batches.empty()) return false;
-    touched.push_back(r);
-    switch (random_.below(solution.replicas.size() > 1 ? 10 : 8)) {
-        case 0:
-        case 1:
-        case 2: return reorder(replica);
-        case 3: return shift(solution, touched);
-        case 4: return split(replica);
-        case 5: return merge(solution, touched);
-        case 6: return recompute(replica);
-        case 7: return deepen(replica);
-        default: return hand_over(solution, touched);
-    }
-}
-
-bool Search::reorder(ReplicaState& replica) {
-    const int64_t count = replica.micro_batches.size();
-    if (count < 2) return false;
-    const int64_t from = random_.below(count);
-    int64_t to = random_.below(count);
-    if (random_.below(2)) to = from + 1 + random_.below(3) * (random_.below(2) ? 1 : -1);
-    if (from == to || to < 0 || to >= count) return false;
-    auto& batches = replica.micro_batches;
-    if (random_.below(2)) {
-        std::swap(batches[from], batches[to]);
-    } else if (from < to) {
-        std::rotate(batches.begin() + from, batches.begin() + from + 1, batches.begin() + to + 1);
-    } else {
-        std::rotate(batches.begin() + to, batches.begin() + from, batches.begin() + from + 1);
-    }
-    return true;
-}
-
-std::pair<size_t, size_t> Search::owner(const Solution& solution, int64_t first) const {
-    for (size_t r = 0; r < solution.replicas.size(); ++r)
-        for (size_t i = 0; i < solution.replicas[r].micro_batches.size(); ++i)
-            if (solution.replicas[r].micro_batches[i].first == first) return {r, i};
-    return {0, 0};
-}
-
-// Moves the border between a micro-batch and the next of the cut.
-bool Search::shift(Solution& solution, std::vector<size_t>& touched) {
-    const size_t r = touched[0];
-    MicroBatch& batch = solution.replicas[r].micro_batches[random_.below(solution.replicas[r].micro_batches.size())];
-    const int64_t border = batch.first + batch.size;
-    if (border == static_cast<int64_t>(problem_.inputs.size())) return false;
-    const auto [other_r, other_i] = owner(solution, border);
-    MicroBatch& other = solution.replicas[other_r].micro_batches[other_i];
-    const bool grow = random_.below(2);
-    const int64_t room = (grow ? other.size : batch.size) - 1;
-    if (room < 1) return false;
-    const int64_t by = 1 + random_.below(std::min<int64_t>(room, 4));
-    batch.size += grow ? by : -by;
-    other.size -= grow ? by : -by;
-    other.first += grow ? by : -by;
-    batch.costs = other.costs = nullptr;
-    if (other_r != r) touched.push_back(other_r);
-    return true;
-}
-
-bool Search::split(ReplicaState& replica) {
-    auto& batches = replica.micro_batches;
-    MicroBatch& batch = batches[random_.below(batches.size())];
-    if (batch.size < 2) return false;
-    const int64_t kept = random_.below(2) ? batch.size / 2 : 1 + random_.below(batch.size - 1);
-    const MicroBatch rest{batch.first + kept, batch.size - kept, batch.mode};
-    batch.size = kept;
-    batch.costs = nullptr;
-    batches.insert(batches.begin() + random_.below(batches.size() + 1), rest);
-    return true;
-}
-
-bool Search::merge(Solution& solution, std::vector<size_t>& touched) {
-    const size_t r = touched[0];
-    const size_t i = random_.below(solution.replicas[r].micro_batches.size());
-    const MicroBatch batch = solution.replicas[r].micro_batches[i];
-    const int64_t border = batch.first + batch.size;
-    if (border == static_cast<int64_t>(problem_.inputs.size())) return false;
-    const auto [other_r, other_i] = owner(solution, border);
-    auto& others = solution.replicas[other_r].micro_batches;
-    if (other_r != r && others.size() == 1) return false;
-    MicroBatch& merged = solution.replicas[r].micro_batches[i];
-    merged.size += others[other_i].size;
-    merged.mode = std::max(merged.mode, others[other_i].mode);
-    merged.costs = nullptr;
-    others.erase(others.begin() + other_i);
-    if (other_r != r) touched.push_back(other_r);
-    return true;
-}
-
-bool Search::recompute(ReplicaState& replica) {
-    const int64_t modes = problem_.modes.size();
-    if (modes < 2) return false;
-    MicroBatch& batch = replica.micro_batches[random_.below(replica.micro_batches.size())];
-    batch.mode = (batch.mode + 1 + random_.below(modes - 1)) % modes;
-    batch.costs = nullptr;
-    return true;
-}
-
-// Gives a micro-batch to another replica, or exchanges two.
-bool Search::hand_over(Solution& solution, std::vector<size_t>& touched) {
-    const size_t r = touched[0];
-    const size_t other_r = (r + 1 + random_.below(solution.replicas.size() - 1)) % solution.replicas.size();
-    auto& mine = solution.replicas[r].micro_batches;
-    auto& theirs = solution.replicas[other_r].micro_batches;
-    const size_t i = random_.below(mine.size());
-    if (random_.below(2) && !theirs.empty()) {
-        std::swap(mine[i], theirs[random_.below(theirs.size())]);
-    } else {
-        if (mine.size() == 1) return false;
-        theirs.insert(theirs.begin() + random_.below(theirs.size() + 1), mine[i]);
-        mine.erase(mine.begin() + i);
-    }
-    touched.push_back(other_r);
-    return true;
-}
-
-bool Search::deepen(ReplicaState& replica) {
-    const int64_t stages = problem_.shape.stages;
-    if (stages < 2 || problem_.shape.forward_only) return false;
-    if (random_.below(4) == 0) {
-        const int64_t rules = static_cast<int64_t>(Rule::kRules), rule = static_cast<int64_t>(replica.policy.rule);
-        replica.policy.rule = static_cast<Rule>((rule + 1 + random_.below(rules - 1)) % rules);
-        return true;
-    }
-    int64_t& depth = replica.policy.depth[random_.below(stages - 1)];
-    depth += random_.below(2) ? 1 : -1;
-    return depth >= 1;
 }
 
 }  // namespace

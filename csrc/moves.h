@@ -1,0 +1,33 @@
+// Random changes to a solution; planning/search.py says what each does.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "random.h"
+#include "search.h"
+
+namespace dynapipe {
+
+class Moves {
+public:
+    Moves(const SearchProblem& problem, uint64_t seed) : problem_(problem), random_(seed) {}
+
+    // Makes one change and names the replicas that it touched; false where the change drawn does not apply, and the
+    // solution is then not to be used.
+    bool random(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
+
+private:
+    bool reorder(ReplicaState& replica);
+    bool shift(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
+    bool split(ReplicaState& replica);
+    bool merge(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
+    bool recompute(ReplicaState& replica);
+    bool hand_over(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
+    bool deepen(ReplicaState& replica);
+
+    const SearchProblem& problem_;
+    Random random_;
+};
+
+}  // namespace dynapipe
