@@ -1,0 +1,119 @@
+"""From layers to stages: sums, the head on the last stage, peaks, model state, boundaries, links."""
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.cost import (
+    LayerState,
+    LayerTables,
+    Network,
+    PipelineLayout,
+    Row,
+    boundary_bytes,
+    stage_costs,
+)
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.units import ModelFamily
+
+ONE = np.array([1], np.int64)
+EIGHT = np.array([8], np.int64)
+COSTS = {
+    Row.ENCODER_FORWARD: 10,
+    Row.ENCODER_BACKWARD: 20,
+    Row.ENCODER_STORED: 3,
+    Row.ENCODER_PEAK: 7,
+    Row.DECODER_FORWARD: 100,
+    Row.DECODER_BACKWARD: 200,
+    Row.DECODER_STORED: 5,
+    Row.DECODER_PEAK: 4,
+    Row.HEAD_FORWARD: 1000,
+    Row.HEAD_BACKWARD: 2000,
+}
+
+
+def flat() -> LayerTables:
+    """The same costs at every point."""
+    values = np.array([COSTS[row] for row in Row], np.int64).reshape(-1, 1, 1, 1)
+    state = LayerState(embedding_bytes=1000, encoder_bytes=10, decoder_bytes=100)
+    return LayerTables(sizes=ONE, inputs=EIGHT, targets=EIGHT, values=values, state=state)
+
+
+def t5(*split: int, chunks: int = 1, encoder: int = 3) -> PipelineLayout:
+    return PipelineLayout(
+        family=ModelFamily.T5,
+        encoder_layers=encoder,
+        decoder_layers=sum(split) - encoder,
+        layers_per_stage=split,
+        chunks=chunks,
+    )
+
+
+def test_a_stage_is_the_sum_of_its_layers_and_the_last_has_the_head() -> None:
+    costs = stage_costs(flat(), t5(2, 2, 2), ONE, EIGHT, EIGHT)
+    assert costs.forward_ns.tolist() == [[20, 110, 1200]]
+    assert costs.backward_ns.tolist() == [[40, 220, 2400]]
+    assert costs.stored_bytes.tolist() == [[6, 8, 10]]
+
+
+def test_the_peak_is_the_largest_over_the_layers() -> None:
+    """[3 + 7, max(7, 3 + 4), stored 10 > 5 + 4]: a forward never peaks below what it keeps."""
+    costs = stage_costs(flat(), t5(2, 2, 2), ONE, EIGHT, EIGHT)
+    assert costs.peak_bytes.tolist() == [[10, 8, 10]]
+
+
+def test_model_state() -> None:
+    """Parameters ×8, the optimizer's share of six divided over the replicas, embeddings where their stacks begin."""
+    plain = t5(2, 2, 2).model_state_bytes(flat().state, data_parallel=2, distributed_optimizer=False)
+    shared = t5(2, 2, 2).model_state_bytes(flat().state, data_parallel=2, distributed_optimizer=True)
+    parameters = np.array([20 + 1000, 10 + 100 + 1000, 200])
+    assert plain.tolist() == (8 * parameters).tolist()
+    assert shared.tolist() == (5 * parameters).tolist()
+
+
+def test_chunks_share_a_rank() -> None:
+    layout = t5(1, 2, 2, 1, chunks=2)
+    assert layout.stages == 2
+    state = layout.model_state_bytes(flat().state, data_parallel=1, distributed_optimizer=False)
+    assert state.tolist() == [8 * (10 + 1000 + 200 + 1000), 8 * (20 + 100)]
+
+
+def test_boundaries_of_t5() -> None:
+    """Inside the decoder both states cross; a stage that begins in the decoder returns gradients for both."""
+    hidden, sizes, inputs, targets = 4, np.array([2]), np.array([16]), np.array([8])
+    activations, gradients = boundary_bytes(t5(3, 1, 1), hidden, sizes, inputs, targets)
+    encoder, decoder = 2 * 2 * 16 * 4, 2 * 2 * 8 * 4
+    assert activations.tolist() == [[encoder, encoder + decoder]]
+    assert gradients.tolist() == [[encoder + decoder, encoder + decoder]]
+
+
+def test_links_between_nodes_are_slower() -> None:
+    """4 devices to a stage, 8 to a node: stages 0 and 1 | 2 and 3."""
+    ns = Network().transfer_ns(np.full((1, 3), 6_000_000), stages=4, ranks_per_stage=4)
+    assert ns.tolist() == [[10_000, 4_000_000 + 480_000, 10_000]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layers_per_stage": (2, 3)}, r"layer split of 4 layers .* got \[2, 3\]"),
+        ({"layers_per_stage": (4, 0)}, "at least one on every stage"),
+        ({"layers_per_stage": (2, 1, 1), "chunks": 2}, "3 virtual stages cannot be dealt"),
+        ({"decoder_layers": 1, "layers_per_stage": (5,)}, "layers of its kinds"),
+    ],
+)
+def test_refuses_impossible_layouts(arguments: dict[str, object], message: str) -> None:
+    given = {"family": ModelFamily.GPT, "encoder_layers": 4, "layers_per_stage": (4,)} | arguments
+    with pytest.raises(ConfigError, match=message):
+        PipelineLayout(**given)  # type: ignore[arg-type]
+
+
+def test_an_equal_split_must_divide() -> None:
+    assert PipelineLayout.equal(ModelFamily.GPT, 6, 0, 3).layers_per_stage == (2, 2, 2)
+    with pytest.raises(ConfigError, match="5 layers cannot be split equally over 2"):
+        PipelineLayout.equal(ModelFamily.GPT, 5, 0, 2)
+
+
+@pytest.mark.parametrize("setting", [{"intra_node_gbps": 0}, {"devices_per_node": 0}, {"inter_node_latency_us": -1}])
+def test_refuses_impossible_links(setting: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        Network(**setting)  # type: ignore[arg-type]

@@ -1,0 +1,74 @@
+"""Stage costs from the measured files equal those that the independent scorer of plans computes."""
+
+import importlib.util
+import math
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.cost import PipelineLayout, TableCostModel, boundary_bytes, stage_costs
+from megatron_dynapipe.units import ModelFamily, Recompute
+from tests.helpers.shared_data import shared_data, shared_folder
+
+
+@pytest.fixture
+def scorer() -> ModuleType:
+    folder = shared_folder()
+    if folder is None:
+        pytest.skip("no shared folder beside the checkout")
+    spec = importlib.util.spec_from_file_location("score_plans", folder / "tools" / "score_plans.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("file", "encoder", "decoder", "hidden"), [("gpt_6.7b", 32, 0, 4096), ("t5_11b", 24, 24, 1024)]
+)
+def test_equal_to_the_scorer(
+    scorer: ModuleType, file: str, encoder: int, decoder: int, hidden: int, tensor_parallel: int
+) -> None:
+    path = shared_data("a100", f"{file}.json")
+    model, theirs = TableCostModel.load(path), scorer.Cost(path)
+    layers = encoder + decoder
+    split = (layers // 4 - 3, layers // 4 + 5, layers // 4 + 1, layers // 4 - 3)
+    layout = PipelineLayout(family=model.family, encoder_layers=encoder, decoder_layers=decoder, layers_per_stage=split)
+    run = SimpleNamespace(
+        model=str(model.family),
+        layers=encoder if not decoder else None,
+        encoder_layers=encoder if decoder else None,
+        decoder_layers=decoder or None,
+        tp=tensor_parallel,
+        dp=2,
+    )
+    random = np.random.default_rng(tensor_parallel)
+    shapes = (2 ** random.uniform(0, [[9], [10], [7]], (3, 60))).astype(np.int64) * [[1], [8], [8 if decoder else 0]]
+    for mode in Recompute:
+        tables = model.tables(tensor_parallel=tensor_parallel, recompute=mode)
+        costs = stage_costs(tables, layout, *shapes)
+        sent, returned = boundary_bytes(layout, hidden, *shapes)
+        for query, shape in enumerate(shapes.T.tolist()):
+            micro_batch = {"shape": shape, "recompute": mode}
+            stages = scorer.stage_costs(scorer.layer_costs(theirs, run, micro_batch), split, micro_batch, hidden)
+            assert costs.feasible[query] == all(math.isfinite(value) for stage in stages for value in stage)
+            if not costs.feasible[query]:
+                continue
+            for stage, (forward, backward, stored, peak, out, back) in enumerate(stages):
+                assert costs.forward_ns[query, stage] == pytest.approx(forward * 1e6, rel=1e-5)
+                assert costs.backward_ns[query, stage] == pytest.approx(backward * 1e6, rel=1e-5)
+                assert costs.stored_bytes[query, stage] == pytest.approx(stored * 1e6, rel=1e-5)
+                assert costs.peak_bytes[query, stage] == pytest.approx(max(peak, stored) * 1e6, rel=1e-5)
+                if stage < 3:
+                    assert sent[query, stage] == round(out * 1e6)
+                if stage > 0:
+                    assert returned[query, stage - 1] == round(back * 1e6)
+        state = layout.model_state_bytes(tables.state, data_parallel=2, distributed_optimizer=True)
+        assert state.tolist() == pytest.approx([mb * 1e6 for mb in scorer.model_state(theirs, run, split, mode)])
+
+
+def test_family() -> None:
+    assert TableCostModel.load(shared_data("a100", "gpt_6.7b.json")).family is ModelFamily.GPT
+    assert TableCostModel.load(shared_data("a100", "t5_11b.json")).family is ModelFamily.T5
