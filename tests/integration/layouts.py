@@ -27,6 +27,7 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape  # noqa: E402
+from megatron_dynapipe.errors import DynaPipeError  # noqa: E402
 from megatron_dynapipe.integration.models.layers import T5Split  # noqa: E402
 from megatron_dynapipe.integration.models.t5_stage import T5Stage  # noqa: E402
 from megatron_dynapipe.integration.pipeline import Pipeline, Tokens, global_batch  # noqa: E402
@@ -373,3 +374,34 @@ def overflow(rank: int, world_size: int, layout: dict, poisoned: int) -> dict[st
         "overflowed_next": after.overflowed,
         "changed_next": any(not torch.equal(before[name], weight) for name, weight in trainer.weights().items()),
     }
+
+
+def evaluate(rank: int, world_size: int, layout: dict) -> dict[str, object]:
+    trainer = Trainer(as_layout(layout))
+    losses = [trainer.pipeline.evaluate(trainer.batch).loss for _ in range(2)]
+    buffers = [parameter.main_grad for model in trainer.models for parameter in model.parameters()]
+    return {
+        "first": losses[0],
+        "second": losses[1],
+        "training": all(model.training for model in trainer.models),
+        "untouched": trainer.pipeline.iteration == 0 and not any(buffer.any() for buffer in buffers),
+    }
+
+
+def refused(rank: int, world_size: int, wanted: str) -> str:
+    """What a pipeline says of something that it cannot run."""
+    trainer = Trainer(Layout())
+    models, plans, batch = trainer.models, planner(Layout()), trainer.batch
+    if wanted == "layout":
+        plans = planner(Layout(stages=2))
+    if wanted == "loss":
+        models[0].config.calculate_per_token_loss = False
+    if wanted == "modules":
+        models[0].config.recompute_modules = ["core_attn", "layernorm"]
+    try:
+        Pipeline(models, None if wanted == "optimizer" else trainer.optimizer, plans).step(
+            [] if wanted == "batch" else batch
+        )
+    except DynaPipeError as error:
+        return str(error)
+    return "nothing"

@@ -1,0 +1,43 @@
+"""Stepping a pipeline without Megatron's loop: the example, evaluation, and what is refused."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import run_ranks
+from tests.integration.test_matrix import call, layout
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_steps.py"
+
+
+def run_example(rank: int, world_size: int) -> list[float]:
+    return runpy.run_path(str(EXAMPLE))["main"]()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_learns(ranks):
+    losses, *others = run_ranks(run_example, ranks)
+    assert all(other == losses for other in others), "every rank is told the loss"
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_evaluation_gives_the_loss_and_leaves_gradients_and_masks_alone():
+    wanted = layout("t5", stages=2, dropout=0.1)
+    for result in run_ranks(call, 2, {"function": "evaluate", "layout": wanted}):
+        assert result["first"] == result["second"]
+        assert result["training"] and result["untouched"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ("layout", "layout of data × tensor × pipeline parallel ranks × chunks 1 × 1 × 2 × 1, got 1 × 1 × 1 × 1"),
+        ("loss", "calculate_per_token_loss"),
+        ("optimizer", "expected an optimizer to step with, got none"),
+        ("batch", "expected a batch of at least one sample, got none"),
+        ("modules", "expected --recompute-modules among core_attn, mlp, got layernorm"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(wanted, said):
+    assert said in run_ranks(call, 1, {"function": "refused", "wanted": wanted})[0]
