@@ -41,6 +41,7 @@ class RunSettings:
         cost_model: cost model file; None plans with the analytic model.
         memory_limit_bytes: memory of a device that plans may use; None takes the device's, less a margin.
         recompute: modes of recomputation that a micro-batch may be given.
+        recalibrate: correct the cost model by what is measured while training.
         long_samples: what becomes of samples longer than the maximum.
         ahead: iterations planned ahead of training.
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
@@ -56,6 +57,7 @@ class RunSettings:
     store_bind: str
     cost_model: Path | None
     memory_limit_bytes: int | None
+    recalibrate: bool
     recompute: tuple[Recompute, ...]
     long_samples: LongSamples
     ahead: int
@@ -90,6 +92,7 @@ class RunSettings:
             cost_model=args.dynapipe_cost_model,
             memory_limit_bytes=None if limit_mb is None else int(limit_mb * BYTES_PER_MB),
             recompute=recompute_modes(args),
+            recalibrate=args.dynapipe_recalibrate,
             long_samples=LongSamples(args.dynapipe_long_samples),
             ahead=args.dynapipe_lookahead,
             timeout_s=args.dynapipe_timeout_s,
@@ -158,6 +161,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--dynapipe-store-url", help="redis:// URL of an existing plan store (default: start one)")
     add("--dynapipe-store-bind", default="127.0.0.1", help="address of the embedded store, for runs on several nodes")
     add("--dynapipe-cost-model", type=Path, help="cost model file (default: computed from the model's shape)")
+    add("--dynapipe-recalibrate", action="store_true", help="correct the cost model by what is measured in training")
     add("--dynapipe-device-memory-limit", type=float, metavar="MB", help="memory of a device that plans may use")
     add(
         "--dynapipe-limit-rc-type",

@@ -28,6 +28,7 @@ def plan_inputs(args: argparse.Namespace, settings: RunSettings, family: ModelFa
         splits=_splits(args, settings, family),
         planner=_planner(args, settings, family, on_cpu=on_cpu),
         costs=_costs(args, settings, family, on_cpu=on_cpu),
+        recalibrate=settings.recalibrate,
     )
 
 
@@ -114,6 +115,16 @@ def _costs(
         rates=_rates(args, on_cpu=on_cpu),
         max_size=max(args.global_batch_size, args.eval_global_batch_size),
         max_length=max(args.seq_length, args.decoder_seq_length or 0),
+    )
+
+
+def describe(costs: CostFile | AnalyticCosts) -> str:
+    """Where a run's costs come from, for its log."""
+    if isinstance(costs, CostFile):
+        return f"{costs.load().name}, from {costs.path}"
+    return (
+        "computed from the model's shape for a common device; to predict this one, measure it with `megatron-dynapipe"
+        " profile` and pass --dynapipe-cost-model, or add --dynapipe-recalibrate"
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.integration.learning import PassLearner
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import IterationRecord, Record, TimelineRecord, append_records, read_records
 from megatron_dynapipe.report.summary import format_summary, summarise
@@ -11,7 +12,7 @@ from megatron_dynapipe.report.timeline import Panel, draw
 from megatron_dynapipe.report.trace import write_trace
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.store import PlanKeys, PlanStore
-from megatron_dynapipe.units import Shape
+from megatron_dynapipe.units import NS_PER_MS, Shape
 
 
 class Recorder:
@@ -30,6 +31,7 @@ class Recorder:
         stage: pipeline stage of this rank.
         maximum: the lengths that a run without planning would pad every sample to.
         timeout_s: how long rank 0 waits for a rank's records.
+        learner: takes the measured passes, where the cost model is corrected by them.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Recorder:
         stage: int,
         maximum: Shape,
         timeout_s: float,
+        learner: PassLearner | None = None,
     ) -> None:
         self._folder = folder
         self._store = store
@@ -54,13 +57,16 @@ class Recorder:
         self._stage = stage
         self._maximum = maximum
         self._timeout_s = timeout_s
+        self._learner = learner
         self._latest: tuple[PlannedIteration, Trace] | None = None
+        self._last_iteration: int | None = None
         self._file.unlink(missing_ok=True)
 
     def add(self, item: PlannedIteration, trace: Trace) -> None:
         """Keep an iteration that has been issued to the device."""
         self._settle()
         self._latest = item, trace
+        self._last_iteration = item.entry.iteration
 
     def report(self) -> str | None:
         """Hand in this rank's records; on rank 0 gather all, draw the last iteration, and return the summary."""
@@ -69,6 +75,8 @@ class Recorder:
             data = self._file.read_bytes() if self._file.exists() else b"\n"
             self._store.put(self._keys.report(self._rank), data)
             return None
+        if self._learner is not None and self._last_iteration is not None:
+            self._learner.save_versions(self._folder, self._last_iteration)
         return self._summary([record for rank in range(self._world_size) for record in self._records(rank)])
 
     @property
@@ -82,8 +90,15 @@ class Recorder:
         (item, trace), self._latest = self._latest, None
         events = trace.events()
         records: list[Record] = []
+        version = 0
+        if self._learner is not None:
+            version = self._learner.version(item.entry.iteration)
+            self._learner.add(item.entry, events)
         if self._stage == 0:
-            records.append(_iteration_record(item, events))
+            record = _iteration_record(item, events, version)
+            records.append(record)
+            if self._rank == 0:
+                print(prediction_line(record), flush=True)
         if last:
             entry = item.entry
             records.append(
@@ -129,7 +144,16 @@ class Recorder:
         return [draw(panels, self._folder / "timeline.png"), write_trace(panels, self._folder / "timeline.trace.json")]
 
 
-def _iteration_record(item: PlannedIteration, events: Sequence[Event]) -> IterationRecord:
+def prediction_line(record: IterationRecord) -> str:
+    """One iteration's predicted and measured time, for the log."""
+    error = f", {record.predicted_ns / record.measured_ns - 1:+.1%}" if record.measured_ns else ""
+    return (
+        f" dynapipe iteration {record.iteration + 1}: predicted {record.predicted_ns / NS_PER_MS:.1f} ms,"
+        f" measured {record.measured_ns / NS_PER_MS:.1f} ms{error}; cost model version {record.cost_model_version}"
+    )
+
+
+def _iteration_record(item: PlannedIteration, events: Sequence[Event], version: int) -> IterationRecord:
     return IterationRecord(
         iteration=item.entry.iteration,
         measured_ns=events[-1].end_ns - events[0].start_ns if events else 0,
@@ -137,4 +161,5 @@ def _iteration_record(item: PlannedIteration, events: Sequence[Event]) -> Iterat
         plan_wait_ns=round(item.waited_seconds * 1e9),
         totals=item.entry.totals,
         shapes=tuple(batch.shape for batch in item.entry.micro_batches),
+        cost_model_version=version,
     )

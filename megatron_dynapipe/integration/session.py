@@ -1,6 +1,6 @@
 """One run's share of DynaPipe on this rank: store, planner, iterators, executor, records; opened, used, closed.
 
-    with Session(args, family, …) as session, seam.installed(session.forward_backward):
+    with Session(args, family, …) as session, seam.installed(session):
         pretrain(…, session.datasets, …)
 
 Everything is started when Megatron asks for its datasets: by then the process groups exist and a checkpoint has told
@@ -26,7 +26,9 @@ from megatron_dynapipe.integration.arguments import RunSettings
 from megatron_dynapipe.integration.control import ControlGroup
 from megatron_dynapipe.integration.forward_backward import run_iteration
 from megatron_dynapipe.integration.groups import connect
+from megatron_dynapipe.integration.inputs import describe
 from megatron_dynapipe.integration.iterators import AgreedIterator
+from megatron_dynapipe.integration.learning import PassLearner
 from megatron_dynapipe.integration.pass_state import PassState
 from megatron_dynapipe.integration.passes import DeviceBatch, PrepareMicroBatch
 from megatron_dynapipe.integration.recorder import Recorder
@@ -34,9 +36,10 @@ from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, platform
 from megatron_dynapipe.sampling import LengthTable, Sampler
 from megatron_dynapipe.service.client import PlanClient
 from megatron_dynapipe.service.process import PlannerProcess
+from megatron_dynapipe.service.recalibration import Recalibration
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.store import PlanKeys, PlanStore, StoreAddress, StoreServer, new_job_name, open_store
-from megatron_dynapipe.units import Shape, input_positions, target_positions
+from megatron_dynapipe.units import NS_PER_MS, Shape, input_positions, target_positions
 
 MakeBatch = Callable[[HostMicroBatch, torch.device], DeviceBatch]
 
@@ -53,6 +56,9 @@ class Session:
         dtype: of the tensors that cross stage boundaries.
         device: this rank's device.
         seed: of dropouts.
+
+    Attributes:
+        shape: of the micro-batch whose pass is running.
     """
 
     def __init__(
@@ -78,6 +84,8 @@ class Session:
         self._pass_state: PassState | None = None
         self._resources = ExitStack()
         self._iterators: dict[str, AgreedIterator] = {}
+        self._trained: PlannedIteration | None = None
+        self.shape: Shape | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -126,6 +134,7 @@ class Session:
             force_all_reduce=force_all_reduce,
         )
         if not forward_only:
+            self._trained = item
             self._recorder.add(item, result.trace)
             self._iterators["train"].prepare()
         return result.losses
@@ -141,7 +150,32 @@ class Session:
                 stage=self._stage,
             )
         state, entry = self._pass_state, item.entry
-        return lambda index: state.begin(entry.iteration, index, entry.micro_batches[index].recompute)
+
+        def prepare(index: int) -> None:
+            micro_batch = entry.micro_batches[index]
+            self.shape = micro_batch.shape
+            state.begin(entry.iteration, index, micro_batch.recompute)
+
+        return prepare
+
+    @property
+    def samples(self) -> int:
+        """Samples of the latest training iteration; one must have run."""
+        assert self._trained is not None, "no iteration has been trained"
+        return self._trained.entry.totals.samples
+
+    def log_text(self) -> str:
+        """The latest training iteration's plan in the form of Megatron's log line; empty before the first."""
+        if self._trained is None:
+            return ""
+        totals = self._trained.entry.totals
+        efficiency = totals.real_tokens / max(totals.padded_positions, 1)
+        micro_batches = "+".join(map(str, totals.micro_batches))
+        return (
+            f" micro-batches: {micro_batches} | padding efficiency: {efficiency:.3f} |"
+            f" predicted time (ms): {totals.predicted_ns / NS_PER_MS:.1f} |"
+            f" plan wait (ms): {self._trained.waited_seconds * 1e3:.1f} |"
+        )
 
     def print_report(self) -> None:
         """At the run's end: gather every rank's records and print the summary, on rank 0."""
@@ -160,7 +194,9 @@ class Session:
         transport = TorchTransport(groups.channels, groups.ranks, deadline_s=self._settings.timeout_s)
         self._executor = PipelineExecutor(transport, platform, stages=self._stages, dtype=self._dtype)
         store, keys = self._open_store(inputs)
-        replica = parallel_state.get_data_parallel_rank()
+        replica, rank = parallel_state.get_data_parallel_rank(), self._control.rank
+        if rank == 0:
+            print(f"cost model: {describe(inputs.costs)}", flush=True)
         client = PlanClient(store, keys, replica=replica, stage=self._stage, deadline_s=self._settings.timeout_s)
         for split in inputs.splits:
             self._iterators[split.name] = self._control.run_on_all(functools.partial(self._iterator, split, client))
@@ -168,12 +204,15 @@ class Session:
             folder=self._settings.report_folder,
             store=store,
             keys=keys,
-            rank=self._control.rank,
+            rank=rank,
             world_size=torch.distributed.get_world_size(),
             replica=replica,
             stage=self._stage,
             maximum=_maximum(inputs),
             timeout_s=self._settings.timeout_s,
+            learner=None
+            if (rule := self._recalibration(inputs)) is None
+            else PassLearner(rule, store, keys, rank=rank),
         )
         stack.callback(self._close_iterators)
 
@@ -224,9 +263,20 @@ class Session:
                 nodes=nodes * planners,
                 look_ahead=self._settings.ahead,
                 inputs=inputs,
+                recalibration=self._recalibration(inputs),
             )
             log = self._settings.report_folder / f"planner-{planner}.log"
             self._resources.enter_context(PlannerProcess(service, log_path=log))
+
+    def _recalibration(self, inputs: PlanInputs) -> Recalibration | None:
+        """When the cost model is corrected, if it is to be."""
+        if not inputs.recalibrate:
+            return None
+        return Recalibration(
+            first_iteration=inputs.splits[0].first_iteration,
+            look_ahead=self._settings.ahead,
+            ranks=torch.distributed.get_world_size(),
+        )
 
     def _iterator(self, split: SplitSettings, client: PlanClient) -> AgreedIterator:
         needs = self._make_needs()

@@ -32,6 +32,8 @@ class IterationRecord(
     shapes: tuple[Shape, ...]
     """Of this replica's micro-batches."""
     loss: float | None = None
+    cost_model_version: int = 0
+    """Of the cost model that the iteration was planned with; 0 is the one that the run began with."""
 
 
 class TimelineRecord(

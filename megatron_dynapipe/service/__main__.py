@@ -9,14 +9,17 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.service.failure import PlannerFailure
 from megatron_dynapipe.service.loop import PlannerLoop, publish_failure
+from megatron_dynapipe.service.recalibration import Recalibrated
 from megatron_dynapipe.service.settings import ServiceSettings, decode_settings
 from megatron_dynapipe.service.source import PlannedSplits
-from megatron_dynapipe.store import open_store
+from megatron_dynapipe.store import PlanStore, open_store
 
 
 def main() -> int:
@@ -37,12 +40,27 @@ def plan_all(settings: ServiceSettings) -> None:
     """Plan everything `settings` asks for; errors are published, then raised."""
     with open_store(settings.store) as store:
         try:
-            source = PlannedSplits(settings.inputs)
+            source = PlannedSplits(settings.inputs, training_planner(settings, store))
         except Exception as error:
             failure = PlannerFailure.of(error, node=settings.node, doing="reading lengths and costs")
             publish_failure(store, settings.keys, failure)
             raise
         PlannerLoop(settings, source, store).run()
+
+
+def training_planner(settings: ServiceSettings, store: PlanStore) -> Callable[[int], Planner] | None:
+    """The planner of each training iteration, where costs are corrected while training."""
+    if settings.recalibration is None:
+        return None
+    inputs = settings.inputs
+    return Recalibrated(
+        inputs.planner,
+        inputs.costs.load(),
+        settings.recalibration,
+        store,
+        settings.keys,
+        deadline_s=settings.idle_timeout_s,
+    ).planner
 
 
 def _end_with_trainer() -> None:

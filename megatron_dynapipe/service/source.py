@@ -1,7 +1,7 @@
 """Where plans come from: sampler → planner → proof → bytes."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_dynapipe.plan.codec import encode_entries
@@ -15,8 +15,12 @@ logger = logging.getLogger(__name__)
 class PlannedSplits:
     """A `PlanSource` over a dataset on disk."""
 
-    def __init__(self, inputs: PlanInputs) -> None:
+    def __init__(self, inputs: PlanInputs, training_planner: Callable[[int], Planner] | None = None) -> None:
         """Read lengths and costs.
+
+        Args:
+            inputs: what plans are made from.
+            training_planner: the planner of each training iteration, where it is not the same for all.
 
         Raises:
             DataError: the dataset is missing or damaged, or holds samples that are too long.
@@ -24,6 +28,7 @@ class PlannedSplits:
             InfeasibleError: the model alone does not fit.
         """
         self._planner = Planner(inputs.planner, inputs.costs.load())
+        self._training_planner = training_planner
         self._forward_only = {split.name: split.forward_only for split in inputs.splits}
         self._samplers = {split.name: _sampler(Path(inputs.data_folder), split) for split in inputs.splits}
         for name, sampler in self._samplers.items():
@@ -32,8 +37,11 @@ class PlannedSplits:
     def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
         """See `PlanSource.entries`."""
         batch = self._samplers[split].batch(iteration)
-        plan = self._planner.plan(batch, iteration, forward_only=self._forward_only[split])
-        return encode_entries(plan)
+        forward_only = self._forward_only[split]
+        planner = self._planner
+        if self._training_planner is not None and not forward_only:
+            planner = self._training_planner(iteration)
+        return encode_entries(planner.plan(batch, iteration, forward_only=forward_only))
 
 
 def _sampler(folder: Path, split: SplitSettings) -> Sampler:

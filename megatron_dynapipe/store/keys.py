@@ -3,6 +3,8 @@
     dynapipe:{job}:{settings digest}:{split}:{iteration}:{replica}:{stage}     one stage's plan
     dynapipe:{job}:{settings digest}:{split}:progress                          the iteration training is at
     dynapipe:{job}:error                                                       the first failure of any planner
+    dynapipe:{job}:{settings digest}:passes:{version}:{rank}                   passes that a rank measured
+    dynapipe:{job}:{settings digest}:costs:{version}                           a cost model corrected by them
     dynapipe:{job}:report:{rank}                                               a rank's records at the run's end
 
 A job name belongs to one launch: progress and errors of an earlier launch must not be met again.
@@ -46,6 +48,14 @@ class PlanKeys:
     def progress(self, split: str) -> str:
         """Topic under which training says which iteration of `split` it has begun."""
         return f"dynapipe:{self.job}:{self.settings_digest}:{split}:progress"
+
+    def passes(self, version: int, rank: int) -> str:
+        """Key of the passes that a rank measured for a version of the cost model."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:passes:{version}:{rank}"
+
+    def costs(self, version: int) -> str:
+        """Key of a version of the cost model, as the bytes of a file."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:costs:{version}"
 
     @property
     def error(self) -> str:
