@@ -39,6 +39,8 @@ Lists = tuple[tuple[Instruction, ...], ...]
 """Instructions per pipeline rank."""
 
 
+_PASSES = (Forward, Backward)
+
 _Message = tuple[Payload, int, int]
 """(payload, micro-batch, chunk) as one rank names it."""
 
@@ -135,7 +137,7 @@ def _with_recv_waits(
     queues = {payload: iter(queue) for payload, queue in received.items()}
     waited: set[_Message] = set()
     for instruction in instructions:
-        if isinstance(instruction, Forward | Backward) and not _is_first(rank, instruction, pipeline):
+        if isinstance(instruction, _PASSES) and not _is_first(rank, instruction, pipeline):
             payload = Payload.ACTIVATION if isinstance(instruction, Forward) else Payload.GRADIENT
             needed = (payload, instruction.micro_batch, instruction.chunk)
             while needed not in waited:
@@ -161,19 +163,24 @@ def add_send_waits(lists: Lists) -> Lists:
     The receiver had received the message before it sent what the sender has by then received. Sends that nothing
     answers are waited for at the list's end.
     """
-    plans = [_answered_sends(rank, lists) for rank in range(len(lists))]
+    ends = tuple(tuple(i for i in instructions if isinstance(i, _ENDS)) for instructions in lists)
+    plans = [_answered_sends(rank, ends) for rank in range(len(lists))]
     return tuple(tuple(_with_send_waits(lists[rank], plans[rank])) for rank in range(len(lists)))
 
 
-def _answered_sends(rank: int, lists: Lists) -> dict[_Message | None, list[SendStart]]:
+_ENDS = (SendStart, RecvWait)
+"""The ends of a transfer that order what comes before them on one rank and after them on the other."""
+
+
+def _answered_sends(rank: int, ends: Lists) -> dict[_Message | None, list[SendStart]]:
     """For each message the rank receives, the sends known to be complete with it; under None, the unanswered ones."""
     answered: dict[_Message | None, list[SendStart]] = defaultdict(list)
     sends: dict[int, list[SendStart]] = defaultdict(list)
-    for instruction in lists[rank]:
+    for instruction in ends[rank]:
         if isinstance(instruction, SendStart):
             sends[instruction.peer].append(instruction)
     for peer, started in sends.items():
-        answers = _answers(rank, peer, lists)
+        answers = _answers(rank, peer, ends)
         for send in started:
             answered[answers.get(_received_as(rank, send))].append(send)
     return answered
@@ -185,16 +192,16 @@ def _received_as(rank: int, send: SendStart) -> _Message:
     return send.payload, send.micro_batch, send.chunk + step * (rank + step != send.peer)
 
 
-def _answers(rank: int, peer: int, lists: Lists) -> dict[_Message, _Message]:
+def _answers(rank: int, peer: int, ends: Lists) -> dict[_Message, _Message]:
     """For each message `peer` waits for from `rank`, the next that it sends back which `rank` waits for first."""
     position = {
         (i.payload, i.micro_batch, i.chunk): step
-        for step, i in enumerate(lists[rank])
+        for step, i in enumerate(ends[rank])
         if isinstance(i, RecvWait) and i.peer == peer
     }
     answers: dict[_Message, _Message] = {}
     earliest: _Message | None = None
-    for instruction in reversed(lists[peer]):
+    for instruction in reversed(ends[peer]):
         if isinstance(instruction, SendStart) and instruction.peer == rank:
             name = _received_as(peer, instruction)
             if earliest is None or position[name] < position[earliest]:
