@@ -11,22 +11,14 @@ from megatron_dynapipe.integration import bootstrap
 def main() -> None:
     """Hand a planned run to Megatron's own training loop."""
     # After bootstrap: without a GPU, Megatron must be imported with the CPU platform in force.
-    from megatron.core.enums import ModelType
     from megatron.training import pretrain
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_dynapipe.integration import runs, seam
     from megatron_dynapipe.integration.session import process_groups
 
     run = runs.gpt_run()
-    with process_groups(), run.session as session, seam.installed(session.forward_backward):
-        pretrain(
-            pretrain_cfg_container_from_args(run.args),
-            session.datasets,
-            ModelType.encoder_or_decoder,
-            run.forward_step,
-            **runs.pretrain_arguments(run),
-        )
+    with process_groups(), run.session as session, seam.installed(session):
+        pretrain(**runs.pretrain_arguments(run, session))
         session.print_report()
 
 

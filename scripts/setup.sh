@@ -69,6 +69,18 @@ install_project() {
     mark "$STATE/project" "$inputs"
 }
 
+fetch_wheels() {  # Megatrons that the tests of patches/ unpack, patch and train; without a network they are skipped
+    local inputs
+    inputs=$(digest patches/versions.txt)
+    is_done "$STATE/wheels" "$inputs" && return
+    say "fetching the Megatrons that patches/ are tested on (5 MB)"
+    if "$PYTHON" -m pip download --quiet --no-deps --only-binary :all: --dest .venv/.wheels -r patches/versions.txt; then
+        mark "$STATE/wheels" "$inputs"
+    else
+        say "notice: they could not be fetched; the tests that need them are skipped"
+    fi
+}
+
 make_demo_data() {
     local inputs
     inputs=$(digest requirements.lock megatron_dynapipe/data/*.py)
@@ -87,4 +99,5 @@ make_environment
 mkdir -p "$STATE"
 install_packages
 install_project
+fetch_wheels
 make_demo_data

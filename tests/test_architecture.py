@@ -35,6 +35,7 @@ ROOMS = {
     "__init__": room(0),
     "errors": room(1),
     "units": room(1),
+    "megatron_version": room(2),
     "cost": room(2, "numpy"),
     "plan": room(2),
     "sampling": room(2, "numpy"),

@@ -83,17 +83,17 @@ def check_device(name: str) -> Check:
 
 def check_megatron(name: str) -> Check:
     """Megatron with its training loop, of a version whose seams are known."""
-    from megatron_dynapipe.cpu.platform import KNOWN_MEGATRON_VERSIONS
+    from megatron_dynapipe.megatron_version import KNOWN_VERSIONS, find_version
 
-    wanted = f"megatron-core[training]=={KNOWN_MEGATRON_VERSIONS[-1]}"
-    version = _version("megatron-core")
+    wanted = f"megatron-core[training]=={KNOWN_VERSIONS[-1]}"
+    version = find_version()
     if version is None:
         return Check(name=name, status="fail", found="not installed", hint=f"pip install '{wanted}'")
     if importlib.util.find_spec("megatron.training") is None:
         found = f"{version}, without its training loop"
         return Check(name=name, status="fail", found=found, hint=f"pip install '{wanted}'")
-    if version not in KNOWN_MEGATRON_VERSIONS:
-        found = f"expected {' or '.join(KNOWN_MEGATRON_VERSIONS)}, found {version}"
+    if version not in KNOWN_VERSIONS:
+        found = f"expected {' or '.join(KNOWN_VERSIONS)}, found {version}"
         return Check(name=name, status="fail", found=found, hint=f"pip install '{wanted}'")
     return Check(name=name, status="ok", found=f"{version}, with its training loop")
 

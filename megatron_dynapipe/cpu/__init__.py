@@ -7,8 +7,6 @@ At the top of a script, before Megatron is imported: `quieten()` (if start-up no
 from megatron_dynapipe.cpu.flags import ARGS_DEFAULTS, set_args_defaults
 from megatron_dynapipe.cpu.noise import quieten, silence_prints
 from megatron_dynapipe.cpu.platform import (
-    KNOWN_MEGATRON_VERSIONS,
-    check_megatron_version,
     disable,
     enable,
     enabled,
@@ -18,8 +16,6 @@ from megatron_dynapipe.cpu.platform import (
 
 __all__ = [
     "ARGS_DEFAULTS",
-    "KNOWN_MEGATRON_VERSIONS",
-    "check_megatron_version",
     "disable",
     "enable",
     "enabled",

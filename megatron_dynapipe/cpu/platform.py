@@ -6,7 +6,6 @@ functions with it, while they are imported.
 
 import contextlib
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
@@ -15,10 +14,8 @@ from typing import Any, Literal
 import torch
 
 from megatron_dynapipe.cpu.standins import ENVIRONMENT, STAND_INS
-from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
-
-KNOWN_MEGATRON_VERSIONS = ("0.19.2",)
-"""Versions of `megatron-core` whose use of CUDA the table of stand-ins has been checked against."""
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.megatron_version import check_version
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -81,7 +78,7 @@ def enable(device: Device = "auto") -> bool:
         return False
     if is_enabled():
         return True
-    check_megatron_version()
+    check_version()
     if "megatron.core" in sys.modules:
         raise ConfigError(
             "expected the CPU platform to be enabled before Megatron is imported, got it enabled after",
@@ -123,28 +120,6 @@ def enabled(device: Device = "auto") -> Iterator[bool]:
     finally:
         if not was_enabled:
             disable()
-
-
-def check_megatron_version() -> str:
-    """The version of the installed Megatron, read without importing it.
-
-    Raises:
-        UnsupportedMegatronError: there is none, or its version is not a known one.
-    """
-    known = ", ".join(KNOWN_MEGATRON_VERSIONS)
-    try:
-        version = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise UnsupportedMegatronError(
-            f"expected megatron-core {known}, found none installed",
-            hint=f'pip install "megatron-core[training]=={KNOWN_MEGATRON_VERSIONS[-1]}"',
-        ) from error
-    if version not in KNOWN_MEGATRON_VERSIONS:
-        raise UnsupportedMegatronError(
-            f"expected a megatron-core that the CPU platform knows ({known}), found {version}",
-            hint="install a known version, or train on a CUDA device, where nothing is replaced",
-        )
-    return version
 
 
 def _resolve(path: str) -> Any:

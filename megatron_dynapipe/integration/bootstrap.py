@@ -3,27 +3,35 @@
 Imports no Megatron: on a machine without a GPU, the CPU platform must be in force before Megatron's modules are.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
 
 
 def run(main: Callable[[], None]) -> None:
-    """Prepare the device, then call `main`; a `DynaPipeError` ends the process with a message and no traceback.
+    """Prepare the device, then call `main`; a `DynaPipeError` ends the process as `reported` says."""
+    with reported():
+        device = config.value_of(sys.argv[1:], "dynapipe-device", "auto")
+        cpu.quieten()
+        if cpu.enable(device):  # type: ignore[arg-type]  # enable() checks the name
+            cpu.silence_prints()
+        main()
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """A `DynaPipeError` of the block ends the process with a message and no traceback. Also a decorator.
 
     Exit status 2 means that the run could not start as it was asked to, 1 that it failed later. What keeps a run from
     starting is found, or agreed on, by all ranks alike: rank 0 alone prints it.
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
-        device = config.value_of(sys.argv[1:], "dynapipe-device", "auto")
-        cpu.quieten()
-        if cpu.enable(device):  # type: ignore[arg-type]  # enable() checks the name
-            cpu.silence_prints()
-        main()
+        yield
     except (ConfigError, CostModelError, DataError, UnsupportedMegatronError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)

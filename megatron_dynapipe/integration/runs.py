@@ -9,14 +9,26 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.data.collate import Needs
+from megatron_dynapipe.data.collate import HostMicroBatch, Needs
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.integration import arguments
-from megatron_dynapipe.integration.inputs import plan_inputs
-from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, t5_provider, t5_split
+from megatron_dynapipe.integration.inputs import chosen_layer_split, plan_inputs
+from megatron_dynapipe.integration.model_state import StateBytes
+from megatron_dynapipe.integration.models import flags as model_flags
+from megatron_dynapipe.integration.models.providers import (
+    ModelProvider,
+    gpt_provider,
+    gpt_takes_mask,
+    t5_needs,
+    t5_provider,
+    t5_split,
+)
+from megatron_dynapipe.integration.passes import DeviceBatch
 from megatron_dynapipe.integration.session import MakeBatch, Session
 from megatron_dynapipe.integration.steps import StepFunction, gpt_batch, gpt_step, t5_batch, t5_step
 from megatron_dynapipe.units import ModelFamily
@@ -48,11 +60,14 @@ class Run:
 def t5_run() -> Run:
     """A T5 staged over the pipeline, from the command line; raises ConfigError and DataError."""
     args = parse(ModelFamily.T5)
+    if args.dynapipe_layers_per_stage == model_flags.AUTO:
+        settings = arguments.RunSettings.from_args(args)
+        chosen = chosen_layer_split(args, settings, ModelFamily.T5, on_cpu=cpu.is_enabled())
+        args.dynapipe_layers_per_stage = ",".join(map(str, chosen))
     split = t5_split(args)
 
     def needs() -> Needs:
-        layers = split.stages[parallel_state.get_pipeline_model_parallel_rank()]
-        return Needs(tokens=layers.starts_encoder, decoder_tokens=layers.starts_decoder, labels=layers.ends_decoder)
+        return t5_needs(split, parallel_state.get_pipeline_model_parallel_rank())
 
     return Run(
         args=args,
@@ -74,13 +89,39 @@ def gpt_run() -> Run:
             labels=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         )
 
-    make_batch = partial(gpt_batch, explicit_mask=args.transformer_impl == "local")
+    make_batch = partial(gpt_batch, explicit_mask=gpt_takes_mask(args))
     return Run(
         args=args,
         session=_session(args, ModelFamily.GPT, needs=needs, make_batch=make_batch),
         model_provider=gpt_provider(args),
         forward_step=partial(gpt_step, check_for_nan=args.check_for_nan_in_loss_and_grad),
     )
+
+
+def patched_session(args: argparse.Namespace) -> Session:
+    """A session under a patched checkout's own `pretrain_gpt.py`; raises ConfigError.
+
+    That script takes a batch on the first tensor-parallel rank alone and broadcasts it, with the attention mask if
+    `--create-attention-mask-in-dataloader` (the default) asks for one.
+    """
+
+    def needs() -> Needs:
+        takes = parallel_state.get_tensor_model_parallel_rank() == 0
+        return Needs(
+            tokens=takes and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+            labels=takes and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        )
+
+    make_batch = partial(gpt_batch, explicit_mask=args.create_attention_mask_in_dataloader)
+
+    def broadcastable(host: HostMicroBatch, device: torch.device) -> DeviceBatch:
+        batch = make_batch(host, device)
+        mask = batch["attention_mask"]
+        if mask is not None:
+            mask = mask.expand(host.shape.size, -1, -1, -1).contiguous()
+        return {**batch, "position_ids": batch["position_ids"].contiguous(), "attention_mask": mask}
+
+    return _session(args, ModelFamily.GPT, needs=needs, make_batch=broadcastable)
 
 
 def parse(family: ModelFamily) -> argparse.Namespace:
@@ -93,13 +134,16 @@ def parse(family: ModelFamily) -> argparse.Namespace:
     """
     parser = _extend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     sys.argv[1:] = config.expand(sys.argv[1:], arguments.switches(parser))
+    sys.argv[1:] = [word for word in sys.argv[1:] if word != "--use-dynapipe"]  # it is for patched checkouts alone
     early = parser.parse_args()
     settings = arguments.check(early, family)
     sys.argv += arguments.layer_split_words(early, family)
+    sys.argv += model_flags.words_for_megatron(parser.parse_args(), family)
     tokenizer = settings.data / read_meta(settings.data).tokenizer
     args: argparse.Namespace = parse_and_validate_args(
         extra_args_provider=_extend, args_defaults={"tokenizer_model": str(tokenizer)}
     )
+    model_flags.restore(args, early)
     return args
 
 
@@ -122,13 +166,18 @@ def _session(
         dtype=args.params_dtype,
         device=torch.device("cpu") if on_cpu else torch.device("cuda", args.local_rank or 0),
         seed=args.seed,
+        state=StateBytes.of(args),
     )
 
 
-def pretrain_arguments(run: Run) -> dict[str, Any]:
-    """Keyword arguments of Megatron's `pretrain` that follow from a run."""
+def pretrain_arguments(run: Run, session: Session) -> dict[str, Any]:
+    """The keyword arguments of Megatron's `pretrain`: 0.18 and 0.19 have them in different orders."""
     return {
-        "model_provider": run.model_provider,
+        "cfg_container": pretrain_cfg_container_from_args(run.args),
+        "train_valid_test_dataset_provider": session.datasets,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": run.forward_step,
+        "model_provider": session.counting(run.model_provider),
         "get_embedding_ranks": run.embedding_ranks,
         "get_position_embedding_ranks": run.position_embedding_ranks,
     }

@@ -1,53 +1,126 @@
-"""Where Megatron is replaced: one table of names, on request, reversibly.
+"""Where Megatron is replaced at run time: one table of names, on request, reversibly.
 
-`megatron.training.training` imports the schedule factory by value, so the name is replaced there as well as where it
-is defined.
+Each replacement calls the function of `guest` that a patched checkout calls at the same place (`patches/`).
 """
 
 import contextlib
+import functools
 import importlib
-import importlib.metadata
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
+from megatron_dynapipe.integration import guest
+from megatron_dynapipe.megatron_version import check_version
 
-KNOWN_VERSIONS = ("0.19.2",)
-"""Versions of `megatron-core` on which the table below has been tried."""
+if TYPE_CHECKING:
+    from megatron_dynapipe.integration.session import Session
 
-SCHEDULE_FACTORIES = (
-    ("megatron.core.pipeline_parallel.schedules", "get_forward_backward_func"),
-    ("megatron.core.pipeline_parallel", "get_forward_backward_func"),
-    ("megatron.training.training", "get_forward_backward_func"),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """One replaced name.
+
+    Attributes:
+        owner: module that defines the name, or the one whose own import of it alone is replaced.
+        name: of a function.
+        make: from the original to its replacement.
+        parameters: those of the original that the replacement relies on; tested on every supported version.
+        everywhere: also rebind it in Megatron's modules that imported it by value.
+        why: what goes through it.
+    """
+
+    owner: str
+    name: str
+    make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    parameters: tuple[str, ...]
+    everywhere: bool
+    why: str
+
+
+def _planning(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def get_forward_backward_func(*arguments: Any, **keywords: Any) -> Callable[..., Any]:
+        return guest.schedule(factory(*arguments, **keywords))
+
+    return get_forward_backward_func
+
+
+def _counting(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(train_step)
+    def counted_step(*arguments: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args
+
+        result = train_step(*arguments, **keywords)
+        guest.count_samples(get_args())
+        return result
+
+    return counted_step
+
+
+def _logging(print_rank_last: Callable[[str], None]) -> Callable[[str], None]:
+    @functools.wraps(print_rank_last)
+    def print_line(message: str) -> None:
+        is_of_iteration = " iteration " in message and " elapsed time per iteration" in message
+        print_rank_last(message + guest.log_text() if is_of_iteration else message)
+
+    return print_line
+
+
+TABLE: tuple[Replacement, ...] = (
+    Replacement(
+        owner="megatron.core.pipeline_parallel.schedules",
+        name="get_forward_backward_func",
+        make=_planning,
+        parameters=(),
+        everywhere=True,
+        why="the factory by which train and evaluate pick a schedule function",
+    ),
+    Replacement(
+        owner="megatron.training.training",
+        name="train_step",
+        make=_counting,
+        parameters=("forward_step_func", "data_iterator", "model", "forward_backward_func"),
+        everywhere=False,
+        why="a nominal number of samples is counted after it",
+    ),
+    Replacement(
+        owner="megatron.training.training",
+        name="print_rank_last",
+        make=_logging,
+        parameters=("message",),
+        everywhere=False,
+        why="prints the line of an iteration",
+    ),
 )
-"""The factory by which `train` and `evaluate` pick a schedule function, under every name that leads to it."""
+"""Everything that is replaced in Megatron while a planned run trains."""
 
 _replaced: list[tuple[Any, str, Any]] = []
 
 
-def install(schedule: Callable[..., Any]) -> None:
-    """Make Megatron's training loop run `schedule` in place of its own schedule functions.
+def install(session: "Session") -> None:
+    """Put a run in force: Megatron's training loop takes its schedule, and logs and counts what it did.
 
     Raises:
-        UnsupportedMegatronError: the installed Megatron is not a known version.
-        ConfigError: a schedule is installed already.
+        UnsupportedMegatronError: Megatron is not of a known version.
+        ConfigError: a run is in force already.
     """
-    version = importlib.metadata.version("megatron-core")
-    if version not in KNOWN_VERSIONS:
-        raise UnsupportedMegatronError(
-            f"expected megatron-core of one of the versions {', '.join(KNOWN_VERSIONS)}, got {version}",
-            hint="install one of these versions",
-        )
-    if _replaced:
-        raise ConfigError("expected no schedule to be installed in Megatron yet, got a second one")
+    check_version()
+    guest.activate(session)
+    for row in TABLE:
+        owner = importlib.import_module(row.owner)
+        original = getattr(owner, row.name)
+        replacement = row.make(original)
+        for module in [owner, *(_importers(row.name, original) if row.everywhere else ())]:
+            _replaced.append((module, row.name, getattr(module, row.name)))
+            setattr(module, row.name, replacement)
 
-    def factory(*_arguments: Any, **_keywords: Any) -> Callable[..., Any]:
-        return schedule
 
-    for module_name, name in SCHEDULE_FACTORIES:
-        module = importlib.import_module(module_name)
-        _replaced.append((module, name, getattr(module, name)))
-        setattr(module, name, factory)
+def _importers(name: str, original: Any) -> list[Any]:
+    """Megatron's modules that hold the original under its name."""
+    modules = [module for path, module in sys.modules.items() if path.startswith("megatron.") and module is not None]
+    return [module for module in modules if vars(module).get(name) is original]
 
 
 def uninstall() -> None:
@@ -55,12 +128,13 @@ def uninstall() -> None:
     while _replaced:
         module, name, original = _replaced.pop()
         setattr(module, name, original)
+    guest.deactivate()
 
 
 @contextlib.contextmanager
-def installed(schedule: Callable[..., Any]) -> Iterator[None]:
+def installed(session: "Session") -> Iterator[None]:
     """`install` for the length of a block."""
-    install(schedule)
+    install(session)
     try:
         yield
     finally:

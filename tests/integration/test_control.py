@@ -1,7 +1,5 @@
 """What all ranks agree on: one text, one failure."""
 
-import pytest
-
 from megatron_dynapipe.errors import InfeasibleError, PlannerFailedError
 from tests.helpers.processes import run_ranks
 
@@ -54,43 +52,3 @@ def test_the_lowest_failing_ranks_error_is_raised_on_all():
 def test_an_error_of_another_kind_keeps_its_name_in_the_message():
     outcomes = run_ranks(_fail_on, 2, {"ranks": [1], "kind": "other"})
     assert outcomes == [f"{PlannerFailedError.__name__}: rank 1: OSError: disk of 1", "OSError: disk of 1"]
-
-
-def _install_twice(*, rank: int, world_size: int) -> list[str]:
-    import importlib
-
-    from megatron_dynapipe.errors import ConfigError
-    from megatron_dynapipe.integration import seam
-
-    modules = [importlib.import_module(name) for name, _ in seam.SCHEDULE_FACTORIES]
-    before = [module.get_forward_backward_func for module in modules]
-    said = []
-    with seam.installed(len):
-        assert all(module.get_forward_backward_func() is len for module in modules)
-        with pytest.raises(ConfigError) as refused:
-            seam.install(max)
-        said.append(str(refused.value))
-    assert [module.get_forward_backward_func for module in modules] == before
-    seam.uninstall()
-    return said
-
-
-def test_the_seam_is_installed_once_and_taken_back():
-    assert "got a second one" in run_ranks(_install_twice, 1)[0][0]
-
-
-def _unknown_version(*, rank: int, world_size: int) -> str:
-    import importlib.metadata
-
-    from megatron_dynapipe.errors import UnsupportedMegatronError
-    from megatron_dynapipe.integration import seam
-
-    importlib.metadata.version = lambda name: "0.99.0"
-    with pytest.raises(UnsupportedMegatronError) as refused:
-        seam.install(len)
-    return str(refused.value)
-
-
-def test_an_unknown_megatron_is_refused_with_the_known_versions():
-    said = run_ranks(_unknown_version, 1)[0]
-    assert "0.19.2" in said and "got 0.99.0" in said

@@ -1,0 +1,30 @@
+"""The real sources of Megatron that set-up caches: the wheels hold `megatron/core` and `megatron/training`."""
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = tuple(line.partition("==")[2] for line in (ROOT / "patches" / "versions.txt").read_text().split())
+
+
+def wheel(version: str) -> Path:
+    """The cached wheel; skips the calling test where set-up could not fetch it."""
+    found = sorted((ROOT / ".venv" / ".wheels").glob(f"megatron_core-{version}-*.whl"))
+    if not found:
+        pytest.skip(f"no wheel of megatron-core {version} in .venv/.wheels; scripts/setup.sh fetches it")
+    return found[0]
+
+
+def unpack(version: str, folder: Path) -> Path:
+    """A fresh checkout in `folder`, made from the wheel."""
+    with zipfile.ZipFile(wheel(version)) as archive:
+        archive.extractall(folder, [name for name in archive.namelist() if name.startswith("megatron/")])
+    return folder
+
+
+def source(version: str, module: str) -> str:
+    """The text of one module."""
+    with zipfile.ZipFile(wheel(version)) as archive:
+        return archive.read(f"{module.replace('.', '/')}.py").decode()

@@ -1,0 +1,130 @@
+"""The run-time seam: put in force once, in every module that leads to a replaced name, and taken back."""
+
+import ast
+
+import pytest
+
+from megatron_dynapipe import megatron_version
+from megatron_dynapipe.errors import UnsupportedMegatronError
+from megatron_dynapipe.integration import guest, seam
+from tests.helpers.megatron_wheels import VERSIONS, source
+from tests.helpers.processes import run_ranks
+
+
+class FakeSession:
+    """What the guest asks of a run."""
+
+    shape = None
+    samples = 19
+
+    def forward_backward(self) -> str:
+        return "planned"
+
+    def log_text(self) -> str:
+        return " micro-batches: 3 |"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("row", seam.TABLE, ids=lambda row: row.name)
+def test_targets_have_the_parameters_relied_on(row, version):
+    module = row.owner if row.everywhere or row.name == "train_step" else "megatron.training.utils.common_utils"
+    (function,) = [
+        node
+        for node in ast.parse(source(version, module)).body
+        if isinstance(node, ast.FunctionDef) and node.name == row.name
+    ]
+    assert set(row.parameters) <= {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+
+
+def test_names_are_replaced_once():
+    assert len({(row.owner, row.name) for row in seam.TABLE}) == len(seam.TABLE)
+
+
+def _install_twice(*, rank: int, world_size: int) -> list[str]:
+    import importlib
+
+    from megatron_dynapipe.errors import ConfigError
+
+    paths = (
+        "megatron.core.pipeline_parallel.schedules",
+        "megatron.core.pipeline_parallel",
+        "megatron.training.training",
+    )
+    modules = [importlib.import_module(path) for path in paths]
+    training = modules[-1]
+    before = [module.get_forward_backward_func for module in modules] + [training.train_step, training.print_rank_last]
+    lines: list[str] = []
+    training.print_rank_last, before[-1] = lines.append, lines.append
+    session = FakeSession()
+    with seam.installed(session):
+        schedules = [module.get_forward_backward_func(pp_size=1, vp_size=None) for module in modules]
+        assert schedules == [session.forward_backward] * 3
+        training.print_rank_last(" [now] iteration 1/ 5 | elapsed time per iteration (ms): 3 |")
+        training.print_rank_last("something else")
+        with pytest.raises(ConfigError) as refused:
+            seam.install(FakeSession())
+        assert guest.schedule(max) == session.forward_backward
+    after = [module.get_forward_backward_func for module in modules] + [training.train_step, training.print_rank_last]
+    assert after == before
+    seam.uninstall()
+    assert guest.schedule(max) is max
+    return [str(refused.value), *lines]
+
+
+def test_the_seam_is_installed_once_and_taken_back():
+    said, line, other = run_ranks(_install_twice, 1)[0]
+    assert "got a second one" in said
+    assert line.endswith("| micro-batches: 3 |")
+    assert other == "something else"
+
+
+def test_an_unknown_megatron_is_refused_with_the_known_versions(monkeypatch):
+    monkeypatch.setattr(megatron_version, "find_version", lambda: "0.99.0")
+    with pytest.raises(UnsupportedMegatronError, match=r"0\.18\.2, 0\.19\.1, 0\.19\.2, found 0\.99\.0"):
+        seam.install(FakeSession())
+    assert guest.schedule(max) is max
+
+
+def test_a_missing_megatron_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(megatron_version, "find_version", lambda: None)
+    with pytest.raises(UnsupportedMegatronError, match="found none") as told:
+        megatron_version.check_version()
+    assert "pip install" in told.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ('MAJOR = 0\nMINOR = 19\nPATCH = 2\nPRE_RELEASE = ""\n', "0.19.2"),
+        ("MAJOR = 0\nMINOR = 20\nPATCH = 0\nPRE_RELEASE = 'rc1'\n", "0.20.0rc1"),
+        ("VERSION = 3\n", "?.?.?"),
+    ],
+)
+def test_the_version_is_read_from_the_source(text, version, tmp_path):
+    (tmp_path / "package_info.py").write_text(text)
+    assert megatron_version.version_of(tmp_path / "package_info.py") == version
+
+
+def test_samples_are_counted_as_planned():
+    args = type("Args", (), {"consumed_train_samples": 100, "global_batch_size": 16})()
+    guest.count_samples(args)
+    assert args.consumed_train_samples == 100
+    guest.activate(FakeSession())
+    try:
+        guest.count_samples(args)  # the loop adds 16, the plan held 19
+    finally:
+        guest.deactivate()
+    assert args.consumed_train_samples == 103
+
+
+def test_a_micro_batchs_shape_is_the_plans():
+    from megatron_dynapipe.units import Shape
+
+    assert guest.micro_batch_shape(1, 96) == (1, 96)
+    session = FakeSession()
+    session.shape = Shape(3, 40)
+    guest.activate(session)
+    try:
+        assert guest.micro_batch_shape(1, 96) == (3, 40)
+    finally:
+        guest.deactivate()
