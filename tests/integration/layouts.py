@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape  # noqa: E402
 from megatron_dynapipe.errors import DynaPipeError  # noqa: E402
 from megatron_dynapipe.integration.models.layers import T5Split  # noqa: E402
-from megatron_dynapipe.integration.models.t5_stage import T5Stage  # noqa: E402
+from megatron_dynapipe.integration.models.t5_stage import T5Stage, share_weights  # noqa: E402
 from megatron_dynapipe.integration.pipeline import Pipeline, Tokens, global_batch  # noqa: E402
 from megatron_dynapipe.plan.iteration import IterationPlan  # noqa: E402
 from megatron_dynapipe.planning.planner import Planner  # noqa: E402
@@ -134,7 +134,9 @@ def start(layout: Layout, split: T5Split | None) -> None:
 
 
 def t5_split(layout: Layout) -> T5Split | None:
-    return T5Split.of(*layout.layers, layout.stages, layout.split) if layout.kind is ModelFamily.T5 else None
+    if layout.kind is not ModelFamily.T5:
+        return None
+    return T5Split.of(*layout.layers, layout.stages, layout.split, chunks=layout.chunks)
 
 
 def build(layout: Layout, split: T5Split | None) -> list[torch.nn.Module]:
@@ -144,7 +146,11 @@ def build(layout: Layout, split: T5Split | None) -> list[torch.nn.Module]:
     for chunk in range(layout.chunks):
         if split is not None:
             model = T5Stage(
-                model_config, split=split, stage=stage, vocab_size=VOCABULARY, max_sequence_length=MAX_LENGTH
+                model_config,
+                split=split,
+                stage=chunk * layout.stages + stage,
+                vocab_size=VOCABULARY,
+                max_sequence_length=MAX_LENGTH,
             )
         else:
             model = GPTModel(
@@ -160,6 +166,8 @@ def build(layout: Layout, split: T5Split | None) -> list[torch.nn.Module]:
             )
         draw_weights(model)
         chunks.append(model)
+    if split is not None and layout.chunks > 1:
+        share_weights(chunks)
     return chunks
 
 

@@ -73,6 +73,10 @@ LAYOUTS = {
     "t5 1x1x1, recompute mixed": layout("t5", recompute=MIXED),
     "t5 1x2x2, recompute mixed *": layout("t5", stages=2, replicas=2, recompute=MIXED, layer_overhead_us=0.0),
     "t5 1x3x1, layers 1+2+1 *": layout("t5", stages=3, split=(1, 2, 1)),
+    "t5 1x2x1, two chunks, recompute mixed *": layout("t5", stages=2, chunks=2, recompute=MIXED),
+    "t5 2x2x2, two chunks, distributed optimizer": layout(
+        "t5", tensor=2, stages=2, replicas=2, chunks=2, distributed_optimizer=True
+    ),
     "t5 1x4x2": layout("t5", stages=4, replicas=2),
     "t5 2x1x2": layout("t5", tensor=2, replicas=2),
     "t5 2x2x1, recompute mixed *": layout("t5", tensor=2, stages=2, recompute=MIXED),
