@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import torch
 from megatron.core import parallel_state
 
@@ -29,6 +30,7 @@ from megatron_dynapipe.integration.groups import connect
 from megatron_dynapipe.integration.inputs import describe
 from megatron_dynapipe.integration.iterators import AgreedIterator
 from megatron_dynapipe.integration.learning import PassLearner
+from megatron_dynapipe.integration.model_state import StateBytes
 from megatron_dynapipe.integration.pass_state import PassState
 from megatron_dynapipe.integration.passes import DeviceBatch, PrepareMicroBatch
 from megatron_dynapipe.integration.recorder import Recorder
@@ -55,6 +57,7 @@ class Session:
         chunks: virtual stages per rank.
         dtype: of the tensors that cross stage boundaries.
         device: this rank's device.
+        state: what a parameter's copies take; None leaves a model's memory to the cost model.
         seed: of dropouts.
 
     Attributes:
@@ -72,6 +75,7 @@ class Session:
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
+        state: StateBytes | None = None,
     ) -> None:
         self._settings = settings
         self._make_inputs = inputs
@@ -81,6 +85,8 @@ class Session:
         self._dtype = dtype
         self._device = device
         self._seed = seed
+        self._state = state
+        self._modules: list[torch.nn.Module] = []
         self._pass_state: PassState | None = None
         self._resources = ExitStack()
         self._iterators: dict[str, AgreedIterator] = {}
@@ -186,7 +192,7 @@ class Session:
     def _start(self) -> None:
         stack = self._resources
         self._control = ControlGroup(timeout_s=self._settings.timeout_s)
-        inputs = self._control.run_on_all(self._make_inputs)
+        inputs = self._with_model_state(self._control.run_on_all(self._make_inputs))
         self._control.run_on_all(lambda: self._check_samples(inputs))
         groups = connect(self._control, chunks=self._chunks, device=self._device, timeout_s=self._settings.timeout_s)
         self._stage, self._stages = groups.ranks.index(self._control.rank), len(groups.ranks)
@@ -215,6 +221,28 @@ class Session:
             else PassLearner(rule, store, keys, rank=rank),
         )
         stack.callback(self._close_iterators)
+
+    def counting(self, provider: Callable[..., Any]) -> Callable[..., Any]:
+        """A model provider whose modules' memory the plans leave room for."""
+
+        @functools.wraps(provider)
+        def provide(*arguments: Any, **keywords: Any) -> Any:
+            module = provider(*arguments, **keywords)
+            self._modules.append(module)
+            return module
+
+        return provide
+
+    def _with_model_state(self, inputs: PlanInputs) -> PlanInputs:
+        """The inputs with the model state that was counted on every pipeline rank: the most of any replica's."""
+        if self._state is None:
+            return inputs
+        mine = [parallel_state.get_pipeline_model_parallel_rank(), self._state.total(self._modules)]
+        held = [0] * inputs.planner.pipeline_parallel
+        for stage, size in (values.tolist() for values in self._control.gather(torch.tensor(mine))):
+            held[stage] = max(held[stage], size)
+        planner = msgspec.structs.replace(inputs.planner, model_state_bytes=tuple(held))
+        return msgspec.structs.replace(inputs, planner=planner)
 
     def _check_samples(self, inputs: PlanInputs) -> None:
         """On rank 0: refuse samples that cannot be trained on before anything is started, and say what is left out."""

@@ -140,6 +140,8 @@ class Planner:
         return plan, seconds
 
     def _model_state(self, tables: LayerTables) -> IntArray:
+        if self.settings.model_state_bytes is not None:
+            return np.array(self.settings.model_state_bytes, np.int64)
         return self.layout.model_state_bytes(
             tables.state,
             data_parallel=self.settings.data_parallel,

@@ -30,6 +30,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         network: links between devices.
         element_bytes: bytes of an element of the states that cross boundaries.
         sequence_parallel: whether those states are divided over the tensor-parallel ranks.
+        model_state_bytes: memory of every pipeline rank's parameters, gradients and optimizer states, where they were
+            counted; None takes them from the cost model.
         partition: how micro-batches are made.
         schedule: how passes are ordered.
     """
@@ -49,6 +51,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     network: Network = Network()
     element_bytes: _AtLeastOne = 2
     sequence_parallel: bool = False
+    model_state_bytes: tuple[int, ...] | None = None
     partition: PartitionSettings = PartitionSettings()
     schedule: ScheduleSettings = ScheduleSettings()
 
@@ -59,6 +62,11 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(
                 f"sequence parallelism needs a tensor-parallel size that divides {LENGTH_MULTIPLE}, "
                 f"got {self.tensor_parallel}"
+            )
+        if self.model_state_bytes is not None and len(self.model_state_bytes) != self.pipeline_parallel:
+            raise ConfigError(
+                f"expected the model state of {self.pipeline_parallel} pipeline ranks,"
+                f" got {len(self.model_state_bytes)}"
             )
         if self.layout.stages != self.pipeline_parallel:
             raise ConfigError(
