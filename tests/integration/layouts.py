@@ -29,7 +29,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape  # noqa: E402
 from megatron_dynapipe.errors import DynaPipeError  # noqa: E402
 from megatron_dynapipe.integration.models.layers import T5Split  # noqa: E402
-from megatron_dynapipe.integration.models.t5_stage import T5Stage, share_weights  # noqa: E402
+from megatron_dynapipe.integration.models.positions import Positions  # noqa: E402
+from megatron_dynapipe.integration.models.t5_stage import T5Options, T5Stage, share_weights  # noqa: E402
 from megatron_dynapipe.integration.pipeline import Pipeline, Tokens, global_batch  # noqa: E402
 from megatron_dynapipe.plan.iteration import IterationPlan  # noqa: E402
 from megatron_dynapipe.planning.planner import Planner  # noqa: E402
@@ -50,6 +51,8 @@ class Layout:
     stages: int = 1
     replicas: int = 1
     chunks: int = 1
+    sequence: bool = False  # sequence parallelism
+    positions: str = "learned_absolute"  # of a T5
     split: tuple[int, ...] | None = None  # layers per virtual stage
     recompute: tuple[str, ...] = ("none",)  # given to the micro-batches in turn
     dtype: str = "fp32"
@@ -104,6 +107,7 @@ def config(layout: Layout) -> TransformerConfig:
         hidden_dropout=layout.dropout,
         use_cpu_initialization=True,
         tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.sequence,
         pipeline_model_parallel_size=layout.stages,
         virtual_pipeline_model_parallel_size=layout.chunks if interleaved and layout.chunks > 1 else None,
         pipeline_model_parallel_layout=rows if uneven and layout.kind is ModelFamily.GPT else None,
@@ -151,6 +155,7 @@ def build(layout: Layout, split: T5Split | None) -> list[torch.nn.Module]:
                 stage=chunk * layout.stages + stage,
                 vocab_size=VOCABULARY,
                 max_sequence_length=MAX_LENGTH,
+                options=T5Options(positions=Positions(kind=layout.positions, relative_buckets=8)),
             )
         else:
             model = GPTModel(
@@ -214,6 +219,7 @@ def planner(layout: Layout) -> TurnPlanner:
         hidden_size=HIDDEN,
         data_parallel=layout.replicas,
         tensor_parallel=layout.tensor,
+        sequence_parallel=layout.sequence,
         pipeline_parallel=layout.stages,
         chunks=layout.chunks,
         layers_per_stage=layout.split,
@@ -316,7 +322,7 @@ def as_layout(fields: dict) -> Layout:
 def train_one_by_one(rank: int, world_size: int, layout: dict, steps: int = 5) -> dict[str, object]:
     """The reference: one process, samples one at a time, unpadded, plain autograd and PyTorch's Adam."""
     wanted = as_layout(layout)
-    alone = Layout(family=wanted.family, dtype="fp32", learning_rate=wanted.learning_rate, samples=wanted.samples)
+    alone = Layout(family=wanted.family, positions=wanted.positions, samples=wanted.samples)
     split = t5_split(alone)
     start(alone, split)
     model = build(alone, split)[0]

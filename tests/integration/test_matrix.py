@@ -20,8 +20,9 @@ def call(rank: int, world_size: int, function: str, **arguments: object) -> obje
 
 
 @functools.cache
-def reference(family: str) -> dict:
-    return run_ranks(call, 1, {"function": "train_one_by_one", "layout": {"family": family}})[0]
+def reference(family: str, positions: str = "learned_absolute") -> dict:
+    wanted = {"family": family, "positions": positions}
+    return run_ranks(call, 1, {"function": "train_one_by_one", "layout": wanted})[0]
 
 
 def whole(results: list[dict]) -> dict[str, torch.Tensor]:
@@ -77,6 +78,15 @@ LAYOUTS = {
     "t5 2x2x2, two chunks, distributed optimizer": layout(
         "t5", tensor=2, stages=2, replicas=2, chunks=2, distributed_optimizer=True
     ),
+    "t5 2x2x1, sequence parallel, recompute mixed *": layout(
+        "t5", tensor=2, stages=2, sequence=True, recompute=MIXED
+    ),
+    "t5 1x2x2, relative positions, recompute mixed *": layout(
+        "t5", stages=2, replicas=2, positions="relative", recompute=MIXED, layer_overhead_us=0.0
+    ),
+    "t5 2x2x1, rotary positions, two chunks, sequence parallel": layout(
+        "t5", tensor=2, stages=2, chunks=2, sequence=True, positions="rope", recompute=MIXED
+    ),
     "t5 1x4x2": layout("t5", stages=4, replicas=2),
     "t5 2x1x2": layout("t5", tensor=2, replicas=2),
     "t5 2x2x1, recompute mixed *": layout("t5", tensor=2, stages=2, recompute=MIXED),
@@ -108,7 +118,7 @@ def table(layouts: dict[str, dict]) -> list:
 
 @pytest.mark.parametrize("wanted", table(LAYOUTS))
 def test_a_layout_trains_as_one_process_with_samples_one_by_one(wanted):
-    expected = reference(wanted["family"])
+    expected = reference(wanted["family"], wanted.get("positions", "learned_absolute"))
     results = run_ranks(call, ranks(wanted), {"function": "train", "layout": wanted})
     assert_close(whole(results), whole([expected]), 1e-4)
     for result in results:
