@@ -1,0 +1,121 @@
+"""Cost model files: strict reading, exact writing, what their tables answer."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.cost import ABSENT, Row, TableCostModel
+from megatron_dynapipe.cost.format import decode_file, encode_file, read_file
+from megatron_dynapipe.errors import CostModelError
+from megatron_dynapipe.units import Recompute
+from tests.cost.models import gpt_file
+
+GOOD: dict[str, Any] = json.loads(encode_file(gpt_file()))
+
+
+def at(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Sets one field of a file; the value `...` deletes it."""
+
+    def change(document: dict[str, Any]) -> None:
+        *parents, last = path
+        holder: Any = document
+        for name in parents:
+            holder = holder[name]
+        if value is ...:
+            del holder[last]
+        else:
+            holder[last] = value
+
+    return change
+
+
+FORWARD = ("keys", "tp1_none", "time_ms", "encoder.forward")
+
+
+def test_a_file_comes_back_from_its_bytes() -> None:
+    assert decode_file(encode_file(gpt_file()), origin="x") == gpt_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (at("format", value="dynapipe-cost-model/2"), "expected format 'dynapipe-cost-model/1'"),
+        (at("surprise", value=1), "surprise"),
+        (at("keys", value={}), r"at `\$.keys`"),
+        (at("keys", "tp1_none", "tp", value=0), r"at `\$.keys\[...\].tp`"),
+        (at("keys", "tp1_none", "tp", value=2), "key 'tp1_none' holds the tables of 'tp2_none'"),
+        (at("keys", "tp1_none", "recompute", value="some"), r"at `\$.keys\[...\].recompute`"),
+        (at("keys", "tp1_none", "model_state_mb", value={"embedding": 1.0}), "lacks"),
+        (at("keys", "tp1_none", "time_ms", "decoder.forward", value={"8,8": [[1, 1.0]]}), "expected time_ms of"),
+        (at(*FORWARD, value=...), "expected time_ms of"),
+        (at(*FORWARD, value={}), "encoder.forward: the table is empty"),
+        (at(*FORWARD, "8,8", value=[[1, 1.0]]), "expected keys of 1 positive length"),
+        (at(*FORWARD, "0", value=[[1, 1.0]]), "expected keys of 1 positive length"),
+        (at(*FORWARD, "word", value=[[1, 1.0]]), "expected keys of 1 positive length"),
+        (at(*FORWARD, "8", value=[[0, 1.0]]), r"time_ms"),
+        (at(*FORWARD, "8", value=[[1, -1.0]]), "expected a cost of 0 or more at length 8, size 1, got -1.0"),
+        (at(*FORWARD, "8", value=[[1]]), r"time_ms"),
+    ],
+)
+def test_a_damaged_file_is_refused_naming_the_field(change: Callable[[dict[str, Any]], None], message: str) -> None:
+    document = json.loads(json.dumps(GOOD))
+    change(document)
+    with pytest.raises(CostModelError, match=message):
+        TableCostModel.decode(json.dumps(document).encode(), origin="the file")
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"format": "dynapipe-cost-model/1"}', b"\xff"])
+def test_what_is_no_cost_model_is_refused(data: bytes) -> None:
+    with pytest.raises(CostModelError, match="the file is not a cost model file"):
+        decode_file(data, origin="the file")
+
+
+def test_a_pickle_is_refused_unread() -> None:
+    with pytest.raises(CostModelError, match="the file is a pickle"):
+        decode_file(b"\x80\x04]q\x00.", origin="the file")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CostModelError, match=r"cannot read the cost model .*absent.json.*\nhint: .*profile"):
+        read_file(tmp_path / "absent.json")
+
+
+def test_units_are_ms_and_mb() -> None:
+    tables = TableCostModel.decode(encode_file(gpt_file())).tables(tensor_parallel=1, recompute=Recompute.NONE)
+    rows = tables.at_sizes(tables.knots(np.array([16]), np.array([0])), np.array([2]))[0]
+    assert rows[Row.ENCODER_FORWARD] == 32_000_000  # ns
+    assert rows[Row.ENCODER_STORED] == 64_000_000  # bytes
+    assert tables.state.embedding_bytes == 4_000_000
+
+
+def test_the_last_of_repeated_rows_counts() -> None:
+    document = json.loads(json.dumps(GOOD))
+    document["keys"]["tp1_none"]["time_ms"]["encoder.forward"]["8"].append([1, 9.5])
+    tables = TableCostModel.decode(json.dumps(document).encode()).tables(tensor_parallel=1, recompute=Recompute.NONE)
+    assert tables.values[Row.ENCODER_FORWARD, 0, 0, 0] == 9_500_000
+
+
+def test_a_hole_is_infeasible_around_it_and_nowhere_else() -> None:
+    document = json.loads(json.dumps(GOOD))
+    document["keys"]["tp1_none"]["time_ms"]["encoder.forward"]["32"].pop()  # size 4 × length 32
+    model = TableCostModel.decode(json.dumps(document).encode())
+    tables = model.tables(tensor_parallel=1, recompute=Recompute.NONE)
+
+    def forward(size: int, length: int) -> int:
+        knots = tables.knots(np.array([length]), np.array([0]))
+        return int(tables.at_sizes(knots, np.array([size]))[0, Row.ENCODER_FORWARD])
+
+    assert forward(4, 32) == forward(3, 32) == forward(4, 24) == forward(3, 24) == ABSENT
+    assert forward(2, 32) == 64_000_000 and forward(4, 16) == 64_000_000
+    assert forward(8, 16) == forward(1, 40) == ABSENT  # beyond the grid
+    assert forward(1, 4) == forward(1, 8)  # below it: an upper bound
+
+
+def test_a_combination_that_is_not_there_is_answered_with_those_that_are() -> None:
+    model = TableCostModel.decode(encode_file(gpt_file()))
+    with pytest.raises(CostModelError, match="no table for tensor parallelism 2 with recompute full; it has tp1_none"):
+        model.tables(tensor_parallel=2, recompute=Recompute.FULL)
