@@ -16,7 +16,8 @@ std::pair<size_t, size_t> owner(const std::vector<ReplicaState>& replicas, int64
 
 }  // namespace
 
-// One random change; false where the one drawn does not apply.
+// Every draw stands in a statement of its own: the order in which C++ evaluates operands is not fixed, and the Python
+// twin draws in the order written here.
 bool Moves::random(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
     // Half of the time at the slowest replica, which alone decides the iteration's time.
     size_t r = random_.below(replicas.size());
@@ -45,8 +46,13 @@ bool Moves::reorder(ReplicaState& replica) {
     const int64_t count = replica.micro_batches.size();
     if (count < 2) return false;
     const int64_t from = random_.below(count);
-    int64_t to = random_.below(count);
-    if (random_.below(2)) to = from + 1 + random_.below(3) * (random_.below(2) ? 1 : -1);
+    int64_t to;
+    if (random_.below(2)) {
+        to = random_.below(count);
+    } else {
+        const int64_t distance = 1 + random_.below(3);
+        to = random_.below(2) ? from + distance : from - distance;
+    }
     if (from == to || to < 0 || to >= count) return false;
     auto& batches = replica.micro_batches;
     if (random_.below(2)) {

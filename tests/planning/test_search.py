@@ -78,6 +78,13 @@ def test_a_searched_plan_is_valid_and_no_slower_than_1f1b(family, pp, dp, sample
         assert time_of(found) <= time_of(plain)
 
 
+@pytest.mark.parametrize("family", ModelFamily)
+def test_evaluations_are_searched_too(family):
+    plan = planner(family, 3, 2, search_evaluations=200).plan(batch(30, family, 1), 0, forward_only=True)
+    verify(plan, expected_samples=range(30))
+    assert plan.forward_only and all(replica.micro_batches for replica in plan.replicas)
+
+
 def test_more_evaluations_make_no_worse_plan():
     given = batch(100, ModelFamily.T5, 3)
     times = [time_of(planner(ModelFamily.T5, 4, search_evaluations=n).plan(given, 0)) for n in (0, 300, 3000)]

@@ -13,6 +13,7 @@ search runs thousands of times per plan.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -81,7 +82,7 @@ def list_schedule(problem: PipelineProblem, policy: Policy) -> PassOrder | None:
         depths,
         int(policy.rule),
     )
-    if not makespan < _NEVER // 2:
+    if makespan >= NEVER:
         return None
     return tuple(map(passes_of, np.array(forwards).reshape(problem.stages, -1).tolist()))
 
@@ -89,92 +90,137 @@ def list_schedule(problem: PipelineProblem, policy: Policy) -> PassOrder | None:
 def list_schedule_in_python(problem: PipelineProblem, policy: Policy) -> PassOrder | None:
     """The Python twin of `list_schedule`."""
     assert problem.chunks == 1
-    if (problem.peak_bytes + problem.model_state_bytes > problem.memory_limit_bytes).any():
-        return None
-    run = _Run(problem, policy)
-    total = problem.micro_batches * (1 if problem.forward_only else 2) * problem.stages
-    for rank in range(problem.stages):
-        run.choose(rank)
-    for _ in range(total):
-        rank = min(range(problem.stages), key=lambda rank: run.ranks[rank].start)
-        if run.ranks[rank].start >= _NEVER:
+    rows = [RowCosts(*(array[row].tolist() for array in cost_arrays(problem))) for row in range(problem.micro_batches)]
+    device = Device(problem.model_state_bytes.tolist(), problem.memory_limit_bytes, problem.forward_only)
+    run = run_list_schedule(rows, device, policy, bound=NEVER)
+    return None if run is None else tuple(map(passes_of, run[1]))
+
+
+class RowCosts(NamedTuple):
+    """One micro-batch on every rank; as in `PipelineProblem`."""
+
+    forward_ns: list[int]
+    backward_ns: list[int]
+    stored_bytes: list[int]
+    peak_bytes: list[int]
+    forward_transfer_ns: list[int]
+    backward_transfer_ns: list[int]
+
+
+class Device(NamedTuple):
+    """What every rank has besides the micro-batches."""
+
+    model_state_bytes: list[int]
+    memory_limit_bytes: int
+    forward_only: bool
+
+
+NEVER = 2**61
+"""Above every time."""
+
+
+def run_list_schedule(
+    rows: Sequence[RowCosts], device: Device, policy: Policy, *, bound: int
+) -> tuple[int, list[list[int]]] | None:
+    """(makespan, 1 per forward and 0 per backward of each rank), or None.
+
+    None where `list_schedule` has none, and where the makespan reaches `bound`.
+    """
+    ranks = [_Rank(held) for held in device.model_state_bytes]
+    fill = drain = 0
+    for rank, at in enumerate(ranks):
+        at.work_left = sum(r.forward_ns[rank] + (0 if device.forward_only else r.backward_ns[rank]) for r in rows)
+        at.drain = drain
+        if any(at.held + row.peak_bytes[rank] > device.memory_limit_bytes for row in rows):
+            return None
+        if fill + at.work_left + drain >= bound:
+            return None
+        if rows:
+            fill += rows[0].forward_ns[rank] + rows[0].forward_transfer_ns[rank]
+        if rows and not device.forward_only and rank + 1 < len(ranks):
+            drain += rows[-1].backward_ns[rank] + rows[-1].backward_transfer_ns[rank + 1]
+    run = _Run(rows, device, policy, ranks)
+    run.choose(0)
+    makespan = 0
+    for _ in range(len(rows) * len(ranks) * (1 if device.forward_only else 2)):
+        rank = min(range(len(ranks)), key=lambda rank: ranks[rank].start)
+        at = ranks[rank]
+        if at.start >= NEVER:
             return None
         run.step(rank)
-    return tuple(tuple(rank.passes) for rank in run.ranks)
-
-
-_NEVER = 2**62
+        if at.free + at.work_left + at.drain >= bound:
+            return None
+        makespan = max(makespan, at.free)
+        run.choose(rank)
+    return makespan, [at.taken for at in ranks]
 
 
 class _Rank:
     """One rank's progress: passes that have run, and the one to run next."""
 
     def __init__(self, held: int) -> None:
-        self.passes: list[Pass] = []
-        self.forwards = self.backwards = self.free = 0
+        self.taken: list[int] = []
+        self.forwards = self.backwards = self.free = self.work_left = self.drain = 0
         self.held = held
-        self.start = _NEVER
+        self.start = NEVER
         self.next_is_forward = True
+        self.input_ready: list[int] = []
+        self.gradient_ready: list[int] = []
 
 
 class _Run:
-    def __init__(self, problem: PipelineProblem, policy: Policy) -> None:
-        self.problem, self.policy = problem, policy
-        self.ranks = [_Rank(held) for held in problem.model_state_bytes.tolist()]
-        self.forward, self.backward = problem.forward_ns.tolist(), problem.backward_ns.tolist()
-        self.stored, self.peak = problem.stored_bytes.tolist(), problem.peak_bytes.tolist()
-        self.input_ready: list[dict[int, int]] = [{} for _ in self.ranks]
-        self.gradient_ready: list[dict[int, int]] = [{} for _ in self.ranks]
-        self.input_ready[0] = dict.fromkeys(range(problem.micro_batches), 0)
+    """List scheduling under way."""
+
+    def __init__(self, rows: Sequence[RowCosts], device: Device, policy: Policy, ranks: list[_Rank]) -> None:
+        self.rows, self.device, self.policy, self.ranks = rows, device, policy, ranks
+        ranks[0].input_ready = [0] * len(rows)
 
     def choose(self, rank: int) -> None:
         """Set what a rank runs next, as far as it can know."""
-        at, problem = self.ranks[rank], self.problem
-        in_flight = at.forwards - at.backwards
-        admitted = at.forwards < problem.micro_batches and (
-            problem.forward_only
+        at = self.ranks[rank]
+        row = at.forwards
+        admitted = row < len(self.rows) and (
+            self.device.forward_only
             or (
-                in_flight < self.policy.depths[rank]
-                and at.held + self.peak[at.forwards][rank] <= problem.memory_limit_bytes
+                row - at.backwards < self.policy.depths[rank]
+                and at.held + self.rows[row].peak_bytes[rank] <= self.device.memory_limit_bytes
             )
         )
-        forward = backward = _NEVER
-        if admitted and (ready := self.input_ready[rank].get(at.forwards)) is not None:
-            forward = max(at.free, ready)
+        forward = backward = NEVER
+        if admitted and row < len(at.input_ready):
+            forward = max(at.free, at.input_ready[row])
         waits_for_forward = admitted and self.policy.rule is Rule.STRICT
-        if not waits_for_forward and (ready := self.gradient_ready[rank].get(at.backwards)) is not None:
-            backward = max(at.free, ready)
+        if not waits_for_forward and at.backwards < len(at.gradient_ready):
+            backward = max(at.free, at.gradient_ready[at.backwards])
         first = self.policy.rule is Rule.FORWARD_FIRST
         at.next_is_forward = forward < backward or (forward == backward and first)
         at.start = min(forward, backward)
 
     def step(self, rank: int) -> None:
-        """Run a rank's next pass and look again at those whom it concerns."""
+        """Run a rank's next pass, and let the neighbour whom it feeds choose again."""
         at, last = self.ranks[rank], len(self.ranks) - 1
+        at.taken.append(int(at.next_is_forward))
         if at.next_is_forward:
-            row = at.forwards
+            row = self.rows[at.forwards]
             at.forwards += 1
-            at.free = at.start + self.forward[row][rank]
-            at.passes.append(Forward(row))
-            if not self.problem.forward_only:
-                at.held += self.stored[row][rank]
+            at.free = at.start + row.forward_ns[rank]
+            at.work_left -= row.forward_ns[rank]
+            if not self.device.forward_only:
+                at.held += row.stored_bytes[rank]
             if rank < last:
-                arrival = at.free + int(self.problem.forward_transfer_ns[row, rank])
-                self.input_ready[rank + 1][row] = arrival
+                self.ranks[rank + 1].input_ready.append(at.free + row.forward_transfer_ns[rank])
                 self.choose(rank + 1)
-            elif not self.problem.forward_only:
-                self.gradient_ready[rank][row] = at.free
+            elif not self.device.forward_only:
+                at.gradient_ready.append(at.free)
         else:
-            row = at.backwards
+            row = self.rows[at.backwards]
             at.backwards += 1
-            at.free = at.start + self.backward[row][rank]
-            at.passes.append(Backward(row))
-            at.held -= self.stored[row][rank]
+            at.free = at.start + row.backward_ns[rank]
+            at.work_left -= row.backward_ns[rank]
+            at.held -= row.stored_bytes[rank]
             if rank > 0:
-                arrival = at.free + int(self.problem.backward_transfer_ns[row, rank])
-                self.gradient_ready[rank - 1][row] = arrival
+                self.ranks[rank - 1].gradient_ready.append(at.free + row.backward_transfer_ns[rank])
                 self.choose(rank - 1)
-        self.choose(rank)
 
 
 def passes_of(forwards: Sequence[int]) -> tuple[Pass, ...]:
