@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import ModuleType
 
 import msgspec
 import numpy as np
@@ -22,14 +21,14 @@ from megatron_dynapipe.planning.baselines import PartitionAlgorithm, baseline_cu
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.intervals import CutProblem
 from megatron_dynapipe.planning.lowering import Pipeline, lower
-from megatron_dynapipe.planning.native import NATIVE
 from megatron_dynapipe.planning.ordering import sweeps
 from megatron_dynapipe.planning.partition import Cut, cut
 from megatron_dynapipe.planning.problem import IntArray, PipelineProblem
 from megatron_dynapipe.planning.samples import Samples, explain_infeasible
 from megatron_dynapipe.planning.schedules import Schedule, predict, schedule
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
-from megatron_dynapipe.planning.search import SearchProblem, search
+from megatron_dynapipe.planning.search import search
+from megatron_dynapipe.planning.search_problem import SearchProblem
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import Shape
@@ -184,8 +183,8 @@ class Planner:
         """The fastest candidate that fits: searched for, or the best of the cuts as they are."""
         chosen = self.settings.schedule
         searchable = self.settings.partition.algorithm is PartitionAlgorithm.DP  # a search would change the cut
-        if searchable and chosen.method == "adaptive" and self.layout.chunks == 1 and NATIVE is not None:
-            searched = self._searched(samples, order, cuts, forward_only, NATIVE)
+        if searchable and chosen.method == "adaptive" and self.layout.chunks == 1:
+            searched = self._searched(samples, order, cuts, forward_only)
             if searched is not None:
                 return searched
         candidates = []
@@ -194,9 +193,7 @@ class Planner:
                 candidates.append(self._candidate(samples, order, found, forward_only))
         return min(candidates, key=lambda candidate: candidate.makespan_ns, default=None)
 
-    def _searched(
-        self, samples: Samples, order: IntArray, cuts: list[Cut], forward_only: bool, native: ModuleType
-    ) -> _Candidate | None:
+    def _searched(self, samples: Samples, order: IntArray, cuts: list[Cut], forward_only: bool) -> _Candidate | None:
         """The best solution of the order search, or None where it finds none within the memory."""
         s = self.settings
         problem = SearchProblem(
@@ -213,7 +210,7 @@ class Planner:
             forward_only=forward_only,
         )
         enough = [cut for cut in cuts if len(cut.sizes) >= s.data_parallel]  # every replica gets a micro-batch
-        replicas = search(problem, enough, native, evaluations=s.schedule.search_evaluations, seed=s.schedule.seed)
+        replicas = search(problem, enough, evaluations=s.schedule.search_evaluations, seed=s.schedule.seed)
         if not replicas:
             return None
         members = [order[first : first + size] for r in replicas for first, size in zip(r.firsts, r.sizes, strict=True)]

@@ -18,7 +18,8 @@ accepted within a margin of the best that shrinks to nothing (threshold acceptin
 is bounded by a number of evaluations and seeded, so that the same batch has the same plan anywhere. Plain 1F1B over
 every cut is among the solutions it begins with.
 
-The search is native only; without the compiled core, plans are the best schedules of the cuts as they are.
+The native core (`csrc/search.cpp`) and its Python twin (`search_in_python`) make the same moves and find the same
+plans.
 """
 
 from collections.abc import Sequence
@@ -27,41 +28,14 @@ from types import ModuleType
 
 import numpy as np
 
-from megatron_dynapipe.cost import LayerTables, Network, PipelineLayout
+from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Pass
+from megatron_dynapipe.planning.native import NATIVE
 from megatron_dynapipe.planning.partition import Cut
 from megatron_dynapipe.planning.problem import IntArray
 from megatron_dynapipe.planning.schedules.adaptive import passes_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SearchProblem:
-    """A batch in the order in which it is cut, and what its micro-batches cost.
-
-    Attributes:
-        inputs, targets: int64[samples], padded lengths; targets 0 for decoder-only models.
-        modes: one layer's costs under each recompute mode that may be chosen.
-        layout: layers per stage; one chunk per rank.
-        model_state_bytes: int64[ranks].
-        memory_limit_bytes: of one device, model state included.
-        replicas: data-parallel replicas.
-        network: links between devices.
-        ranks_per_stage: devices that hold one stage: data parallel × tensor parallel.
-        bytes_per_position: of one hidden state.
-        forward_only: no backward runs.
-    """
-
-    inputs: IntArray
-    targets: IntArray
-    modes: Sequence[LayerTables]
-    layout: PipelineLayout
-    model_state_bytes: IntArray
-    memory_limit_bytes: int
-    replicas: int
-    network: Network
-    ranks_per_stage: int
-    bytes_per_position: int
-    forward_only: bool = False
+from megatron_dynapipe.planning.search_in_python import Found, search_in_python
+from megatron_dynapipe.planning.search_problem import SearchProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,41 +50,62 @@ class FoundReplica:
     """Passes per rank; micro-batches are numbered as they enter."""
 
 
-def search(
-    problem: SearchProblem, cuts: Sequence[Cut], native: ModuleType, *, evaluations: int, seed: int
-) -> list[FoundReplica]:
-    """The best solution found from the given cuts, per replica; an empty list where no cut fits the memory."""
-    layout, network = problem.layout, problem.network
-    assert layout.chunks == 1
-    encoder, decoder = np.array(layout.encoder_split, np.int64), np.array(layout.decoder_split, np.int64)
-    latency_ns, gbps = network.links(
-        virtual_stages=layout.virtual_stages, stages=layout.stages, ranks_per_stage=problem.ranks_per_stage
-    )
-    found = native.search(
-        inputs=np.ascontiguousarray(problem.inputs),
-        targets=np.ascontiguousarray(problem.targets),
-        modes=[(t.sizes, t.inputs, t.targets, np.ascontiguousarray(t.values)) for t in problem.modes],
-        encoder_layers=encoder,
-        decoder_layers=decoder,
-        model_state=problem.model_state_bytes,
-        memory_limit=problem.memory_limit_bytes,
-        forward_only=problem.forward_only,
-        replicas=problem.replicas,
-        bytes_per_position=problem.bytes_per_position,
-        decoder_forward=decoder[:-1] > 0,
-        decoder_backward=encoder[1:] == 0,
-        latency_ns=latency_ns,
-        gbps=gbps,
-        cuts=[(cut.sizes, cut.modes) for cut in cuts],
-        evaluations=evaluations,
-        seed=seed,
-    )
+def search(problem: SearchProblem, cuts: Sequence[Cut], *, evaluations: int, seed: int) -> list[FoundReplica]:
+    """The best solution found from the given cuts, per replica; an empty list where no cut fits the memory.
+
+    Raises:
+        PlanningError: costs or settings outside what 64-bit sums can hold; the message names which.
+    """
+    assert problem.layout.chunks == 1
+    begin = [(cut.sizes, cut.modes) for cut in cuts]
+    if NATIVE is None:
+        found = search_in_python(problem, begin, evaluations=evaluations, seed=seed)
+    else:
+        found = _search_natively(problem, begin, evaluations, seed, NATIVE)
+    stages = problem.layout.stages
     return [
         FoundReplica(
             firsts=np.array(firsts, np.int64),
             sizes=np.array(sizes, np.int64),
             modes=np.array(modes, np.int64),
-            order=tuple(map(passes_of, np.array(forwards).reshape(layout.stages, -1).tolist())),
+            order=tuple(map(passes_of, np.array(forwards, np.int64).reshape(stages, -1).tolist())),
         )
         for firsts, sizes, modes, _, forwards in found
     ]
+
+
+def _search_natively(
+    problem: SearchProblem,
+    cuts: Sequence[tuple[IntArray, IntArray]],
+    evaluations: int,
+    seed: int,
+    native: ModuleType,
+) -> list[Found]:
+    layout = problem.layout
+    encoder, decoder = np.array(layout.encoder_split, np.int64), np.array(layout.decoder_split, np.int64)
+    latency_ns, gbps = problem.network.links(
+        virtual_stages=layout.virtual_stages, stages=layout.stages, ranks_per_stage=problem.ranks_per_stage
+    )
+    try:
+        found: list[Found] = native.search(
+            inputs=np.ascontiguousarray(problem.inputs),
+            targets=np.ascontiguousarray(problem.targets),
+            modes=[(t.sizes, t.inputs, t.targets, np.ascontiguousarray(t.values)) for t in problem.modes],
+            encoder_layers=encoder,
+            decoder_layers=decoder,
+            model_state=problem.model_state_bytes,
+            memory_limit=problem.memory_limit_bytes,
+            forward_only=problem.forward_only,
+            replicas=problem.replicas,
+            bytes_per_position=problem.bytes_per_position,
+            decoder_forward=decoder[:-1] > 0,
+            decoder_backward=encoder[1:] == 0,
+            latency_ns=latency_ns,
+            gbps=gbps,
+            cuts=cuts,
+            evaluations=evaluations,
+            seed=seed,
+        )
+    except ValueError as error:
+        raise PlanningError(f"the batch's plan cannot be searched: {error}") from error
+    return found

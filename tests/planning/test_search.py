@@ -9,6 +9,7 @@ from megatron_dynapipe.cost.work import ModelShape
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning import search as search_module
 from megatron_dynapipe.planning.native import NATIVE
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
@@ -106,6 +107,28 @@ def test_short_memory_is_kept_to():
     modes = {mb.recompute for replica in tight.replicas for mb in replica.micro_batches}
     assert modes != {Recompute.NONE}
     assert time_of(tight) >= time_of(roomy)
+
+
+SEARCHES = [
+    (ModelFamily.GPT, 4, 1, 30, 40),
+    (ModelFamily.GPT, 2, 2, 30, 40),
+    (ModelFamily.GPT, 4, 1, 40, 2.2),
+    (ModelFamily.GPT, 1, 1, 10, 40),
+    (ModelFamily.T5, 3, 2, 30, 40),
+    (ModelFamily.T5, 4, 1, 1, 40),
+]
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize(("family", "pp", "dp", "samples", "memory_gb"), SEARCHES)
+def test_the_python_twin_finds_the_same_plans(monkeypatch, family, pp, dp, samples, memory_gb, forward_only):
+    for seed in range(2):
+        made = planner(family, pp, dp, memory_gb=memory_gb, search_evaluations=250, seed=seed)
+        native = made.plan(batch(samples, family, seed), 0, forward_only=forward_only)
+        monkeypatch.setattr(search_module, "NATIVE", None)
+        twin = made.plan(batch(samples, family, seed), 0, forward_only=forward_only)
+        monkeypatch.undo()
+        assert twin == native
 
 
 def search_arguments():

@@ -1,0 +1,184 @@
+"""The Python twin of the native order search (`csrc/search.cpp`): the same plans, many times slower."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_dynapipe.cost import boundary_bytes, stage_costs
+from megatron_dynapipe.planning.moves import MicroBatch, Moves, ReplicaState
+from megatron_dynapipe.planning.problem import IntArray
+from megatron_dynapipe.planning.schedules.adaptive import (
+    DEEPENINGS,
+    NEVER,
+    Device,
+    Policy,
+    RowCosts,
+    Rule,
+    run_list_schedule,
+)
+from megatron_dynapipe.planning.search_problem import SearchProblem
+
+MARGIN = 2000
+"""A worse solution is at first accepted within the best objective / MARGIN."""
+IDLE_MOVES = 1000
+"""Moves in a row that lead to no evaluation, after which there is nothing left to try."""
+
+Found = tuple[list[int], list[int], list[int], int, list[int]]
+"""As the native core returns a replica: first samples, sizes, modes, makespan, 1 per forward of every rank."""
+
+
+def search_in_python(
+    problem: SearchProblem, cuts: Sequence[tuple[IntArray, IntArray]], *, evaluations: int, seed: int
+) -> list[Found]:
+    """The best solution from the given cuts (sizes and modes of each), per replica; empty where no cut fits."""
+    return _Search(problem, evaluations, seed).run(cuts)
+
+
+class _Search:
+    def __init__(self, problem: SearchProblem, evaluations: int, seed: int) -> None:
+        self.problem = problem
+        self.stages = problem.layout.stages
+        self.left = evaluations
+        self.device = Device(problem.model_state_bytes.tolist(), problem.memory_limit_bytes, problem.forward_only)
+        self.moves = Moves(
+            samples=len(problem.inputs),
+            modes=len(problem.modes),
+            stages=self.stages,
+            forward_only=problem.forward_only,
+            seed=seed,
+        )
+        self.known: dict[tuple[int, int, int, int], RowCosts | None] = {}
+
+    def run(self, cuts: Sequence[tuple[IntArray, IntArray]]) -> list[Found]:
+        begun = [self.begin(cut) for cut in cuts]
+        solutions = sorted((one for one in begun if one is not None), key=_objective)
+        if not solutions:
+            return []
+        share = max(self.left, 0) // 3
+        for i in range(min(2, len(solutions)) if share else 0):
+            solutions[i] = self.improve(solutions[i], share)
+        best = min(solutions[:2], key=_objective)
+        if self.left > 0:
+            best = self.improve(best, self.left)
+        return [self.described(replica) for replica in best]
+
+    def costs(self, batch: MicroBatch) -> RowCosts | None:
+        """What a micro-batch costs; None where it lies outside the cost model or does not fit a stage."""
+        members = slice(batch.first, batch.end)
+        input_length, target_length = (
+            int(lengths[members].max()) for lengths in (self.problem.inputs, self.problem.targets)
+        )
+        key = (batch.mode, batch.size, input_length, target_length)
+        if key not in self.known:
+            self.known[key] = self.computed(*key)
+        return self.known[key]
+
+    def computed(self, mode: int, size: int, input_length: int, target_length: int) -> RowCosts | None:
+        problem, layout = self.problem, self.problem.layout
+        sizes, inputs, targets = (np.array([value], np.int64) for value in (size, input_length, target_length))
+        costs = stage_costs(problem.modes[mode], layout, sizes, inputs, targets)
+        if not costs.feasible[0]:
+            return None
+        if (problem.model_state_bytes + costs.peak_bytes[0] > problem.memory_limit_bytes).any():
+            return None
+        downstream, upstream = (
+            problem.network.transfer_ns(bytes_, stages=layout.stages, ranks_per_stage=problem.ranks_per_stage)[
+                0
+            ].tolist()
+            for bytes_ in boundary_bytes(layout, problem.bytes_per_position, sizes, inputs, targets, 1)
+        )
+        return RowCosts(
+            costs.forward_ns[0].tolist(),
+            costs.backward_ns[0].tolist(),
+            costs.stored_bytes[0].tolist(),
+            costs.peak_bytes[0].tolist(),
+            [*downstream, 0],
+            [0, *upstream],
+        )
+
+    def evaluate(self, replica: ReplicaState, bound: int) -> int:
+        """The makespan, or NEVER where the replica cannot run or reaches the bound."""
+        self.left -= 1
+        rows = [self.costs(batch) for batch in replica.micro_batches]
+        usable = [row for row in rows if row is not None]
+        if len(usable) < len(rows):
+            return NEVER
+        run = run_list_schedule(usable, self.device, replica.policy, bound=bound)
+        return NEVER if run is None else run[0]
+
+    def described(self, replica: ReplicaState) -> Found:
+        rows = [row for batch in replica.micro_batches if (row := self.costs(batch)) is not None]
+        run = run_list_schedule(rows, self.device, replica.policy, bound=NEVER)
+        assert run is not None
+        batches = replica.micro_batches
+        forwards = [one for rank in run[1] for one in rank]
+        return [b.first for b in batches], [b.size for b in batches], [b.mode for b in batches], run[0], forwards
+
+    def begin(self, cut: tuple[IntArray, IntArray]) -> list[ReplicaState] | None:
+        """Deal a cut to the replicas, the longest micro-batch first, each to the one with the least work."""
+        batches: list[tuple[int, int, MicroBatch]] = []
+        first = 0
+        for place, (size, mode) in enumerate(zip(cut[0].tolist(), cut[1].tolist(), strict=True)):
+            batch = MicroBatch(first, size, mode)
+            if (costs := self.costs(batch)) is None:
+                return None
+            batches.append((sum(costs.forward_ns) + sum(costs.backward_ns), place, batch))
+            first = batch.end
+        dealt: list[list[MicroBatch]] = [[] for _ in range(self.problem.replicas)]
+        load = [0] * len(dealt)
+        for work, _, batch in sorted(batches, key=lambda each: each[:2], reverse=True):
+            r = load.index(min(load))
+            load[r] += work
+            dealt[r].insert(0, batch)
+        begun = [self.begin_replica(given) for given in dealt]
+        return begun if all(replica.makespan < NEVER for replica in begun) else None
+
+    def begin_replica(self, given: list[MicroBatch]) -> ReplicaState:
+        """The best of a few orders under a few policies. The micro-batches come small to large."""
+        if not given:
+            return ReplicaState([], self.policy(0, Rule.STRICT))
+        best = ReplicaState(given, self.policy(0, Rule.STRICT), NEVER)
+        valley = given[::2] + given[1::2][::-1]
+        for order in (given, given[::-1], valley, sorted(given, key=lambda batch: batch.first)):
+            for extra in DEEPENINGS:
+                for rule in Rule:
+                    candidate = ReplicaState(list(order), self.policy(extra, rule))
+                    candidate.makespan = self.evaluate(candidate, best.makespan)
+                    if candidate.makespan < best.makespan:
+                        best = candidate
+        return best
+
+    def policy(self, extra: int, rule: Rule) -> Policy:
+        return Policy((*(self.stages - rank + extra for rank in range(self.stages - 1)), 1), rule)
+
+    def improve(self, best: list[ReplicaState], evaluations: int) -> list[ReplicaState]:
+        """Threshold accepting from a solution."""
+        first, until = self.left, self.left - evaluations
+        current, current_objective = best, _objective(best)
+        best_objective = current_objective
+        margin = best_objective // MARGIN
+        idle = 0
+        while self.left > until and idle < IDLE_MOVES:
+            idle += 1
+            candidate = [replica.copy() for replica in current]
+            touched = self.moves.random(candidate)
+            if touched is None:
+                continue
+            limit = max(current_objective, best_objective + margin * (self.left - until) // (first - until))
+            idle = 1
+            for r in touched:
+                candidate[r].makespan = self.evaluate(candidate[r], limit + 1) if candidate[r].micro_batches else 0
+                if candidate[r].makespan >= NEVER:
+                    break
+            else:
+                if (objective := _objective(candidate)) <= limit:
+                    current, current_objective = candidate, objective
+                    if objective < best_objective:
+                        best, best_objective = candidate, objective
+        return best
+
+
+def _objective(replicas: list[ReplicaState]) -> int:
+    """The slowest replica's makespan first; a faster other replica is room for later moves."""
+    makespans = [replica.makespan for replica in replicas]
+    return max(makespans) + sum(makespans) // (16 * len(makespans))

@@ -1,0 +1,37 @@
+"""What the order search is given; shared by the native core's caller and its Python twin."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_dynapipe.cost import LayerTables, Network, PipelineLayout
+from megatron_dynapipe.planning.problem import IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SearchProblem:
+    """A batch in the order in which it is cut, and what its micro-batches cost.
+
+    Attributes:
+        inputs, targets: int64[samples], padded lengths; targets 0 for decoder-only models.
+        modes: one layer's costs under each recompute mode that may be chosen.
+        layout: layers per stage; one chunk per rank.
+        model_state_bytes: int64[ranks].
+        memory_limit_bytes: of one device, model state included.
+        replicas: data-parallel replicas.
+        network: links between devices.
+        ranks_per_stage: devices that hold one stage: data parallel × tensor parallel.
+        bytes_per_position: of one hidden state.
+        forward_only: no backward runs.
+    """
+
+    inputs: IntArray
+    targets: IntArray
+    modes: Sequence[LayerTables]
+    layout: PipelineLayout
+    model_state_bytes: IntArray
+    memory_limit_bytes: int
+    replicas: int
+    network: Network
+    ranks_per_stage: int
+    bytes_per_position: int
+    forward_only: bool = False
