@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.learning import PassLearner
+from megatron_dynapipe.integration.metrics import MetricsWriter
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import IterationRecord, Record, TimelineRecord, append_records, read_records
 from megatron_dynapipe.report.summary import format_summary, summarise
@@ -29,6 +30,8 @@ class Recorder:
         world_size: number of ranks.
         replica: data-parallel replica of this rank.
         stage: pipeline stage of this rank.
+        tensor_rank: tensor-parallel rank of this rank; one rank of a stage speaks for it.
+        metrics: takes what Megatron's writers are given.
         maximum: the lengths that a run without planning would pad every sample to.
         timeout_s: how long rank 0 waits for a rank's records.
         learner: takes the measured passes, where the cost model is corrected by them.
@@ -44,6 +47,8 @@ class Recorder:
         world_size: int,
         replica: int,
         stage: int,
+        tensor_rank: int,
+        metrics: MetricsWriter,
         maximum: Shape,
         timeout_s: float,
         learner: PassLearner | None = None,
@@ -55,6 +60,8 @@ class Recorder:
         self._world_size = world_size
         self._replica = replica
         self._stage = stage
+        self._tensor_rank = tensor_rank
+        self._metrics = metrics
         self._maximum = maximum
         self._timeout_s = timeout_s
         self._learner = learner
@@ -89,17 +96,18 @@ class Recorder:
             return
         (item, trace), self._latest = self._latest, None
         events = trace.events()
+        self._metrics.write(item, events)
         records: list[Record] = []
         version = 0
         if self._learner is not None:
             version = self._learner.version(item.entry.iteration)
             self._learner.add(item.entry, events)
-        if self._stage == 0:
+        if self._stage == 0 and self._tensor_rank == 0:
             record = _iteration_record(item, events, version)
             records.append(record)
             if self._rank == 0:
                 print(prediction_line(record), flush=True)
-        if last:
+        if last and self._tensor_rank == 0:
             entry = item.entry
             records.append(
                 TimelineRecord(

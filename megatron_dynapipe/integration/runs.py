@@ -166,6 +166,7 @@ def _session(
         dtype=args.params_dtype,
         device=torch.device("cpu") if on_cpu else torch.device("cuda", args.local_rank or 0),
         seed=args.seed,
+        metrics_interval=args.tensorboard_log_interval,
         state=StateBytes.of(args),
     )
 

@@ -30,6 +30,7 @@ from megatron_dynapipe.integration.groups import connect
 from megatron_dynapipe.integration.inputs import describe
 from megatron_dynapipe.integration.iterators import AgreedIterator
 from megatron_dynapipe.integration.learning import PassLearner
+from megatron_dynapipe.integration.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.model_state import StateBytes
 from megatron_dynapipe.integration.pass_state import PassState
 from megatron_dynapipe.integration.passes import DeviceBatch, PrepareMicroBatch
@@ -59,6 +60,7 @@ class Session:
         device: this rank's device.
         state: what a parameter's copies take; None leaves a model's memory to the cost model.
         seed: of dropouts.
+        metrics_interval: iterations between two whose numbers are given to Megatron's writers.
 
     Attributes:
         shape: of the micro-batch whose pass is running.
@@ -75,6 +77,7 @@ class Session:
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
+        metrics_interval: int,
         state: StateBytes | None = None,
     ) -> None:
         self._settings = settings
@@ -85,6 +88,7 @@ class Session:
         self._dtype = dtype
         self._device = device
         self._seed = seed
+        self._metrics_interval = metrics_interval
         self._state = state
         self._modules: list[torch.nn.Module] = []
         self._pass_state: PassState | None = None
@@ -142,6 +146,7 @@ class Session:
         if not forward_only:
             self._trained = item
             self._recorder.add(item, result.trace)
+            count_flops(item)
             self._iterators["train"].prepare()
         return result.losses
 
@@ -214,6 +219,8 @@ class Session:
             world_size=torch.distributed.get_world_size(),
             replica=replica,
             stage=self._stage,
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            metrics=MetricsWriter(platform, interval=self._metrics_interval),
             maximum=_maximum(inputs),
             timeout_s=self._settings.timeout_s,
             learner=None

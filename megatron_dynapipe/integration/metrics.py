@@ -1,0 +1,81 @@
+"""Numbers of an iteration for Megatron's TensorBoard and Weights & Biases writers, and for its count of FLOPs.
+
+They are this rank's view; Megatron's writers live on the last rank, which is of the last stage of the last replica.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from megatron.training import training
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.plan.instructions import Backward, Forward
+from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.runtime import DevicePlatform
+from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, input_positions
+
+PREFIX = "dynapipe/"
+
+
+def iteration_metrics(item: PlannedIteration, events: Sequence[Event], peak_bytes: int | None) -> dict[str, float]:
+    """What happened in an iteration, by name.
+
+    Args:
+        item: the iteration, as it was run.
+        events: when this rank's instructions ran.
+        peak_bytes: high-water mark of the device's memory, where it counts.
+    """
+    totals = item.entry.totals
+    measured_ns = events[-1].end_ns - events[0].start_ns if events else 0
+    busy_ns = sum(e.end_ns - e.start_ns for e in events if isinstance(e.instruction, Forward | Backward))
+    metrics = {
+        "padding efficiency": totals.real_tokens / max(totals.padded_positions, 1),
+        "micro-batches": float(sum(totals.micro_batches)),
+        "plan wait (ms)": item.waited_seconds * 1e3,
+        "predicted time (ms)": totals.predicted_ns / NS_PER_MS,
+        "measured time (ms)": measured_ns / NS_PER_MS,
+        "bubbles": 1 - busy_ns / measured_ns if measured_ns else 0.0,
+    }
+    if peak_bytes is not None:
+        metrics["peak memory (MB)"] = peak_bytes / BYTES_PER_MB
+    return {PREFIX + name: value for name, value in metrics.items()}
+
+
+class MetricsWriter:
+    """Gives every `interval`-th iteration's numbers to Megatron's writers, on the rank that has them.
+
+    Args:
+        platform: whose memory is reported.
+        interval: Megatron's `--tensorboard-log-interval`.
+    """
+
+    def __init__(self, platform: DevicePlatform, *, interval: int) -> None:
+        self._platform = platform
+        self._interval = interval
+
+    def write(self, item: PlannedIteration, events: Sequence[Event]) -> None:
+        """Write an iteration that has run, under the number by which Megatron calls it (from 1)."""
+        iteration = item.entry.iteration + 1
+        board, wandb = get_tensorboard_writer(), get_wandb_writer()
+        if iteration % self._interval or (board is None and wandb is None):
+            return
+        metrics = iteration_metrics(item, events, self._platform.peak_bytes())
+        if board is not None:
+            for name, value in metrics.items():
+                board.add_scalar(name, value, iteration)
+        if wandb is not None:
+            wandb.log(metrics, iteration)
+
+
+def count_flops(item: PlannedIteration) -> None:
+    """Tell Megatron the real lengths of this rank's samples, from which it computes FLOPs per second.
+
+    Its formula is that of decoder-only models, so a T5's stay as Megatron counts them, from nominal lengths. Every
+    rank calls it in every training iteration: what is told is reduced over all ranks.
+    """
+    update = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)  # not in Megatron 0.18
+    if update is None or item.entry.family is not ModelFamily.GPT:
+        return
+    lengths = [input_positions(ModelFamily.GPT, n) for batch in item.entry.micro_batches for n in batch.input_lengths]
+    update(torch.tensor([0, *lengths] if lengths else [0, 0], dtype=torch.int32).cumsum(0, dtype=torch.int32))
