@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.integration.models.layers import T5Split
-from megatron_dynapipe.integration.models.providers import gpt_provider
+from megatron_dynapipe.integration.models.providers import gpt_provider, gpt_takes_mask, t5_options
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, T5StageInputs
 from megatron_dynapipe.integration.recompute import RecomputeSwitch
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -86,6 +86,7 @@ def _t5_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCo
         config,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
+        options=t5_options(args),
         pg_collection=groups,
     )
     encoder, decoder, ends = build(split=inner, stage=1), build(split=inner, stage=4), build(split=whole, stage=0)
@@ -135,7 +136,7 @@ def _gpt_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupC
         b, s = point
         state = make.state(s, b)
         positions = torch.arange(s, device=state.device).expand(b, -1)
-        mask = causal_mask(s, state.device) if args.transformer_impl == "local" else None
+        mask = causal_mask(s, state.device) if gpt_takes_mask(args) else None
 
         def forward() -> Tensor:
             layer.set_input_tensor(state)

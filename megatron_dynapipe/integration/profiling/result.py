@@ -78,7 +78,7 @@ def describe(setup: ProfileSetup) -> Provenance:
     """Where and with what it is measured; the same on all ranks."""
     args, cuda = setup.args, setup.device.type == "cuda"
     device = torch.cuda.get_device_name(setup.device) if cuda else _processor()
-    attention = args.attention_backend.name if args.transformer_impl != "local" else "local"
+    attention = args.dynapipe_attention if args.transformer_impl == "local" else args.attention_backend.name
     return {
         "device": device,
         "dtype": str(args.params_dtype).removeprefix("torch."),

@@ -19,7 +19,17 @@ from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration import arguments
+from megatron_dynapipe.integration.models import flags as model_flags
+from megatron_dynapipe.integration.models.providers import t5_split
 from megatron_dynapipe.units import ModelFamily
+
+_OTHER_LAYOUTS = (
+    "--dynapipe-layers-per-stage",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--pipeline-model-parallel-layout",
+)
+"""Flags of a run's layout that say nothing of its layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +37,7 @@ class ProfileSetup:
     """What is measured, and where.
 
     Attributes:
-        args: Megatron's arguments of a run on one pipeline stage.
+        args: Megatron's arguments of the run, on this many pipeline stages.
         family: kind of model.
         device: this rank's.
         tensor_parallel: ranks that share a layer.
@@ -41,14 +51,20 @@ class ProfileSetup:
 
 @contextlib.contextmanager
 def prepared(
-    flags: Sequence[str], family: ModelFamily, *, tensor_parallel: int, vocabulary: int | None
+    flags: Sequence[str],
+    family: ModelFamily,
+    *,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    vocabulary: int | None = None,
 ) -> Iterator[ProfileSetup]:
     """Parse a run's flags, make process groups over the ranks there are, seed; undone at the block's end.
 
     Args:
         flags: of Megatron and DynaPipe, `--dynapipe-config` among them; the layout's are replaced.
         family: kind of model.
-        tensor_parallel: ranks that share a layer; the rest measure the same in parallel.
+        tensor_parallel: ranks that share a layer.
+        pipeline_parallel: pipeline stages; the ranks left over are replicas.
         vocabulary: tokens, for a model without a dataset; None takes the dataset's.
 
     Raises:
@@ -56,9 +72,12 @@ def prepared(
         DataError: there is no dataset to take the vocabulary from.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world % tensor_parallel:
-        raise ConfigError(f"expected a number of ranks that {tensor_parallel} divides, got {world}")
-    args = _parse(flags, tensor_parallel, world, vocabulary)
+    ranks = tensor_parallel * pipeline_parallel
+    if world % ranks:
+        raise ConfigError(f"expected a number of ranks that {ranks} divides, got {world}")
+    layout = ["--tensor-model-parallel-size", str(tensor_parallel)]
+    layout += ["--pipeline-model-parallel-size", str(pipeline_parallel)]
+    args = _parse(flags, family, layout, world // ranks, vocabulary)
     device = torch.device("cpu")
     if cpu.is_enabled():
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as torchrun starts ranks
@@ -71,7 +90,12 @@ def prepared(
     else:
         dist.init_process_group(backend)
     try:
-        parallel_state.initialize_model_parallel(tensor_parallel, 1)
+        embeddings = {}
+        if family is ModelFamily.T5:
+            split = t5_split(args)
+            embeddings["get_embedding_ranks"] = split.embedding_ranks
+            embeddings["get_position_embedding_ranks"] = split.position_embedding_ranks
+        parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, **embeddings)
         model_parallel_cuda_manual_seed(args.seed)
         yield ProfileSetup(args=args, family=family, device=device, tensor_parallel=tensor_parallel)
     finally:
@@ -79,23 +103,38 @@ def prepared(
         dist.destroy_process_group()
 
 
-def _parse(flags: Sequence[str], tensor_parallel: int, world: int, vocabulary: int | None) -> argparse.Namespace:
+def _parse(
+    flags: Sequence[str], family: ModelFamily, layout: Sequence[str], replicas: int, vocabulary: int | None
+) -> argparse.Namespace:
     parser = _extend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    words = config.expand(flags, arguments.switches(parser))
+    words = _without(config.expand(flags, arguments.switches(parser)), _OTHER_LAYOUTS)
+    words += layout
     early = parser.parse_args(words)
-    words += ["--pipeline-model-parallel-size", "1", "--tensor-model-parallel-size", str(tensor_parallel)]
-    batch = max(early.global_batch_size or 1, world // tensor_parallel)
-    words += ["--global-batch-size", str(batch - batch % (world // tensor_parallel))]
+    batch = max(early.global_batch_size or 1, replicas)
+    words += ["--global-batch-size", str(batch - batch % replicas)]
     words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary or _vocabulary(early))]
+    words += model_flags.words_for_megatron(early, family)
     kept, sys.argv = sys.argv, [sys.argv[0], *words]
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # a thousand lines of arguments
             args: argparse.Namespace = parse_and_validate_args(extra_args_provider=_extend)
     finally:
         sys.argv = kept
-    multiple = args.make_vocab_size_divisible_by * tensor_parallel
+    model_flags.restore(args, early)
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     return args
+
+
+def _without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The command line without some flags and their values."""
+    kept, dropping = [], False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word.partition("=")[0] in flags
+        if not dropping:
+            kept.append(word)
+    return kept
 
 
 def _vocabulary(args: argparse.Namespace) -> int:
