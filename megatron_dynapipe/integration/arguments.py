@@ -14,6 +14,7 @@ from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration import familiar, placement
+from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.sampling import LongSamples
 from megatron_dynapipe.store import StoreAddress
@@ -182,6 +183,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--dynapipe-inter-node-bw", type=float, default=100.0, metavar="GBPS", help="between nodes")
     add("--dynapipe-intra-node-lat", type=float, default=0.0, metavar="US", help="latency within a node")
     add("--dynapipe-inter-node-lat", type=float, default=4000.0, metavar="US", help="latency between nodes")
+    model_flags.add_arguments(group)
     familiar.add_arguments(group)
 
 

@@ -11,8 +11,10 @@ from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShap
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.arguments import RunSettings, maximum_lengths
 from megatron_dynapipe.integration.layer_split import gpt_layers_per_stage
+from megatron_dynapipe.integration.models import flags as model_flags
+from megatron_dynapipe.planning.layer_split import BATCHES, choose_layer_split
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import SamplerSettings
+from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings
 from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs, SplitSettings
 from megatron_dynapipe.units import ModelFamily
 
@@ -76,7 +78,7 @@ def _planner(args: argparse.Namespace, settings: RunSettings, family: ModelFamil
         tensor_parallel=args.tensor_model_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
         chunks=args.virtual_pipeline_model_parallel_size or 1,
-        layers_per_stage=None if t5 else gpt_layers_per_stage(args),
+        layers_per_stage=model_flags.layers_per_stage(args) if t5 else gpt_layers_per_stage(args),
         memory_limit_bytes=settings.memory_limit_bytes or device_memory_bytes(on_cpu=on_cpu),
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=settings.recompute,
@@ -85,6 +87,23 @@ def _planner(args: argparse.Namespace, settings: RunSettings, family: ModelFamil
         element_bytes=args.params_dtype.itemsize,
         sequence_parallel=args.sequence_parallel,
     )
+
+
+def chosen_layer_split(
+    args: argparse.Namespace, settings: RunSettings, family: ModelFamily, *, on_cpu: bool
+) -> tuple[int, ...]:
+    """The layers per stage under which the run's first iterations are predicted to be fastest, alike on every rank.
+
+    Raises:
+        ConfigError: several chunks per stage, or no equal split to start from.
+        PlanningError: none of the iterations can be planned.
+    """
+    sampler = Sampler(
+        LengthTable.read(settings.data, "train"), _sampler(args, settings, family, args.global_batch_size)
+    )
+    batches = [sampler.batch(iteration) for iteration in range(BATCHES)]
+    planner = _planner(args, settings, family, on_cpu=on_cpu)
+    return choose_layer_split(planner, _costs(args, settings, family, on_cpu=on_cpu).load(), batches)
 
 
 def _network(settings: RunSettings) -> Network:

@@ -39,7 +39,7 @@ class SequenceParallelNorm:
         return norm
 
 
-def local_norm(config: TransformerConfig) -> Any:
+def local_norm(*, normalization: str, sequence_parallel: bool) -> Any:
     """The class of norms for local layers: Megatron's choice (apex's, if installed), ours where that would refuse."""
-    theirs = WrappedTorchNorm if config.normalization == "RMSNorm" else LNImpl
-    return SequenceParallelNorm if config.sequence_parallel and theirs is WrappedTorchNorm else theirs
+    theirs = WrappedTorchNorm if normalization == "RMSNorm" else LNImpl
+    return SequenceParallelNorm if sequence_parallel and theirs is WrappedTorchNorm else theirs

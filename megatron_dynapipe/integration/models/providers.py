@@ -1,6 +1,6 @@
 """Model providers for Megatron's `pretrain`.
 
-A provider is called once per stage as `provider(pre_process=…, post_process=…, vp_stage=…, config=…, pg_collection=…)`
+A provider is called once per chunk as `provider(pre_process=…, post_process=…, vp_stage=…, config=…, pg_collection=…)`
 and returns the plain module; Megatron wraps it. The arguments are handed in, not fetched: `get_args()` has one caller.
 """
 
@@ -15,28 +15,49 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
+from megatron_dynapipe.data.collate import Needs
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.models.flags import layers_per_stage
 from megatron_dynapipe.integration.models.layers import T5Split
-from megatron_dynapipe.integration.models.t5_stage import T5Stage
+from megatron_dynapipe.integration.models.norms import local_norm
+from megatron_dynapipe.integration.models.positions import T5_POSITIONS, Positions
+from megatron_dynapipe.integration.models.specs import HAVE_TRANSFORMER_ENGINE, CoreAttention, local_layer
+from megatron_dynapipe.integration.models.t5_stage import T5Options, T5Stage, share_weights
 
 ModelProvider = Callable[..., Any]
 
 
-def t5_split(args: Namespace, layers_per_stage: Sequence[int] | None = None) -> T5Split:
+def t5_split(args: Namespace, split: Sequence[int] | None = None) -> T5Split:
     """How Megatron's arguments cut a T5: `--encoder-num-layers`, `--decoder-num-layers` over the pipeline.
 
     Args:
-        args: Megatron's arguments; without `--decoder-num-layers` both stacks are `--num-layers` deep.
-        layers_per_stage: layers of each stage in model order; equal if None.
+        args: Megatron's arguments; without `--decoder-num-layers` both stacks are equally deep.
+        split: layers of each virtual stage in model order; those of `--dynapipe-layers-per-stage` if None.
 
     Raises:
         ConfigError: the layers cannot be split so.
     """
-    decoder_layers = args.decoder_num_layers or args.encoder_num_layers
-    return T5Split.of(args.encoder_num_layers, decoder_layers, args.pipeline_model_parallel_size, layers_per_stage)
+    return T5Split.of(
+        args.encoder_num_layers,
+        args.decoder_num_layers or args.encoder_num_layers,
+        args.pipeline_model_parallel_size,
+        split or layers_per_stage(args),
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+    )
+
+
+def t5_needs(split: T5Split, rank: int) -> Needs:
+    """Which of a micro-batch's tensors the chunks of a pipeline rank read."""
+    chunks = split.of_rank(rank)
+    return Needs(
+        tokens=any(layers.starts_encoder for layers in chunks),
+        decoder_tokens=any(layers.starts_decoder for layers in chunks),
+        labels=any(layers.ends_decoder for layers in chunks),
+    )
 
 
 def t5_provider(args: Namespace, split: T5Split) -> ModelProvider:
@@ -46,6 +67,8 @@ def t5_provider(args: Namespace, split: T5Split) -> ModelProvider:
         ConfigError: an option that a staged T5 does not have.
     """
     check_t5_arguments(args)
+    options = t5_options(args)
+    built: list[T5Stage] = []
 
     def provide(
         pre_process: bool = True,
@@ -55,16 +78,41 @@ def t5_provider(args: Namespace, split: T5Split) -> ModelProvider:
         pg_collection: ProcessGroupCollection | None = None,
     ) -> T5Stage:
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        return T5Stage(
+        chunk = vp_stage or 0
+        if chunk == 0:
+            built.clear()
+        stage = T5Stage(
             config or core_transformer_config_from_args(args),
             split=split,
-            stage=groups.pp.rank(),
+            stage=groups.pp.rank() + chunk * split.ranks,
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
+            options=options,
             pg_collection=groups,
         )
+        built.append(stage)
+        if split.chunks > 1 and len(built) == split.chunks:
+            share_weights(built)
+        return stage
 
     return provide
+
+
+def t5_options(args: Namespace) -> T5Options:
+    """What Megatron's arguments and ours make a T5 of."""
+    return T5Options(
+        transformer_engine=args.transformer_impl != "local",
+        attention=CoreAttention(args.dynapipe_attention),
+        positions=Positions(
+            kind=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rotary_interpolation=args.rotary_seq_len_interpolation_factor,
+            relative_buckets=args.relative_attention_num_buckets,
+            relative_max_distance=args.relative_attention_max_distance,
+        ),
+        tied=not args.untie_embeddings_and_output_weights,
+    )
 
 
 def check_t5_arguments(args: Namespace) -> None:
@@ -73,16 +121,23 @@ def check_t5_arguments(args: Namespace) -> None:
     Raises:
         ConfigError: naming the option, and what to give instead.
     """
+    local = args.transformer_impl == "local"
     refused = (
-        (args.transformer_impl != "local", "--transformer-impl local", f"--transformer-impl {args.transformer_impl}"),
         (
-            args.position_embedding_type != "learned_absolute",
-            "--position-embedding-type learned_absolute",
+            not local and not HAVE_TRANSFORMER_ENGINE,
+            "--transformer-impl local (Transformer Engine is not installed)",
+            f"--transformer-impl {args.transformer_impl}",
+        ),
+        (
+            args.position_embedding_type not in T5_POSITIONS,
+            f"--position-embedding-type {', '.join(T5_POSITIONS[:-1])} or {T5_POSITIONS[-1]}",
             args.position_embedding_type,
         ),
-        (args.untie_embeddings_and_output_weights, "tied embeddings", "--untie-embeddings-and-output-weights"),
-        (args.sequence_parallel, "no sequence parallelism", "--sequence-parallel"),
-        (args.virtual_pipeline_model_parallel_size is not None, "one stage per rank", "virtual pipeline stages"),
+        (
+            args.position_embedding_type == "relative" and local and args.dynapipe_attention != "sdpa",
+            "--dynapipe-attention sdpa with relative positions",
+            f"--dynapipe-attention {args.dynapipe_attention}",
+        ),
         (args.apply_query_key_layer_scaling, "no scaling by layer", "--apply-query-key-layer-scaling"),
     )
     for is_refused, expected, given in refused:
@@ -91,7 +146,15 @@ def check_t5_arguments(args: Namespace) -> None:
 
 
 def gpt_provider(args: Namespace) -> ModelProvider:
-    """A provider of Megatron's own `GPTModel`, with Megatron's local layers or Transformer Engine's."""
+    """A provider of Megatron's own `GPTModel`, with Megatron's local layers or Transformer Engine's.
+
+    Raises:
+        ConfigError: relative positions, which Megatron's `GPTModel` does not have.
+    """
+    if args.position_embedding_type == "relative":
+        raise ConfigError(
+            "Megatron's GPT has no relative positions", hint="use --position-embedding-type rope or learned_absolute"
+        )
 
     def provide(
         pre_process: bool = True,
@@ -100,9 +163,15 @@ def gpt_provider(args: Namespace) -> ModelProvider:
         config: TransformerConfig | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> GPTModel:
+        config = config or core_transformer_config_from_args(args)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        layer: Any = gpt_layer(args)
+        if args.transformer_impl == "local":
+            layers = get_num_layers_to_build(config, vp_stage, groups.pp.rank())
+            layer = TransformerBlockSubmodules([layer] * layers, layer_norm=_norm(args))
         return GPTModel(
-            config=config or core_transformer_config_from_args(args),
-            transformer_layer_spec=gpt_layer(args),
+            config=config,
+            transformer_layer_spec=layer,
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
@@ -113,7 +182,8 @@ def gpt_provider(args: Namespace) -> ModelProvider:
             position_embedding_type=args.position_embedding_type,
             rotary_percent=args.rotary_percent,
             rotary_base=args.rotary_base,
-            pg_collection=pg_collection,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+            pg_collection=groups,
             vp_stage=vp_stage,
         )
 
@@ -121,14 +191,23 @@ def gpt_provider(args: Namespace) -> ModelProvider:
 
 
 def gpt_layer(args: Namespace) -> ModuleSpec:
-    """One layer of a GPT, as `--transformer-impl` asks.
+    """One layer of a GPT, as `--transformer-impl` and `--dynapipe-attention` ask.
 
     Raises:
         ConfigError: mixtures of experts, which the planner's cost models do not know.
     """
     if args.num_experts:
         raise ConfigError(f"expected a dense model, got --num-experts {args.num_experts}")
-    layer = get_gpt_layer_local_spec if args.transformer_impl == "local" else get_gpt_layer_with_transformer_engine_spec
-    if args.transformer_impl == "local":
-        return layer(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
-    return layer(qk_layernorm=args.qk_layernorm)
+    if args.transformer_impl != "local":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+    layer = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    return local_layer(layer, _norm(args), CoreAttention(args.dynapipe_attention))
+
+
+def gpt_takes_mask(args: Namespace) -> bool:
+    """Whether a GPT's attention is to be given a causal mask; the others know causality, and are faster without."""
+    return bool(args.transformer_impl == "local" and args.dynapipe_attention == "megatron")
+
+
+def _norm(args: Namespace) -> Any:
+    return local_norm(normalization=args.normalization, sequence_parallel=args.sequence_parallel)

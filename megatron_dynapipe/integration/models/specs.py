@@ -4,12 +4,10 @@ import enum
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.T5 import t5_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dynapipe.errors import ConfigError
@@ -46,7 +44,8 @@ def t5_layer(config: TransformerConfig, attention: CoreAttention | None, *, deco
     """
     if attention is not None:
         made = t5_spec.decoder_model_with_local_spec() if decoder else t5_spec.encoder_model_with_local_spec()
-        return _local(made, config, attention), local_norm(config)
+        norm = local_norm(normalization=config.normalization, sequence_parallel=config.sequence_parallel)
+        return local_layer(made, norm, attention), norm
     if not HAVE_TRANSFORMER_ENGINE:
         raise ConfigError(
             "--transformer-impl transformer_engine needs Transformer Engine, which is not installed",
@@ -57,18 +56,8 @@ def t5_layer(config: TransformerConfig, attention: CoreAttention | None, *, deco
     return t5_spec.encoder_model_with_transformer_engine_default_spec(), t5_spec.TENorm
 
 
-def gpt_local_layers(
-    config: TransformerConfig, attention: CoreAttention, *, vp_stage: int | None, pipeline_rank: int
-) -> TransformerBlockSubmodules:
-    """The local layers of a GPT on one virtual stage, and the norm after the model's last one."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    layers = get_num_layers_to_build(config, vp_stage, pipeline_rank)
-    return TransformerBlockSubmodules([_local(layer, config, attention)] * layers, layer_norm=local_norm(config))
-
-
-def _local(layer: ModuleSpec, config: TransformerConfig, attention: CoreAttention) -> ModuleSpec:
-    """Megatron's local layer with this core attention, and with norms that take the configuration."""
-    norm = local_norm(config)
+def local_layer(layer: ModuleSpec, norm: Any, attention: CoreAttention) -> ModuleSpec:
+    """Megatron's local layer with this class of norms and this core attention."""
 
     def normed(part: Any) -> Any:
         return part if part is IdentityOp else norm

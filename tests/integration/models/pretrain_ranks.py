@@ -16,6 +16,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args  #
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 
 from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask  # noqa: E402
+from megatron_dynapipe.integration import arguments as arguments_of_ours  # noqa: E402
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider, t5_split  # noqa: E402
 from megatron_dynapipe.integration.models.t5_stage import T5StageInputs  # noqa: E402
 
@@ -47,7 +48,9 @@ class RandomTokens:
 def run_pretrain(rank: int, world_size: int, model: str, arguments: str) -> list[float]:
     """Train; on the last stage, the loss of every micro-batch of training and of the evaluations at the end."""
     sys.argv = ["pretrain", *ARGUMENTS.split(), *arguments.split()]
-    args = parse_and_validate_args(extra_args_provider=cpu.set_args_defaults)
+    args = parse_and_validate_args(
+        extra_args_provider=lambda parser: cpu.set_args_defaults(arguments_of_ours.add_arguments(parser))
+    )
     losses: list[float] = []
 
     def loss_function(output: torch.Tensor):

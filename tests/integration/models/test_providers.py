@@ -1,7 +1,11 @@
 from argparse import Namespace
+from functools import partial
 
 import pytest
 
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.models import flags
+from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
 
 DEPTHS = {"gpt": "--num-layers 2", "t5": "--encoder-num-layers 1 --decoder-num-layers 2"}
@@ -47,39 +51,49 @@ def test_a_t5_trains_in_bf16_with_the_distributed_optimizer_and_recomputes():
 
 
 REFUSED = {
-    "transformer_impl": ("transformer_engine", "--transformer-impl local, got --transformer-impl transformer_engine"),
-    "position_embedding_type": ("rope", "--position-embedding-type learned_absolute, got rope"),
-    "untie_embeddings_and_output_weights": (True, "tied embeddings, got --untie-embeddings-and-output-weights"),
-    "sequence_parallel": (True, "no sequence parallelism, got --sequence-parallel"),
-    "virtual_pipeline_model_parallel_size": (2, "one stage per rank, got virtual pipeline stages"),
-    "apply_query_key_layer_scaling": (True, "no scaling by layer, got --apply-query-key-layer-scaling"),
+    "Transformer Engine": (
+        {"transformer_impl": "transformer_engine"},
+        "--transformer-impl local (Transformer Engine is not installed), got --transformer-impl transformer_engine",
+    ),
+    "positions": (
+        {"position_embedding_type": "mrope"},
+        "--position-embedding-type learned_absolute, rope, relative or none, got mrope",
+    ),
+    "relative positions": (
+        {"position_embedding_type": "relative", "dynapipe_attention": "megatron"},
+        "--dynapipe-attention sdpa with relative positions, got --dynapipe-attention megatron",
+    ),
+    "scaling": (
+        {"apply_query_key_layer_scaling": True},
+        "no scaling by layer, got --apply-query-key-layer-scaling",
+    ),
 }
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     """The message for each option of `REFUSED` given alone, and for a GPT with experts."""
-    from megatron_dynapipe.errors import ConfigError
-    from megatron_dynapipe.integration.models.providers import check_t5_arguments, gpt_layer
+    from megatron_dynapipe.integration.models.providers import check_t5_arguments, gpt_layer, gpt_provider
 
     accepted = {
         "transformer_impl": "local",
         "position_embedding_type": "learned_absolute",
-        "untie_embeddings_and_output_weights": False,
-        "sequence_parallel": False,
-        "virtual_pipeline_model_parallel_size": None,
+        "dynapipe_attention": "sdpa",
         "apply_query_key_layer_scaling": False,
     }
     check_t5_arguments(Namespace(**accepted))
+    check_t5_arguments(Namespace(**accepted | {"position_embedding_type": "relative"}))
+    made = {
+        "experts": lambda: gpt_layer(Namespace(num_experts=4, transformer_impl="local")),
+        "gpt": lambda: gpt_provider(Namespace(position_embedding_type="relative")),
+    }
+    for option, (changes, _) in REFUSED.items():
+        made[option] = partial(check_t5_arguments, Namespace(**accepted | changes))
     messages = {}
-    for option, (value, _) in REFUSED.items():
+    for option, make in made.items():
         try:
-            check_t5_arguments(Namespace(**accepted | {option: value}))
+            make()
         except ConfigError as error:
             messages[option] = str(error)
-    try:
-        gpt_layer(Namespace(num_experts=4, transformer_impl="local"))
-    except ConfigError as error:
-        messages["num_experts"] = str(error)
     return messages
 
 
@@ -87,4 +101,53 @@ def test_options_that_the_models_do_not_have_are_refused():
     messages = run_ranks(refusals, 1)[0]
     for option, (_, message) in REFUSED.items():
         assert messages[option] == f"a T5 cut into stages expects {message}"
-    assert messages["num_experts"] == "expected a dense model, got --num-experts 4"
+    assert messages["experts"] == "expected a dense model, got --num-experts 4"
+    assert "Megatron's GPT has no relative positions" in messages["gpt"]
+
+
+def namespace(**given: object) -> Namespace:
+    asked = {"position_embedding_type": "learned_absolute", "transformer_impl": "local"}
+    return Namespace(**{**asked, "dynapipe_layers_per_stage": None, **given})
+
+
+WORDS = {
+    "t5": (ModelFamily.T5, {"dynapipe_layers_per_stage": "3,1"}, []),
+    "t5, relative": (ModelFamily.T5, {"position_embedding_type": "relative"}, ["--position-embedding-type", "none"]),
+    "t5, relative, Transformer Engine": (
+        ModelFamily.T5,
+        {"position_embedding_type": "relative", "transformer_impl": "transformer_engine"},
+        [],
+    ),
+    "gpt": (ModelFamily.GPT, {}, []),
+    "gpt, layers": (
+        ModelFamily.GPT,
+        {"dynapipe_layers_per_stage": "3,1"},
+        ["--pipeline-model-parallel-layout", "Ettt|tL"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "given", "words"), WORDS.values(), ids=WORDS.keys())
+def test_what_megatron_is_told(family, given, words):
+    args = namespace(**given)
+    assert flags.words_for_megatron(args, family) == words
+    checked = namespace(position_embedding_type="none")
+    flags.restore(checked, args)
+    expected = "relative" if args.position_embedding_type == "relative" else "none"
+    assert checked.position_embedding_type == expected
+
+
+@pytest.mark.parametrize("given", ["", "3,x", "3,0,1", "3;1", "automatic"])
+def test_layers_per_stage_are_numbers(given):
+    with pytest.raises(ConfigError, match=f"expected --dynapipe-layers-per-stage as 5,3 or auto, got '{given}'"):
+        flags.layers_per_stage(namespace(dynapipe_layers_per_stage=given))
+
+
+def test_layers_of_one_stage():
+    assert flags.layers_per_stage(namespace(dynapipe_layers_per_stage="3")) == (3,)
+
+
+def test_a_gpts_split_is_not_planned_in_the_run():
+    with pytest.raises(ConfigError, match="auto plans the split of a T5"):
+        flags.words_for_megatron(namespace(dynapipe_layers_per_stage="auto"), ModelFamily.GPT)
+    assert flags.layers_per_stage(namespace(dynapipe_layers_per_stage="auto")) is None
