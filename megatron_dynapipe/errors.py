@@ -66,5 +66,9 @@ class ExecutionError(DynaPipeError):
     """An instruction list that the executor cannot run."""
 
 
+class PatchError(DynaPipeError):
+    """A Megatron-LM checkout to which patches cannot be applied, or from which they cannot be taken back."""
+
+
 class UnsupportedMegatronError(DynaPipeError):
     """The installed Megatron is of a version whose seams are not known."""

