@@ -127,7 +127,7 @@ class _Walk:
     """States of all buffers of one rank while its list is walked."""
 
     def __init__(self, pipeline: Pipeline, trace: StageTrace) -> None:
-        self.pipeline, self.trace = pipeline, trace
+        self.pipeline, self.trace, self.chunks = pipeline, trace, pipeline.chunks
         self.first = trace.stage == 0
         self.last = trace.stage == pipeline.stages - 1
         rows, chunks = pipeline.micro_batches, pipeline.chunks
@@ -148,7 +148,7 @@ class _Walk:
         self.receiver = {_ACTIVATION: following, _GRADIENT: previous}
         self.sender = {_ACTIVATION: previous, _GRADIENT: following}
         self.sent: dict[Payload, dict[int, int]] = {payload: {} for payload in Payload}
-        self.receiving: dict[Payload, int | None] = dict.fromkeys(Payload)
+        self.receiving: set[Payload] = set()
 
     def handlers(self) -> dict[type[Instruction], Callable[..., None]]:
         """The method for each kind of instruction."""
@@ -176,9 +176,9 @@ class _Walk:
             raise PlanError("the forward pass runs twice")
         self.done[key] = READY
         if self.buffers[Buffer.INPUT][key] != NONE:
-            self.advance(Buffer.INPUT, key, READY, USED if self.pipeline.forward_only else READY)
+            self.advance(Buffer.INPUT, row, run.chunk, READY, USED if self.pipeline.forward_only else READY)
         if self.buffers[Buffer.OUTPUT][key] != NONE:
-            self.advance(Buffer.OUTPUT, key, ABSENT, READY)
+            self.advance(Buffer.OUTPUT, row, run.chunk, ABSENT, READY)
         self.forwards_left[row] -= 1
         self.trace.passes.append(run)
 
@@ -195,15 +195,14 @@ class _Walk:
             (Buffer.INPUT_GRAD, ABSENT, READY),
         ):
             if self.buffers[buffer][key] != NONE:
-                self.advance(buffer, key, before, after)
+                self.advance(buffer, run.micro_batch, run.chunk, before, after)
         self.trace.passes.append(run)
 
     def send_start(self, step: int, send: SendStart) -> None:
         payload = send.payload
-        key = self.key(send.micro_batch, send.chunk)
-        self.check_peer(send.peer, self.receiver[payload])
-        buffer = SENT_BUFFER[payload]
-        self.advance(buffer, key, READY, MOVING)
+        if send.peer != self.receiver[payload]:
+            raise PlanError(f"expected stage {self.receiver[payload]} as peer")
+        key = self.advance(SENT_BUFFER[payload], send.micro_batch, send.chunk, READY, MOVING)
         boundary = send.chunk * self.pipeline.stages + self.trace.stage - (payload is _GRADIENT)
         moves = self.trace.sends[payload]
         self.sent[payload][key] = len(moves)
@@ -211,38 +210,34 @@ class _Walk:
 
     def send_wait(self, step: int, wait: SendWait) -> None:
         payload = wait.payload
-        key = self.key(wait.micro_batch, wait.chunk)
-        self.check_peer(wait.peer, self.receiver[payload])
-        buffer = SENT_BUFFER[payload]
-        self.advance(buffer, key, MOVING, USED)
+        if wait.peer != self.receiver[payload]:
+            raise PlanError(f"expected stage {self.receiver[payload]} as peer")
+        key = self.advance(SENT_BUFFER[payload], wait.micro_batch, wait.chunk, MOVING, USED)
         self.trace.waits.append(Wait(step, payload, True, self.sent[payload][key]))
 
     def recv_start(self, step: int, receive: RecvStart) -> None:
         payload = receive.payload
-        key = self.key(receive.micro_batch, receive.chunk)
-        self.check_peer(receive.peer, self.sender[payload])
-        if self.receiving[payload] is not None:
+        if receive.peer != self.sender[payload]:
+            raise PlanError(f"expected stage {self.sender[payload]} as peer")
+        if payload in self.receiving:
             raise PlanError("the channel has a receive already that has not been waited for")
-        buffer = RECEIVED_BUFFER[payload]
-        self.advance(buffer, key, ABSENT, MOVING)
-        self.receiving[payload] = key
+        self.advance(RECEIVED_BUFFER[payload], receive.micro_batch, receive.chunk, ABSENT, MOVING)
+        self.receiving.add(payload)
         boundary = receive.chunk * self.pipeline.stages + self.trace.stage - (payload is _ACTIVATION)
         self.trace.receives[payload].append(Move(receive.micro_batch, boundary, receive.shapes, step))
 
     def recv_wait(self, step: int, wait: RecvWait) -> None:
         payload = wait.payload
-        key = self.key(wait.micro_batch, wait.chunk)
-        self.check_peer(wait.peer, self.sender[payload])
-        buffer = RECEIVED_BUFFER[payload]
-        self.advance(buffer, key, MOVING, READY)
-        self.receiving[payload] = None
+        if wait.peer != self.sender[payload]:
+            raise PlanError(f"expected stage {self.sender[payload]} as peer")
+        self.advance(RECEIVED_BUFFER[payload], wait.micro_batch, wait.chunk, MOVING, READY)
+        self.receiving.discard(payload)
         self.trace.waits.append(Wait(step, payload, False, len(self.trace.receives[payload]) - 1))
 
     def free(self, step: int, free: Free) -> None:
         row = free.micro_batch
         if free.buffer is not Buffer.DATA:
-            key = self.key(row, free.chunk)
-            self.advance(free.buffer, key, USED, FREED)
+            self.advance(free.buffer, row, free.chunk, USED, FREED)
         elif free.chunk != 0 or self.data[row] != READY or self.forwards_left[row]:
             raise PlanError(
                 f"DATA of micro-batch {row} is {State(self.data[row]).name} with {self.forwards_left[row]} forward "
@@ -253,22 +248,20 @@ class _Walk:
 
     def key(self, micro_batch: int, chunk: int) -> int:
         """Index of a micro-batch's state on a chunk."""
-        if not 0 <= chunk < self.pipeline.chunks:
-            raise PlanError(f"the stage has {self.pipeline.chunks} chunks")
-        return micro_batch * self.pipeline.chunks + chunk
+        if not 0 <= chunk < self.chunks:
+            raise PlanError(f"the stage has {self.chunks} chunks")
+        return micro_batch * self.chunks + chunk
 
-    @staticmethod
-    def check_peer(peer: int, expected: int) -> None:
-        """Activations flow to the next rank, gradients to the one before."""
-        if peer != expected:
-            raise PlanError(f"expected stage {expected} as peer")
-
-    def advance(self, buffer: Buffer, key: int, before: int, after: int) -> None:
-        """Move a buffer from one state to the next, and from no other."""
+    def advance(self, buffer: Buffer, micro_batch: int, chunk: int, before: int, after: int) -> int:
+        """Move a buffer from one state to the next, and from no other; its index."""
+        if not 0 <= chunk < self.chunks:
+            raise PlanError(f"the stage has {self.chunks} chunks")
+        key = micro_batch * self.chunks + chunk
         states = self.buffers[buffer]
         if states[key] != before:
             raise PlanError(f"{buffer.name} is {State(states[key]).name}, expected {State(before).name}")
         states[key] = after
+        return key
 
     def check_end(self) -> None:
         """All passes run, all buffers freed."""
