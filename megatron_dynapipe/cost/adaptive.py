@@ -68,10 +68,10 @@ class AdaptiveGrid:
             return None
         forward, backward, shapes = self._fitted()
         left = [p for p in self._candidates if p not in self.measured and not self._is_infeasible(p)]
-        queries = np.array(left, float).reshape(len(left), -1)
-        if len(left):
-            short = forward.at(queries) + backward.at(queries) <= longest_ms
-            queries = queries[short]
+        if not left:
+            return None
+        queries = np.array(left, float)
+        queries = queries[forward.at(queries) + backward.at(queries) <= longest_ms]
         if not len(queries):
             return None
         gaps = coordinates(queries)[:, None] - coordinates(shapes)[None]

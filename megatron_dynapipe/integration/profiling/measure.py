@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from megatron_dynapipe.integration.profiling.layers import Forward, Part, Point
-from megatron_dynapipe.integration.profiling.memory import ForwardMemory, forward_memory
+from megatron_dynapipe.integration.profiling.memory import PassMemory, pass_memory
 from megatron_dynapipe.runtime.platform import CpuPlatform, DevicePlatform, Mark, platform_of
 
 FEWEST_REPEATS = 3
@@ -26,7 +26,7 @@ class Sample:
 
     forward_ns: int
     backward_ns: int
-    memory: ForwardMemory
+    memory: PassMemory
 
 
 class ThreadClock(CpuPlatform):
@@ -50,9 +50,7 @@ def measure(part: Part, point: Point, platform: DevicePlatform) -> Sample:
         torch.OutOfMemoryError: the device has too little memory for it.
     """
     forward = part.prepare(point)
-    memory, output = forward_memory(forward, platform.device)
-    _backward(output)  # that was the warm-up
-    del output
+    memory = pass_memory(forward, _backward, platform.device)  # the warm-up, too
     started = time.perf_counter()
     forwards: list[int] = []
     backwards: list[int] = []

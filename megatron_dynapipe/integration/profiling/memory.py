@@ -1,4 +1,4 @@
-"""What a forward keeps and what it needs at most: counted by hooks on the CPU, by the allocator on CUDA devices."""
+"""What a forward keeps and what both passes need at most: by hooks on the CPU, by the allocator on CUDA devices."""
 
 import weakref
 from collections.abc import Callable
@@ -11,33 +11,41 @@ from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardMemory:
-    """Bytes above what was there before: kept at a forward's end for its backward, and at its high-water mark."""
+class PassMemory:
+    """Bytes above what was there before a forward.
+
+    Attributes:
+        stored_bytes: kept at the forward's end for the backward.
+        peak_bytes: high-water mark of forward and backward. In a stage of several layers the last one's is reached
+            above what those before it keep, whichever of the two passes reaches it.
+    """
 
     stored_bytes: int
     peak_bytes: int
 
 
-def forward_memory(forward: Callable[[], Any], device: torch.device) -> tuple[ForwardMemory, Any]:
-    """Run a forward once, and say what memory it took; its output, which the caller lets go."""
-    return _on_cuda(forward, device) if device.type == "cuda" else _on_cpu(forward)
+def pass_memory(forward: Callable[[], Any], backward: Callable[[Any], None], device: torch.device) -> PassMemory:
+    """Run a forward and its backward once, and say what memory they took."""
+    return _on_cuda(forward, backward, device) if device.type == "cuda" else _on_cpu(forward, backward)
 
 
-def _on_cuda(forward: Callable[[], Any], device: torch.device) -> tuple[ForwardMemory, Any]:
+def _on_cuda(forward: Callable[[], Any], backward: Callable[[Any], None], device: torch.device) -> PassMemory:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     output = forward()
-    torch.cuda.synchronize(device)
     stored = torch.cuda.memory_allocated(device) - before
-    return ForwardMemory(stored_bytes=stored, peak_bytes=torch.cuda.max_memory_allocated(device) - before), output
+    backward(output)
+    torch.cuda.synchronize(device)
+    return PassMemory(stored_bytes=stored, peak_bytes=torch.cuda.max_memory_allocated(device) - before)
 
 
-def _on_cpu(forward: Callable[[], Any]) -> tuple[ForwardMemory, Any]:
+def _on_cpu(forward: Callable[[], Any], backward: Callable[[Any], None]) -> PassMemory:
     with LiveStorages() as live:
         output = forward()
         stored = live.bytes
-    return ForwardMemory(stored_bytes=stored, peak_bytes=live.peak_bytes), output
+        backward(output)
+    return PassMemory(stored_bytes=stored, peak_bytes=live.peak_bytes)
 
 
 class LiveStorages(TorchDispatchMode):

@@ -1,0 +1,150 @@
+"""The analytic model: work counted by hand, recompute modes, parallelism, and calibration on five points."""
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, DeviceRates, ModelShape, Row
+from megatron_dynapipe.cost.analytic import PeakRatios, geometric, layer_costs
+from megatron_dynapipe.cost.calibrate import Measured, calibrate, measured_at
+from megatron_dynapipe.cost.format import read_file
+from megatron_dynapipe.cost.work import LayerWork
+from megatron_dynapipe.errors import CostModelError
+from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+from tests.cost.models import gpt_file
+from tests.helpers.shared_data import shared_data
+
+GPT = ModelShape(family=ModelFamily.GPT, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=1000)
+T5 = ModelShape(family=ModelFamily.T5, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=1000)
+B, Q = np.array(3.0), np.array(10.0)
+
+
+def test_work_of_a_layer_by_hand() -> None:
+    work = LayerWork(shape=GPT).encoder(B, Q)
+    tokens, pairs = 30, 300
+    assert work.linear_flops == 2 * tokens * (4 * 64 * 64 + 2 * 64 * 256)
+    assert work.core_flops == 2 * 2 * pairs * 64
+    # The published count for a layer of width h and four times that in its feed-forward: 34·h bytes a token, 5 a pair.
+    assert work.kept_bytes == 34 * 64 * tokens
+    assert work.core_bytes == 5 * 4 * pairs
+    assert work.input_bytes == 2 * 64 * tokens
+
+
+def test_a_decoder_layer_works_on_both_lengths() -> None:
+    work = LayerWork(shape=T5).decoder(B, np.array(8.0), np.array(20.0))
+    assert work.core_flops == 4 * 3 * (8 * 8 + 8 * 20) * 64
+    assert work.linear_flops == 2 * (24 * (6 * 64 * 64 + 2 * 64 * 256) + 60 * 2 * 64 * 64)
+
+
+def test_tensor_parallel_ranks_share_what_can_be_shared() -> None:
+    one, four = (LayerWork(shape=GPT, tensor_parallel=n).encoder(B, Q) for n in (1, 4))
+    sequence = LayerWork(shape=GPT, tensor_parallel=4, sequence_parallel=True).encoder(B, Q)
+    assert four.linear_flops == one.linear_flops / 4 and four.split_bytes == one.split_bytes / 4
+    assert four.shared_bytes == one.shared_bytes and sequence.shared_bytes == one.shared_bytes / 4
+    assert one.message_bytes == 0 and four.message_bytes == sequence.message_bytes == 2 * 30 * 64 * 2 * 2 * 3 / 4
+
+
+def test_recomputation_trades_time_for_memory() -> None:
+    model = AnalyticCostModel(GPT, A100_RATES, max_size=16, max_length=512)
+    none, selective, full = (model.tables(tensor_parallel=1, recompute=mode).values[:, -1, -1, 0] for mode in Recompute)
+    assert none[Row.ENCODER_STORED] > selective[Row.ENCODER_STORED] > full[Row.ENCODER_STORED] == 16 * 512 * 64 * 2
+    assert none[Row.ENCODER_BACKWARD] < selective[Row.ENCODER_BACKWARD] < full[Row.ENCODER_BACKWARD]
+    assert full[Row.ENCODER_BACKWARD] == pytest.approx(none[Row.ENCODER_BACKWARD] + none[Row.ENCODER_FORWARD], abs=2000)
+    assert none[Row.ENCODER_FORWARD] == selective[Row.ENCODER_FORWARD] == full[Row.ENCODER_FORWARD]
+    assert (none[Row.ENCODER_PEAK] >= none[Row.ENCODER_STORED]).all()
+
+
+def test_nothing_is_faster_than_its_launch() -> None:
+    work = LayerWork(shape=GPT).encoder(np.array([1.0, 1e6]), np.array([8.0, 8.0]))
+    rates = DeviceRates(flops_per_second=1e12, bytes_per_second=1e12, layer_overhead_us=500.0, sharpness=8.0)
+    small, large = layer_costs(work, rates, Recompute.NONE)[0]
+    assert small == pytest.approx(500_000, rel=0.01)
+    assert large == pytest.approx(
+        1e6
+        * layer_costs(
+            work, DeviceRates(flops_per_second=1e12, bytes_per_second=1e12, layer_overhead_us=0.0), Recompute.NONE
+        )[0][0],
+        rel=0.01,
+    )
+
+
+def test_costs_never_fall_as_micro_batches_grow() -> None:
+    for shape in (GPT, T5):
+        values = (
+            AnalyticCostModel(shape, A100_RATES, max_size=64, max_length=1024)
+            .tables(tensor_parallel=2, recompute=Recompute.NONE)
+            .values
+        )
+        for axis in (1, 2, 3):
+            assert (np.diff(values, axis=axis) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "between", "points"),
+    [
+        (1, 1, False, [1]),
+        (1, 6, False, [1, 2, 4, 6]),
+        (1, 6, True, [1, 2, 3, 4, 6]),
+        (8, 40, True, [8, 12, 16, 24, 32, 40]),
+    ],
+)
+def test_geometric_axes(first: int, last: int, between: bool, points: list[int]) -> None:
+    assert geometric(first, last, between=between).tolist() == points
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "size", "length", "message"),
+    [
+        (3, 8, 64, "must divide the 4 attention heads, got 3"),
+        (1, 0, 64, "max_size ≥ 1"),
+        (1, 8, 4, "max_length ≥ 8"),
+    ],
+)
+def test_what_cannot_be_is_refused(tensor_parallel: int, size: int, length: int, message: str) -> None:
+    with pytest.raises(CostModelError, match=message):
+        AnalyticCostModel(GPT, A100_RATES, max_size=size, max_length=length).tables(
+            tensor_parallel=tensor_parallel, recompute=Recompute.NONE
+        )
+
+
+def test_calibration_finds_the_rates_that_made_the_points() -> None:
+    truth = DeviceRates(
+        flops_per_second=5e13, bytes_per_second=4e11, layer_overhead_us=300.0, backward_products=1.7,
+        backward_traffic=2.2, sharpness=4.0, peaks=PeakRatios(none=2.0, selective=2.0, full=1.5),
+    )  # fmt: skip
+    shape = ModelShape(family=ModelFamily.GPT, hidden=1024, heads=16, kv_channels=64, ffn=4096, vocabulary=32000)
+    layer, points = LayerWork(shape=shape), []
+    for b, q, mode in ((1, 16, "none"), (8, 64, "none"), (16, 512, "full"), (4, 2048, "selective"), (32, 128, "none")):
+        for work in (layer.encoder(np.array(b), np.array(q)), layer.head(np.array(b), np.array(q))):
+            costs = layer_costs(work, truth, Recompute(mode)) / 1e6
+            points.append(Measured(work=work, recompute=Recompute(mode), forward_ms=float(costs[0]),
+                                   backward_ms=float(costs[1]), peak_mb=float(costs[3])))  # fmt: skip
+    fitted = calibrate(A100_RATES, points)
+    for b, q in ((2, 100), (64, 256), (1, 4000)):
+        work = layer.encoder(np.array(b), np.array(q))
+        expected = layer_costs(work, truth, Recompute.FULL)
+        assert layer_costs(work, fitted, Recompute.FULL)[:3] == pytest.approx(expected[:3], rel=0.1)
+
+
+def test_calibration_needs_points_that_were_measured() -> None:
+    with pytest.raises(CostModelError, match="at least one measured point"):
+        calibrate(A100_RATES, [])
+    with pytest.raises(CostModelError, match="nothing was measured at 3x8"):
+        measured_at(gpt_file(), "tp1_none", Shape(3, 8), GPT, sequence_parallel=False)
+    with pytest.raises(CostModelError, match="no key 'tp2_none'; it has tp1_none"):
+        measured_at(gpt_file(), "tp2_none", Shape(1, 8), GPT, sequence_parallel=False)
+
+
+def test_five_points_of_a_published_profile_predict_its_times() -> None:
+    file, _ = read_file(shared_data("a100", "gpt_6.7b.json"))
+    shape = ModelShape(family=ModelFamily.GPT, hidden=4096, heads=32, kv_channels=128, ffn=16384, vocabulary=50304)
+    at = [("tp1_none", 16, 64), ("tp1_none", 16, 512), ("tp1_full", 4, 1024), ("tp8_selective", 8, 1024),
+          ("tp4_none", 4, 256)]  # fmt: skip
+    points = [p for key, b, q in at for p in measured_at(file, key, Shape(b, q), shape, sequence_parallel=False)]
+    rates, errors = calibrate(A100_RATES, points), []
+    for entry in file.keys.values():
+        layer = LayerWork(shape=shape, tensor_parallel=entry.tp)
+        for length, rows in entry.time_ms["encoder.forward"].items():
+            for size, measured in rows:
+                costs = layer_costs(layer.encoder(np.array(size), np.array(float(length))), rates, entry.recompute)
+                errors.append(abs(costs[0] / 1e6 / measured - 1))
+    assert np.median(errors) <= 0.15

@@ -1,0 +1,106 @@
+"""Corrections learnt from measured passes, and grids written as files."""
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.cost import (
+    ABSENT,
+    CPU_RATES,
+    AnalyticCostModel,
+    ModelShape,
+    PipelineLayout,
+    Row,
+    TableCostModel,
+    stage_costs,
+)
+from megatron_dynapipe.cost.correct import Correction, PassSample, as_file, corrected, fit_correction
+from megatron_dynapipe.cost.format import encode_file
+from megatron_dynapipe.cost.tables import LayerTables
+from megatron_dynapipe.errors import CostModelError
+from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+
+LAYOUT = PipelineLayout.equal(ModelFamily.T5, 4, 4, 2)
+TRUTH = Correction(
+    scales={Row.ENCODER_FORWARD: 1300, Row.DECODER_FORWARD: 900, Row.HEAD_FORWARD: 1500,
+            Row.ENCODER_BACKWARD: 1100, Row.DECODER_BACKWARD: 2000, Row.HEAD_BACKWARD: 800},
+    forward_offset_ns=50_000, backward_offset_ns=100_000,
+)  # fmt: skip
+
+
+def tables(family: ModelFamily = ModelFamily.T5) -> LayerTables:
+    shape = ModelShape(family=family, hidden=128, heads=4, kv_channels=32, ffn=512, vocabulary=4096)
+    return AnalyticCostModel(shape, CPU_RATES, max_size=32, max_length=512).tables(
+        tensor_parallel=1, recompute=Recompute.NONE
+    )
+
+
+def samples(grid: LayerTables, count: int, *, noise: float, seed: int = 0) -> list[PassSample]:
+    draw, found = np.random.default_rng(seed), []
+    for _ in range(count):
+        shape = Shape(int(draw.integers(1, 16)), 8 * int(draw.integers(1, 40)), 8 * int(draw.integers(1, 20)))
+        costs = stage_costs(grid, LAYOUT, *(np.array([n]) for n in shape))
+        for stage in range(2):
+            times = [int(ns[0, stage] * draw.lognormal(0, noise)) for ns in (costs.forward_ns, costs.backward_ns)]
+            found.append(PassSample(stage=stage, shape=shape, recompute=Recompute.NONE, forward_ns=times[0],
+                                    backward_ns=times[1]))  # fmt: skip
+    return found
+
+
+def test_a_wrong_start_heals() -> None:
+    base = tables()
+    truth = corrected(base, TRUTH)
+    learnt = corrected(base, fit_correction(samples(truth, 60, noise=0.05), {Recompute.NONE: base}, LAYOUT))
+    for shape in (Shape(5, 160, 64), Shape(1, 300, 100), Shape(12, 40, 24)):
+        query = [np.array([n]) for n in shape]
+        expected, got = stage_costs(truth, LAYOUT, *query), stage_costs(learnt, LAYOUT, *query)
+        assert got.forward_ns == pytest.approx(expected.forward_ns, rel=0.06)
+        assert got.backward_ns == pytest.approx(expected.backward_ns, rel=0.06)
+        assert (got.stored_bytes == expected.stored_bytes).all()
+
+
+def test_a_few_stalled_passes_do_not_count() -> None:
+    base = tables()
+    found = samples(base, 40, noise=0.01)
+    stalled = [PassSample(stage=s.stage, shape=s.shape, recompute=s.recompute, forward_ns=20 * s.forward_ns,
+                          backward_ns=s.backward_ns) for s in found[:6]]  # fmt: skip
+    correction = fit_correction(found[6:] + stalled, {Recompute.NONE: base}, LAYOUT)
+    assert correction.scales[Row.ENCODER_FORWARD] == pytest.approx(1000, abs=120)
+
+
+def test_the_same_passes_make_the_same_correction() -> None:
+    base = tables()
+    first, second = (fit_correction(samples(base, 20, noise=0.1), {Recompute.NONE: base}, LAYOUT) for _ in range(2))
+    assert first == second
+
+
+def test_a_correction_is_applied_in_integers_and_leaves_holes() -> None:
+    grid = tables()
+    values = grid.values.copy()
+    values[:, -1, -1, -1] = ABSENT
+    holed = LayerTables(sizes=grid.sizes, inputs=grid.inputs, targets=grid.targets, values=values, state=grid.state)
+    result = corrected(holed, TRUTH).values
+    assert (result[:, -1, -1, -1] == ABSENT).all()
+    before = int(values[Row.ENCODER_FORWARD, 0, 0, 0])
+    assert result[Row.ENCODER_FORWARD, 0, 0, 0] == (before * 1300 + 500) // 1000 + 50_000
+
+
+@pytest.mark.parametrize("family", list(ModelFamily))
+def test_a_grid_reads_back_from_its_file_exactly(family: ModelFamily) -> None:
+    grid = tables(family)
+    grid = corrected(grid, TRUTH)
+    file = as_file({(1, Recompute.NONE): grid}, family, name="n", source="s", device="d", provenance={"version": 1})
+    back = TableCostModel.decode(encode_file(file)).tables(tensor_parallel=1, recompute=Recompute.NONE)
+    assert (back.values == grid.values).all() and back.state == grid.state
+    assert back.sizes.tolist() == grid.sizes.tolist() and back.targets.tolist() == grid.targets.tolist()
+
+
+def test_passes_that_do_not_belong_to_the_run_are_refused() -> None:
+    base, sample = tables(), PassSample(stage=0, shape=Shape(1, 8, 8), recompute=Recompute.FULL, forward_ns=1,
+                                        backward_ns=1)  # fmt: skip
+    with pytest.raises(CostModelError, match=r"under recompute .*full.*, which the model does not have"):
+        fit_correction([sample], {Recompute.NONE: base}, LAYOUT)
+    far = PassSample(stage=5, shape=Shape(1, 8, 8), recompute=Recompute.NONE, forward_ns=1, backward_ns=1)
+    with pytest.raises(CostModelError, match="expected passes of 2 virtual stages"):
+        fit_correction([far], {Recompute.NONE: base}, LAYOUT)
+    with pytest.raises(CostModelError, match="no pass was measured"):
+        fit_correction([], {Recompute.NONE: base}, LAYOUT)

@@ -1,0 +1,92 @@
+"""Versions of the cost model: when they come, who makes them, and that a plan can be made again from one's bytes."""
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, TableCostModel, stage_costs
+from megatron_dynapipe.cost.correct import PassSample
+from megatron_dynapipe.errors import CostModelError, StoreTimeoutError
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.service.recalibration import Recalibrated, Recalibration, decode_passes, encode_passes
+from megatron_dynapipe.store import MemoryStore, PlanKeys
+from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+
+KEYS = PlanKeys(job="job", settings_digest="s")
+RULE = Recalibration(first_iteration=100, look_ahead=8, ranks=2)
+SETTINGS = PlannerSettings(
+    family=ModelFamily.GPT, encoder_layers=4, hidden_size=32, pipeline_parallel=2, memory_limit_bytes=10**10,
+    recompute=(Recompute.NONE,),
+)  # fmt: skip
+SHAPE = ModelShape(family=ModelFamily.GPT, hidden=32, heads=4, kv_channels=8, ffn=128, vocabulary=512)
+BASE = AnalyticCostModel(SHAPE, CPU_RATES, max_size=16, max_length=256)
+
+
+def passes(rank: int, slower: float) -> list[PassSample]:
+    tables = BASE.tables(tensor_parallel=1, recompute=Recompute.NONE)
+    found = []
+    for size, length in ((1, 64), (4, 32), (8, 128), (2, 256)):
+        costs = stage_costs(tables, SETTINGS.layout, *(np.array([n]) for n in (size, length, 0)))
+        found.append(
+            PassSample(
+                stage=rank,
+                shape=Shape(size, length),
+                recompute=Recompute.NONE,
+                forward_ns=int(costs.forward_ns[0, rank] * slower),
+                backward_ns=int(costs.backward_ns[0, rank] * slower),
+            )
+        )
+    return found
+
+
+def recalibrated(store: MemoryStore, deadline_s: float = 5.0) -> Recalibrated:
+    return Recalibrated(SETTINGS, BASE, RULE, store, KEYS, deadline_s=deadline_s)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "version"),
+    [(100, 0), (113, 0), (114, 1), (117, 1), (118, 2), (125, 2), (126, 3), (142, 4), (174, 5), (237, 5), (302, 7)],
+)  # fmt: skip
+def test_an_iterations_version_follows_from_its_number(iteration: int, version: int) -> None:
+    assert RULE.version(iteration) == version
+
+
+def test_a_version_is_measured_before_it_can_be_needed() -> None:
+    assert [RULE.measured_until(version) for version in range(8)] == [100, 104, 108, 116, 132, 164, 228, 292]
+    for iteration in range(100, 400):
+        assert RULE.measured_until(RULE.version(iteration)) + RULE.look_ahead < iteration or iteration < 114
+
+
+def test_planners_agree_on_a_version_that_one_of_them_makes() -> None:
+    store = MemoryStore()
+    for rank in range(2):
+        store.put(KEYS.passes(1, rank), encode_passes(passes(rank, slower=3.0)))
+    first, second = recalibrated(store), recalibrated(store)
+    before, after = first.planner(113), first.planner(114)
+    assert before.digest != after.digest == second.planner(114).digest
+    _, data = store.wait_any([KEYS.costs(1)], timeout_s=1, what="the version")
+    again = Planner(SETTINGS, TableCostModel.decode(data))
+    assert again.digest == after.digest  # a plan can be made again from the version's bytes
+    old, new = (planner.cost_model.tables(tensor_parallel=1, recompute=Recompute.NONE) for planner in (before, after))
+    assert new.values[0].sum() == pytest.approx(3 * old.values[0].sum(), rel=0.05)
+
+
+def test_an_empty_version_is_the_model_itself() -> None:
+    store = MemoryStore()
+    for rank in range(2):
+        store.put(KEYS.passes(1, rank), encode_passes([]))
+    tables = recalibrated(store).planner(114).cost_model.tables(tensor_parallel=1, recompute=Recompute.NONE)
+    assert (tables.values == BASE.tables(tensor_parallel=1, recompute=Recompute.NONE).values).all()
+
+
+def test_passes_that_do_not_come_are_named() -> None:
+    store = MemoryStore()
+    store.put(KEYS.passes(1, 0), encode_passes([]))
+    with pytest.raises(StoreTimeoutError, match="the passes that rank 1 measured for version 1 of the cost model"):
+        recalibrated(store, deadline_s=0.05).planner(114)
+
+
+def test_what_is_no_list_of_passes_is_refused() -> None:
+    assert decode_passes(encode_passes(passes(0, 1.0))) == passes(0, 1.0)
+    with pytest.raises(CostModelError, match="expected a list of measured passes"):
+        decode_passes(b'{"stage": 1}')
