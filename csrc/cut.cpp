@@ -105,9 +105,13 @@ public:
         if (least >= kUnreachable) return best_;
         const Cut free = shortest(graph, kUnreachable);
         offer(free);
-        for (int64_t step = kProbes - 1; step > 0; --step)  // A good path early makes the bounds tight.
-            offer(shortest(graph, least + (free.fill - least) / kProbes * step));
-        explore(graph, least, free.fill);
+        const int64_t step = (free.fill - least) / kProbes;
+        offer(shortest(graph, least + 2 * step));
+        const int64_t cheaper = (best_objective() - free.total * chunks_) / replicas_;
+        const Graph near = filtered(graph, [&](size_t, const Edge& edge) { return edge.fill <= cheaper; });
+        for (int64_t probe = 1; probe < kProbes; ++probe)  // A good path early makes the bounds tight.
+            if (least + probe * step < cheaper) offer(shortest(near, least + probe * step));
+        explore(near, least, cheaper);
         return best_;
     }
 
@@ -245,6 +249,8 @@ void CutProblem::check() const {
 
 namespace {
 
+constexpr size_t kFewSamples = 2048;
+
 std::vector<Cut> cuts_of(const CutProblem& problem, Costs& costs, uint32_t mask) {
     const Graph graph = build(problem, costs, mask);
     check_sums(problem, graph);
@@ -284,38 +290,42 @@ void reorder(CutProblem& problem, std::vector<int64_t>& order, const std::vector
 }  // namespace
 
 OrderedCuts best_cuts(const CutProblem& original, const std::vector<std::vector<int64_t>>& orders, bool refine) {
-    CutProblem problem = original;
-    Costs costs(problem);
-    const size_t last = problem.options() - 1;
-    OrderedCuts best;
-    best.order.resize(problem.inputs.size());
-    std::iota(best.order.begin(), best.order.end(), 0);
-    const std::vector<int64_t> identity = best.order;
-    size_t chosen = 0;
-    int64_t least = kUnreachable;
-    for (size_t i = 0; orders.size() > 1 && i < orders.size(); ++i) {
+    CutProblem problem;
+    Costs costs(original);
+    const size_t last = original.options() - 1;
+    OrderedCuts best, present;
+    const auto put = [&](const std::vector<int64_t>& order) {
         problem = original;
-        std::vector<int64_t> order = identity;
-        reorder(problem, order, orders[i]);
-        const Cut cut = cut_of(problem, costs, last);
-        const int64_t objective = cut.fill * problem.replicas + cut.total * static_cast<int64_t>(problem.chunks());
-        if (!cut.sizes.empty() && objective < least) {
-            least = objective;
-            chosen = i;
-        }
-    }
-    problem = original;
-    reorder(problem, best.order, orders[chosen]);
-    if (refine) {
-        std::vector<size_t> options{0};
-        if (last > 0) options.push_back(last);
-        for (size_t option : options) {
+        present.order.resize(original.inputs.size());
+        std::iota(present.order.begin(), present.order.end(), 0);
+        reorder(problem, present.order, order);
+    };
+    const auto better = [&] {
+        for (size_t option : last > 0 ? std::vector<size_t>{0, last} : std::vector<size_t>{0}) {
             const Cut cut = cut_of(problem, costs, option);
-            if (!cut.sizes.empty()) reorder(problem, best.order, refined_order(problem, costs, option, cut));
+            if (!cut.sizes.empty()) reorder(problem, present.order, refined_order(problem, costs, option, cut));
+        }
+    };
+    const auto objective = [&] {
+        const Cut cut = cut_of(problem, costs, last);
+        const int64_t chunks = problem.chunks();
+        return cut.sizes.empty() ? kUnreachable : cut.fill * problem.replicas + cut.total * chunks;
+    };
+    const bool each = refine && original.inputs.size() <= kFewSamples;  // better every order, or only the best
+    int64_t least = kUnreachable;
+    for (const std::vector<int64_t>& order : orders) {
+        put(order);
+        if (each) better();
+        const int64_t value = orders.size() > 1 ? objective() : 0;
+        if (best.order.empty() || value < least) {
+            least = value;
+            best.order = present.order;
         }
     }
-    best.cuts = cuts_of(problem, costs, ~uint32_t{0});
-    return best;
+    put(best.order);
+    if (refine && !each) better();
+    present.cuts = cuts_of(problem, costs, ~uint32_t{0});
+    return present;
 }
 
 }  // namespace dynapipe

@@ -38,8 +38,8 @@ struct OrderedCuts {
     std::vector<Cut> cuts;
 };
 
-// Cuts the best of the given orders. With `refine` it is bettered first, for the option of the most micro-batches in
-// flight and then for that of the fewest.
+// Cuts the best of the given orders. With `refine` orders are bettered first, for the option of the most micro-batches in
+// flight and then for that of the fewest: every order of a small batch, the best of a large one.
 OrderedCuts best_cuts(const CutProblem& problem, const std::vector<std::vector<int64_t>>& orders, bool refine);
 
 }  // namespace dynapipe

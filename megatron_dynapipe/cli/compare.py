@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dynapipe.cost import TableCostModel
 
     cost_model = TableCostModel.load(args.cost_model)
-    batches = chosen_batches(args)
     settings = planner_settings(args, cost_model, args.schedule)
+    batches = chosen_batches(args)
     longest = _longest(args, batches)
     entries = []
     for number, batch in enumerate(batches):

@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dynapipe.planning.planner import Planner
 
     cost_model = TableCostModel.load(args.cost_model)
-    batches = chosen_batches(args)
     planner = Planner(planner_settings(args, cost_model, args.schedule), cost_model)
+    batches = chosen_batches(args)
     iterations = []
     for number, batch in enumerate(batches):
         entry, plan = _planned(planner, batch, number)

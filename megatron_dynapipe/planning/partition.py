@@ -26,6 +26,9 @@ from megatron_dynapipe.planning.native import NATIVE
 from megatron_dynapipe.planning.problem import IntArray
 from megatron_dynapipe.planning.refine import Refiner
 
+FEW_SAMPLES = 2048
+"""Up to so many samples every order is bettered before the best is chosen; of more, only the best one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cut:
@@ -109,17 +112,25 @@ def cut_natively(problem: CutProblem, orders: Sequence[IntArray], native: Module
 def cut_in_python(problem: CutProblem, orders: Sequence[IntArray], *, refine: bool) -> OrderedCuts:
     """`cut` without the compiled core, many times slower."""
     last = len(problem.in_flight) - 1
-    order = orders[0]
-    if len(orders) > 1:
-        order = min(orders, key=lambda one: _objective(problem, _best(problem.reordered(one), last)))
-    if refine:
-        for option in sorted({0, last}):
-            present = problem.reordered(order)
-            found = _best(present, option)
-            if found is not None:
-                order = order[Refiner(present, option, found.fill_ns).run(found.sizes)]
+    each = refine and len(problem.inputs) <= FEW_SAMPLES
+    candidates = [_refined(problem, order) if each else order for order in orders]
+    order = candidates[0]
+    if len(candidates) > 1:
+        order = min(candidates, key=lambda one: _objective(problem, _best(problem.reordered(one), last)))
+    if refine and not each:
+        order = _refined(problem, order)
     present = problem.reordered(order)
     return OrderedCuts(order=order, cuts=tuple(_best(present, option) for option in range(last + 1)))
+
+
+def _refined(problem: CutProblem, order: IntArray) -> IntArray:
+    """The order bettered for the first option, then for the last."""
+    for option in sorted({0, len(problem.in_flight) - 1}):
+        present = problem.reordered(order)
+        found = _best(present, option)
+        if found is not None:
+            order = order[Refiner(present, option, found.fill_ns).run(found.sizes)]
+    return order
 
 
 def _best(problem: CutProblem, option: int) -> Cut | None:

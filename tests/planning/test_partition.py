@@ -51,7 +51,7 @@ def as_given(problem: CutProblem) -> list[IntArray]:
 
 
 @settings(max_examples=600, deadline=None)
-@given(cut_problems(most_samples=6))
+@given(cut_problems(most_samples=5))
 def test_python_equals_brute_force(problem: CutProblem) -> None:
     for option, found in enumerate(cut_in_python(problem, as_given(problem), refine=False).cuts):
         best = brute_force(intervals(problem, option), problem.replicas, problem.layout.chunks)
@@ -69,7 +69,7 @@ def assert_equal(ours: OrderedCuts, twin: OrderedCuts) -> None:
 
 
 @needs_native
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(cut_problems())
 def test_native_equals_python(problem: CutProblem) -> None:
     orders = as_given(problem)
@@ -78,7 +78,7 @@ def test_native_equals_python(problem: CutProblem) -> None:
 
 
 @needs_native
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cut_problems(most_samples=16))
 def test_native_equals_python_where_orders_are_bettered(problem: CutProblem) -> None:
     orders = sweeps(problem.inputs, problem.targets)
@@ -86,7 +86,7 @@ def test_native_equals_python_where_orders_are_bettered(problem: CutProblem) -> 
     assert_equal(ours, cut_in_python(problem, orders, refine=True))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cut_problems(most_samples=16))
 def test_refining_never_costs_more(problem: CutProblem) -> None:
     """For the option that was refined last."""

@@ -1,0 +1,192 @@
+"""The plan and compare commands: their reports, their errors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dynapipe.cli.main import main
+from tests.helpers.shared_data import shared_data
+
+
+def table(value: float, *, keys: list[str]) -> dict[str, list[list[float]]]:
+    """Costs in proportion to size and length."""
+    return {key: [[size, value * size * sum(map(int, key.split(",")))] for size in (1, 2, 8, 64)] for key in keys}
+
+
+@pytest.fixture
+def cost_file(tmp_path: Path) -> Path:
+    lengths = ["8", "64", "512"]
+    entry = {
+        "tp": 1,
+        "recompute": "none",
+        "model_state_mb": {"embedding": 1.0, "encoder": 2.0},
+        "time_ms": {
+            part: table(0.01, keys=lengths)
+            for part in ("encoder.forward", "encoder.backward", "postprocess.forward", "postprocess.backward")
+        },
+        "stored_activation_mb": {"encoder": table(0.05, keys=lengths)},
+        "peak_activation_mb": {"encoder": table(0.06, keys=lengths)},
+    }
+    file = {
+        "format": "dynapipe-cost-model/1",
+        "name": "tiny",
+        "source": "test",
+        "device": "none",
+        "units": {},
+        "model": {"type": "decoder-only", "hidden": 32},
+        "keys": {"tp1_none": entry},
+    }
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps(file))
+    return path
+
+
+@pytest.fixture
+def batches_file(tmp_path: Path) -> Path:
+    batches = [{"id": "b0", "input": [9, 65, 200, 12, 33], "extra": 1}, {"id": "b1", "input": [500, 600, 9]}]
+    path = tmp_path / "batches.json"
+    path.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": batches}))
+    return path
+
+
+def arguments(command: str, batches: Path, cost: Path, *more: str) -> list[str]:
+    given = {
+        "--batches": str(batches),
+        "--cost-model": str(cost),
+        "--model": "gpt",
+        "--layers": "4",
+        "--hidden-size": "32",
+        "--pipeline-parallel": "2",
+        "--device-memory-mb": "200",
+        "--recompute": "none",
+    }
+    return [command, *(part for pair in given.items() for part in pair), *more]
+
+
+def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return loaded
+
+
+def test_plan_report(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("plan", batches_file, cost_file, "--json")) == 0
+    loaded = report(capsys)
+    assert loaded["format"] == "dynapipe-plan-report/1"
+    good, bad = loaded["iterations"]
+    assert good["id"] == "b0" and good["error"] is None
+    assert set(good["planning_seconds"]) == {"ordering", "partition", "schedule", "lowering", "verify", "total"}
+    replica = good["replicas"][0]
+    rows = [row for mb in replica["micro_batches"] for row in mb["samples"]]
+    assert sorted(rows) == [0, 1, 2, 3, 4]
+    assert replica["layers_per_stage"] == [2, 2]
+    assert len(replica["peak_memory_mb"]) == 2 and max(replica["peak_memory_mb"]) <= 200
+    passes = {f"{kind}{mb}" for kind in "FB" for mb in range(len(replica["micro_batches"]))}
+    assert all(set(stage) == passes for stage in replica["stages"])
+    assert good["predicted_ms"] == max(replica["predicted_ms"] for replica in good["replicas"])
+    assert len(good["digest"]) == 32
+    assert "sample 1 of padded shape 1x600 lies outside" in bad["error"]
+
+
+def test_plan_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("plan", batches_file, cost_file)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("b0: ") and "micro-batches, padding efficiency" in lines[0]
+    assert lines[1].startswith("b1: no plan")
+
+
+def test_plans_written_out_can_be_verified(
+    batches_file: Path, cost_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "plans"
+    assert main(arguments("plan", batches_file, cost_file, "--output", str(folder), "--limit", "1")) == 0
+    assert main(["verify", str(folder / "b0.plan")]) == 0
+
+
+def test_truncating_makes_the_long_batch_fit(
+    batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments("plan", batches_file, cost_file, "--json", "--max-seq-len", "300")) == 0
+    assert [entry["error"] for entry in report(capsys)["iterations"]] == [None, None]
+
+
+def test_nothing_can_be_planned(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("plan", batches_file, cost_file, "--device-memory-mb", "50")) == 1
+    assert capsys.readouterr().out.count("no plan") == 2
+
+
+@pytest.mark.parametrize(("split", "expected"), [("3,1", [3, 1]), ("auto", [2, 2])])
+def test_layer_split(
+    batches_file: Path, cost_file: Path, split: str, expected: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments("plan", batches_file, cost_file, "--json", "--limit", "1", "--layer-split", split)) == 0
+    found = report(capsys)["iterations"][0]["replicas"][0]["layers_per_stage"]
+    assert sum(found) == 4 and (found == expected or split == "auto")
+
+
+def test_compare(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("compare", batches_file, cost_file, "--json", "--max-seq-len", "300")) == 0
+    loaded = report(capsys)
+    assert loaded["format"] == "dynapipe-compare-report/1"
+    for batch in loaded["batches"]:
+        methods = batch["methods"]
+        assert set(methods) == {"dynapipe", "token_based", "uniform", "packing", "padding"}
+        assert all(found["error"] is None for found in methods.values())
+        assert methods["dynapipe"]["predicted_ms"] <= methods["padding"]["predicted_ms"]
+        assert methods["padding"]["padding_efficiency"] < methods["dynapipe"]["padding_efficiency"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--tensor-parallel", "2"], "has no table for tensor parallelism 2 with recompute none"),
+        (["--recompute", "some"], "expected --recompute among none, selective, full"),
+        (["--layer-split", "some"], "expected --layer-split equal, auto or numbers"),
+        (["--layer-split", "3,2"], "expected a layer split of 4 layers"),
+        (["--pipeline-parallel", "3"], "cannot be split equally over 3"),
+        (["--pipeline-parallel", "5", "--layer-split", "auto"], "4 layers cannot be split over 5 stages"),
+        (["--encoder-layers", "2"], "a gpt model needs --layers"),
+        (["--schedule", "best"], "expected a schedule among"),
+        (["--model", "t5"], "a t5 model needs --encoder-layers"),
+    ],
+)
+def test_what_cannot_run(
+    batches_file: Path, cost_file: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments("plan", batches_file, cost_file, *more)) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not a batches file"),
+        ('{"format": "other", "batches": []}', "expected format 'dynapipe-batches/1', got 'other'"),
+        ('{"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [1], "target": []}]}', "1 inputs and 0"),
+        ('{"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [1], "target": [1]}]}', "without targets"),
+        ('{"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [-1]}]}', "is not a batches file"),
+    ],
+)
+def test_batches_that_cannot_be_read(
+    tmp_path: Path, cost_file: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(content)
+    assert main(arguments("plan", path, cost_file)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plan_where_the_published_planner_finds_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """T5 at maximum length 4096 on (data, tensor, pipeline) = (2, 2, 2)."""
+    public, cost = shared_data("batches", "flan_like.json"), shared_data("a100", "t5_11b.json")
+    chosen = [batch for batch in json.loads(public.read_text())["batches"] if batch["id"] == "t5-s4096-t65536-b0"]
+    batches = tmp_path / "one.json"
+    batches.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": chosen}))
+    command = [
+        *("plan", "--batches", str(batches), "--cost-model", str(cost), "--model", "t5", "--json", "--limit", "1"),
+        *("--encoder-layers", "24", "--decoder-layers", "24", "--hidden-size", "1024", "--distributed-optimizer"),
+        *("--data-parallel", "2", "--tensor-parallel", "2", "--pipeline-parallel", "2", "--device-memory-mb", "36000"),
+    ]
+    assert main(command) == 0
+    assert report(capsys)["iterations"][0]["error"] is None

@@ -1,0 +1,42 @@
+"""A small planner over analytic costs, and batches for it."""
+
+from typing import Any
+
+import numpy as np
+
+from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import ModelFamily
+
+
+def cost_model(family: ModelFamily, *, max_length: int = 2048) -> AnalyticCostModel:
+    shape = ModelShape(family=family, hidden=128, heads=4, kv_channels=32, ffn=512, vocabulary=4096)
+    return AnalyticCostModel(shape, CPU_RATES, max_size=256, max_length=max_length)
+
+
+def settings(family: ModelFamily, **changes: Any) -> PlannerSettings:
+    layers = {"encoder_layers": 4, "decoder_layers": 4 if family is ModelFamily.T5 else 0}
+    given = {"pipeline_parallel": 2, "memory_limit_bytes": 2 * 10**9} | layers | changes
+    return PlannerSettings(family=family, hidden_size=128, **given)
+
+
+def planner(family: ModelFamily, **changes: Any) -> Planner:
+    return Planner(settings(family, **changes), cost_model(family))
+
+
+def batch(family: ModelFamily, samples: int, *, seed: int = 0) -> GlobalBatch:
+    random = np.random.default_rng(seed)
+    lengths = np.minimum(np.exp(random.normal([[4], [2.5]], 1, (2, samples))).astype(np.int32) + 2, 1000)
+    return GlobalBatch(
+        iteration=0,
+        sample_ids=np.arange(100, 100 + samples),
+        input_lengths=lengths[0],
+        target_lengths=lengths[1] if family is ModelFamily.T5 else np.zeros(samples, np.int32),
+    )
+
+
+def batch_of(*lengths: tuple[int, int]) -> GlobalBatch:
+    inputs, targets = np.array(lengths, np.int32).T
+    return GlobalBatch(iteration=0, sample_ids=np.arange(len(lengths)), input_lengths=inputs, target_lengths=targets)

@@ -1,0 +1,182 @@
+"""The planner end to end: valid plans for any batch, the same ones everywhere, and errors that say what to do."""
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError, PlanningError
+from megatron_dynapipe.plan.codec import digest
+from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import ModelFamily, Recompute
+from tests.planning.planner_cases import batch, batch_of, cost_model, planner, settings
+
+FAMILIES = list(ModelFamily)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="two stages"),
+        pytest.param({"pipeline_parallel": 1}, id="one stage"),
+        pytest.param({"pipeline_parallel": 4, "data_parallel": 3}, id="replicas"),
+        pytest.param({"pipeline_parallel": 2, "chunks": 2}, id="chunks"),
+        pytest.param({"distributed_optimizer": True, "data_parallel": 2}, id="distributed optimizer"),
+        pytest.param({"memory_limit_bytes": 60_000_000}, id="little memory"),
+    ],
+)
+@pytest.mark.parametrize("samples", [3, 40])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_plans_are_valid(family: ModelFamily, changes: dict[str, Any], samples: int, forward_only: bool) -> None:
+    given = batch(family, samples)
+    plan = planner(family, **changes).plan(given, 7, forward_only=forward_only)
+    verify(plan, expected_samples=given.sample_ids.tolist())
+    assert plan.iteration == 7
+    assert len(plan.replicas) == changes.get("data_parallel", 1)
+    assert all(replica.micro_batches for replica in plan.replicas)
+
+
+def test_uneven_layers() -> None:
+    uneven = planner(ModelFamily.T5, pipeline_parallel=3, layers_per_stage=(3, 3, 2))
+    verify(uneven.plan(batch(ModelFamily.T5, 20), 0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_sample(family: ModelFamily) -> None:
+    plan = planner(family).plan(batch_of((1, 1 if family is ModelFamily.T5 else 0)), 0)
+    assert [mb.shape.size for mb in plan.replicas[0].micro_batches] == [1]
+
+
+DIGEST = """
+from megatron_dynapipe.plan.codec import digest
+from megatron_dynapipe.units import ModelFamily
+from tests.planning.planner_cases import batch, planner
+for family in ModelFamily:
+    print(digest(planner(family, data_parallel=2).plan(batch(family, 60), 0)))
+"""
+
+
+def test_the_same_plan_in_every_process() -> None:
+    here = [digest(planner(f, data_parallel=2).plan(batch(f, 60), 0)) for f in FAMILIES]
+    again = [digest(planner(f, data_parallel=2).plan(batch(f, 60), 0)) for f in FAMILIES]
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", DIGEST],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert here == again == elsewhere.stdout.split()
+
+
+def test_settings_and_costs_are_part_of_the_digest() -> None:
+    base = planner(ModelFamily.GPT)
+    assert base.digest == planner(ModelFamily.GPT).digest
+    assert base.digest != planner(ModelFamily.GPT, data_parallel=2).digest
+    assert base.digest != Planner(base.settings, cost_model(ModelFamily.GPT, max_length=1024)).digest
+
+
+def test_recompute_is_chosen_where_memory_is_short() -> None:
+    given = batch(ModelFamily.GPT, 40)
+    modes = (Recompute.NONE, Recompute.FULL)
+    chosen = []
+    for memory in (10**11, 60_000_000):
+        plan = planner(ModelFamily.GPT, memory_limit_bytes=memory, recompute=modes).plan(given, 0)
+        chosen.append({mb.recompute for replica in plan.replicas for mb in replica.micro_batches})
+    assert chosen[0] == {Recompute.NONE}
+    assert Recompute.FULL in chosen[1]
+
+
+EMPTY = GlobalBatch(
+    iteration=0,
+    sample_ids=np.zeros(0, np.int64),
+    input_lengths=np.zeros(0, np.int32),
+    target_lengths=np.zeros(0, np.int32),
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "given", "error", "message"),
+    [
+        pytest.param(
+            ModelFamily.GPT,
+            {},
+            EMPTY,
+            PlanningError,
+            "at least one sample for each of 1 replicas, got 0",
+            id="no sample",
+        ),
+        pytest.param(
+            ModelFamily.GPT,
+            {"data_parallel": 3},
+            batch_of((9, 0), (9, 0)),
+            PlanningError,
+            "each of 3 replicas, got 2",
+            id="more replicas than samples",
+        ),
+        pytest.param(
+            ModelFamily.GPT,
+            {},
+            batch_of((9, 0), (0, 0)),
+            DataError,
+            "sample 1 has 0 input and 0 target",
+            id="empty input",
+        ),
+        pytest.param(
+            ModelFamily.T5, {}, batch_of((9, 0)), DataError, "sample 0 has 9 input and 0 target", id="empty target"
+        ),
+        pytest.param(
+            ModelFamily.T5,
+            {},
+            batch_of((9, 9), (3000, 9)),
+            InfeasibleError,
+            r"sample 1 of padded shape 1x3000\+16 lies outside the cost model's lengths",
+            id="longer than the cost model",
+        ),
+        pytest.param(
+            ModelFamily.GPT,
+            {"memory_limit_bytes": 25_000_000, "recompute": (Recompute.NONE,)},
+            batch_of((9, 0), (2000, 0)),
+            InfeasibleError,
+            r"sample 1 of padded shape 1x2000 needs \d+ MB of activations on stage \d, which has \d+ MB",
+            id="larger than memory",
+        ),
+    ],
+)
+def test_what_cannot_be_planned(
+    family: ModelFamily, changes: dict[str, Any], given: GlobalBatch, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        planner(family, **changes).plan(given, 0)
+
+
+def test_model_state_larger_than_memory() -> None:
+    with pytest.raises(
+        InfeasibleError, match=r"stage \d needs \d+ MB for parameters, gradients and optimizer state, of 1 MB"
+    ):
+        planner(ModelFamily.GPT, memory_limit_bytes=1_000_000)
+
+
+def test_a_cost_model_of_another_family() -> None:
+    with pytest.raises(CostModelError, match="expected a cost model of a gpt model, got analytic t5"):
+        Planner(settings(ModelFamily.GPT), cost_model(ModelFamily.T5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recompute": ()}, "one or more different recompute modes"),
+        ({"recompute": (Recompute.FULL, Recompute.FULL)}, "one or more different recompute modes"),
+        ({"pipeline_parallel": 2, "layers_per_stage": (2, 1, 1)}, "2 × 1 virtual stages, got a layer split of 3"),
+        ({"tensor_parallel": 16, "sequence_parallel": True}, "tensor-parallel size that divides 8, got 16"),
+    ],
+)
+def test_settings_that_cannot_be_honoured(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(ModelFamily.GPT, **changes)
