@@ -78,6 +78,29 @@ def without_step(set_states: Callable[[Any, Any, dict[str, Any]], None]) -> Call
     return set_without_step
 
 
+def with_padding(sharded_state: Callable[..., Any]) -> Callable[..., Any]:
+    """`DistributedOptimizer.sharded_param_state_fully_reshardable` that finds every parameter's state.
+
+    The original gathers the state without the padding after each bucket, then looks for parameters at their places with
+    it: behind the first padded bucket it saves the state of others, or zeros.
+    """
+
+    @functools.wraps(sharded_state)
+    def padded(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        gathered = [(buffer, buffer.numel) for buffer in self.buffers]
+        gathered += [(bucket, bucket.grad_data.numel()) for buffer in self.buffers for bucket in buffer.buckets]
+        unpadded = [owner.numel_unpadded for owner, _ in gathered]
+        for owner, elements in gathered:
+            owner.numel_unpadded = elements
+        try:
+            return sharded_state(self, *arguments, **keywords)
+        finally:
+            for (owner, _), elements in zip(gathered, unpadded, strict=True):
+                owner.numel_unpadded = elements
+
+    return padded
+
+
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 _UNTIL = "; until Megatron's distributed optimizer resumes with PyTorch's own Adam"
 
@@ -105,6 +128,13 @@ MENDS: tuple[StandIn, ...] = (
         name="_set_main_param_and_optimizer_states",
         make=without_step,
         why="loses the count of steps, and copies into a leaf that requires gradients" + _UNTIL,
+    ),
+    StandIn(
+        owner=_DISTRIBUTED_OPTIMIZER,
+        name="sharded_param_state_fully_reshardable",
+        make=with_padding,
+        why="saves zeros or another parameter's state behind a bucket that was padded (its own warning: a bug in the"
+        " parameter ranges); until that is mended upstream, on GPUs as well",
     ),
 )
 """Replacements in Megatron's own modules, in the form of the table of stand-ins."""

@@ -54,6 +54,12 @@ CASES = {
         (2, ""),
         (2, "--pipeline-model-parallel-size 2"),
     ),
+    "t5, saved while training goes on, two stages to one rank": (
+        "t5",
+        "",
+        (2, "--pipeline-model-parallel-size 2 --async-save"),
+        (1, ""),
+    ),
     "gpt, one rank to two stages of two chunks": ("gpt", "", (1, ""), (2, INTERLEAVED)),
     "gpt, rotary, layers 3 + 1 to sequence parallelism": (
         "gpt, rotary positions",
@@ -69,7 +75,11 @@ def data(tmp_path_factory) -> Path:
     return entry.make_dataset(tmp_path_factory.mktemp("data") / "set")
 
 
-@pytest.mark.parametrize(("model", "optimizer", "saving", "resuming"), CASES.values(), ids=CASES.keys())
+DAILY = ("t5, relative, one rank to two stages of two chunks", "gpt, rotary, layers 3 + 1 to sequence parallelism")
+ROWS = [pytest.param(*row, id=name, marks=[] if name in DAILY else pytest.mark.slow) for name, row in CASES.items()]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "saving", "resuming"), ROWS)
 def test_a_run_resumes_under_another_layout(data, tmp_path, model, optimizer, saving, resuming):
     common = f"{MODELS[model]} {optimizer} --train-iters 4"
     saved = losses(model, data, f"{common} {saving[1]} --save {tmp_path} --save-interval 2", saving[0], tmp_path / "a")
