@@ -1,0 +1,156 @@
+"""Calls Megatron as its own `pretrain_gpt.py` does; run in checkouts of 0.18.2 and 0.19.2 by `test_training`.
+
+It knows nothing of DynaPipe but the CPU platform, which must be in force before Megatron is imported, and writes every
+iteration's loss to the file that LOSSES names.
+"""
+
+from megatron_dynapipe import cpu
+
+cpu.quieten()
+cpu.enable()
+cpu.silence_prints()
+
+import json  # noqa: E402
+import os  # noqa: E402
+from functools import partial  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+from megatron.core import mpu, utils  # noqa: E402
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: E402
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: E402
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank  # noqa: E402
+from megatron.training import argument_utils, get_args, get_timers, pretrain, training  # noqa: E402
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args  # noqa: E402
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage  # noqa: E402
+
+KEYS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
+IS_018 = not hasattr(argument_utils, "gpt_config_from_args")
+
+
+def get_batch(data_iterator, vp_stage):
+    """The tensors of `KEYS`: taken on the first tensor-parallel rank, broadcast to the others."""
+    args = get_args()
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return [None] * len(KEYS)
+    batch = {}
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        batch = next(data_iterator)
+        for key in KEYS:
+            batch[key] = None if batch.get(key) is None else batch[key].cuda(non_blocking=True)
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        is_hybrid_cp=args.hybrid_context_parallel,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        cp_size=args.context_parallel_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+        **({"is_sft": args.sft} if IS_018 else {"has_cu_seqlens": args.sft}),
+    )
+    if not IS_018:
+        batch = utils.flatten_batch_for_packed_sequences(batch)
+    return [batch[key] for key in KEYS]
+
+
+def loss_func(loss_mask, output, model=None):
+    """Sum of the losses that count, their number, and both for the log."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    tokens = mask.sum().clone().detach().to(torch.int)
+    get_rerun_state_machine().validate_result(
+        result=loss, rejection_func=torch.isnan, message="NaN in the loss", tolerance=0.0, fatal=True
+    )
+    return loss, tokens, {"lm loss": torch.cat([loss.clone().detach().view(1), tokens.view(1)])}
+
+
+def forward_step(data_iterator, model, return_schedule_plan=False):
+    """One micro-batch."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    attention_mask, labels, loss_mask, position_ids, tokens = get_batch(
+        data_iterator, get_attr_wrapped_model(model, "vp_stage")
+    )
+    timers("batch-generator").stop()
+    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, packed_seq_params=None)
+    return output, partial(loss_func, loss_mask, model=model)
+
+
+def datasets_provider(samples, vp_stage=None):
+    """Megatron's own datasets of --data-path."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+    )
+    return BlendedMegatronDatasetBuilder(
+        GPTDataset, samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, config
+    ).build()
+
+
+def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+    """0.18's way: a function that builds the model."""
+    args = get_args()
+    return GPTModel(
+        config=config or core_transformer_config_from_args(args),
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
+def embedding_ranks(ranks):
+    """The first and the last stage."""
+    return sorted({ranks[0], ranks[-1]})
+
+
+def record_losses(path):
+    """Keep what Megatron logs: its lines average the first two iterations."""
+    log, losses = training.training_log, {}
+
+    def logged(loss_dict, total, learning_rate, iteration, *rest, **named):
+        if "lm loss" in loss_dict:
+            losses[iteration] = loss_dict["lm loss"].item()
+            path.write_text(json.dumps({"losses": losses, "consumed": get_args().consumed_train_samples}))
+        return log(loss_dict, total, learning_rate, iteration, *rest, **named)
+
+    training.training_log = logged
+
+
+if __name__ == "__main__":
+    record_losses(Path(os.environ["LOSSES"]))
+    datasets_provider.is_distributed = True
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    if IS_018:
+        config = argument_utils.pretrain_cfg_container_from_args(args)
+        first = (config, datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step)
+    else:
+        config = argument_utils.pretrain_cfg_container_from_args(args, argument_utils.gpt_config_from_args(args))
+        first = (config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    pretrain(*first, store=None, get_embedding_ranks=embedding_ranks)

@@ -1,0 +1,118 @@
+"""Real sources of each version: unpacked, patched, trained from plans, taken back; losses against the plug-in's."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_dynapipe import patching
+from tests.helpers.megatron_wheels import VERSIONS, unpack
+from tests.integration.entry import COMMON, ROOT, SMALL, make_dataset, train
+
+BY_HAND = Path(__file__).with_name("pretrain_gpt_by_hand.py")
+LAYOUTS = {
+    "two stages": "--pipeline-model-parallel-size 2",
+    "two tensor ranks": "--tensor-model-parallel-size 2",
+}
+ITERATIONS = 5
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "random")
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def patched(request, tmp_path_factory) -> Iterator[Path]:
+    """A checkout made from the wheel, patched; at the end it is taken back, and compared with the wheel."""
+    folder = unpack(request.param, tmp_path_factory.mktemp("checkout"))
+    before = contents(folder)
+    found = patching.examine(folder, patching.load_all())
+    assert (found.series.version, found.state) == (f"core_v{request.param}", patching.State.RELEASED)
+    found.apply()
+    changed = {name for name, data in contents(folder).items() if before.get(name) != data}
+    assert changed == set(found.series.files)
+    yield folder
+    patching.examine(folder, patching.load_all()).reverse()
+    assert {name: data for name, data in contents(folder).items() if "__pycache__" not in name} == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def plugged_in(data, tmp_path_factory) -> dict[str, dict[str, float]]:
+    """The plug-in's losses under each layout, by iteration."""
+    losses = {}
+    for layout, flags in LAYOUTS.items():
+        report = tmp_path_factory.mktemp("report")
+        runs = train("gpt", data, f"{flags} --train-iters {ITERATIONS}", ranks=2, report=report)
+        losses[layout] = runs[-1]["losses"]
+    return losses
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_patched_checkout_trains_as_the_plug_in_does(layout, patched, plugged_in, data, tmp_path):
+    flags = f"{SMALL['gpt']} {COMMON} {LAYOUTS[layout]} --train-iters {ITERATIONS} --use-dynapipe"
+    outputs = launch(BY_HAND, patched, f"{flags} --dynapipe-data {data}", tmp_path)
+    found = json.loads((tmp_path / "losses-1.json").read_text())
+    assert len(found["losses"]) == ITERATIONS
+    assert found["losses"] == pytest.approx(plugged_in[layout], rel=1e-5)
+    assert found["consumed"] == 16 * ITERATIONS
+    log = "".join(outputs)
+    assert f"iteration        {ITERATIONS}/       {ITERATIONS}" in log
+    assert "padding efficiency" in log
+
+
+@pytest.mark.slow
+def test_a_staged_t5_trains_in_a_patched_checkout(patched, data, tmp_path):
+    """With this project's entry script beside it: its own seam and the patches do not get in each other's way."""
+    flags = f"{SMALL['t5']} {COMMON} {LAYOUTS['two stages']} --train-iters 2 --use-dynapipe"
+    outputs = launch(ROOT / "pretrain_t5_multitask.py", patched, f"{flags} --dynapipe-data {data}", tmp_path)
+    assert "iteration        2/       2" in "".join(outputs)
+
+
+def test_a_bad_flag_ends_a_patched_run_with_one_line(patched, data, tmp_path):
+    flags = f"{SMALL['gpt']} {COMMON} --train-iters 2 --use-dynapipe --dynapipe-inter-node-bw 0"
+    (said,) = launch(BY_HAND, patched, f"{flags} --dynapipe-data {data}", tmp_path, ranks=1, status=2)
+    assert said.strip().splitlines()[-1] == "error: expected --dynapipe-inter-node-bw above 0, got 0.0"
+
+
+def launch(script: Path, checkout: Path, flags: str, folder: Path, *, ranks: int = 2, status: int = 0) -> list[str]:
+    """Run a script on ranks whose Megatron is the checkout's; each rank's output."""
+    rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "PYTHONPATH": f"{checkout}{os.pathsep}{ROOT}",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(rendezvous.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [sys.executable, str(script), *flags.split(), "--dynapipe-report-dir", str(folder / "report")]
+    started = []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOSSES": str(folder / f"losses-{rank}.json")}
+        log = (folder / f"rank-{rank}.log").open("w")
+        process = subprocess.Popen(
+            command, cwd=checkout, env=os.environ | common | own, stdout=log, stderr=subprocess.STDOUT
+        )
+        started.append((process, log))
+    try:
+        codes = [process.wait(180) for process, _ in started]
+    finally:
+        for process, log in started:
+            process.kill()
+            process.wait()
+            log.close()
+    outputs = [(folder / f"rank-{rank}.log").read_text() for rank in range(ranks)]
+    assert codes == [status] * ranks, "\n".join(output[-3000:] for output in outputs)
+    return outputs
