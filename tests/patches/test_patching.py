@@ -1,0 +1,217 @@
+"""Recognising checkouts, applying all or nothing, taking back byte for byte; the command."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe import patching
+from megatron_dynapipe.cli import main
+from megatron_dynapipe.errors import PatchError
+from megatron_dynapipe.patching import State, checkout, examine, load_all
+from tests.helpers.megatron_wheels import VERSIONS, unpack
+
+ROOT = Path(__file__).parents[2]
+SERIES = load_all()
+MAX_CHANGED_LINES = 60
+TRAINING = "megatron/training/training.py"
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def released(request, tmp_path_factory) -> Path:
+    return unpack(request.param, tmp_path_factory.mktemp("released"))
+
+
+@pytest.fixture
+def tree(released, tmp_path) -> Path:
+    """What patches touch, and what tells the version, of a released checkout."""
+    series = next(s for s in SERIES if (released / TRAINING).read_bytes() and _is_released(released, s))
+    for name in (*series.files, "megatron/core/package_info.py"):
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(released / name, tmp_path / "tree" / name)
+    return tmp_path / "tree"
+
+
+def _is_released(folder: Path, series: patching.Series) -> bool:
+    return checkout.digest((folder / TRAINING).read_bytes()) == series.files[TRAINING].before
+
+
+def as_git(folder: Path) -> Path:
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in (folder / "megatron").rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("series", SERIES, ids=lambda series: series.version)
+def test_patches_are_small_and_say_why(series):
+    assert [patch.path.name[:4] for patch in series.patches] == [f"{n:04}" for n in range(1, len(series.patches) + 1)]
+    for patch in series.patches:
+        header = patch.path.read_text().partition("\ndiff --git")[0]
+        assert patch.added + patch.removed < MAX_CHANGED_LINES
+        assert "\nWhy: " in header and "\nUpstream: " in header and "can go when" in header
+        assert set(patch.files) <= set(series.files)
+
+
+@pytest.mark.parametrize("series", SERIES, ids=lambda series: series.version)
+def test_patches_call_the_guest_alone(series):
+    from megatron_dynapipe.integration import guest
+
+    for patch in series.patches:
+        added = [line[1:] for line in patch.path.read_text().splitlines() if re.match(r"\+(?!\+\+ )", line)]
+        assert {name for line in added for name in re.findall(r"dynapipe\.(\w+)\(", line)} <= set(vars(guest))
+        for line in added:
+            if "import" in line:
+                assert line.strip() == "from megatron_dynapipe.integration import guest as dynapipe"
+
+
+def test_every_version_has_a_row_in_the_readme():
+    readme = (ROOT / "patches" / "README.md").read_text()
+    assert re.findall(r"^\| `(core_v[\d.]+)`", readme, re.MULTILINE) == [series.version for series in SERIES]
+    assert {f"core_v{version}" for version in VERSIONS} == {series.version for series in SERIES}
+
+
+@pytest.mark.parametrize("is_git", [True, False], ids=["git", "patch"])
+def test_applying_and_reversing_restores_every_byte(is_git, tree):
+    if is_git:
+        as_git(tree)
+    before = files(tree)
+    found = examine(tree, SERIES)
+    assert found.state is State.RELEASED
+    assert found.tool == ("git" if is_git else "patch")
+    found.apply()
+    assert files(tree) != before
+    assert files(tree).keys() == before.keys()  # no .orig, no .rej
+    patched = examine(tree, SERIES)
+    assert patched.state is State.PATCHED and patched.series == found.series
+    patched.reverse()
+    assert files(tree) == before
+
+
+def test_git_am_takes_the_series(tree):
+    series = examine(tree, SERIES).series
+    as_git(tree)
+    identity = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
+    subprocess.run(["git", "add", "."], cwd=tree, check=True)
+    subprocess.run(["git", *identity, "commit", "-qm", "base"], cwd=tree, check=True)
+    paths = [str(patch.path) for patch in series.patches]
+    subprocess.run(["git", *identity, "am", "-q", *paths], cwd=tree, check=True)
+    assert examine(tree, SERIES).state is State.PATCHED
+
+
+def test_a_modified_file_is_named_with_the_failing_hunk(tree):
+    path = tree / TRAINING
+    path.write_text(path.read_text().replace("    # Data stuff.\n", "    # Our own data.\n"))
+    before = files(tree)
+    with pytest.raises(PatchError) as told:
+        examine(tree, SERIES)
+    assert f"found modified: {TRAINING}" in told.value.message
+    assert "0002-Take-planned-iterations-in-place-of-datasets.patch: " in told.value.message
+    assert re.search(r"training\.py:\d+", told.value.message)
+    assert files(tree) == before
+
+
+def test_a_file_modified_elsewhere_is_named(tree):
+    (tree / TRAINING).write_text((tree / TRAINING).read_text() + "\n# a line of our own\n")
+    with pytest.raises(PatchError, match=r"found modified: megatron/training/training.py; every hunk applies"):
+        examine(tree, SERIES)
+
+
+def test_a_half_patched_tree_is_refused(tree):
+    found = examine(tree, SERIES)
+    arguments = (tree / "megatron/training/arguments.py").read_bytes()
+    found.apply()
+    (tree / "megatron/training/arguments.py").write_bytes(arguments)
+    with pytest.raises(PatchError, match="found modified"):
+        examine(tree, SERIES)
+
+
+def test_an_unknown_version_is_refused_with_the_known_ones(tree):
+    for name in examine(tree, SERIES).series.files:
+        (tree / name).write_text("# another version\n")
+    (tree / "megatron/core/package_info.py").write_text("MAJOR = 0\nMINOR = 12\nPATCH = 0\n")
+    with pytest.raises(PatchError, match=r"core_v0.18.2, core_v0.19.2, found one that says 0.12.0"):
+        examine(tree, SERIES)
+
+
+def test_a_folder_that_is_no_checkout(tmp_path):
+    with pytest.raises(PatchError, match=r"found no folder megatron/ there"):
+        examine(tmp_path, SERIES)
+
+
+def test_a_failure_while_files_are_exchanged_leaves_all_as_they_were(tree, monkeypatch):
+    before, replace = files(tree), checkout._replace
+    calls = []
+
+    def fail_once(path: Path, data: bytes) -> None:
+        calls.append(path)
+        if len(calls) == 3:
+            raise OSError("no space left on device")
+        replace(path, data)
+
+    monkeypatch.setattr(checkout, "_replace", fail_once)
+    with pytest.raises(OSError, match="no space"):
+        examine(tree, SERIES).apply()
+    assert files(tree) == before
+
+
+def test_a_missing_tool_is_named(tree, monkeypatch):
+    found = examine(tree, SERIES)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(PatchError, match="the program patch is needed here"):
+        found.apply()
+
+
+def test_folders_without_patches_are_refused(tmp_path):
+    with pytest.raises(PatchError, match="no patches in"):
+        load_all(tmp_path)
+    (tmp_path / "core_v1").mkdir()
+    (tmp_path / "core_v1" / "digests.json").write_text("{}x")
+    with pytest.raises(PatchError, match="cannot read the digests"):
+        load_all(tmp_path)
+
+
+# The command.
+
+
+def told(capsys, *words: str) -> tuple[int, dict]:
+    code = main.main(["patch", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_command_checks_applies_and_reverses(tree, capsys):
+    before = files(tree)
+    steps = [
+        ("--check", "none", "as released"),
+        (None, "applied", "as released"),
+        (None, "none", "patched"),
+        ("--check", "none", "patched"),
+        ("--reverse", "reversed", "patched"),
+        ("--reverse", "none", "as released"),
+    ]
+    for flag, action, found in steps:
+        code, result = told(capsys, str(tree), *([flag] if flag else []))
+        assert (code, result["action"], result["found"], result["error"]) == (0, action, found, None)
+        assert result["format"] == "dynapipe-patch/1" and len(result["patches"]) == 6
+    assert files(tree) == before
+
+
+def test_the_command_says_that_a_tree_is_patched_already(tree, capsys):
+    assert main.main(["patch", str(tree)]) == 0
+    assert capsys.readouterr().out.endswith("applied; to go back: --reverse\n")
+    assert main.main(["patch", str(tree)]) == 0
+    assert capsys.readouterr().out.endswith("patched already\n")
+
+
+def test_the_command_refuses_with_a_hint(tmp_path, capsys):
+    assert main.main(["patch", str(tmp_path)]) == 2
+    assert "hint: give the folder" in capsys.readouterr().err
+    code, result = told(capsys, str(tmp_path), "--check")
+    assert code == 1 and "found no folder megatron/" in result["error"]
+    assert main.main(["patch", str(tmp_path), "--check"]) == 1
+    assert "found no folder megatron/" in capsys.readouterr().err
