@@ -14,8 +14,8 @@ namespace {
 // One step of a path over the order: `size` samples run under `mode`.
 struct Edge {
     int64_t time, fill;
-    int32_t size, mode;
-    uint32_t options;
+    int32_t size;
+    uint32_t mode : 5, options : 27;  // large batches have millions of edges: 24 bytes each
 };
 
 // Edges from every sample, by size and then mode. Modes that cost more and fit no more are left out.
@@ -65,7 +65,7 @@ Graph build(const CutProblem& problem, Costs& costs, uint32_t mask) {
                 const uint32_t options = candidate.options & mask;
                 if (!options) continue;
                 graph.edges.push_back({candidate.time, candidate.fill, static_cast<int32_t>(size),
-                                       static_cast<int32_t>(mode), options});
+                                       static_cast<uint32_t>(mode), options});
             }
             if (graph.edges.size() > before + 1) drop_worse(graph.edges, before);
         }
@@ -237,8 +237,8 @@ void CutProblem::check() const {
             require(length >= 0 && length <= kLargestCoordinate, "lengths from 0 to 2^20");
     require(!memory.empty() && memory.size() <= 4096, "between 1 and 4096 ranks");
     require(!layers.empty() && layers.size() % ranks() == 0 && chunks() <= 4096, "layers of whole chunks on every rank");
-    require(!in_flight.empty() && in_flight.size() % ranks() == 0 && options() <= 31,
-            "between 1 and 31 options of micro-batches in flight, for every rank");
+    require(!in_flight.empty() && in_flight.size() % ranks() == 0 && options() <= 26,
+            "between 1 and 26 options of micro-batches in flight, for every rank");
     for (int64_t held : in_flight) require(held >= 1 && held <= 65536, "1 to 65536 micro-batches in flight");
     require(replicas >= 1 && replicas <= 65536, "1 to 65536 replicas");
     require(!modes.empty() && modes.size() <= 16, "between 1 and 16 recompute modes");

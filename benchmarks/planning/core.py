@@ -1,10 +1,10 @@
 """How fast ordering, partition and balance are, and how good the cuts, against the published planner.
 
-    python benchmarks/planning/core.py --batches FILE --costs FOLDER --published FILE [--large] [--quality]
+    python benchmarks/planning/core.py [--shared FOLDER] [--large] [--quality]
 
-One core. Times are medians of processor time; ratios are the published planner's whole planning time over ours for the same batch and
-layout (its figures are in the file given). `--quality` holds objectives against the published order and partition,
-re-implemented in `published.py`.
+One core. Times are medians of processor time; ratios are the published planner's whole planning time over ours for the
+same batch and layout (its figures are in the shared data). `--quality` holds objectives against the published order and
+partition, re-implemented in `published.py`.
 """
 
 import argparse
@@ -43,21 +43,21 @@ MEMORY_BYTES = 36_000_000_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=Path, required=True)
-    parser.add_argument("--costs", type=Path, required=True)
-    parser.add_argument("--published", type=Path, required=True)
+    beside = Path(__file__).resolve().parents[3] / "shared"
+    parser.add_argument("--shared", type=Path, default=beside, help="the folder of shared data")
     parser.add_argument("--large", action="store_true", help="also batches of 262,144 and 1,048,576 tokens")
     parser.add_argument("--quality", action="store_true", help="objectives against the published order and partition")
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
+    data = args.shared / "data"
     published = {
         (r["model"], r["data_parallel"], r["tensor_parallel"], r["pipeline_parallel"], r["batch"]): r
-        for r in json.loads(args.published.read_text())["results"]
+        for r in json.loads((data / "published" / "planner.json").read_text())["results"]
     }
     for family, layouts in LAYOUTS.items():
         file, shape = MODELS[family]
-        cost_model = TableCostModel.load(args.costs / file)
-        named = read_batches(args.batches, family)
+        cost_model = TableCostModel.load(data / "a100" / file)
+        named = read_batches(data / "batches" / "flan_like.json", family)
         for layout in layouts:
             settings = PlannerSettings(
                 family=family,

@@ -71,7 +71,7 @@ def put(index: tuple[int, ...], value: int) -> Any:
         ({"encoder_layers": ints(1, 1, 1), "decoder_layers": ints(0, 0, 0)}, "whole chunks on every rank"),
         ({"memory": ints()}, "in flight for every rank"),
         ({"memory": ints(100)}, "in flight for every rank"),
-        ({"in_flight": np.zeros((0, 2), np.int64)}, "between 1 and 31 options"),
+        ({"in_flight": np.zeros((0, 2), np.int64)}, "between 1 and 26 options"),
         ({"in_flight": np.zeros((1, 2), np.int64)}, "1 to 65536 micro-batches in flight"),
         ({"replicas": 0}, "1 to 65536 replicas"),
         ({"modes": []}, "between 1 and 16 recompute modes"),
