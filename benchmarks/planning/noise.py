@@ -1,0 +1,108 @@
+"""How searched plans hold up when passes take other times than predicted, against 1F1B over the same micro-batches.
+
+    python benchmarks/planning/noise.py [--shared FOLDER] [--settings t5:1,1,8 …]
+
+Every pass of every draw takes up to 10% (30%) more or less than predicted, 100 draws per batch. Printed are the mean
+and the worst time over the time that the same schedule predicts, and the searched plan's mean time over 1F1B's.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dynapipe.cost import TableCostModel
+from megatron_dynapipe.plan.instructions import Backward, Forward
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.problem import IntArray, PassOrder, PipelineProblem
+from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.planning.simulate import simulate
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import ModelFamily
+
+ROOT = Path(__file__).resolve().parents[2]
+COSTS = {"gpt": "gpt_6.7b.json", "t5": "t5_11b.json"}
+LAYERS = {"gpt": (32, 0, 4096), "t5": (24, 24, 1024)}
+LONGEST = 4096
+TOKENS = 65_536
+DRAWS = 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data and tools")
+    parser.add_argument("--settings", nargs="*", default=("gpt:1,1,8", "gpt:1,2,4", "t5:1,1,8", "t5:1,2,4"))
+    args = parser.parse_args()
+    print(f"{'setting':12} {'noise':>5}   {'searched':>15}   {'1F1B':>15}   searched / 1F1B   (mean, worst)")
+    for setting in args.settings:
+        cases = list(orders(args.shared, setting))
+        for spread in (0.1, 0.3):
+            ratios = np.mean([degradation(problem, pair, spread) for problem, pair in cases], axis=0)
+            (mean, plain_mean), (worst, plain_worst), (relative, _) = ratios
+            print(
+                f"{setting:12} {spread:5.0%}   {mean:7.3f} {worst:7.3f}   {plain_mean:7.3f} {plain_worst:7.3f}   "
+                f"{relative:15.3f}",
+                flush=True,
+            )
+
+
+def orders(shared: Path, setting: str) -> Iterator[tuple[PipelineProblem, tuple[PassOrder, PassOrder]]]:
+    """Of every batch, its planned micro-batches with the planned order and 1F1B's."""
+    model, _, layout = setting.partition(":")
+    data, tensor, pipeline = map(int, layout.split(","))
+    assert data == 1, "one replica"
+    encoder, decoder, hidden = LAYERS[model]
+    settings = PlannerSettings(
+        family=ModelFamily(model),
+        encoder_layers=encoder,
+        decoder_layers=decoder,
+        hidden_size=hidden,
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        memory_limit_bytes=36_000 * 10**6,
+        distributed_optimizer=True,
+    )
+    planner = Planner(settings, TableCostModel.load(shared / "data/a100" / COSTS[model]))
+    for batch in json.loads((shared / "data/batches/flan_like.json").read_text())["batches"]:
+        if batch["model"] == model and batch["tokens"] == TOKENS and batch["max_seq_len"] <= LONGEST:
+            replica = planner.plan(global_batch(batch), 0).replicas[0]
+            modes = np.array([settings.recompute.index(mb.recompute) for mb in replica.micro_batches])
+            problem = planner.pipeline_problem([mb.shape for mb in replica.micro_batches], modes)
+            planned = tuple(
+                tuple(i for i in stage.instructions if isinstance(i, (Forward, Backward))) for stage in replica.stages
+            )
+            yield problem, (planned, one_f_one_b_within_memory(problem))
+
+
+def global_batch(batch: dict) -> GlobalBatch:
+    inputs = np.array(batch["input"], np.int32)
+    targets = np.array(batch.get("target") or np.zeros(len(inputs)), np.int32)
+    return GlobalBatch(iteration=0, sample_ids=np.arange(len(inputs)), input_lengths=inputs, target_lengths=targets)
+
+
+def degradation(problem: PipelineProblem, pair: tuple[PassOrder, PassOrder], spread: float) -> np.ndarray:
+    """[mean, worst, mean over the second's mean] of each order."""
+    random = np.random.default_rng(0)
+    predicted = np.array([simulate(problem, order).makespan_ns for order in pair])
+    draws = [noisy(problem, spread, random) for _ in range(DRAWS)]
+    times = np.array([[simulate(draw, order).makespan_ns for order in pair] for draw in draws])
+    return np.stack(
+        [times.mean(axis=0) / predicted, times.max(axis=0) / predicted, times.mean(axis=0) / times[:, 1].mean()]
+    )
+
+
+def noisy(problem: PipelineProblem, spread: float, random: np.random.Generator) -> PipelineProblem:
+    def changed(times: IntArray) -> IntArray:
+        return np.rint(times * random.uniform(1 - spread, 1 + spread, times.shape)).astype(np.int64)
+
+    return dataclasses.replace(
+        problem, forward_ns=changed(problem.forward_ns), backward_ns=changed(problem.backward_ns)
+    )
+
+
+if __name__ == "__main__":
+    main()
