@@ -224,16 +224,23 @@ def layer_split_words(args: argparse.Namespace, family: ModelFamily) -> list[str
     given = args.dynapipe_layer_to_device
     if given is None:
         return []
+    if args.dynapipe_layers_per_stage is not None:
+        raise ConfigError("expected --dynapipe-layer-to-device or --dynapipe-layers-per-stage, got both")
     if family is ModelFamily.T5:
         layers = args.encoder_num_layers + (args.decoder_num_layers or args.encoder_num_layers)
     else:
         layers = args.num_layers
     stages = args.pipeline_model_parallel_size
-    chunks = args.num_virtual_stages_per_pipeline_rank or 1
+    chunks = args.num_virtual_stages_per_pipeline_rank
     if args.num_layers_per_virtual_pipeline_stage is not None:
         chunks = layers // (stages * args.num_layers_per_virtual_pipeline_stage)
+    is_told = chunks is not None
+    if chunks is None:
+        chunks = placement.chunks(given, stages) if family is ModelFamily.GPT else 1
     split = placement.layers_per_stage(given, layers=layers, stages=stages, chunks=chunks)
-    return [] if len(set(split)) == 1 else ["--dynapipe-layers-per-stage", ",".join(map(str, split))]
+    if len(set(split)) == 1 and (is_told or chunks == 1):
+        return []
+    return ["--dynapipe-layers-per-stage", ",".join(map(str, split))]
 
 
 def check_layout(args: argparse.Namespace, world_size: int) -> None:

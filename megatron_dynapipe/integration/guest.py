@@ -93,13 +93,25 @@ def check_arguments(args: argparse.Namespace) -> None:
         return
     with reported():
         settings = arguments.check(args, ModelFamily.GPT)
-        if arguments.layer_split_words(args, ModelFamily.GPT):
-            raise ConfigError(
-                "a patched checkout builds its own model: --dynapipe-layer-to-device cannot split it unequally",
-                hint="pass --pipeline-model-parallel-layout",
-            )
+        _check_model_flags(args)
         if args.tokenizer_model is None:
             args.tokenizer_model = str(settings.data / read_meta(settings.data).tokenizer)
+
+
+def _check_model_flags(args: argparse.Namespace) -> None:
+    """Refuse flags of this project's models: a patched checkout builds its own."""
+    given = {word.partition("=")[0] for word in sys.argv[1:]}
+    for flag, instead in (
+        ("--dynapipe-attention", "leave it out"),
+        ("--dynapipe-layers-per-stage", "pass --pipeline-model-parallel-layout"),
+    ):
+        if flag in given:
+            raise ConfigError(f"{flag} is not of a patched checkout, which builds its own model", hint=instead)
+    if arguments.layer_split_words(args, ModelFamily.GPT):
+        raise ConfigError(
+            "--dynapipe-layer-to-device cannot split the model of a patched checkout unequally",
+            hint="pass --pipeline-model-parallel-layout",
+        )
 
 
 def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -65,6 +65,12 @@ def layers_per_stage(given: str, *, layers: int, stages: int, chunks: int) -> tu
     return tuple(size for _, size in runs)
 
 
+def chunks(given: str, stages: int) -> int:
+    """Virtual stages per rank that a list of every layer's stage comes to; 1 if it comes to no whole number."""
+    runs = len(list(groupby(given.split(","))))
+    return runs // stages if stages > 1 and runs % stages == 0 else 1
+
+
 def planners_per_node(given: int | None, *, most: int) -> int:
     """Planner processes on one node: as given, else one per core that no rank needs, at most `most`.
 

@@ -9,6 +9,7 @@ import pytest
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration import arguments, familiar, placement
 from megatron_dynapipe.store import server
+from megatron_dynapipe.units import ModelFamily
 from tests.integration.entry import make_dataset, train
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,7 @@ OURS = """
 --dynapipe-device-to-node --dynapipe-disable-mb-permutation --dynapipe-layer-to-device --dynapipe-partition-algo
 --dynapipe-prefetch-planner-num-workers --dynapipe-round-seqlen-multiple --dynapipe-schedule-method
 --dynapipe-zero-stage
+--dynapipe-attention --dynapipe-layers-per-stage --dynapipe-recalibrate
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
 
@@ -66,11 +68,8 @@ def test_our_flags_are_frozen():
         option for option in parser()._option_string_actions if option.startswith(("--dynapipe", "--use-dynapipe"))
     }
     ours = set(OURS.split())
-    new = flags - refused - ours - PENDING
+    new = flags - refused - ours
     assert not new and ours <= flags, f"new: {sorted(new)}, gone: {sorted(ours - flags)}"
-
-
-PENDING: set[str] = set()
 
 
 def test_every_published_name_has_one_row():
@@ -208,12 +207,58 @@ def test_devices_to_nodes_that_cannot_be(given, ranks, said):
         ("0,0,0,1", 2, 1, (3, 1)),
         ("0,0,1,1,2,2,3,3", 4, 1, (2, 2, 2, 2)),
         ("0,0,1,1,0,0,1,1", 2, 2, (2, 2, 2, 2)),
+        ("0,1,0,0,1", 2, 2, (1, 1, 2, 1)),
         ("0,0", 1, 1, (2,)),
     ],
 )
 def test_layers_per_stage(given, stages, chunks, expected):
     layers = len(given.split(","))
     assert placement.layers_per_stage(given, layers=layers, stages=stages, chunks=chunks) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "stages", "chunks"),
+    [("0,0,1,1", 2, 1), ("0,1,0,1", 2, 2), ("0,1,0", 2, 1), ("0,0", 1, 1), ("0,1,2,0,1,2", 3, 2)],
+)
+def test_chunks_follow_from_the_layers_stages(given, stages, chunks):
+    assert placement.chunks(given, stages) == chunks
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--dynapipe-layer-to-device 0,0,1,1", []),
+        ("--dynapipe-layer-to-device 0,0,0,1", ["--dynapipe-layers-per-stage", "3,1"]),
+        ("--dynapipe-layer-to-device 0,1,0,1", ["--dynapipe-layers-per-stage", "1,1,1,1"]),
+        ("--dynapipe-layer-to-device 0,1,0,1 --num-virtual-stages-per-pipeline-rank 2", []),
+        ("--dynapipe-layer-to-device 0,1,0,1 --num-layers-per-virtual-pipeline-stage 1", []),
+        ("", []),
+    ],
+)
+def test_every_layers_stage_becomes_layers_per_stage(flags, words):
+    assert arguments.layer_split_words(layered(flags), ModelFamily.GPT) == words
+
+
+def test_a_t5_counts_both_stacks():
+    flags = "--encoder-num-layers 1 --decoder-num-layers 3 --dynapipe-layer-to-device 0,1,1,1"
+    words = ["--dynapipe-layers-per-stage", "1,3"]
+    assert arguments.layer_split_words(layered(flags), ModelFamily.T5) == words
+
+
+def test_two_ways_to_split_layers_are_one_too_many():
+    flags = "--dynapipe-layer-to-device 0,0,1,1 --dynapipe-layers-per-stage 3,1"
+    with pytest.raises(ConfigError, match="--dynapipe-layer-to-device or --dynapipe-layers-per-stage, got both"):
+        arguments.layer_split_words(layered(flags), ModelFamily.GPT)
+
+
+def layered(flags: str) -> argparse.Namespace:
+    made = parser()
+    for name, value in {"num-layers": 4, "encoder-num-layers": 4, "decoder-num-layers": None}.items():
+        made.add_argument(f"--{name}", type=int, default=value)
+    made.add_argument("--pipeline-model-parallel-size", type=int, default=2)
+    made.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)
+    made.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
+    return made.parse_args(flags.split())
 
 
 @pytest.mark.parametrize(
