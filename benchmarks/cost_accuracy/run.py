@@ -115,7 +115,7 @@ def this_machine(model: str, args: argparse.Namespace) -> dict[str, Any]:
     file = args.output / f"{model}.json"
     started = time.monotonic()
     profile = ["-m", "megatron_dynapipe", "profile", "--model", model, "--output", str(file)]
-    call([sys.executable, *profile, "--recompute", "none", "--budget-minutes", str(args.budget_minutes), *flags])
+    call([sys.executable, *profile, "--budget-minutes", str(args.budget_minutes), *flags])
     seconds = time.monotonic() - started
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [str(ROOT / "benchmarks/cost_accuracy/iterations.py"), "--model", model, "--cost-model", str(file)]

@@ -1,6 +1,7 @@
 """`profile`: measure a model's layers on this machine → a cost model file."""
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,21 +42,22 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "expected --budget-minutes above 0, --tensor-parallel of 1 or more, --max-positions of 8 or more"
         )
-    cpu.quieten()
-    if cpu.enable(config.value_of(flags, "dynapipe-device", "auto")):  # type: ignore[arg-type]  # it checks the name
-        cpu.silence_prints()
-    from megatron_dynapipe.integration.profiling.command import profile
+    with contextlib.redirect_stdout(sys.stderr):  # Megatron logs there
+        cpu.quieten()
+        if cpu.enable(config.value_of(flags, "dynapipe-device", "auto")):  # type: ignore[arg-type]  # it checks the name
+            cpu.silence_prints()
+        from megatron_dynapipe.integration.profiling.command import profile
 
-    path = profile(
-        flags,
-        family=args.model,
-        output=args.output,
-        recompute=args.recompute.split(","),
-        tensor_parallel=args.tensor_parallel,
-        budget_s=args.budget_minutes * 60,
-        most_positions=args.max_positions,
-        vocabulary=args.vocabulary,
-    )
+        path = profile(
+            flags,
+            family=args.model,
+            output=args.output,
+            recompute=args.recompute.split(","),
+            tensor_parallel=args.tensor_parallel,
+            budget_s=args.budget_minutes * 60,
+            most_positions=args.max_positions,
+            vocabulary=args.vocabulary,
+        )
     if path is not None:
-        print(path, file=sys.stdout)
+        print(path)
     return 0

@@ -1,0 +1,78 @@
+"""`profile` on tiny models: the file it writes plans, and tensor-parallel ranks share the work."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.cost import ABSENT, Row, TableCostModel
+from megatron_dynapipe.units import ModelFamily, Recompute
+
+ROOT = Path(__file__).resolve().parents[3]
+FLAGS = [
+    *("--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "64", "--max-position-embeddings", "64"),
+    *("--global-batch-size", "8", "--attention-dropout", "0", "--hidden-dropout", "0", "--dynapipe-device", "cpu"),
+    *("--calculate-per-token-loss", "--train-iters", "1", "--lr", "1", "--eval-interval", "1"),
+]
+GPT = ["--num-layers", "2"]
+T5 = ["--encoder-num-layers", "2", "--decoder-num-layers", "2", "--decoder-seq-length", "32"]
+
+
+def profile(path: Path, *options: str, model: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m"]
+    if ranks > 1:
+        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    command += ["megatron_dynapipe", "profile", "--model", model, "--output", str(path), "--vocabulary", "512"]
+    command += ["--max-positions", "256", "--budget-minutes", "0.12", *options]
+    command += ["--", *FLAGS, *(T5 if model == "t5" else GPT)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model", ["t5", "gpt"])
+def test_a_profile_is_a_model_that_plans(model: str, tmp_path: Path) -> None:
+    done = profile(tmp_path / "m.json", "--recompute", "none,full", model=model)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "m.json") and not (tmp_path / "m.json.partial").exists()
+    cost = TableCostModel.load(tmp_path / "m.json")
+    assert cost.family is ModelFamily(model)
+    none, full = (cost.tables(tensor_parallel=1, recompute=mode) for mode in (Recompute.NONE, Recompute.FULL))
+    assert int(none.sizes[-1]) == 8 and int(none.inputs[-1]) == 64
+    assert int(none.targets[-1]) == (32 if model == "t5" else 0)
+    assert (none.values != ABSENT).all()
+    rows = [Row.ENCODER_FORWARD, Row.HEAD_BACKWARD] + ([Row.DECODER_BACKWARD] if model == "t5" else [])
+    assert all((none.values[row] > 0).all() for row in rows)
+    assert full.values[Row.ENCODER_STORED, -1, -1, -1] == pytest.approx(8 * 64 * 32 * 4, rel=0.01)  # a layer's input
+    assert none.values[Row.ENCODER_STORED, -1, -1, -1] > 5 * full.values[Row.ENCODER_STORED, -1, -1, -1]
+    # Weights of a layer: 4 of attention and 2 of the feed-forward (4 times as wide), biases and norms besides.
+    assert none.state.encoder_bytes == pytest.approx(2 * 12 * 32 * 32, rel=0.06)
+    assert cost.file.provenance["dtype"] == "float32" and cost.file.provenance["ranks"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_share_a_layer_and_measure_their_link(tmp_path: Path) -> None:
+    done = profile(tmp_path / "m.json", "--tensor-parallel", "2", "--recompute", "none", model="gpt", ranks=2)
+    assert done.returncode == 0, done.stderr
+    file = json.loads((tmp_path / "m.json").read_text())
+    assert list(file["keys"]) == ["tp2_none"]
+    assert file["links"]["intra-node"]["gbps"] > 0 and file["links"]["intra-node"]["latency_us"] > 0
+    state = TableCostModel.load(tmp_path / "m.json").tables(tensor_parallel=2, recompute=Recompute.NONE).state
+    assert state.encoder_bytes == pytest.approx(12 * 32 * 32, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recompute", "some"], "expected recompute modes of none, selective, full, got some"),
+        (["--budget-minutes", "0"], "expected --budget-minutes above 0"),
+        (["--tensor-parallel", "2"], "expected a number of ranks that 2 divides, got 1"),
+    ],
+)
+def test_what_cannot_be_profiled_is_said(options: list[str], message: str, tmp_path: Path) -> None:
+    done = profile(tmp_path / "m.json", *options, model="gpt")
+    assert done.returncode == 2 and message in done.stderr
