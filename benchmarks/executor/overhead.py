@@ -1,0 +1,197 @@
+"""What executing instruction lists costs: the executor against Megatron's own 1F1B, iteration by iteration in turn.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/executor/overhead.py [--pairs 200]
+
+Both train the same GPT on the same micro-batches of one shape, in the same process and over the same ranks; which of
+the two goes first changes from pair to pair. Printed: the ratio of iteration times, with a 95% confidence interval
+from resampling the pairs, and the median times.
+"""
+
+from megatron_dynapipe import cpu
+
+ON_CPU = cpu.enable()
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from functools import partial  # noqa: E402
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron_dynapipe.integration.control import ControlGroup  # noqa: E402
+from megatron_dynapipe.integration.forward_backward import run_iteration  # noqa: E402
+from megatron_dynapipe.integration.groups import connect  # noqa: E402
+from megatron_dynapipe.integration.steps import gpt_step  # noqa: E402
+from megatron_dynapipe.plan.instructions import Backward, Forward  # noqa: E402
+from megatron_dynapipe.plan.iteration import StagePlan  # noqa: E402
+from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors  # noqa: E402
+from megatron_dynapipe.planning.lowering import Pipeline, lower  # noqa: E402
+from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, platform_of  # noqa: E402
+from megatron_dynapipe.units import ModelFamily, Shape  # noqa: E402
+
+VOCABULARY = 512
+
+
+def build(options: argparse.Namespace, device: torch.device) -> DistributedDataParallel:
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    config = TransformerConfig(
+        num_layers=options.layers,
+        hidden_size=options.hidden,
+        num_attention_heads=4,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        pipeline_model_parallel_size=stages,
+        pipeline_dtype=torch.float32,
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        deallocate_pipeline_outputs=True,
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=options.length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+    ).to(device)
+    config.finalize_model_grads_func = finalize_model_grads
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+
+
+def make_batches(options: argparse.Namespace, device: torch.device) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    shape, length = (options.size, options.length), options.length
+    tokens = [torch.randint(0, VOCABULARY, shape, generator=generator).to(device) for _ in range(options.micro_batches)]
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
+    positions = torch.arange(length, device=device).expand(shape)
+    common = {"position_ids": positions, "attention_mask": mask, "loss_mask": torch.ones(shape, device=device)}
+    return [{"tokens": t, "labels": t, **common} for t in tokens]
+
+
+def one_f_one_b(options: argparse.Namespace, stages: int, stage: int) -> StagePlan:
+    """Megatron's order of passes, lowered to instructions."""
+    order = []
+    for rank in range(stages):
+        ahead = min(stages - rank - 1, options.micro_batches)
+        passes = [Forward(k) for k in range(ahead)]
+        for k in range(options.micro_batches):
+            passes += [Forward(k + ahead)] if k + ahead < options.micro_batches else []
+            passes.append(Backward(k))
+        order.append(tuple(passes))
+    tensors = boundary_tensors(ModelFamily.GPT, [1] * stages)
+    shapes = BoundarySettings(tensors=tensors, hidden_size=options.hidden).shapes(
+        [Shape(options.size, options.length)] * options.micro_batches
+    )
+    lists = lower(tuple(order), Pipeline(stages=stages, chunks=1, shapes=shapes))
+    return StagePlan(stage=stage, instructions=lists[stage], predicted=())
+
+
+def runners(options: argparse.Namespace, device: torch.device) -> tuple[Callable[[], None], Callable[[], None]]:
+    """One iteration by Megatron's schedule, and one by the executor."""
+    model, batches = build(options, device), make_batches(options, device)
+    step = partial(gpt_step, check_for_nan=False)
+    groups = connect(ControlGroup(timeout_s=300), chunks=1, device=device, timeout_s=300)
+    stage, stages = groups.ranks.index(dist.get_rank()), len(groups.ranks)
+    transport = TorchTransport(groups.channels, groups.ranks, deadline_s=300)
+    executor = PipelineExecutor(transport, platform_of(device), stages=stages, dtype=torch.float32)
+    plan, schedule = one_f_one_b(options, stages, stage), get_forward_backward_func()
+
+    def theirs() -> None:
+        model.zero_grad_buffer()
+        schedule(
+            forward_step_func=step,
+            data_iterator=iter(batches),
+            model=[model],
+            num_microbatches=options.micro_batches,
+            seq_length=options.length,
+            micro_batch_size=options.size,
+        )
+
+    def ours() -> None:
+        model.zero_grad_buffer()
+        run_iteration(plan, executor, [model], step, batches.__getitem__, stage=stage, stages=stages)
+
+    return theirs, ours
+
+
+def timed(function: Callable[[], None]) -> float:
+    """Seconds from all ranks' common start to the end of the slowest."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> dict[str, object]:
+    theirs, ours = runners(options, device)
+    for _ in range(options.warm_up):
+        theirs()
+        ours()
+    pairs = np.empty((options.pairs, 2))
+    for pair in range(options.pairs):
+        for which in (0, 1) if pair % 2 else (1, 0):
+            pairs[pair, which] = timed((theirs, ours)[which])
+    return {
+        "pairs": options.pairs,
+        "megatron_ms": float(np.median(pairs[:, 0]) * 1e3),
+        "executor_ms": float(np.median(pairs[:, 1]) * 1e3),
+        **ratio(pairs),
+    }
+
+
+def ratio(pairs: np.ndarray) -> dict[str, object]:
+    """Median of the pairs' ratios, and 95% of its values over resampled pairs."""
+    ratios = pairs[:, 1] / pairs[:, 0]
+    draw = np.random.default_rng(0)
+    medians = np.median(ratios[draw.integers(0, len(ratios), (5000, len(ratios)))], axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return {"ratio": float(np.median(ratios)), "interval_95": [float(low), float(high)]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--warm-up", type=int, default=10)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--size", type=int, default=4)
+    options = parser.parse_args()
+    device = torch.device("cpu") if ON_CPU else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if ON_CPU else "nccl")
+    try:
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
+        model_parallel_cuda_manual_seed(1)
+        result = measure(options, device)
+        if dist.get_rank() == 0:
+            print(json.dumps({"stages": dist.get_world_size(), **vars(options), **result}))
+            print(f"ratio {result['ratio']:.3f}, 95% {result['interval_95']}", file=sys.stderr)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
