@@ -1,0 +1,88 @@
+"""Measured passes of a rank: what counts as a pass, when they are handed in; and model state from real modules."""
+
+import argparse
+
+import pytest
+import torch
+
+from megatron_dynapipe.integration.learning import PassLearner, measured_passes
+from megatron_dynapipe.integration.model_state import StateBytes
+from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Load, Payload, RecvWait, SendStart
+from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals
+from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.service.recalibration import Recalibration, decode_passes
+from megatron_dynapipe.store import MemoryStore, PlanKeys
+from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+
+KEYS = PlanKeys(job="job", settings_digest="s")
+SHAPE = Shape(2, 16)
+
+
+def entry(iteration: int) -> StageEntry:
+    micro_batch = MicroBatch(
+        sample_ids=(4, 7), input_lengths=(9, 16), target_lengths=(0, 0), shape=SHAPE, recompute=Recompute.FULL,
+        stored_bytes=(1, 1), peak_bytes=(2, 2),
+    )  # fmt: skip
+    return StageEntry(
+        iteration=iteration, replica=0, family=ModelFamily.GPT, forward_only=False, plan_digest="d", pipeline_stages=2,
+        chunks=1, micro_batches=(micro_batch,), stage_plan=StagePlan(stage=1, instructions=(), predicted=()),
+        totals=Totals(samples=2, real_tokens=25, padded_positions=32, micro_batches=(1,), predicted_ns=5),
+    )  # fmt: skip
+
+
+def events(*timed: tuple[Instruction, int]) -> list[Event]:
+    found, now = [], 0
+    for instruction, took in timed:
+        found.append(Event(instruction, now, now + took))
+        now += took
+    return found
+
+
+ITERATION = events(
+    (RecvWait(payload=Payload.ACTIVATION, micro_batch=0, chunk=0, peer=0), 1000),
+    (Load(micro_batch=0), 3),
+    (Forward(micro_batch=0), 20),
+    (Backward(micro_batch=0), 50),
+    (SendStart(payload=Payload.GRADIENT, micro_batch=0, chunk=0, peer=0, shapes=((16, 2, 8),)), 7),
+)
+
+
+def test_a_pass_is_charged_with_loading_and_sending_but_not_with_waiting() -> None:
+    (sample,) = measured_passes(entry(3), ITERATION)
+    assert (sample.forward_ns, sample.backward_ns) == (23, 57)
+    assert (sample.stage, sample.shape, sample.recompute) == (1, SHAPE, Recompute.FULL)
+
+
+def test_passes_are_handed_in_when_a_version_is_made_from_them() -> None:
+    store = MemoryStore()
+    learner = PassLearner(Recalibration(first_iteration=0, look_ahead=2, ranks=1), store, KEYS, rank=0)
+    for iteration in range(8):
+        learner.add(entry(iteration), ITERATION)
+    found = [
+        decode_passes(store.wait_any([KEYS.passes(version, 0)], timeout_s=1, what="passes")[1]) for version in (1, 2)
+    ]
+    assert [len(samples) for samples in found] == [3, 4]  # the first iteration starts everything up
+
+
+@pytest.mark.parametrize(
+    ("dtype", "in_fp32", "optimizer", "distributed", "per_parameter"),
+    [
+        (torch.float32, False, "adam", False, 4 + 4 + 8),
+        (torch.bfloat16, True, "adam", False, 2 + 4 + 12),
+        (torch.bfloat16, False, "adam", True, 2 + 2 + 12 / 4),
+        (torch.bfloat16, False, "sgd", False, 2 + 2 + 8),
+    ],
+)
+def test_state_is_counted_parameter_by_parameter(
+    dtype: torch.dtype, in_fp32: bool, optimizer: str, distributed: bool, per_parameter: float
+) -> None:
+    args = argparse.Namespace(
+        params_dtype=dtype, accumulate_allreduce_grads_in_fp32=in_fp32, optimizer=optimizer,
+        use_distributed_optimizer=distributed, data_parallel_size=4,
+    )  # fmt: skip
+    first = torch.nn.Linear(16, 8, bias=False, dtype=dtype)
+    tied, frozen = torch.nn.Linear(16, 8, bias=False, dtype=dtype), torch.nn.Linear(4, 4, bias=False, dtype=dtype)
+    tied.weight = first.weight
+    frozen.weight.requires_grad_(False)
+    counted = StateBytes.of(args).total([first, tied, frozen])
+    assert counted == 128 * per_parameter + 16 * dtype.itemsize
