@@ -35,7 +35,7 @@ from megatron_dynapipe.integration.model_state import StateBytes
 from megatron_dynapipe.integration.pass_state import PassState
 from megatron_dynapipe.integration.passes import DeviceBatch, PrepareMicroBatch
 from megatron_dynapipe.integration.recorder import Recorder
-from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, platform_of
+from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, Watchdog, platform_of
 from megatron_dynapipe.sampling import LengthTable, Sampler
 from megatron_dynapipe.service.client import PlanClient
 from megatron_dynapipe.service.process import PlannerProcess
@@ -202,7 +202,9 @@ class Session:
         self._stage, self._stages = groups.ranks.index(self._control.rank), len(groups.ranks)
         platform = platform_of(self._device)
         transport = TorchTransport(groups.channels, groups.ranks, deadline_s=self._settings.timeout_s)
-        self._executor = PipelineExecutor(transport, platform, stages=self._stages, dtype=self._dtype)
+        self._executor = PipelineExecutor(
+            transport, platform, stages=self._stages, dtype=self._dtype, watch=self._watchdog()
+        )
         store, keys = self._open_store(inputs)
         replica, rank = parallel_state.get_data_parallel_rank(), self._control.rank
         if rank == 0:
@@ -333,6 +335,13 @@ class Session:
                 client.announce(split.name, iteration)
 
         return AgreedIterator(planned, self._control, first_iteration=split.first_iteration, announce=announce)
+
+    def _watchdog(self) -> Watchdog | None:
+        """On CUDA; elsewhere a wait that expires raises where it is, with the instruction named."""
+        if self._device.type != "cuda":
+            return None
+        watchdog = Watchdog(deadline_s=self._settings.timeout_s, name=f"rank {self._control.rank}")
+        return self._resources.enter_context(watchdog)
 
     def _close_iterators(self) -> None:
         for iterator in self._iterators.values():

@@ -8,6 +8,7 @@ from megatron_dynapipe.runtime.executor import Handler, PipelineExecutor
 from megatron_dynapipe.runtime.platform import CpuPlatform, CudaPlatform, DevicePlatform, platform_of
 from megatron_dynapipe.runtime.trace import Trace
 from megatron_dynapipe.runtime.transfer import TorchTransport, Transport, Work
+from megatron_dynapipe.runtime.watchdog import Watchdog
 
 __all__ = [
     "BufferTable",
@@ -19,6 +20,7 @@ __all__ = [
     "TorchTransport",
     "Trace",
     "Transport",
+    "Watchdog",
     "Work",
     "platform_of",
 ]

@@ -53,13 +53,23 @@ class PipelineExecutor:
         platform: the device that received tensors are allocated on.
         stages: ranks of the pipeline.
         dtype: of the tensors that cross stage boundaries.
+        watch: told of every list and its trace when it begins; see `Watchdog`.
     """
 
-    def __init__(self, transport: Transport, platform: DevicePlatform, *, stages: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        platform: DevicePlatform,
+        *,
+        stages: int,
+        dtype: torch.dtype,
+        watch: Callable[[StagePlan, Trace], None] | None = None,
+    ) -> None:
         self._transport = transport
         self._platform = platform
         self._stages = stages
         self._dtype = dtype
+        self._watch = watch
         self._handlers: dict[type[Instruction], Handler[Any]] = {}
         self._sending: dict[_Move, Work] = {}
         self._receiving: dict[_Move, tuple[Work, list[torch.Tensor]]] = {}
@@ -90,6 +100,8 @@ class PipelineExecutor:
         self._check_handlers(plan)
         self._stage = plan.stage
         buffers, trace = BufferTable(), Trace(self._platform)
+        if self._watch is not None:
+            self._watch(plan, trace)
         try:
             for instruction in plan.instructions:
                 trace.begin()

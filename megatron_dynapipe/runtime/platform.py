@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,6 +23,10 @@ class DevicePlatform(Protocol):
         """Mark the present moment of the device's work, without waiting for it."""
         ...
 
+    def has_passed(self, mark: Mark) -> bool:
+        """Whether the device has passed one of its marks, without waiting for it."""
+        ...
+
     def synchronize(self) -> None:
         """Wait until all work given to the device is done."""
         ...
@@ -40,6 +45,10 @@ class CpuPlatform:
         """The monotonic clock, which all processes of a host share."""
         now = time.monotonic_ns()
         return lambda: now
+
+    def has_passed(self, mark: Mark) -> bool:
+        """Always: a mark is made when the work before it is done."""
+        return True
 
     def synchronize(self) -> None:
         """Nothing is ever outstanding."""
@@ -64,13 +73,12 @@ class CudaPlatform:
 
     def mark(self) -> Mark:
         """A CUDA event on the current stream."""
-        event = self._event()
+        return _CudaMark(self._event(), self._origin, self._origin_ns)
 
-        def nanoseconds() -> int:
-            event.synchronize()
-            return self._origin_ns + int(self._origin.elapsed_time(event) * 1e6)
-
-        return nanoseconds
+    def has_passed(self, mark: Mark) -> bool:
+        """Asks the mark's event."""
+        assert isinstance(mark, _CudaMark), "a mark of another platform"
+        return bool(mark.event.query())
 
     def synchronize(self) -> None:
         """Wait for all streams of the device."""
@@ -86,6 +94,19 @@ class CudaPlatform:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaMark:
+    """An event, and another whose time on the host's clock is known."""
+
+    event: torch.cuda.Event
+    origin: torch.cuda.Event
+    origin_ns: int
+
+    def __call__(self) -> int:
+        self.event.synchronize()
+        return self.origin_ns + int(self.origin.elapsed_time(self.event) * 1e6)
 
 
 def platform_of(device: torch.device) -> DevicePlatform:

@@ -25,6 +25,11 @@ class Trace:
         """The instruction given last has been issued."""
         self._marks.append((instruction, self._open, self._platform.mark()))
 
+    def reached(self) -> int:
+        """Instructions that the device has passed, without waiting for it; the next is where it stands."""
+        ends = [end for _, _, end in self._marks]
+        return next((step for step, end in enumerate(ends) if not self._platform.has_passed(end)), len(ends))
+
     def events(self) -> tuple[Event, ...]:
         """The instructions with their start and end on the host's monotonic clock, in nanoseconds.
 

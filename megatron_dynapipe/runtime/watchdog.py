@@ -1,0 +1,74 @@
+"""Says at which instruction a device has come to a halt, before the process group's own deadline ends the process.
+
+A wait for NCCL does not raise where it is called: it makes the device's stream wait, the host runs ahead, and when the
+group's deadline has passed, NCCL's watchdog aborts the process with a message that knows no plan.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.plan.text import point_at
+from megatron_dynapipe.runtime.trace import Trace
+
+SHARE = 0.8
+"""Share of the deadline after which a device that has not moved is spoken of."""
+
+
+def _to_stderr(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+class Watchdog:
+    """A thread that looks after the list in execution, from `PipelineExecutor(watch=…)`. A context manager.
+
+    Args:
+        deadline_s: of the process groups.
+        name: of this rank, for the message.
+        tell: takes the message; standard error by default.
+    """
+
+    def __init__(self, *, deadline_s: float, name: str, tell: Callable[[str], None] = _to_stderr) -> None:
+        self._patience_s = deadline_s * SHARE
+        self._name = name
+        self._tell = tell
+        self._watched: tuple[StagePlan, Trace] | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dynapipe-watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def __call__(self, plan: StagePlan, trace: Trace) -> None:
+        """Watch this list from now on."""
+        self._watched = plan, trace
+
+    def _run(self) -> None:
+        standing: tuple[Trace, int] | None = None
+        since = time.monotonic()
+        told = False
+        while not self._closed.wait(self._patience_s / 20):
+            if (watched := self._watched) is None:
+                continue
+            plan, trace = watched
+            place = trace, trace.reached()
+            if place != standing:
+                standing, since, told = place, time.monotonic(), False
+            elif not told and place[1] < len(plan.instructions) and time.monotonic() - since > self._patience_s:
+                told = True
+                where = point_at(plan.instructions, place[1])
+                self._tell(
+                    f"[{self._name}] no progress for {self._patience_s:g} s at stage {plan.stage}, step {place[1]}: "
+                    f"{where}"
+                )

@@ -1,0 +1,71 @@
+"""The watchdog names the instruction at which a device stands still, once, and says nothing of one that moves."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from megatron_dynapipe.plan.instructions import Backward, Forward, Load
+from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.runtime import PipelineExecutor, Watchdog
+
+LIST = (Load(0), Forward(0), Backward(0))
+PLAN = StagePlan(stage=1, instructions=LIST, predicted=())
+
+
+class LaggingDevice:
+    """A device that is told everything at once and does it when it is let."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.made = 0
+
+    def mark(self) -> Callable[[], int]:
+        self.made += 1
+        number = self.made
+        return lambda: number
+
+    def has_passed(self, mark: Callable[[], int]) -> bool:
+        return mark() <= self.done
+
+    def synchronize(self) -> None: ...
+
+    def peak_bytes(self) -> None: ...
+
+
+def executed(device: LaggingDevice, watchdog: Watchdog) -> None:
+    executor = PipelineExecutor(None, device, stages=2, dtype=torch.float32, watch=watchdog)
+    for kind in (Load, Forward, Backward):
+        executor.register_handler(kind, lambda instruction, buffers: None)
+    executor.execute(PLAN)
+
+
+def test_a_device_that_stands_still_is_spoken_of_once():
+    said, heard = [], threading.Event()
+
+    def tell(message: str) -> None:
+        said.append(message)
+        heard.set()
+
+    device = LaggingDevice()
+    with Watchdog(deadline_s=0.1, name="rank 3", tell=tell) as watchdog:
+        device.done = 3  # the load's end, and the forward's begin
+        executed(device, watchdog)
+        assert heard.wait(10)
+        time.sleep(0.3)
+    assert len(said) == 1
+    assert said[0].startswith("[rank 3] no progress for 0.08 s at stage 1, step 1: ")
+    assert "F0" in said[0]
+
+
+def test_a_device_that_has_done_everything_is_not():
+    said: list[str] = []
+    device = LaggingDevice()
+    with Watchdog(deadline_s=0.05, name="rank 3", tell=said.append) as watchdog:
+        device.done = 1000
+        executed(device, watchdog)
+        time.sleep(0.3)
+    assert not said
