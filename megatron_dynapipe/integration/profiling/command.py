@@ -96,7 +96,7 @@ def _measure(profiler: Profiler, budget_s: float, *, show: bool) -> None:
     """Run the profiler under a bar of seconds: what is left of it is the time left at most."""
     started, shown = time.monotonic(), 0.0
     layout = "{l_bar}{bar}| {n:.0f}/{total:.0f} s, {remaining} left{postfix}"
-    with tqdm(total=round(budget_s, 1), disable=not show, file=sys.stderr, bar_format=layout) as bar:
+    with tqdm(total=budget_s, disable=not show, file=sys.stderr, bar_format=layout) as bar:
         for count, measurement in enumerate(profiler.run(budget_s), start=len(profiler.journal.found) + 1):
             elapsed = min(time.monotonic() - started, budget_s)
             bar.update(elapsed - shown)
