@@ -74,7 +74,8 @@ fetch_wheels() {  # Megatrons that the tests of patches/ unpack, patch and train
     inputs=$(digest patches/versions.txt)
     is_done "$STATE/wheels" "$inputs" && return
     say "fetching the Megatrons that patches/ are tested on (5 MB)"
-    if "$PYTHON" -m pip download --quiet --no-deps --only-binary :all: --dest .venv/.wheels -r patches/versions.txt; then
+    if "$PYTHON" -m pip download --quiet --retries 0 --timeout 20 --no-deps --only-binary :all: \
+        --dest .venv/.wheels -r patches/versions.txt; then
         mark "$STATE/wheels" "$inputs"
     else
         say "notice: they could not be fetched; the tests that need them are skipped"

@@ -163,17 +163,26 @@ def test_failed_install_is_told_and_tried_again_from_a_new_environment(checkout:
 def test_steps_run_once_and_again_when_their_inputs_change(checkout: Path) -> None:
     data = checkout / "megatron_dynapipe" / "data"
     data.mkdir(parents=True)
-    for file in ("requirements.lock", "pyproject.toml", "setup.py", "megatron_dynapipe/data/demo.py"):
+    (checkout / "patches").mkdir()
+    inputs = (
+        "requirements.lock",
+        "pyproject.toml",
+        "setup.py",
+        "megatron_dynapipe/data/demo.py",
+        "patches/versions.txt",
+    )
+    for file in inputs:
         (checkout / file).write_text("pip==1\n")
     fake_python(checkout / ".venv" / "bin" / "python", 'case "$*" in *"data demo"*) mkdir .demo/data;; esac; exit 0')
     project, demo = "setup: installing megatron-dynapipe (editable)", "setup: building the demo data in .demo/data"
+    wheels = "setup: fetching the Megatrons that patches/ are tested on (5 MB)"
 
     def said() -> list[str]:
         done = set_up(checkout)
         assert done.returncode == 0, done.stderr
         return done.stderr.splitlines()
 
-    assert said() == [project, demo]
+    assert said() == [project, wheels, demo]
     assert said() == []
     (data / "demo.py").write_text("pip==1\n# changed\n")
     assert said() == [demo]
@@ -182,7 +191,20 @@ def test_steps_run_once_and_again_when_their_inputs_change(checkout: Path) -> No
     (checkout / ".venv" / ".setup" / "project").unlink()
     assert said() == [project]
     moved = checkout.rename(checkout.with_name("elsewhere"))
-    assert set_up(moved).stderr.splitlines() == [project, demo]
+    assert set_up(moved).stderr.splitlines() == [project, wheels, demo]
+
+
+def test_without_a_network_the_wheels_of_patches_are_done_without(checkout: Path) -> None:
+    (checkout / "patches").mkdir()
+    (checkout / "megatron_dynapipe" / "data").mkdir(parents=True)
+    for file in ("requirements.lock", "pyproject.toml", "setup.py", "megatron_dynapipe/data/demo.py"):
+        (checkout / file).write_text("pip==1\n")
+    (checkout / "patches" / "versions.txt").write_text("megatron-core==0.19.2\n")
+    body = 'case "$*" in *"pip download"*) exit 1;; *"data demo"*) mkdir .demo/data;; esac; exit 0'
+    fake_python(checkout / ".venv" / "bin" / "python", body)
+    done = set_up(checkout)
+    assert done.returncode == 0
+    assert "notice: they could not be fetched; the tests that need them are skipped" in done.stderr
 
 
 def test_install_goes_on_where_no_compiler_works(tmp_path: Path) -> None:

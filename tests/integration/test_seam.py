@@ -1,11 +1,12 @@
 """The run-time seam: put in force once, in every module that leads to a replaced name, and taken back."""
 
+import argparse
 import ast
 
 import pytest
 
 from megatron_dynapipe import megatron_version
-from megatron_dynapipe.errors import UnsupportedMegatronError
+from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
 from megatron_dynapipe.integration import guest, seam
 from tests.helpers.megatron_wheels import VERSIONS, source
 from tests.helpers.processes import run_ranks
@@ -42,8 +43,6 @@ def test_names_are_replaced_once():
 
 def _install_twice(*, rank: int, world_size: int) -> list[str]:
     import importlib
-
-    from megatron_dynapipe.errors import ConfigError
 
     paths = (
         "megatron.core.pipeline_parallel.schedules",
@@ -128,3 +127,25 @@ def test_a_micro_batchs_shape_is_the_plans():
         assert guest.micro_batch_shape(1, 96) == (3, 40)
     finally:
         guest.deactivate()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--dynapipe-attention", "sdpa"], "--dynapipe-attention is not of a patched checkout"),
+        (["--dynapipe-layers-per-stage=3,1"], "--dynapipe-layers-per-stage is not of a patched checkout"),
+        (["--dynapipe-layer-to-device", "0,0,0,1"], "--dynapipe-layer-to-device cannot split the model"),
+    ],
+)
+def test_a_patched_checkout_refuses_flags_of_our_models(words, said, monkeypatch):
+    args = argparse.Namespace(
+        dynapipe_layer_to_device="0,0,0,1" if "--dynapipe-layer-to-device" in words else None,
+        dynapipe_layers_per_stage=None,
+        num_layers=4,
+        pipeline_model_parallel_size=2,
+        num_virtual_stages_per_pipeline_rank=None,
+        num_layers_per_virtual_pipeline_stage=None,
+    )
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
+    with pytest.raises(ConfigError, match=said):
+        guest._check_model_flags(args)
