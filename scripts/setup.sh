@@ -70,16 +70,18 @@ install_project() {
 }
 
 fetch_wheels() {  # Megatrons that the tests of patches/ unpack, patch and train; without a network they are skipped
-    local inputs
+    local inputs wheel
     inputs=$(digest patches/versions.txt)
     is_done "$STATE/wheels" "$inputs" && return
     say "fetching the Megatrons that patches/ are tested on (5 MB)"
-    if "$PYTHON" -m pip download --quiet --retries 0 --timeout 20 --no-deps --only-binary :all: \
-        --dest .venv/.wheels -r patches/versions.txt; then
-        mark "$STATE/wheels" "$inputs"
-    else
-        say "notice: they could not be fetched; the tests that need them are skipped"
-    fi
+    while read -r wheel; do  # one at a time: pip takes two versions of a package for a conflict
+        "$PYTHON" -m pip download --quiet --retries 0 --timeout 20 --no-deps --only-binary :all: \
+            --dest .venv/.wheels "$wheel" || {
+            say "notice: $wheel could not be fetched; the tests that need it are skipped"
+            return
+        }
+    done <patches/versions.txt
+    mark "$STATE/wheels" "$inputs"
 }
 
 make_demo_data() {
