@@ -64,6 +64,8 @@ def t5_run() -> Run:
         settings = arguments.RunSettings.from_args(args)
         chosen = chosen_layer_split(args, settings, ModelFamily.T5, on_cpu=cpu.is_enabled())
         args.dynapipe_layers_per_stage = ",".join(map(str, chosen))
+        if args.rank == 0:
+            print(f"layers per stage: {args.dynapipe_layers_per_stage}", flush=True)
     split = t5_split(args)
 
     def needs() -> Needs:

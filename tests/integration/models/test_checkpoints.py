@@ -61,6 +61,7 @@ CASES = {
         (1, ""),
     ),
     "gpt, one rank to two stages of two chunks": ("gpt", "", (1, ""), (2, INTERLEAVED)),
+    "gpt, two chunks to two replicas, distributed optimizer": ("gpt", DISTRIBUTED, (2, INTERLEAVED), (2, "")),
     "gpt, rotary, layers 3 + 1 to sequence parallelism": (
         "gpt, rotary positions",
         DISTRIBUTED,

@@ -1,0 +1,41 @@
+import pytest
+
+from tests.helpers.processes import run_ranks
+
+
+def check(rank: int, world_size: int, normalization: str) -> None:
+    """The norm computes what PyTorch's does, and tells Megatron to sum its gradients over tensor-parallel ranks."""
+    import torch
+
+    from megatron_dynapipe import cpu
+
+    cpu.enable()
+    from megatron.core.models.T5.t5_spec import LNImpl
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_dynapipe.errors import ConfigError
+    from megatron_dynapipe.integration.models.norms import SequenceParallelNorm, local_norm
+
+    def config(**changes: object) -> TransformerConfig:
+        made = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "normalization": normalization}
+        return TransformerConfig(**(made | changes))
+
+    divided = config(sequence_parallel=True, tensor_model_parallel_size=2)
+    norm, theirs = SequenceParallelNorm(divided, 8, 1e-3), WrappedTorchNorm(config(), 8, 1e-3)
+    state = torch.randn(3, 2, 8)
+    assert type(norm) is type(theirs) and torch.equal(norm(state), theirs(state))
+    assert norm.state_dict().keys() == theirs.state_dict().keys()
+    assert all(parameter.sequence_parallel for parameter in norm.parameters())
+    assert not any(parameter.sequence_parallel for parameter in SequenceParallelNorm(config(), 8).parameters())
+    assert local_norm(normalization=normalization, sequence_parallel=False) in (WrappedTorchNorm, LNImpl)
+    assert local_norm(normalization="RMSNorm", sequence_parallel=True) is SequenceParallelNorm
+    for refused, said in (({"layernorm_zero_centered_gamma": True}, "centred around zero"), ({}, "got L2Norm")):
+        kind = normalization if refused else "L2Norm"
+        with pytest.raises(ConfigError, match=f"expected --normalization LayerNorm or RMSNorm.*{said}"):
+            SequenceParallelNorm(config(**refused, normalization=kind), 8)
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_norm(normalization):
+    run_ranks(check, 1, {"normalization": normalization})
