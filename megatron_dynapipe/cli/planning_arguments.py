@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megatron_dynapipe.cli.batches import NamedBatch
     from megatron_dynapipe.cost import CostModel
     from megatron_dynapipe.planning.settings import PlannerSettings
+    from megatron_dynapipe.sampling import GlobalBatch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,9 +111,12 @@ def _with_auto_split(
     from megatron_dynapipe.cli.batches import read_batches
     from megatron_dynapipe.planning.layer_split import choose_layer_split
 
-    source = args.split_from or args.batches
-    named = read_batches(source, args.model, max_seq_len=args.max_seq_len)
-    split = choose_layer_split(settings, cost_model, [batch.global_batch(0) for batch in named])
+    def batches(path: Path) -> "list[GlobalBatch]":
+        return [batch.global_batch(0) for batch in read_batches(path, args.model, max_seq_len=args.max_seq_len)]
+
+    to_plan = batches(args.batches)
+    chosen_from = batches(args.split_from) if args.split_from else to_plan
+    split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan)
     return msgspec.structs.replace(settings, layers_per_stage=split)
 
 

@@ -94,16 +94,19 @@ def chosen_layer_split(
 ) -> tuple[int, ...]:
     """The layers per stage under which the run's first iterations are predicted to be fastest, alike on every rank.
 
+    Every sample of the data that fits under the equal split fits under the chosen one.
+
     Raises:
         ConfigError: several chunks per stage, or no equal split to start from.
         PlanningError: none of the iterations can be planned.
     """
-    sampler = Sampler(
-        LengthTable.read(settings.data, "train"), _sampler(args, settings, family, args.global_batch_size)
-    )
+    table = LengthTable.read(settings.data, "train")
+    sampler = Sampler(table, _sampler(args, settings, family, args.global_batch_size))
     batches = [sampler.batch(iteration) for iteration in range(BATCHES)]
+    epoch = Sampler(table, _sampler(args, settings, family, sampler.samples_per_epoch)).batch(0)
     planner = _planner(args, settings, family, on_cpu=on_cpu)
-    return choose_layer_split(planner, _costs(args, settings, family, on_cpu=on_cpu).load(), batches)
+    costs = _costs(args, settings, family, on_cpu=on_cpu).load()
+    return choose_layer_split(planner, costs, batches, to_fit=[epoch])
 
 
 def _network(settings: RunSettings) -> Network:

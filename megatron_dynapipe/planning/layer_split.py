@@ -6,9 +6,10 @@ then improved layer by layer on the batches' predicted times: memory, recomputat
 training.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import islice, permutations
 
 import msgspec
 import numpy as np
@@ -17,10 +18,12 @@ from megatron_dynapipe.cost import CostModel, PipelineLayout, stage_costs
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.samples import Samples
+from megatron_dynapipe.planning.samples import BoolArray, Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import Recompute, Shape
+
+_logger = logging.getLogger(__name__)
 
 BATCHES = 3
 """Batches planned for every split that is tried."""
@@ -41,13 +44,23 @@ UNPLANNED = 2**62
 """Predicted time of a split under which a batch cannot be planned."""
 
 
-def choose_layer_split(settings: PlannerSettings, cost_model: CostModel, batches: Sequence[GlobalBatch]) -> Split:
+def choose_layer_split(
+    settings: PlannerSettings,
+    cost_model: CostModel,
+    batches: Sequence[GlobalBatch],
+    *,
+    to_fit: Sequence[GlobalBatch] = (),
+) -> Split:
     """The layers per stage under which the batches are predicted to run fastest.
+
+    A sample that fits alone under the split where the search begins fits alone under the one that is chosen. Samples
+    that do not are left out, with a notice.
 
     Args:
         settings: the run's; its own layer split is where the search begins.
         cost_model: what layers cost.
         batches: global batches of the lengths to come; the first few that can be planned are used.
+        to_fit: more lengths that may come; they have no weight, but must go on fitting.
 
     Raises:
         ConfigError: stages of several chunks.
@@ -58,9 +71,12 @@ def choose_layer_split(settings: PlannerSettings, cost_model: CostModel, batches
             f"a layer split can be chosen for one chunk per stage, got {settings.chunks}",
             hint="give the numbers of layers, or use the equal split",
         )
-    trials = _Trials(settings, cost_model, batches)
+    trials = _Trials(settings, cost_model, batches, to_fit)
     best = settings.layout.layers_per_stage
+    trials.require(best)
     evened = trials.evened(best)
+    if not trials.required:  # Model state alone is too much where the search begins.
+        trials.require(evened)
     trials.choose_batches([best, evened])
     best = min([best, evened], key=trials.predicted_ns)
     improved = True
@@ -71,7 +87,7 @@ def choose_layer_split(settings: PlannerSettings, cost_model: CostModel, batches
         for split in sorted(_neighbours(best), key=trials.estimate_ns):
             if len(trials.results) >= TRIALS or trials.estimate_ns(split) > worst:
                 break
-            if trials.predicted_ns(split) < trials.predicted_ns(best):
+            if trials.fits(split) and trials.predicted_ns(split) < trials.predicted_ns(best):
                 best, improved = split, True
                 break
     return best
@@ -92,21 +108,46 @@ def _neighbours(split: Split) -> list[Split]:
 class _Trials:
     """Splits that were tried, and what is known of the work they share out."""
 
-    def __init__(self, settings: PlannerSettings, cost_model: CostModel, batches: Sequence[GlobalBatch]) -> None:
+    def __init__(
+        self,
+        settings: PlannerSettings,
+        cost_model: CostModel,
+        batches: Sequence[GlobalBatch],
+        to_fit: Sequence[GlobalBatch],
+    ) -> None:
         self.results: dict[Split, tuple[int, _Work]] = {}
         self._settings, self._cost_model, self._batches = settings, cost_model, list(batches)
+        self._lengths = _different([*batches, *to_fit])
+        self._required = np.zeros(len(self._lengths), np.bool_)
         self._work = self._alone()
 
+    @property
+    def required(self) -> bool:
+        """Whether there are samples that must fit."""
+        return bool(self._required.any())
+
+    def require(self, split: Split) -> None:
+        """From now on, every sample that fits alone under this split must fit alone under others."""
+        self._required = self._fitting(split)
+
+    def fits(self, split: Split) -> bool:
+        """Whether all samples that must fit do."""
+        return bool(self._fitting(split)[self._required].all())
+
     def choose_batches(self, splits: Sequence[Split]) -> None:
-        """Keep the first few batches that can be planned under one of the splits."""
+        """Keep the first few batches that can be planned under one of the splits, without samples that cannot."""
+        batches, left_out = self._feasible_batches()
+        if left_out:
+            _logger.warning(
+                "notice: %d of %d samples are left out of the choice of a layer split: they fit no micro-batch",
+                left_out,
+                sum(map(len, self._batches)),
+            )
         for split in splits:
             planner = self._planner(split)
-            kept = []
-            for batch in self._batches:
-                if planner is not None and _plan(planner, batch) is not None:
-                    kept.append(batch)
-                if len(kept) == BATCHES:
-                    break
+            if planner is None:
+                continue
+            kept = list(islice((batch for batch in batches if _plan(planner, batch) is not None), BATCHES))
             if kept:
                 self._batches = kept
                 return
@@ -117,12 +158,14 @@ class _Trials:
         )
 
     def evened(self, split: Split) -> Split:
-        """The split that the estimate finds best, one layer moved at a time."""
+        """The split that the estimate finds best, one layer moved at a time, samples that must fit fitting."""
         while True:
-            better = min(_neighbours(split), key=self.estimate_ns, default=split)
-            if self.estimate_ns(better) >= self.estimate_ns(split):
+            here = self.estimate_ns(split)
+            better = sorted(_neighbours(split), key=self.estimate_ns)
+            found = next((each for each in better if self.estimate_ns(each) < here and self.fits(each)), None)
+            if found is None:
                 return split
-            split = better
+            split = found
 
     def learn(self, split: Split) -> None:
         """Estimate from now on with the micro-batches of this split's plans."""
@@ -165,6 +208,32 @@ class _Trials:
             work += [(samples.shape(row), self._settings.recompute[0]) for row in rows]
         return work
 
+    def _fitting(self, split: Split) -> BoolArray:
+        """Which of the different samples fit alone."""
+        planner = self._planner(split)
+        if planner is None:
+            return np.zeros(len(self._lengths), np.bool_)
+        return planner.fits_alone(Samples.of(self._lengths, self._settings.family))
+
+    def _feasible_batches(self) -> tuple[list[GlobalBatch], int]:
+        """The batches without samples that need not fit, and how many those were."""
+        lengths = zip(self._lengths.input_lengths.tolist(), self._lengths.target_lengths.tolist(), strict=True)
+        fitting = dict(zip(lengths, self._required.tolist(), strict=True))
+        batches, left_out = [], 0
+        for batch in self._batches:
+            pairs = zip(batch.input_lengths.tolist(), batch.target_lengths.tolist(), strict=True)
+            rows = np.array([fitting[pair] for pair in pairs], np.bool_)
+            left_out += int((~rows).sum())
+            batches.append(
+                replace(
+                    batch,
+                    sample_ids=batch.sample_ids[rows],
+                    input_lengths=batch.input_lengths[rows],
+                    target_lengths=batch.target_lengths[rows],
+                )
+            )
+        return batches, left_out
+
     def _planner(self, split: Split) -> Planner | None:
         """A planner for the split, or None where its model state alone does not fit."""
         settings = msgspec.structs.replace(
@@ -176,6 +245,15 @@ class _Trials:
             return Planner(settings, self._cost_model)
         except InfeasibleError:
             return None
+
+
+def _different(batches: Sequence[GlobalBatch]) -> GlobalBatch:
+    """One sample of each pair of lengths."""
+    inputs = np.concatenate([batch.input_lengths for batch in batches])
+    targets = np.concatenate([batch.target_lengths for batch in batches])
+    pairs = np.unique(np.stack([inputs, targets]), axis=1)
+    ids = np.arange(pairs.shape[1], dtype=np.int64)
+    return GlobalBatch(iteration=0, sample_ids=ids, input_lengths=pairs[0], target_lengths=pairs[1])
 
 
 def _plan(planner: Planner, batch: GlobalBatch) -> IterationPlan | None:

@@ -24,7 +24,7 @@ from megatron_dynapipe.planning.lowering import Pipeline, lower
 from megatron_dynapipe.planning.ordering import sweeps
 from megatron_dynapipe.planning.partition import Cut, cut
 from megatron_dynapipe.planning.problem import IntArray, PipelineProblem
-from megatron_dynapipe.planning.samples import Samples, explain_infeasible
+from megatron_dynapipe.planning.samples import BoolArray, Samples, explain_infeasible, fits_alone
 from megatron_dynapipe.planning.schedules import Schedule, predict, schedule
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
 from megatron_dynapipe.planning.search import search
@@ -137,6 +137,10 @@ class Planner:
         with _timed(seconds, "verify"):
             verify(plan, expected_samples=samples.ids.tolist())
         return plan, seconds
+
+    def fits_alone(self, samples: Samples) -> BoolArray:
+        """Whether each sample fits as a micro-batch of its own, alone in flight: bool[samples]."""
+        return fits_alone(self.cut_problem(samples, self._one_in_flight()))
 
     def _model_state(self, tables: LayerTables) -> IntArray:
         if self.settings.model_state_bytes is not None:

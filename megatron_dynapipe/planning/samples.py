@@ -4,13 +4,16 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_dynapipe.cost import stage_costs
+from megatron_dynapipe.cost import StageCosts, stage_costs
 from megatron_dynapipe.errors import DataError, InfeasibleError
 from megatron_dynapipe.planning.intervals import CutProblem, needed_bytes
 from megatron_dynapipe.planning.problem import IntArray
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Shape, input_positions, round_up, target_positions
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,6 +73,23 @@ class Samples:
         return Shape(len(members), int(self.inputs[members].max()), int(self.targets[members].max()))
 
 
+def fits_alone(problem: CutProblem) -> BoolArray:
+    """Whether each sample fits as a micro-batch of its own: bool[samples].
+
+    Args:
+        problem: the samples, with one micro-batch in flight under option 0.
+    """
+    fitting = [cost.feasible & (lack <= 0).all(axis=1) for cost, lack in _alone(problem)]
+    return np.asarray(np.any(fitting, axis=0))
+
+
+def _alone(problem: CutProblem) -> list[tuple[StageCosts, IntArray]]:
+    """Costs of every sample on its own, and the memory `[samples, ranks]` it lacks, under each recompute mode."""
+    ones = np.ones(len(problem.inputs), np.int64)
+    costs = [stage_costs(mode, problem.layout, ones, problem.inputs, problem.targets) for mode in problem.modes]
+    return [(cost, needed_bytes(cost, problem, 0) - problem.memory_bytes) for cost in costs]
+
+
 def explain_infeasible(samples: Samples, problem: CutProblem) -> InfeasibleError:
     """Which sample fits no micro-batch even alone, and why: its stage, what it needs, what there is.
 
@@ -77,11 +97,7 @@ def explain_infeasible(samples: Samples, problem: CutProblem) -> InfeasibleError
         samples: the batch.
         problem: how it was to be cut, with one micro-batch in flight under option 0.
     """
-    ones = np.ones(len(samples.ids), np.int64)
-    costs = [stage_costs(mode, problem.layout, ones, samples.inputs, samples.targets) for mode in problem.modes]
-    lacking = [needed_bytes(cost, problem, 0) - problem.memory_bytes for cost in costs]
-    fitting = [cost.feasible & (lack <= 0).all(axis=1) for cost, lack in zip(costs, lacking, strict=True)]
-    impossible = np.flatnonzero(~np.any(fitting, axis=0))
+    impossible = np.flatnonzero(~fits_alone(problem))
     if not len(impossible):
         return InfeasibleError(
             "every sample fits alone, but no schedule of their micro-batches fits the memory",
@@ -89,7 +105,7 @@ def explain_infeasible(samples: Samples, problem: CutProblem) -> InfeasibleError
         )
     row = int(impossible[0])
     where = f"sample {samples.ids[row]} of padded shape {samples.shape(impossible[:1])}"
-    within = [lack[row] for cost, lack in zip(costs, lacking, strict=True) if cost.feasible[row]]
+    within = [lack[row] for cost, lack in _alone(problem) if cost.feasible[row]]
     if not within:
         return InfeasibleError(
             f"{where} lies outside the cost model's lengths, or ran out of memory when they were measured",

@@ -125,6 +125,23 @@ def test_layer_split(
     assert sum(found) == 4 and (found == expected or split == "auto")
 
 
+def test_layer_split_from_other_batches(
+    batches_file: Path,
+    cost_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Samples there that fit nowhere are left out with a notice."""
+    others = tmp_path / "others.json"
+    batches = [{"id": "o0", "input": [9, 40, 6000, 65]}, {"id": "o1", "input": [30, 7000]}]
+    others.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": batches}))
+    more = ["--json", "--limit", "1", "--layer-split", "auto", "--split-from", str(others)]
+    assert main(arguments("plan", batches_file, cost_file, *more)) == 0
+    assert sum(report(capsys)["iterations"][0]["replicas"][0]["layers_per_stage"]) == 4
+    assert "2 of 6 samples are left out of the choice of a layer split" in caplog.text
+
+
 def test_compare(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments("compare", batches_file, cost_file, "--json", "--max-seq-len", "300")) == 0
     loaded = report(capsys)

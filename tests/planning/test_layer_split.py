@@ -1,0 +1,182 @@
+"""The choice of layers per stage: even work, what memory allows, the same every time."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dynapipe.cost import LayerState, LayerTables, Network, Row
+from megatron_dynapipe.errors import ConfigError, PlanningError
+from megatron_dynapipe.planning.layer_split import choose_layer_split
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.samples import Samples
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.units import ModelFamily, Recompute
+from tests.planning.planner_cases import batch_of
+
+GPT, T5 = ModelFamily.GPT, ModelFamily.T5
+SIZES = np.array([1, 2, 4, 8, 16], np.int64)
+LENGTHS = np.array([8, 64, 512], np.int64)
+BYTES = 1000  # of a layer's activations a position
+STATE = 100_000  # bytes of a layer's parameters
+
+
+class Costs:
+    """Costs in proportion to positions: nanoseconds a position for each kind of layer, the same back, and bytes.
+
+    Encoder layers and a decoder-only model's head count input positions, decoder layers and a T5's head target ones.
+    """
+
+    name, digest = "made up", "0"
+
+    def __init__(self, family: ModelFamily, *, encoder: int = 100, decoder: int = 0, head: int = 0) -> None:
+        self.family = family
+        self._times = {"ENCODER": encoder, "DECODER": decoder, "HEAD": head}
+
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+        targets = LENGTHS if self.family is T5 else np.zeros(1, np.int64)
+        size, inputs, target = np.meshgrid(SIZES, LENGTHS, targets, indexing="ij")
+        values = np.zeros((len(Row), *size.shape), np.int64)
+        for row in Row:
+            kind, what = row.name.split("_")
+            positions = size * (inputs if self.family is GPT or kind == "ENCODER" else target)
+            values[row] = positions * (BYTES if what in ("STORED", "PEAK") else self._times[kind])
+        state = LayerState(embedding_bytes=0, encoder_bytes=STATE, decoder_bytes=STATE)
+        return LayerTables(sizes=SIZES, inputs=LENGTHS, targets=targets, values=values, state=state)
+
+
+def chosen(
+    costs: Costs,
+    split: tuple[int, ...],
+    *lengths: tuple[int, int],
+    encoder_layers: int | None = None,
+    to_fit: tuple[tuple[int, int], ...] = (),
+    **changes: Any,
+) -> tuple[int, ...]:
+    """The choice that begins with a split, for one batch of the given lengths."""
+    settings = run_settings(costs, split, encoder_layers=encoder_layers, **changes)
+    return choose_layer_split(settings, costs, [batch_of(*lengths)], to_fit=[batch_of(*to_fit)] if to_fit else [])
+
+
+def run_settings(
+    costs: Costs, split: tuple[int, ...], *, encoder_layers: int | None = None, **changes: Any
+) -> PlannerSettings:
+    encoder = sum(split) if encoder_layers is None else encoder_layers
+    given = {
+        "family": costs.family,
+        "encoder_layers": encoder,
+        "decoder_layers": sum(split) - encoder,
+        "hidden_size": 8,
+        "pipeline_parallel": len(split),
+        "layers_per_stage": split,
+        "memory_limit_bytes": 10**9,
+        "recompute": (Recompute.NONE,),
+        "network": Network(inter_node_latency_us=0.0),
+    }
+    return PlannerSettings(**given | changes)
+
+
+ALIKE = [(65, 0)] * 16
+PAIRS = [(64, 62)] * 16
+
+
+@pytest.mark.parametrize(
+    ("costs", "split", "encoder_layers", "lengths", "expected"),
+    [
+        pytest.param(Costs(GPT), (4, 4), None, ALIKE, (4, 4), id="already even"),
+        pytest.param(Costs(GPT), (6, 1, 1), None, ALIKE, (3, 3, 2), id="evens out an uneven start"),
+        pytest.param(Costs(GPT, head=200), (4, 4), None, ALIKE, (5, 3), id="a head on the last stage is two layers"),
+        pytest.param(Costs(GPT, head=900), (2, 2), None, ALIKE, (3, 1), id="a stage keeps one layer"),
+        pytest.param(Costs(T5, decoder=300), (4, 4), 4, PAIRS, (5, 3), id="T5's boundary falls inside a stage"),
+        pytest.param(Costs(T5, encoder=300, decoder=100), (4, 4), 4, PAIRS, (3, 5), id="and in the other one"),
+        pytest.param(Costs(T5, decoder=100), (2, 6), 4, PAIRS, (4, 4), id="T5's layers cost the same"),
+        pytest.param(Costs(GPT), (4,), None, ALIKE, (4,), id="one stage"),
+    ],
+)
+def test_choice(
+    costs: Costs,
+    split: tuple[int, ...],
+    encoder_layers: int | None,
+    lengths: list[tuple[int, int]],
+    expected: tuple[int, ...],
+) -> None:
+    found = chosen(costs, split, *lengths, encoder_layers=encoder_layers)
+    times = predicted(costs, found, lengths, encoder_layers), predicted(costs, expected, lengths, encoder_layers)
+    assert found == expected, times
+
+
+def predicted(costs: Costs, split: tuple[int, ...], lengths: list[tuple[int, int]], encoder_layers: int | None) -> int:
+    planner = Planner(run_settings(costs, split, encoder_layers=encoder_layers), costs)
+    return planner.plan(batch_of(*lengths), 0).totals.predicted_ns
+
+
+def test_the_same_every_time() -> None:
+    random = np.random.default_rng(0)
+    lengths = [(int(n), int(m)) for n, m in random.integers(1, 500, (40, 2))]
+    costs = Costs(T5, decoder=170, head=90)
+    found = {chosen(costs, (4, 4, 4), *lengths, encoder_layers=6) for _ in range(2)}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        pytest.param((2000, 0), id="longer than the cost model's grid"),
+        pytest.param((500, 0), id="more than the memory"),
+    ],
+)
+def test_samples_that_fit_nowhere_are_left_out(impossible: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
+    costs, limit = Costs(GPT, head=200), {"memory_limit_bytes": 5 * STATE * 8 + 5 * 200 * BYTES}
+    with caplog.at_level(logging.WARNING):
+        found = chosen(costs, (4, 4), *ALIKE, impossible, **limit)
+    assert found == chosen(costs, (4, 4), *ALIKE, **limit) == (5, 3)
+    assert "1 of 17 samples are left out of the choice of a layer split" in caplog.text
+
+
+def test_nothing_is_said_where_all_samples_fit(caplog: pytest.LogCaptureFixture) -> None:
+    chosen(Costs(GPT), (4, 4), *ALIKE)
+    assert not caplog.records
+
+
+def test_what_fitted_goes_on_fitting() -> None:
+    """With five layers on a stage the long sample does not fit, so the head's stage keeps its four."""
+    costs, limit = Costs(GPT, head=200), {"memory_limit_bytes": 4 * STATE * 8 + 4 * 512 * BYTES}
+    long = (513, 0)
+    assert chosen(costs, (4, 4), *ALIKE, **limit) == (5, 3)
+    assert chosen(costs, (4, 4), *ALIKE, long, **limit) == (4, 4)
+    assert chosen(costs, (4, 4), *ALIKE, to_fit=(long,), **limit) == (4, 4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(9, 600), min_size=4, max_size=12), st.integers(0, 500), st.integers(200, 600))
+def test_no_sample_that_fitted_is_lost(lengths: list[int], head: int, room: int) -> None:
+    costs, limit = Costs(GPT, head=head), {"memory_limit_bytes": 5 * STATE * 8 + 4 * room * BYTES}
+    samples = [(n, 0) for n in lengths]
+    try:
+        found = chosen(costs, (4, 4, 4), *samples, **limit)
+    except PlanningError:
+        found = (4, 4, 4)
+    of_batch = Samples.of(batch_of(*samples), GPT)
+    before, after = (
+        Planner(run_settings(costs, split, **limit), costs).fits_alone(of_batch) for split in ((4, 4, 4), found)
+    )
+    assert (after | ~before).all()
+
+
+def test_a_start_whose_model_state_is_too_much() -> None:
+    """Six layers' state exceeds the memory, four layers' does not."""
+    limit = {"memory_limit_bytes": 5 * STATE * 8}
+    assert chosen(Costs(GPT), (6, 2), *ALIKE, **limit) == (4, 4)
+
+
+def test_no_split_fits() -> None:
+    with pytest.raises(PlanningError, match=r"none of 1 batches can be planned with layers per stage of \(4, 4\) or"):
+        chosen(Costs(GPT), (4, 4), *ALIKE, memory_limit_bytes=2 * STATE * 8)
+
+
+def test_chunks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="one chunk per stage, got 2"):
+        chosen(Costs(GPT), (2, 2, 2, 2), *ALIKE, pipeline_parallel=2, chunks=2)
