@@ -36,7 +36,7 @@ def run_signalled(rank: int, world_size: int, argv: list[str], victim: int) -> o
     return None
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_saves_and_ends_every_rank(victim, tmp_path):
     data, saved = make_dataset(tmp_path / "data"), tmp_path / "saved"
     flags = f"--pipeline-model-parallel-size 2 --train-iters 8 --save {saved} --save-interval 100"
