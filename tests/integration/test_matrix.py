@@ -78,9 +78,7 @@ LAYOUTS = {
     "t5 2x2x2, two chunks, distributed optimizer": layout(
         "t5", tensor=2, stages=2, replicas=2, chunks=2, distributed_optimizer=True
     ),
-    "t5 2x2x1, sequence parallel, recompute mixed *": layout(
-        "t5", tensor=2, stages=2, sequence=True, recompute=MIXED
-    ),
+    "t5 2x2x1, sequence parallel, recompute mixed *": layout("t5", tensor=2, stages=2, sequence=True, recompute=MIXED),
     "t5 1x2x2, relative positions, recompute mixed *": layout(
         "t5", stages=2, replicas=2, positions="relative", recompute=MIXED, layer_overhead_us=0.0
     ),
