@@ -75,9 +75,7 @@ def test_python_that_megatron_has_no_wheels_for(monkeypatch: pytest.MonkeyPatch)
     ("installed", "found"),
     [(None, "not installed"), ("0.15.1", "expected 0.18.2 or 0.19.1 or 0.19.2, found 0.15.1")],
 )
-def test_megatron_that_is_absent_or_unknown(
-    monkeypatch: pytest.MonkeyPatch, installed: str | None, found: str
-) -> None:
+def test_megatron_that_is_absent_or_unknown(monkeypatch: pytest.MonkeyPatch, installed: str | None, found: str) -> None:
     monkeypatch.setattr(megatron_version, "find_version", lambda: installed)
     told = checks.check_megatron("megatron-core")
     assert (told.status, told.found) == ("fail", found)
