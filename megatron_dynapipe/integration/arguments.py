@@ -15,6 +15,7 @@ from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration import familiar, placement
 from megatron_dynapipe.integration.models import flags as model_flags
+from megatron_dynapipe.planning.baselines import PartitionSettings
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.sampling import LongSamples
 from megatron_dynapipe.store import StoreAddress
@@ -64,6 +65,7 @@ class RunSettings:
     ahead: int
     timeout_s: float
     report_folder: Path
+    partition: PartitionSettings
     schedule: ScheduleSettings
     planners: int
     devices_per_node: int
@@ -98,6 +100,7 @@ class RunSettings:
             ahead=args.dynapipe_lookahead,
             timeout_s=args.dynapipe_timeout_s,
             report_folder=args.dynapipe_report_dir or familiar.report_folder(os.environ) or REPORT_FOLDER,
+            partition=familiar.partition_settings(args),
             schedule=ScheduleSettings(method=familiar.schedule_name(args.dynapipe_schedule_method), **searches),
             planners=placement.planners_per_node(
                 args.dynapipe_prefetch_planner_num_workers, most=args.dynapipe_lookahead

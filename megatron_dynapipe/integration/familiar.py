@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.schedules import SCHEDULES
 from megatron_dynapipe.units import LENGTH_MULTIPLE
 
@@ -55,7 +56,15 @@ FLAGS: tuple[Familiar, ...] = (
     _honoured("--dynapipe-intra-node-lat", "µs within a node"),
     _honoured("--dynapipe-inter-node-lat", "µs between nodes"),
     _honoured("--dynapipe-layer-to-device", "the stage of every layer; `--dynapipe-layers-per-stage` is shorter"),
-    _honoured("--dynapipe-partition-algo", "`dp` is accepted, it is how batches are always cut"),
+    _honoured(
+        "--dynapipe-partition-algo",
+        "dp (the default), or to compare with: token_based, uniform (samples sorted, as many to each micro-batch) or"
+        " padding (to the iteration's longest sample)",
+    ),
+    _honoured(
+        "--dynapipe-token-based-partition-mbs",
+        "padded positions of a micro-batch, with token_based; without it, the fastest power of two",
+    ),
     _honoured(
         "--dynapipe-schedule-method",
         "adaptive, 1f1b or gpipe; 1F1B and interleaved-1F1B mean 1f1b, (wait-free-)cyclic and dynamic mean adaptive",
@@ -69,14 +78,9 @@ FLAGS: tuple[Familiar, ...] = (
     _honoured("--dynapipe-zero-stage", "0, or 1 with `--use-distributed-optimizer`, from which memory is computed"),
     _refused(
         "--dynapipe-enable-packing",
-        "plans pad samples to the longest of their micro-batch; packing is a baseline",
+        "it needs an attention kernel that keeps packed samples apart, which is not there yet",
         "`megatron-dynapipe compare` predicts what packing would cost",
         switch=True,
-    ),
-    _refused(
-        "--dynapipe-token-based-partition-mbs",
-        "micro-batches are cut by predicted time, not by a number of tokens",
-        "`megatron-dynapipe compare` predicts what token-based micro-batches would cost",
     ),
     _refused(
         "--dynapipe-disable-tsp",
@@ -168,6 +172,9 @@ SCHEDULE_NAMES: Mapping[str, str] = {name: name for name in SCHEDULES} | {
 }
 """Schedules by our name and by those of the fork."""
 
+PARTITION_NAMES = tuple(name for name in PartitionAlgorithm if name is not PartitionAlgorithm.PACKING)
+"""Ways to make micro-batches that can be trained with."""
+
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -176,7 +183,8 @@ def add_arguments(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
     add("--dynapipe-device-to-node", metavar="RANK:NODE,…", help="node of every rank (default: as torchrun says)")
     add("--dynapipe-layer-to-device", metavar="STAGE,…", help="stage of every layer (see --dynapipe-layers-per-stage)")
-    add("--dynapipe-partition-algo", default="dp", metavar="dp", help="how batches are cut: by dynamic programming")
+    add("--dynapipe-partition-algo", default="dp", metavar="NAME", help=f"of {', '.join(PARTITION_NAMES)}")
+    add("--dynapipe-token-based-partition-mbs", type=int, metavar="N", help="positions of a token_based micro-batch")
     add("--dynapipe-schedule-method", default="adaptive", metavar="NAME", help=f"of {', '.join(SCHEDULES)}")
     add("--dynapipe-disable-mb-permutation", action="store_true", help="do not search for a better order of passes")
     add(
@@ -206,11 +214,6 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
     for variable in VARIABLES:
         if not variable.honoured and environ.get(variable.name, "").lower() not in OFF:
             raise ConfigError(f"{variable.name} is not taken: {variable.note}", hint=variable.instead)
-    if args.dynapipe_partition_algo != "dp":
-        raise ConfigError(
-            f"expected --dynapipe-partition-algo dp, got {args.dynapipe_partition_algo!r}",
-            hint="the others are baselines: `megatron-dynapipe compare` predicts what they would cost",
-        )
     if args.dynapipe_round_seqlen_multiple != LENGTH_MULTIPLE:
         raise ConfigError(
             f"expected --dynapipe-round-seqlen-multiple {LENGTH_MULTIPLE}, got {args.dynapipe_round_seqlen_multiple}"
@@ -236,6 +239,26 @@ def schedule_name(given: str) -> str:
             f"expected --dynapipe-schedule-method of {', '.join(SCHEDULES)}, got {given!r}",
         )
     return SCHEDULE_NAMES[given]
+
+
+def partition_settings(args: argparse.Namespace) -> PartitionSettings:
+    """How micro-batches are made.
+
+    Raises:
+        ConfigError: a name that is not known, packing, or a number of tokens that does not go with the name.
+    """
+    given, tokens = args.dynapipe_partition_algo, args.dynapipe_token_based_partition_mbs
+    if given not in set(PartitionAlgorithm):
+        raise ConfigError(f"expected --dynapipe-partition-algo of {', '.join(PARTITION_NAMES)}, got {given!r}")
+    algorithm = PartitionAlgorithm(given)
+    if tokens is not None and algorithm is not PartitionAlgorithm.TOKEN_BASED:
+        raise ConfigError(
+            f"--dynapipe-token-based-partition-mbs goes with --dynapipe-partition-algo token_based, not with {given}",
+            hint="leave it out: micro-batches are cut by predicted time",
+        )
+    if tokens is not None and tokens < 1:
+        raise ConfigError(f"expected --dynapipe-token-based-partition-mbs of at least 1, got {tokens}")
+    return PartitionSettings(algorithm=algorithm, micro_batch_tokens=tokens)
 
 
 def store_url(environ: Mapping[str, str]) -> str | None:

@@ -83,6 +83,7 @@ def _planner(args: argparse.Namespace, settings: RunSettings, family: ModelFamil
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=settings.recompute,
         network=_network(settings),
+        partition=settings.partition,
         schedule=settings.schedule,
         element_bytes=args.params_dtype.itemsize,
         sequence_parallel=args.sequence_parallel,

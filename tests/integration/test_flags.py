@@ -21,7 +21,7 @@ OURS = """
 --dynapipe-store-url --dynapipe-timeout-s --dynapipe-unset --use-dynapipe
 --dynapipe-device-to-node --dynapipe-disable-mb-permutation --dynapipe-layer-to-device --dynapipe-partition-algo
 --dynapipe-prefetch-planner-num-workers --dynapipe-round-seqlen-multiple --dynapipe-schedule-method
---dynapipe-zero-stage
+--dynapipe-token-based-partition-mbs --dynapipe-zero-stage
 --dynapipe-attention --dynapipe-layers-per-stage --dynapipe-recalibrate
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
@@ -132,6 +132,15 @@ def test_defaults_need_no_flag(monkeypatch):
         ("--dynapipe-intra-node-bw 600 --dynapipe-inter-node-lat 20", "intra_node_gbps", 600.0),
         ("--dynapipe-zero-stage 1 --use-distributed-optimizer", "planners", 1),
         ("--dynapipe-partition-algo dp --dynapipe-round-seqlen-multiple 8", "planners", 1),
+        ("", "partition.algorithm", "dp"),
+        ("--dynapipe-partition-algo uniform", "partition.algorithm", "uniform"),
+        ("--dynapipe-partition-algo padding", "partition.algorithm", "padding"),
+        ("--dynapipe-partition-algo token_based", "partition.micro_batch_tokens", None),
+        (
+            "--dynapipe-partition-algo token_based --dynapipe-token-based-partition-mbs 4096",
+            "partition.micro_batch_tokens",
+            4096,
+        ),
         ("--dynapipe-store-url redis://elsewhere/0", "store_url", "redis://elsewhere/0"),
     ],
 )
@@ -154,7 +163,16 @@ def test_honoured_values(flags, name, value, monkeypatch):
         ("--dynapipe-intra-node-bw fast", "invalid float value: 'fast'"),
         ("--dynapipe-limit-rc-type some", "--dynapipe-limit-rc-type to name some of none,selective,full, got 'some'"),
         ("--dynapipe-schedule-method best", "--dynapipe-schedule-method of adaptive, 1f1b, gpipe, got 'best'"),
-        ("--dynapipe-partition-algo uniform", "expected --dynapipe-partition-algo dp, got 'uniform'"),
+        (
+            "--dynapipe-partition-algo best",
+            "--dynapipe-partition-algo of dp, token_based, uniform, padding, got 'best'",
+        ),
+        ("--dynapipe-partition-algo packing", "needs an attention kernel that keeps them apart"),
+        ("--dynapipe-token-based-partition-mbs 64", "goes with --dynapipe-partition-algo token_based, not with dp"),
+        (
+            "--dynapipe-partition-algo token_based --dynapipe-token-based-partition-mbs 0",
+            "expected --dynapipe-token-based-partition-mbs of at least 1, got 0",
+        ),
         ("--dynapipe-round-seqlen-multiple 16", "expected --dynapipe-round-seqlen-multiple 8, got 16"),
         ("--dynapipe-zero-stage 1", "expected --dynapipe-zero-stage 0 without --use-distributed-optimizer, got 1"),
         ("--dynapipe-prefetch-planner-num-workers 0", "--dynapipe-prefetch-planner-num-workers of at least 1, got 0"),
