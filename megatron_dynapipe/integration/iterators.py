@@ -64,7 +64,3 @@ class AgreedIterator:
         except DynaPipeError as failure:
             return failure
         return None
-
-    def close(self) -> None:
-        """End the prefetching."""
-        self._planned.close()

@@ -1,4 +1,4 @@
-"""One run's share of DynaPipe on this rank: store, planner, iterators, executor, records; opened, used, closed.
+"""One run's share of DynaPipe on this rank: supply of plans, executor, records; opened, used, closed.
 
     with Session(args, family, …) as session, seam.installed(session):
         pretrain(…, session.datasets, …)
@@ -9,20 +9,17 @@ where training resumes. Ranks start things in the same order, and a failure on o
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 import torch
 from megatron.core import parallel_state
 
-from megatron_dynapipe.data.collate import Collator, HostMicroBatch, Needs
-from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
-from megatron_dynapipe.data.meta import open_split, read_meta
-from megatron_dynapipe.errors import ConfigError, StoreError
+from megatron_dynapipe.data.collate import HostMicroBatch, Needs
+from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.arguments import RunSettings
 from megatron_dynapipe.integration.control import ControlGroup
 from megatron_dynapipe.integration.forward_backward import run_iteration
@@ -34,14 +31,11 @@ from megatron_dynapipe.integration.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.model_state import StateBytes
 from megatron_dynapipe.integration.pass_state import PassState
 from megatron_dynapipe.integration.passes import DeviceBatch, PrepareMicroBatch
+from megatron_dynapipe.integration.plan_supply import PlanSupply
 from megatron_dynapipe.integration.recorder import Recorder
 from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, Watchdog, platform_of
 from megatron_dynapipe.sampling import LengthTable, Sampler
-from megatron_dynapipe.service.client import PlanClient
-from megatron_dynapipe.service.process import PlannerProcess
-from megatron_dynapipe.service.recalibration import Recalibration
-from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
-from megatron_dynapipe.store import PlanKeys, PlanStore, StoreAddress, StoreServer, new_job_name, open_store
+from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import Shape, input_positions, target_positions
 
 MakeBatch = Callable[[HostMicroBatch, torch.device], DeviceBatch]
@@ -194,7 +188,6 @@ class Session:
             print(summary, flush=True)
 
     def _start(self) -> None:
-        stack = self._resources
         self._control = ControlGroup(timeout_s=self._settings.timeout_s)
         inputs = self._with_model_state(self._control.run_on_all(self._make_inputs))
         self._control.run_on_all(lambda: self._check_samples(inputs))
@@ -205,17 +198,18 @@ class Session:
         self._executor = PipelineExecutor(
             transport, platform, stages=self._stages, dtype=self._dtype, watch=self._watchdog()
         )
-        store, keys = self._open_store(inputs)
+        supply = self._resources.enter_context(PlanSupply(self._settings, self._control, inputs))
         replica, rank = parallel_state.get_data_parallel_rank(), self._control.rank
         if rank == 0:
             print(f"cost model: {describe(inputs.costs)}", flush=True)
-        client = PlanClient(store, keys, replica=replica, stage=self._stage, deadline_s=self._settings.timeout_s)
+        needs = self._make_needs()
         for split in inputs.splits:
-            self._iterators[split.name] = self._control.run_on_all(functools.partial(self._iterator, split, client))
+            self._iterators[split.name] = supply.iterator(split, needs=needs, replica=replica, stage=self._stage)
+        rule = supply.recalibration
         self._recorder = Recorder(
             folder=self._settings.report_folder,
-            store=store,
-            keys=keys,
+            store=supply.store,
+            keys=supply.keys,
             rank=rank,
             world_size=torch.distributed.get_world_size(),
             replica=replica,
@@ -224,11 +218,8 @@ class Session:
             metrics=MetricsWriter(platform, interval=self._metrics_interval),
             maximum=_maximum(inputs),
             timeout_s=self._settings.timeout_s,
-            learner=None
-            if (rule := self._recalibration(inputs)) is None
-            else PassLearner(rule, store, keys, rank=rank),
+            learner=None if rule is None else PassLearner(rule, supply.store, supply.keys, rank=rank),
         )
-        stack.callback(self._close_iterators)
 
     def counting(self, provider: Callable[..., Any]) -> Callable[..., Any]:
         """A model provider whose modules' memory the plans leave room for."""
@@ -261,92 +252,12 @@ class Session:
             if sampler.report.long_samples:
                 print(f"{split.name}: {sampler.report}", flush=True)
 
-    def _open_store(self, inputs: PlanInputs) -> tuple[PlanStore, PlanKeys]:
-        """Start or find the store, start this node's planners, connect."""
-        told = self._control.run_on_all(self._start_store)
-        url, job, planners = self._control.broadcast_text(told).split()
-        address = StoreAddress(url)
-        keys = PlanKeys(job=job, settings_digest=inputs.digest())
-        self._control.run_on_all(lambda: self._start_planners(address, keys, inputs, int(planners)))
-        return self._control.run_on_all(lambda: self._resources.enter_context(open_store(address))), keys
-
-    def _start_store(self) -> str:
-        """On rank 0, the store's URL, this launch's name, and how many planners every node starts."""
-        if self._control.rank != 0:
-            return ""
-        url = self._settings.store_url
-        if url is None:
-            log = self._settings.report_folder / "store.log"
-            log.parent.mkdir(parents=True, exist_ok=True)
-            server = self._resources.enter_context(StoreServer(bind=self._settings.store_bind, log_path=log))
-            url = server.address.url
-        return f"{url} {new_job_name()} {self._settings.planners}"
-
-    def _start_planners(self, address: StoreAddress, keys: PlanKeys, inputs: PlanInputs, planners: int) -> None:
-        """On the first rank of each node."""
-        if int(os.environ.get("LOCAL_RANK", "0")) != 0:
-            return
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        node = self._control.rank // per_node
-        nodes = torch.distributed.get_world_size() // per_node
-        self._settings.report_folder.mkdir(parents=True, exist_ok=True)
-        for planner in range(node * planners, (node + 1) * planners):
-            service = ServiceSettings(
-                store=address,
-                job=keys.job,
-                settings_digest=keys.settings_digest,
-                node=planner,
-                nodes=nodes * planners,
-                look_ahead=self._settings.ahead,
-                inputs=inputs,
-                recalibration=self._recalibration(inputs),
-            )
-            log = self._settings.report_folder / f"planner-{planner}.log"
-            self._resources.enter_context(PlannerProcess(service, log_path=log))
-
-    def _recalibration(self, inputs: PlanInputs) -> Recalibration | None:
-        """When the cost model is corrected, if it is to be."""
-        if not inputs.recalibrate:
-            return None
-        return Recalibration(
-            first_iteration=inputs.splits[0].first_iteration,
-            look_ahead=self._settings.ahead,
-            ranks=torch.distributed.get_world_size(),
-        )
-
-    def _iterator(self, split: SplitSettings, client: PlanClient) -> AgreedIterator:
-        needs = self._make_needs()
-        folder = Path(self._settings.data)
-        collator = Collator(
-            needs=needs, reader=open_split(folder, split.name) if needs.text else None, special=read_meta(folder)
-        )
-        stop = None if split.iterations is None else split.first_iteration + split.iterations
-        planned = PlannedIterator(
-            functools.partial(client.fetch, split.name),
-            collator,
-            start_iteration=split.first_iteration,
-            stop_iteration=stop,
-            ahead=max(self._settings.ahead // 2, 1),
-            timeout_seconds=self._settings.timeout_s + 10,  # the fetch's own error is the better one
-        )
-
-        def announce(iteration: int) -> None:
-            if self._control.rank == 0:
-                client.announce(split.name, iteration)
-
-        return AgreedIterator(planned, self._control, first_iteration=split.first_iteration, announce=announce)
-
     def _watchdog(self) -> Watchdog | None:
         """On CUDA; elsewhere a wait that expires raises where it is, with the instruction named."""
         if self._device.type != "cuda":
             return None
         watchdog = Watchdog(deadline_s=self._settings.timeout_s, name=f"rank {self._control.rank}")
         return self._resources.enter_context(watchdog)
-
-    def _close_iterators(self) -> None:
-        for iterator in self._iterators.values():
-            with contextlib.suppress(StoreError):
-                iterator.close()
 
 
 def _maximum(inputs: PlanInputs) -> Shape:
