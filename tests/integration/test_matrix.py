@@ -130,11 +130,16 @@ def test_a_layout_trains_as_one_process_with_samples_one_by_one(wanted):
 
 @pytest.mark.parametrize("wanted", table(HALF))
 def test_a_layout_in_half_precision_stays_within_its_noise(wanted):
-    """Twice as far from the fp32 reference, at most, as one process that gets the same samples in other orders."""
-    expected, noise = reference(wanted["family"]), half_noise(wanted["family"], wanted["dtype"])
+    """Twice as far from the fp32 reference, at most, as one process that gets the same samples in other orders.
+
+    Losses are means over many tokens and their noise is small: for them one rounding of the type is allowed too.
+    """
+    expected, (gradients, losses) = reference(wanted["family"]), half_noise(wanted["family"], wanted["dtype"])
     results = run_ranks(call, ranks(wanted), {"function": "train", "layout": wanted})
-    for actual, allowed in zip(deviation(results, expected), noise, strict=True):
-        assert actual <= 2 * allowed
+    rounding = torch.finfo(torch.bfloat16 if wanted["dtype"] == "bf16" else torch.float16).eps
+    actual = deviation(results, expected)
+    assert actual[0] <= 2 * gradients
+    assert actual[1] <= max(2 * losses, rounding)
 
 
 def deviation(results: list[dict], expected: dict) -> tuple[float, float]:
