@@ -80,9 +80,12 @@ std::tuple<std::vector<int64_t>, std::vector<Found>> cut(
 }  // namespace
 
 void bind_cut(nb::module_& module) {
-    module.def("cut", &cut, nb::arg("inputs").noconvert(), nb::arg("targets").noconvert(), nb::arg("modes"), nb::arg("encoder_layers").noconvert(),
-               nb::arg("decoder_layers").noconvert(), nb::arg("memory").noconvert(), nb::arg("in_flight").noconvert(), nb::arg("replicas"),
-               nb::arg("forward_only"), nb::arg("orders"), nb::arg("refine"),
+    // Nothing is converted: floats must be refused, not rounded.
+    module.def("cut", &cut, nb::arg("inputs").noconvert(), nb::arg("targets").noconvert(),
+               nb::arg("modes").noconvert(), nb::arg("encoder_layers").noconvert(),
+               nb::arg("decoder_layers").noconvert(), nb::arg("memory").noconvert(),
+               nb::arg("in_flight").noconvert(), nb::arg("replicas"), nb::arg("forward_only"),
+               nb::arg("orders").noconvert(), nb::arg("refine"),
                "See megatron_dynapipe.planning.partition.cut: the order chosen, and (sizes, modes, fill, total) per "
                "option, sizes empty where no cut fits.");
 }

@@ -138,7 +138,8 @@ std::vector<BoundReplica> bound_search(const Ints& inputs, const Ints& targets, 
     int64_t most_layers = 1;
     for (size_t stage = 0; stage < encoder_layers.size(); ++stage) {
         const int64_t encoder = encoder_layers.data()[stage], decoder = decoder_layers.data()[stage];
-        require(encoder >= 0 && decoder >= 0 && encoder + decoder <= 65536, "0 to 65536 layers on a stage");
+        for (int64_t layers : {encoder, decoder})  // each by itself: their sum could overflow
+            require(layers >= 0 && layers <= 65536, "0 to 65536 layers of a kind on a stage");
         problem.layers.push_back({encoder, decoder, stage + 1 == encoder_layers.size()});
         most_layers = std::max(most_layers, encoder + decoder + 1);
     }
@@ -170,16 +171,21 @@ std::vector<BoundReplica> bound_search(const Ints& inputs, const Ints& targets, 
 }  // namespace
 
 void bind_schedule(nb::module_& module) {
-    module.def("simulate", &bound_simulate, nb::arg("costs"), nb::arg("chunks"), nb::arg("model_state"),
-               nb::arg("forward_only"), nb::arg("order"), nb::arg("queue_links"),
+    // Nothing is converted: floats must be refused, not rounded.
+    module.def("simulate", &bound_simulate, nb::arg("costs").noconvert(), nb::arg("chunks"),
+               nb::arg("model_state").noconvert(), nb::arg("forward_only"), nb::arg("order").noconvert(),
+               nb::arg("queue_links"),
                "See megatron_dynapipe.planning.simulate; (starts, ends, peak bytes, makespan, whether it stalled).");
-    module.def("list_schedule", &bound_list_schedule, nb::arg("costs"), nb::arg("model_state"),
-               nb::arg("memory_limit"), nb::arg("forward_only"), nb::arg("depth"), nb::arg("rule"),
+    module.def("list_schedule", &bound_list_schedule, nb::arg("costs").noconvert(),
+               nb::arg("model_state").noconvert(), nb::arg("memory_limit"), nb::arg("forward_only"),
+               nb::arg("depth").noconvert(), nb::arg("rule"),
                "See megatron_dynapipe.planning.schedules.adaptive; (makespan, 1 per forward pass of each rank).");
-    module.def("search", &bound_search, nb::arg("inputs"), nb::arg("targets"), nb::arg("modes"),
-               nb::arg("encoder_layers"), nb::arg("decoder_layers"), nb::arg("model_state"), nb::arg("memory_limit"),
-               nb::arg("forward_only"), nb::arg("replicas"), nb::arg("bytes_per_position"), nb::arg("decoder_forward"),
-               nb::arg("decoder_backward"), nb::arg("latency_ns"), nb::arg("gbps"), nb::arg("cuts"),
+    module.def("search", &bound_search, nb::arg("inputs").noconvert(), nb::arg("targets").noconvert(),
+               nb::arg("modes").noconvert(), nb::arg("encoder_layers").noconvert(),
+               nb::arg("decoder_layers").noconvert(), nb::arg("model_state").noconvert(), nb::arg("memory_limit"),
+               nb::arg("forward_only"), nb::arg("replicas"), nb::arg("bytes_per_position"),
+               nb::arg("decoder_forward").noconvert(), nb::arg("decoder_backward").noconvert(),
+               nb::arg("latency_ns").noconvert(), nb::arg("gbps").noconvert(), nb::arg("cuts").noconvert(),
                nb::arg("evaluations"), nb::arg("seed"), "See megatron_dynapipe.planning.search; per replica.");
 }
 

@@ -236,15 +236,16 @@ void CutProblem::check() const {
         for (int64_t length : *lengths)
             require(length >= 0 && length <= kLargestCoordinate, "lengths from 0 to 2^20");
     require(!memory.empty() && memory.size() <= 4096, "between 1 and 4096 ranks");
-    require(!layers.empty() && layers.size() % ranks() == 0 && chunks() <= 4096, "layers of whole chunks on every rank");
+    require(!layers.empty() && layers.size() % ranks() == 0 && chunks() <= 64,
+            "layers of whole chunks, 1 to 64, on every rank");
     require(!in_flight.empty() && in_flight.size() % ranks() == 0 && options() <= 26,
             "between 1 and 26 options of micro-batches in flight, for every rank");
-    for (int64_t held : in_flight) require(held >= 1 && held <= 65536, "1 to 65536 micro-batches in flight");
+    for (int64_t held : in_flight) require(held >= 1 && held <= 16384, "1 to 16384 micro-batches in flight");
     require(replicas >= 1 && replicas <= 65536, "1 to 65536 replicas");
     require(!modes.empty() && modes.size() <= 16, "between 1 and 16 recompute modes");
     for (const StageLayers& stage : layers)
-        require(stage.encoder >= 0 && stage.decoder >= 0 && stage.encoder + stage.decoder <= 65536,
-                "0 to 65536 layers on a stage");
+        for (int64_t layers_of_kind : {stage.encoder, stage.decoder})  // each by itself: their sum could overflow
+            require(layers_of_kind >= 0 && layers_of_kind <= 65536, "0 to 65536 layers of a kind on a stage");
 }
 
 namespace {

@@ -164,7 +164,7 @@ def search_arguments():
         ("targets", np.zeros(2, np.int64), "as many target lengths as input lengths"),
         ("modes", [], "between 1 and 16 recompute modes"),
         ("encoder_layers", np.array([24]), "encoder and decoder layers of the same stages"),
-        ("encoder_layers", np.array([-1, 25]), "0 to 65536 layers on a stage"),
+        ("encoder_layers", np.array([-1, 25]), "0 to 65536 layers of a kind"),
         ("model_state", np.zeros(3, np.int64), "model state for every stage"),
         ("memory_limit", -1, "a memory limit from 0"),
         ("replicas", 0, "1 to 65536 replicas"),
