@@ -1,10 +1,12 @@
 """The partition is optimal, and the compiled core and its Python twin find the same cut."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_dynapipe.planning.intervals import UNREACHABLE, CutProblem, Intervals, intervals
 from megatron_dynapipe.planning.native import NATIVE
@@ -50,9 +52,22 @@ def as_given(problem: CutProblem) -> list[IntArray]:
     return [np.arange(len(problem.inputs))]
 
 
-@settings(max_examples=600, deadline=None)
-@given(cut_problems(most_samples=5))
-def test_python_equals_brute_force(problem: CutProblem) -> None:
+def sizes_of_run(everyday: int, full: int) -> pytest.MarkDecorator:
+    """Examples of a test in the everyday suite, and in the full one."""
+    return pytest.mark.parametrize("examples", [everyday, pytest.param(full, marks=pytest.mark.slow)])
+
+
+def held(examples: int, problems: st.SearchStrategy[CutProblem], check: Callable[[CutProblem], None]) -> None:
+    """Check as many problems."""
+    settings(max_examples=examples, deadline=None)(given(problems)(check))()
+
+
+@sizes_of_run(300, 3000)
+def test_python_equals_brute_force(examples: int) -> None:
+    held(examples, cut_problems(most_samples=5), equals_brute_force)
+
+
+def equals_brute_force(problem: CutProblem) -> None:
     for option, found in enumerate(cut_in_python(problem, as_given(problem), refine=False).cuts):
         best = brute_force(intervals(problem, option), problem.replicas, problem.layout.chunks)
         assert (None if found is None else found.objective(problem.replicas, problem.layout.chunks)) == best
@@ -69,26 +84,35 @@ def assert_equal(ours: OrderedCuts, twin: OrderedCuts) -> None:
 
 
 @needs_native
-@settings(max_examples=600, deadline=None)
-@given(cut_problems())
-def test_native_equals_python(problem: CutProblem) -> None:
+@sizes_of_run(200, 1000)
+def test_native_equals_python(examples: int) -> None:
+    held(examples, cut_problems(), native_equals_python)
+
+
+def native_equals_python(problem: CutProblem) -> None:
     orders = as_given(problem)
     ours = cut_natively(problem, orders, NATIVE, refine=False)
     assert_equal(ours, cut_in_python(problem, orders, refine=False))
 
 
 @needs_native
-@settings(max_examples=150, deadline=None)
-@given(cut_problems(most_samples=16))
-def test_native_equals_python_where_orders_are_bettered(problem: CutProblem) -> None:
+@sizes_of_run(60, 300)
+def test_native_equals_python_where_orders_are_bettered(examples: int) -> None:
+    held(examples, cut_problems(most_samples=16), native_equals_python_where_orders_are_bettered)
+
+
+def native_equals_python_where_orders_are_bettered(problem: CutProblem) -> None:
     orders = sweeps(problem.inputs, problem.targets)
     ours = cut_natively(problem, orders, NATIVE, refine=True)
     assert_equal(ours, cut_in_python(problem, orders, refine=True))
 
 
-@settings(max_examples=60, deadline=None)
-@given(cut_problems(most_samples=16))
-def test_refining_never_costs_more(problem: CutProblem) -> None:
+@sizes_of_run(40, 200)
+def test_refining_never_costs_more(examples: int) -> None:
+    held(examples, cut_problems(most_samples=16), refining_costs_no_more)
+
+
+def refining_costs_no_more(problem: CutProblem) -> None:
     """For the option that was refined last."""
     one = replace(problem, in_flight=problem.in_flight[-1:])
     before, after = (cut_in_python(one, as_given(one), refine=refine).cuts[0] for refine in (False, True))

@@ -1,5 +1,6 @@
 """The planner end to end: valid plans for any batch, the same ones everywhere, and errors that say what to do."""
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -70,7 +71,7 @@ def test_the_same_plan_in_every_process() -> None:
         text=True,
         timeout=120,
         check=True,
-        env={"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(sys.path)},
+        env=os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(sys.path)},
     )
     assert here == again == elsewhere.stdout.split()
 
