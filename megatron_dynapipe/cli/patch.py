@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dynapipe.errors import PatchError
-from megatron_dynapipe.patching import Checkout, State, examine, load_all
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
+    from megatron_dynapipe.patching import Checkout
 
 
 def add_parser(subparsers: "SubParsers") -> None:
@@ -25,6 +25,8 @@ def add_parser(subparsers: "SubParsers") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it; 1 if `--check` finds a checkout that cannot be patched."""
+    from megatron_dynapipe.patching import examine, load_all
+
     try:
         checkout = examine(args.checkout, load_all())
     except PatchError as error:
@@ -37,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _act(checkout: Checkout, *, check: bool, reverse: bool) -> str:
+def _act(checkout: "Checkout", *, check: bool, reverse: bool) -> str:
     """Change what is to be changed; what was done."""
-    if check or (checkout.state is State.PATCHED) != reverse:
+    if check or checkout.is_patched != reverse:
         return "none"
     if reverse:
         checkout.reverse()
@@ -48,7 +50,7 @@ def _act(checkout: Checkout, *, check: bool, reverse: bool) -> str:
     return "applied"
 
 
-def _as_json(folder: Path, found: Checkout | PatchError, action: str = "none") -> str:
+def _as_json(folder: Path, found: "Checkout | PatchError", action: str = "none") -> str:
     result: dict[str, object] = {"format": "dynapipe-patch/1", "checkout": str(folder), "action": action}
     if isinstance(found, PatchError):
         return json.dumps(result | {"error": found.message, "hint": found.hint}, indent=2)
@@ -60,12 +62,12 @@ def _as_json(folder: Path, found: Checkout | PatchError, action: str = "none") -
     return json.dumps(result | details | {"error": None}, indent=2)
 
 
-def _as_text(checkout: Checkout, action: str) -> str:
+def _as_text(checkout: "Checkout", action: str) -> str:
     lines = [f"{checkout.folder}: {checkout.series.version}, {checkout.state}"]
     lines += [f"  {p.subject} ({', '.join(p.files)}: +{p.added} -{p.removed})" for p in checkout.series.patches]
     ends = {
         "applied": "applied; to go back: --reverse",
         "reversed": "reversed: the files are as released",
-        "none": "patched already" if checkout.state is State.PATCHED else "not patched; nothing was changed",
+        "none": "patched already" if checkout.is_patched else "not patched; nothing was changed",
     }
     return "\n".join([*lines, ends[action]])

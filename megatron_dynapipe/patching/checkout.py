@@ -39,6 +39,11 @@ class Checkout:
     state: State
 
     @property
+    def is_patched(self) -> bool:
+        """Whether the series is applied."""
+        return self.state is State.PATCHED
+
+    @property
     def tool(self) -> str:
         """What applies patches here."""
         return "git" if (self.folder / ".git").exists() else "patch"
