@@ -28,7 +28,7 @@ def plan_inputs(args: argparse.Namespace, settings: RunSettings, family: ModelFa
     return PlanInputs(
         data_folder=str(settings.data),
         splits=_splits(args, settings, family),
-        planner=_planner(args, settings, family, on_cpu=on_cpu),
+        planner=_planner(args, settings, family, _layers_per_stage(args, family), on_cpu=on_cpu),
         costs=_costs(args, settings, family, on_cpu=on_cpu),
         recalibrate=settings.recalibrate,
     )
@@ -67,18 +67,25 @@ def _sampler(args: argparse.Namespace, settings: RunSettings, family: ModelFamil
     )
 
 
-def _planner(args: argparse.Namespace, settings: RunSettings, family: ModelFamily, *, on_cpu: bool) -> PlannerSettings:
-    t5 = family is ModelFamily.T5
+def _planner(
+    args: argparse.Namespace,
+    settings: RunSettings,
+    family: ModelFamily,
+    layers_per_stage: tuple[int, ...] | None,
+    *,
+    on_cpu: bool,
+) -> PlannerSettings:
+    encoder_layers, decoder_layers = _layers(args, family)
     return PlannerSettings(
         family=family,
-        encoder_layers=args.encoder_num_layers if t5 else args.num_layers,
-        decoder_layers=(args.decoder_num_layers or args.encoder_num_layers) if t5 else 0,
+        encoder_layers=encoder_layers,
+        decoder_layers=decoder_layers,
         hidden_size=args.hidden_size,
         data_parallel=args.data_parallel_size,
         tensor_parallel=args.tensor_model_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
         chunks=args.virtual_pipeline_model_parallel_size or 1,
-        layers_per_stage=model_flags.layers_per_stage(args) if t5 else gpt_layers_per_stage(args),
+        layers_per_stage=layers_per_stage,
         memory_limit_bytes=settings.memory_limit_bytes or device_memory_bytes(on_cpu=on_cpu),
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=settings.recompute,
@@ -90,22 +97,36 @@ def _planner(args: argparse.Namespace, settings: RunSettings, family: ModelFamil
     )
 
 
+def _layers(args: argparse.Namespace, family: ModelFamily) -> tuple[int, int]:
+    """Encoder and decoder layers; a GPT's count as encoder layers."""
+    if family is ModelFamily.GPT:
+        return args.num_layers, 0
+    return args.encoder_num_layers, args.decoder_num_layers or args.encoder_num_layers
+
+
+def _layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> tuple[int, ...] | None:
+    """Layers of each virtual stage as they are built, None where they are split equally."""
+    return model_flags.layers_per_stage(args) if family is ModelFamily.T5 else gpt_layers_per_stage(args)
+
+
 def chosen_layer_split(
     args: argparse.Namespace, settings: RunSettings, family: ModelFamily, *, on_cpu: bool
 ) -> tuple[int, ...]:
     """The layers per stage under which the run's first iterations are predicted to be fastest, alike on every rank.
 
-    Every sample of the data that fits under the equal split fits under the chosen one.
+    Every sample of the data that fits under the even split fits under the chosen one.
 
     Raises:
-        ConfigError: several chunks per stage, or no equal split to start from.
+        ConfigError: several chunks per stage, or more stages than layers.
         PlanningError: none of the iterations can be planned.
     """
     table = LengthTable.read(settings.data, "train")
     sampler = Sampler(table, _sampler(args, settings, family, args.global_batch_size))
     batches = [sampler.batch(iteration) for iteration in range(BATCHES)]
     epoch = Sampler(table, _sampler(args, settings, family, sampler.samples_per_epoch)).batch(0)
-    planner = _planner(args, settings, family, on_cpu=on_cpu)
+    stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
+    even = model_flags.even_split(sum(_layers(args, family)), stages)
+    planner = _planner(args, settings, family, even, on_cpu=on_cpu)
     costs = _costs(args, settings, family, on_cpu=on_cpu).load()
     return choose_layer_split(planner, costs, batches, to_fit=[epoch])
 

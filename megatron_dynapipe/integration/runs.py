@@ -60,12 +60,7 @@ class Run:
 def t5_run() -> Run:
     """A T5 staged over the pipeline, from the command line; raises ConfigError and DataError."""
     args = parse(ModelFamily.T5)
-    if args.dynapipe_layers_per_stage == model_flags.AUTO:
-        settings = arguments.RunSettings.from_args(args)
-        chosen = chosen_layer_split(args, settings, ModelFamily.T5, on_cpu=cpu.is_enabled())
-        args.dynapipe_layers_per_stage = ",".join(map(str, chosen))
-        if args.rank == 0:
-            print(f"layers per stage: {args.dynapipe_layers_per_stage}", flush=True)
+    _plan_layer_split(args, ModelFamily.T5)
     split = t5_split(args)
 
     def needs() -> Needs:
@@ -84,6 +79,9 @@ def t5_run() -> Run:
 def gpt_run() -> Run:
     """Megatron's own GPT, from the command line; raises ConfigError and DataError."""
     args = parse(ModelFamily.GPT)
+    chosen = _plan_layer_split(args, ModelFamily.GPT)
+    if chosen is not None:  # Megatron has checked the arguments with an even split of the same form.
+        args.pipeline_model_parallel_layout = model_flags.megatron_layout(chosen)
 
     def needs() -> Needs:
         return Needs(
@@ -98,6 +96,18 @@ def gpt_run() -> Run:
         model_provider=gpt_provider(args),
         forward_step=partial(gpt_step, check_for_nan=args.check_for_nan_in_loss_and_grad),
     )
+
+
+def _plan_layer_split(args: argparse.Namespace, family: ModelFamily) -> tuple[int, ...] | None:
+    """Replace `--dynapipe-layers-per-stage auto` by the split predicted to be fastest; None if it was not asked."""
+    if args.dynapipe_layers_per_stage != model_flags.AUTO:
+        return None
+    settings = arguments.RunSettings.from_args(args)
+    chosen = chosen_layer_split(args, settings, family, on_cpu=cpu.is_enabled())
+    args.dynapipe_layers_per_stage = ",".join(map(str, chosen))
+    if args.rank == 0:
+        print(f"layers per stage: {args.dynapipe_layers_per_stage}", flush=True)
+    return chosen
 
 
 def patched_session(args: argparse.Namespace) -> Session:

@@ -2,6 +2,7 @@
 
 import argparse
 from argparse import Namespace
+from collections.abc import Sequence
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
@@ -22,7 +23,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "--dynapipe-layers-per-stage",
         metavar="N,N,…|auto",
         help="layers of each (virtual) stage in model order, a T5's encoder layers first; auto: planned from costs and"
-        " lengths, for a T5 (default: equal)",
+        " lengths (default: equal)",
     )
 
 
@@ -44,24 +45,49 @@ def layers_per_stage(args: Namespace) -> tuple[int, ...] | None:
 def words_for_megatron(args: Namespace, family: ModelFamily) -> list[str]:
     """Words for the command line that follow from parsed flags; later ones win.
 
-    A GPT's layers per stage become Megatron's `--pipeline-model-parallel-layout`. Relative positions are kept from
-    Megatron, which knows of no local attention that has them: see `restore`.
+    A GPT's layers per stage become Megatron's `--pipeline-model-parallel-layout`; a split that is yet to be planned
+    begins even. Relative positions are kept from Megatron, which knows of no local attention that has them: see
+    `restore`.
 
     Raises:
-        ConfigError: a split that a GPT cannot have.
+        ConfigError: another flag splits the layers too, or there are no numbers of layers.
     """
     if family is ModelFamily.T5:
         return ["--position-embedding-type", "none"] if _hides_relative(args) else []
-    if args.dynapipe_layers_per_stage == AUTO:
-        raise ConfigError(
-            "--dynapipe-layers-per-stage auto plans the split of a T5; a GPT's is part of Megatron's set-up",
-            hint="choose one with `megatron-dynapipe plan --layer-split auto` and pass its numbers",
-        )
-    split = layers_per_stage(args)
-    if split is None:
+    given = args.dynapipe_layers_per_stage
+    if given is None:
         return []
+    _check_split_is_alone(args, planned=given == AUTO)
+    if given == AUTO:
+        split: tuple[int, ...] | None = even_split(args.num_layers, args.pipeline_model_parallel_size)
+    else:
+        split = layers_per_stage(args)
+    assert split is not None
+    return ["--pipeline-model-parallel-layout", megatron_layout(split)]
+
+
+def megatron_layout(split: Sequence[int]) -> str:
+    """Layers per virtual stage in the letters of `--pipeline-model-parallel-layout`: (2, 1) is "Ett|tL"."""
     stages = ["t" * layers for layers in split]
-    return ["--pipeline-model-parallel-layout", f"E{'|'.join(stages)}L"]
+    return f"E{'|'.join(stages)}L"
+
+
+def even_split(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as equal as can be; the first stages have the layers that are left over."""
+    least, more = divmod(layers, stages)
+    return tuple(least + (stage < more) for stage in range(stages))
+
+
+def _check_split_is_alone(args: Namespace, *, planned: bool) -> None:
+    """Refuse Megatron's flags beside ours that say, or would have to follow, how a GPT's layers lie over the stages."""
+    others = {"--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout}
+    if planned:
+        others["--num-layers-per-virtual-pipeline-stage"] = args.num_layers_per_virtual_pipeline_stage
+        others["--num-virtual-stages-per-pipeline-rank"] = args.num_virtual_stages_per_pipeline_rank
+    for flag, value in others.items():
+        if value is not None:
+            ours = f"--dynapipe-layers-per-stage {args.dynapipe_layers_per_stage}"
+            raise ConfigError(f"expected {ours} or {flag} {value}, got both", hint="remove one of them")
 
 
 def restore(args: Namespace, given: Namespace) -> None:

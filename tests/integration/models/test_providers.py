@@ -107,7 +107,9 @@ def test_options_that_the_models_do_not_have_are_refused():
 
 def namespace(**given: object) -> Namespace:
     asked = {"position_embedding_type": "learned_absolute", "transformer_impl": "local"}
-    return Namespace(**{**asked, "dynapipe_layers_per_stage": None, **given})
+    split = ("dynapipe_layers_per_stage", "pipeline_model_parallel_layout")
+    chunks = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    return Namespace(**{**asked, **dict.fromkeys([*split, *chunks]), **given})
 
 
 WORDS = {
@@ -123,6 +125,11 @@ WORDS = {
         ModelFamily.GPT,
         {"dynapipe_layers_per_stage": "3,1"},
         ["--pipeline-model-parallel-layout", "Ettt|tL"],
+    ),
+    "gpt, to be planned": (
+        ModelFamily.GPT,
+        {"dynapipe_layers_per_stage": "auto", "num_layers": 5, "pipeline_model_parallel_size": 2},
+        ["--pipeline-model-parallel-layout", "Ettt|ttL"],
     ),
 }
 
@@ -147,7 +154,24 @@ def test_layers_of_one_stage():
     assert flags.layers_per_stage(namespace(dynapipe_layers_per_stage="3")) == (3,)
 
 
-def test_a_gpts_split_is_not_planned_in_the_run():
-    with pytest.raises(ConfigError, match="auto plans the split of a T5"):
-        flags.words_for_megatron(namespace(dynapipe_layers_per_stage="auto"), ModelFamily.GPT)
-    assert flags.layers_per_stage(namespace(dynapipe_layers_per_stage="auto")) is None
+@pytest.mark.parametrize(("layers", "stages", "split"), [(4, 2, (2, 2)), (7, 3, (3, 2, 2)), (3, 1, (3,))])
+def test_an_even_split(layers, stages, split):
+    assert flags.even_split(layers, stages) == split
+
+
+@pytest.mark.parametrize(
+    ("given", "other"),
+    [
+        ("3,1", {"pipeline_model_parallel_layout": "Ett|ttL"}),
+        ("auto", {"pipeline_model_parallel_layout": "Ett|ttL"}),
+        ("auto", {"num_layers_per_virtual_pipeline_stage": 1}),
+        ("auto", {"num_virtual_stages_per_pipeline_rank": 2}),
+    ],
+)
+def test_a_gpts_split_is_given_once(given, other):
+    args = namespace(dynapipe_layers_per_stage=given, **other)
+    (name, value), *_ = other.items()
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"expected --dynapipe-layers-per-stage {given} or {flag} ") as caught:
+        flags.words_for_megatron(args, ModelFamily.GPT)
+    assert str(value) in str(caught.value)
