@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_dynapipe.data.collate import Collator, Needs, SpecialTokens
@@ -223,8 +224,7 @@ class Pipeline:
         """What Megatron's training loop sets in the model's configuration."""
         config, models = self._config, self._models
         gpt = self._family is ModelFamily.GPT
-        local = config.transformer_impl == "local"
-        self._make_batch = partial(gpt_batch, explicit_mask=local) if gpt else t5_batch
+        self._make_batch = partial(gpt_batch, explicit_mask=takes_mask(models)) if gpt else t5_batch
         self._step_function = partial(gpt_step if gpt else t5_step, check_for_nan=False)
         config.finalize_model_grads_func = finalize_model_grads
         if self._optimizer is not None:
@@ -266,6 +266,11 @@ def global_batch(batch: Sequence[Sample], family: ModelFamily, iteration: int) -
     return GlobalBatch(
         iteration=iteration, sample_ids=np.arange(len(batch)), input_lengths=inputs, target_lengths=targets
     )
+
+
+def takes_mask(models: Sequence[torch.nn.Module]) -> bool:
+    """Whether a GPT's attention is to be given a causal mask: Megatron's unfused one; others know causality."""
+    return any(isinstance(module, DotProductAttention) for model in models for module in model.modules())
 
 
 def needs_of(models: Sequence[torch.nn.Module]) -> Needs:

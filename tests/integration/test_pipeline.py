@@ -4,7 +4,11 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from megatron_dynapipe.integration.pipeline import takes_mask
 from tests.helpers.processes import run_ranks
 from tests.integration.test_matrix import call, layout
 
@@ -41,3 +45,10 @@ def test_evaluation_gives_the_loss_and_leaves_gradients_and_masks_alone():
 )
 def test_what_cannot_be_run_is_refused(wanted, said):
     assert said in run_ranks(call, 1, {"function": "refused", "wanted": wanted})[0]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(DotProductAttention, True), (SdpaCoreAttention, False)])
+def test_a_mask_is_made_only_for_attention_that_does_not_know_causality(kind, expected):
+    attention = kind.__new__(kind)
+    torch.nn.Module.__init__(attention)
+    assert takes_mask([torch.nn.Sequential(torch.nn.Linear(1, 1), attention)]) is expected
