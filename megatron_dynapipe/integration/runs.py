@@ -18,6 +18,7 @@ from megatron_dynapipe.data.collate import HostMicroBatch, Needs
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.integration import arguments
 from megatron_dynapipe.integration.inputs import chosen_layer_split, plan_inputs
+from megatron_dynapipe.integration.layer_split import take_t5_layout
 from megatron_dynapipe.integration.model_state import StateBytes
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.integration.models.providers import (
@@ -156,6 +157,8 @@ def parse(family: ModelFamily) -> argparse.Namespace:
         extra_args_provider=_extend, args_defaults={"tokenizer_model": str(tokenizer)}
     )
     model_flags.restore(args, early)
+    if family is ModelFamily.T5:
+        take_t5_layout(args)
     return args
 
 

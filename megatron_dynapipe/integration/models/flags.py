@@ -52,12 +52,13 @@ def words_for_megatron(args: Namespace, family: ModelFamily) -> list[str]:
     Raises:
         ConfigError: another flag splits the layers too, or there are no numbers of layers.
     """
+    given = args.dynapipe_layers_per_stage
+    if given is not None:
+        _check_split_is_alone(args, planned=given == AUTO)
     if family is ModelFamily.T5:
         return ["--position-embedding-type", "none"] if _hides_relative(args) else []
-    given = args.dynapipe_layers_per_stage
     if given is None:
         return []
-    _check_split_is_alone(args, planned=given == AUTO)
     if given == AUTO:
         split: tuple[int, ...] | None = even_split(args.num_layers, args.pipeline_model_parallel_size)
     else:
@@ -79,7 +80,7 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _check_split_is_alone(args: Namespace, *, planned: bool) -> None:
-    """Refuse Megatron's flags beside ours that say, or would have to follow, how a GPT's layers lie over the stages."""
+    """Refuse Megatron's flags beside ours that say, or would have to follow, how layers lie over the stages."""
     others = {"--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout}
     if planned:
         others["--num-layers-per-virtual-pipeline-stage"] = args.num_layers_per_virtual_pipeline_stage
