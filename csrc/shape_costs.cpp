@@ -44,7 +44,7 @@ void ShapeCosts::compute(const MicroBatch& batch, int64_t input, int64_t target,
         out[v] = at[kForward];
         out[stages + v] = at[kBackward];
         out[2 * stages + v] = at[kStored];
-        out[3 * stages + v] = std::max({at[kEncoderEnd], at[kDecoderEnd], at[kStored]});
+        out[3 * stages + v] = peak_of(at);
         if (problem_.shape.model_state[v % problem_.shape.stages] + out[3 * stages + v] > problem_.shape.memory_limit)
             return;
     }

@@ -2,6 +2,7 @@
 // The Python twin is cost/tables.py and cost/layout.py: equal rounding, so equal plans.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -10,9 +11,14 @@ namespace dynapipe {
 
 enum Row { kEncoderForward, kEncoderBackward, kEncoderStored, kEncoderPeak,
            kDecoderForward, kDecoderBackward, kDecoderStored, kDecoderPeak,
-           kHeadForward, kHeadBackward, kRows };
+           kHeadForward, kHeadBackward, kHeadStored, kHeadPeak, kRows };
 
-enum StageRow { kForward, kBackward, kStored, kEncoderEnd, kDecoderEnd, kStageRows };
+// A stage's peak is the largest of the last three and `kStored`.
+enum StageRow { kForward, kBackward, kStored, kEncoderEnd, kDecoderEnd, kHeadEnd, kStageRows };
+
+inline int64_t peak_of(const int64_t (&at)[kStageRows]) {
+    return std::max({at[kStored], at[kEncoderEnd], at[kDecoderEnd], at[kHeadEnd]});
+}
 
 // A strictly increasing grid axis.
 struct Axis {

@@ -114,7 +114,7 @@ class AnalyticCostModel:
         self.name = f"analytic {shape.family}, hidden {shape.hidden}"
         self.family = shape.family
         self._sequence_parallel = sequence_parallel
-        identity = msgspec.json.encode(["analytic/2", shape, rates, max_size, max_length, sequence_parallel])
+        identity = msgspec.json.encode(["analytic/3", shape, rates, max_size, max_length, sequence_parallel])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
         self._sizes = geometric(1, max_size)
         self._lengths = geometric(8, max_length, between=True)
@@ -132,8 +132,9 @@ class AnalyticCostModel:
         if t5:
             decoder = layer_costs(layer.decoder(b, t, s), self.rates, recompute)
             values[Row.DECODER_FORWARD : Row.DECODER_PEAK + 1] = decoder
-        head = layer.head(b, t if t5 else s)
-        values[Row.HEAD_FORWARD : Row.HEAD_BACKWARD + 1] = layer_costs(head, self.rates, Recompute.NONE)[:2]
+        q = t if t5 else s
+        head = layer_costs(layer.head(b, q), self.rates, Recompute.NONE)[:2]
+        values[Row.HEAD_FORWARD : Row.HEAD_PEAK + 1] = np.stack(np.broadcast_arrays(*head, *layer.head_memory(b, q)))
         values = np.rint(_without_last_bits(values))
         values[:, (values > _FITS_NOWHERE).any(axis=0)] = ABSENT
         return LayerTables(

@@ -60,7 +60,7 @@ def measured_at(file: CostFile, key: str, at: Shape, model: ModelShape, *, seque
     for part, (work, point) in parts.items():
         forward, backward = (tables.get(("time_ms", f"{part}.{way}"), {}).get(point) for way in ("forward", "backward"))
         if forward and backward:
-            peak = tables.get(("peak_activation_mb", part), {}).get(point)
+            peak = None if part == "postprocess" else tables["peak_activation_mb", part].get(point)
             mode = Recompute.NONE if part == "postprocess" else entry.recompute
             found.append(Measured(work=work, recompute=mode, forward_ms=forward, backward_ms=backward, peak_mb=peak))
     if not found:

@@ -159,7 +159,7 @@ def _entry(tp: int, mode: Recompute, grid: LayerTables, *, t5: bool) -> CostEntr
         for way in ("forward", "backward"):
             row = Row[f"{prefix}_{way.upper()}"]
             tables["time_ms"][f"{kind}.{way}"] = _points(grid, row, along, NS_PER_MS)
-        if kind != "postprocess":
+        if grid.values[Row[f"{prefix}_PEAK"]].max() > 0:  # of the head, the base may say nothing
             tables["stored"][kind] = _points(grid, Row[f"{prefix}_STORED"], along, BYTES_PER_MB)
             tables["peak"][kind] = _points(grid, Row[f"{prefix}_PEAK"], along, BYTES_PER_MB)
     state = {"embedding": grid.state.embedding_bytes, "encoder": grid.state.encoder_bytes}

@@ -75,7 +75,7 @@ def _layer_tables(entry: CostEntry, family: ModelFamily, where: str) -> LayerTab
     """Put all tables of one key on one grid: the union of their axes, which leaves their interpolation unchanged."""
     t5 = family is ModelFamily.T5
     points = {PARTS[quantity][part]: table for (quantity, part), table in read_points(entry, family, where).items()}
-    head = (Row.HEAD_FORWARD, Row.HEAD_BACKWARD)
+    head = [row for row in points if row.name.startswith("HEAD")]
     sizes = increasing([point[0] for table in points.values() for point in table])
     by_input = [table for row, table in points.items() if not (t5 and row in head)]
     inputs = increasing([point[1] for table in by_input for point in table])

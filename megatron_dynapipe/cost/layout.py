@@ -117,15 +117,16 @@ class StageCosts:
     feasible: np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-STAGE_ROWS = 5
-"""Rows of `stage_knots`: forward, backward, stored, and the peaks of the encoder's and the decoder's last layer."""
+STAGE_ROWS = 6
+"""Rows of `stage_knots`: forward, backward, stored, and the peaks of the encoder's and the decoder's last layer and the
+head."""
 
 
 def stage_knots(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targets: IntArray) -> IntArray:
     """Stage costs at every size of the grid: `[queries, virtual stages, STAGE_ROWS, sizes]`, `ABSENT` as the tables.
 
-    A stage's forward (backward) is the sum of its layers', plus the head on the last; what it stores is the sum of
-    its layers'; its peak is the largest, over its layers, of what those before it stored and that layer's own peak.
+    A stage's forward (backward) is the sum of its layers', plus the head on the last, and so is what it stores; its
+    peak is the largest, over its layers and the head, of what those before it stored and that one's own peak.
     """
     knots = tables.knots(inputs, targets)
     e, d = np.array(layout.encoder_split)[:, None], np.array(layout.decoder_split)[:, None]
@@ -134,13 +135,15 @@ def stage_knots(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, t
     last[-1] = 1
     encoder_end = (e - 1) * row[Row.ENCODER_STORED] + row[Row.ENCODER_PEAK]
     decoder_end = e * row[Row.ENCODER_STORED] + (d - 1) * row[Row.DECODER_STORED] + row[Row.DECODER_PEAK]
+    layers_stored = e * row[Row.ENCODER_STORED] + d * row[Row.DECODER_STORED]
     costs = np.stack(
         [
             e * row[Row.ENCODER_FORWARD] + d * row[Row.DECODER_FORWARD] + last * row[Row.HEAD_FORWARD],
             e * row[Row.ENCODER_BACKWARD] + d * row[Row.DECODER_BACKWARD] + last * row[Row.HEAD_BACKWARD],
-            e * row[Row.ENCODER_STORED] + d * row[Row.DECODER_STORED],
+            layers_stored + last * row[Row.HEAD_STORED],
             np.where(e > 0, encoder_end, 0),
             np.where(d > 0, decoder_end, 0),
+            last * (layers_stored + row[Row.HEAD_PEAK]),
         ],
         axis=2,
     )

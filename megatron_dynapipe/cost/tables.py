@@ -39,6 +39,8 @@ class Row(IntEnum):
     DECODER_PEAK = 7
     HEAD_FORWARD = 8
     HEAD_BACKWARD = 9
+    HEAD_STORED = 10
+    HEAD_PEAK = 11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from megatron_dynapipe.cost.tables import LayerState
 from megatron_dynapipe.units import ModelFamily
 
 Floats = npt.NDArray[np.float64]
+_FP32_BYTES = 4
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -122,6 +123,18 @@ class LayerWork:
             messages=b * q * self.shape.hidden,
             kernels=0.75,
         )
+
+    def head_memory(self, b: Floats, q: Floats) -> tuple[Floats, Floats]:
+        """Bytes that the head and the loss keep for their backward, and the most that they hold, over q positions.
+
+        Kept are the probabilities, in fp32. Beside them there are for a time the logits, or their gradient, in the
+        model's own type where that is a narrower one, and the gradients of the weight and of the input.
+        """
+        logits = b * q * self.shape.vocabulary / self.tensor_parallel
+        weight = self.shape.vocabulary * self.shape.hidden / self.tensor_parallel
+        narrow = self.element_bytes if self.element_bytes < _FP32_BYTES else 0
+        stored = logits * _FP32_BYTES
+        return stored, stored + logits * narrow + (weight + b * q * self.shape.hidden) * self.element_bytes
 
     def state(self) -> LayerState:
         """Parameter bytes, counted as 2 bytes each, as the files do; norms and biases are left out."""

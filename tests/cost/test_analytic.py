@@ -35,6 +35,18 @@ def test_a_decoder_layer_works_on_both_lengths() -> None:
     assert work.linear_flops == 2 * (24 * (6 * 64 * 64 + 2 * 64 * 256) + 60 * 2 * 64 * 64)
 
 
+@pytest.mark.parametrize(
+    ("element_bytes", "stored", "beside"),
+    [
+        pytest.param(4, 4, (1000 * 64 + 30 * 64) * 4, id="fp32: the logits become the probabilities in place"),
+        pytest.param(2, 4, 2 * 30 * 1000 + (1000 * 64 + 30 * 64) * 2, id="half precision: a copy of the logits"),
+    ],
+)
+def test_memory_of_the_head_by_hand(element_bytes: int, stored: int, beside: int) -> None:
+    kept, peak = LayerWork(shape=GPT, element_bytes=element_bytes).head_memory(B, Q)
+    assert kept == stored * 30 * 1000 and peak == kept + beside
+
+
 def test_tensor_parallel_ranks_share_what_can_be_shared() -> None:
     one, four = (LayerWork(shape=GPT, tensor_parallel=n).encoder(B, Q) for n in (1, 4))
     sequence = LayerWork(shape=GPT, tensor_parallel=4, sequence_parallel=True).encoder(B, Q)

@@ -92,6 +92,20 @@ def test_units_are_ms_and_mb() -> None:
     assert tables.state.embedding_bytes == 4_000_000
 
 
+def test_the_head_s_memory_may_be_left_out() -> None:
+    """Of the published files; then it counts as nothing."""
+    document = json.loads(json.dumps(GOOD))
+    for quantity, value in (("stored_activation_mb", 5.0), ("peak_activation_mb", 8.0)):
+        document["keys"]["tp1_none"][quantity]["postprocess"] = {"8": [[1, value], [2, value], [4, value]]}
+    for given, expected in ((GOOD, [0, 0]), (document, [5_000_000, 8_000_000])):
+        model = TableCostModel.decode(json.dumps(given).encode())
+        values = model.tables(tensor_parallel=1, recompute=Recompute.NONE).values
+        assert values[Row.HEAD_STORED : Row.HEAD_PEAK + 1, 0, 0, 0].tolist() == expected
+    del document["keys"]["tp1_none"]["peak_activation_mb"]["postprocess"]
+    with pytest.raises(CostModelError, match=r"peak_activation_mb of \['encoder', 'postprocess'\], got \['encoder'\]"):
+        TableCostModel.decode(json.dumps(document).encode())
+
+
 def test_the_last_of_repeated_rows_counts() -> None:
     document = json.loads(json.dumps(GOOD))
     document["keys"]["tp1_none"]["time_ms"]["encoder.forward"]["8"].append([1, 9.5])

@@ -28,12 +28,15 @@ COSTS = {
     Row.DECODER_PEAK: 4,
     Row.HEAD_FORWARD: 1000,
     Row.HEAD_BACKWARD: 2000,
+    Row.HEAD_STORED: 0,
+    Row.HEAD_PEAK: 0,
 }
 
 
-def flat() -> LayerTables:
+def flat(**changes: int) -> LayerTables:
     """The same costs at every point."""
-    values = np.array([COSTS[row] for row in Row], np.int64).reshape(-1, 1, 1, 1)
+    costs = COSTS | {Row[name]: value for name, value in changes.items()}
+    values = np.array([costs[row] for row in Row], np.int64).reshape(-1, 1, 1, 1)
     state = LayerState(embedding_bytes=1000, encoder_bytes=10, decoder_bytes=100)
     return LayerTables(sizes=ONE, inputs=EIGHT, targets=EIGHT, values=values, state=state)
 
@@ -59,6 +62,19 @@ def test_the_peak_is_the_largest_over_the_layers() -> None:
     """[3 + 7, max(7, 3 + 4), stored 10 > 5 + 4]: a forward never peaks below what it keeps."""
     costs = stage_costs(flat(), t5(2, 2, 2), ONE, EIGHT, EIGHT)
     assert costs.peak_bytes.tolist() == [[10, 8, 10]]
+
+
+@pytest.mark.parametrize(
+    ("stored", "peak", "last_stored", "last_peak"),
+    [
+        pytest.param(9, 30, 19, 10 + 30, id="its peak above what the layers keep"),
+        pytest.param(9, 2, 19, 19, id="never below what the stage keeps"),
+    ],
+)
+def test_the_head_s_memory_counts_on_the_last_stage(stored: int, peak: int, last_stored: int, last_peak: int) -> None:
+    costs = stage_costs(flat(HEAD_STORED=stored, HEAD_PEAK=peak), t5(2, 2, 2), ONE, EIGHT, EIGHT)
+    assert costs.stored_bytes.tolist() == [[6, 8, last_stored]]
+    assert costs.peak_bytes.tolist() == [[10, 8, last_peak]]
 
 
 def test_model_state() -> None:

@@ -78,8 +78,8 @@ def test_two_lengths() -> None:
     [
         ({"sizes": np.array([3, 1])}, "sizes must increase"),
         ({"inputs": np.array([8, 16, 24])}, "must have the shape"),
-        ({"values": np.full((10, 2, 2, 1), -2)}, "between 0 and"),
-        ({"values": np.full((10, 2, 2, 1), LARGEST + 1)}, "between 0 and"),
+        ({"values": np.full((len(Row), 2, 2, 1), -2)}, "between 0 and"),
+        ({"values": np.full((len(Row), 2, 2, 1), LARGEST + 1)}, "between 0 and"),
     ],
 )
 def test_refuses_what_is_not_a_grid(change: dict[str, IntArray], message: str) -> None:

@@ -43,7 +43,8 @@ class Costs:
         for row in Row:
             kind, what = row.name.split("_")
             positions = size * (inputs if self.family is GPT or kind == "ENCODER" else target)
-            values[row] = positions * (BYTES if what in ("STORED", "PEAK") else self._times[kind])
+            memory = 0 if kind == "HEAD" else BYTES
+            values[row] = positions * (memory if what in ("STORED", "PEAK") else self._times[kind])
         state = LayerState(embedding_bytes=0, encoder_bytes=STATE, decoder_bytes=STATE)
         return LayerTables(sizes=SIZES, inputs=LENGTHS, targets=targets, values=values, state=state)
 

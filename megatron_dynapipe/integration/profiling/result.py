@@ -120,9 +120,8 @@ def _points(measurements: Sequence[Measurement], mode: Recompute, *, t5: bool) -
         rows = [m for m in measurements if m.part == kind and m.recompute is of_kind and m.fits]
         points["time_ms", f"{kind}.forward"] = {m.point: m.forward_ns / NS_PER_MS for m in rows}
         points["time_ms", f"{kind}.backward"] = {m.point: m.backward_ns / NS_PER_MS for m in rows}
-        if kind != "postprocess":
-            points["stored_activation_mb", kind] = {m.point: m.stored_bytes / BYTES_PER_MB for m in rows}
-            points["peak_activation_mb", kind] = {m.point: m.peak_bytes / BYTES_PER_MB for m in rows}
+        points["stored_activation_mb", kind] = {m.point: m.stored_bytes / BYTES_PER_MB for m in rows}
+        points["peak_activation_mb", kind] = {m.point: m.peak_bytes / BYTES_PER_MB for m in rows}
     return points
 
 
