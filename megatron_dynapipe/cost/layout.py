@@ -18,7 +18,8 @@ class PipelineLayout:
     Attributes:
         family: "gpt" layers all count as encoder layers.
         encoder_layers, decoder_layers: of the whole model.
-        layers_per_stage: one number per virtual stage, each at least 1.
+        layers_per_stage: one number per virtual stage; each at least 1 for a T5, while a GPT's embedding or head may
+            have a stage to itself.
         chunks: virtual stages per pipeline rank.
     """
 
@@ -35,9 +36,10 @@ class PipelineLayout:
                 f" {self.decoder_layers} decoder layers"
             )
         layers, split = self.encoder_layers + self.decoder_layers, self.layers_per_stage
-        if not split or min(split) < 1 or sum(split) != layers:
+        least = 1 if self.family is ModelFamily.T5 else 0
+        if not split or min(split) < least or sum(split) != layers:
             raise ConfigError(
-                f"expected a layer split of {layers} layers with at least one on every stage, got {list(split)}"
+                f"expected a layer split of {layers} layers with at least {least} on every stage, got {list(split)}"
             )
         if self.chunks < 1 or len(split) % self.chunks:
             raise ConfigError(f"{len(split)} virtual stages cannot be dealt to ranks {self.chunks} each")

@@ -58,6 +58,13 @@ def test_a_stage_is_the_sum_of_its_layers_and_the_last_has_the_head() -> None:
     assert costs.stored_bytes.tolist() == [[6, 8, 10]]
 
 
+def test_an_embedding_and_a_head_may_have_stages_of_their_own() -> None:
+    layout = PipelineLayout(family=ModelFamily.GPT, encoder_layers=3, layers_per_stage=(0, 3, 0))
+    costs = stage_costs(flat(), layout, ONE, EIGHT, EIGHT)
+    assert costs.forward_ns.tolist() == [[0, 30, 1000]]
+    assert costs.stored_bytes[0, :2].tolist() == costs.peak_bytes[0, :1].tolist() + [9] == [0, 9]
+
+
 def test_the_peak_is_the_largest_over_the_layers() -> None:
     """[3 + 7, max(7, 3 + 4), stored 10 > 5 + 4]: a forward never peaks below what it keeps."""
     costs = stage_costs(flat(), t5(2, 2, 2), ONE, EIGHT, EIGHT)
@@ -112,7 +119,8 @@ def test_links_between_nodes_are_slower() -> None:
     ("arguments", "message"),
     [
         ({"layers_per_stage": (2, 3)}, r"layer split of 4 layers .* got \[2, 3\]"),
-        ({"layers_per_stage": (4, 0)}, "at least one on every stage"),
+        ({"layers_per_stage": (5, -1)}, "at least 0 on every stage"),
+        ({"family": ModelFamily.T5, "decoder_layers": 2, "layers_per_stage": (6, 0)}, "at least 1 on every stage"),
         ({"layers_per_stage": (2, 1, 1), "chunks": 2}, "3 virtual stages cannot be dealt"),
         ({"decoder_layers": 1, "layers_per_stage": (5,)}, "layers of its kinds"),
     ],

@@ -17,6 +17,8 @@ LAYOUTS = [
     ("gpt", 2, TENSOR, "core"),
     ("gpt", 2, TWO_CHUNKS, "core"),
     ("gpt", 2, f"{TWO} --pipeline-model-parallel-layout Et|t|t|tL --dynapipe-limit-rc-type full", "core"),
+    ("gpt", 2, f"{TWO} --pipeline-model-parallel-layout E|tt|tt|L", "core"),
+    ("gpt", 4, f"{FOUR} --pipeline-model-parallel-layout E|tt|tt|L", "slow"),
     ("gpt", 2, f"{TWO} --decoder-first-pipeline-num-layers 3", "slow"),
     ("gpt", 4, f"{TENSOR} {TWO} --dynapipe-limit-rc-type selective", "core"),
     ("gpt", 4, f"{TENSOR} {TWO_CHUNKS}", "slow"),

@@ -47,6 +47,16 @@ def test_uneven_layers() -> None:
     verify(uneven.plan(batch(ModelFamily.T5, 20), 0))
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_embedding_and_head_on_stages_of_their_own(chunks: int) -> None:
+    split = (0, 2, 2, 0)
+    alone = planner(ModelFamily.GPT, pipeline_parallel=4 // chunks, chunks=chunks, layers_per_stage=split)
+    plan = alone.plan(batch(ModelFamily.GPT, 20), 0)
+    verify(plan)
+    passes = [event for event in plan.replicas[0].stages[0].predicted if event.instruction.chunk == 0]
+    assert passes and {event.end_ns - event.start_ns for event in passes} == {0}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_sample(family: ModelFamily) -> None:
     plan = planner(family).plan(batch_of((1, 1 if family is ModelFamily.T5 else 0)), 0)
