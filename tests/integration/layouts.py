@@ -1,4 +1,4 @@
-"""What the ranks of the layout tests run: a model of any layout, stepped by `Pipeline`; and the plain reference.
+"""Layouts, and the model, samples and planner of any of them.
 
 Weights are drawn from their names and places in the whole model, so that every layout starts from the same ones.
 """
@@ -18,27 +18,22 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape  # noqa: E402
-from megatron_dynapipe.errors import DynaPipeError  # noqa: E402
 from megatron_dynapipe.integration.models.layers import T5Split  # noqa: E402
 from megatron_dynapipe.integration.models.positions import Positions  # noqa: E402
 from megatron_dynapipe.integration.models.t5_stage import T5Options, T5Stage, share_weights  # noqa: E402
-from megatron_dynapipe.integration.pipeline import Pipeline, Tokens, global_batch  # noqa: E402
 from megatron_dynapipe.plan.iteration import IterationPlan  # noqa: E402
 from megatron_dynapipe.planning.planner import Planner  # noqa: E402
 from megatron_dynapipe.planning.schedules import ScheduleSettings  # noqa: E402
 from megatron_dynapipe.planning.settings import PlannerSettings  # noqa: E402
 from megatron_dynapipe.units import ModelFamily, Recompute  # noqa: E402
 
-HIDDEN, HEADS, VOCABULARY, MAX_LENGTH, SEED = 32, 4, 512, 64, 11
+HIDDEN, HEADS, VOCABULARY, MAX_LENGTH = 32, 4, 512, 64
 INPUTS = (3, 40, 7, 55, 12, 1, 30, 5, 22, 9, 48, 2)
 TARGETS = (2, 5, 9, 1, 14, 3, 6, 2, 11, 1, 4, 8)
 
@@ -81,6 +76,11 @@ class Layout:
     @property
     def torch_dtype(self) -> torch.dtype:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
+
+
+def as_layout(fields: dict) -> Layout:
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list | tuple)}
+    return Layout(**(fields | lists))
 
 
 def samples(numbers: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -234,227 +234,3 @@ def planner(layout: Layout) -> TurnPlanner:
     made = TurnPlanner(settings, AnalyticCostModel(shape, rates, max_size=64, max_length=MAX_LENGTH))
     made.modes = tuple(map(Recompute, layout.recompute))
     return made
-
-
-class Trainer:
-    """One rank of a layout."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        split = t5_split(layout)
-        start(layout, split)
-        self.chunks = build(layout, split)
-        model_config = self.chunks[0].config
-        if layout.dtype != "fp32":
-            self.chunks = [Float16Module(model_config, chunk) for chunk in self.chunks]
-        ddp_config = DistributedDataParallelConfig(
-            overlap_grad_reduce=layout.overlap,
-            use_distributed_optimizer=layout.distributed_optimizer,
-            grad_reduce_in_fp32=layout.dtype != "fp32",
-            bucket_size=20_000,
-        )
-        self.models = [
-            DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=index > 0)
-            for index, chunk in enumerate(self.chunks)
-        ]
-        scale = {} if layout.loss_scale is None else {"initial_loss_scale": layout.loss_scale, "hysteresis": 1}
-        options = OptimizerConfig(
-            optimizer="adam",
-            lr=layout.learning_rate,
-            weight_decay=0.0,
-            clip_grad=1.0,
-            fp16=layout.dtype == "fp16",
-            bf16=layout.dtype == "bf16",
-            params_dtype=layout.torch_dtype,
-            use_distributed_optimizer=layout.distributed_optimizer,
-            **scale,
-        )
-        self.optimizer = get_megatron_optimizer(options, self.models)
-        self.pipeline = Pipeline(self.models, self.optimizer, planner(layout), seed=SEED)
-        self.batch = samples(layout.samples)
-
-    def gradients(self) -> tuple[float, list[tuple[str, list[int], list[int], torch.Tensor]]]:
-        """Loss of one iteration, and per parameter (name, place, whole shape, gradient)."""
-        for model in self.models:
-            model.zero_grad_buffer()
-            model.force_all_reduce = True
-        result = self.pipeline.run(self.batch, force_all_reduce=True)
-        self.pipeline.iteration -= 1
-        found = []
-        for model in self.models:
-            model.force_all_reduce = False
-            inner = model.module.module if self.layout.dtype != "fp32" else model.module
-            for entry, parameter in entries(inner):
-                gradient = parameter.main_grad.float() / self.optimizer.get_loss_scale()
-                found.append((entry.key, list(entry.global_offset), list(entry.global_shape), gradient))
-        return result.loss, found
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Per chunk and parameter, under names of this rank."""
-        return {
-            f"{chunk}.{name}": parameter.detach().clone()
-            for chunk, model in enumerate(self.chunks)
-            for name, parameter in model.named_parameters()
-        }
-
-
-def train(rank: int, world_size: int, layout: dict, steps: int = 5) -> dict[str, object]:
-    """Loss and gradients of the first iteration, then losses and gradient norms of `steps` from the same start."""
-    trainer = Trainer(as_layout(layout))
-    loss, gradients = trainer.gradients()
-    results = [trainer.pipeline.step(trainer.batch) for _ in range(steps)]
-    plan = trainer.pipeline._planner.plan(global_batch(trainer.batch, trainer.layout.kind, 0), 0)
-    return {
-        "loss": loss,
-        "gradients": gradients,
-        "losses": [result.loss for result in results],
-        "norms": [result.gradient_norm for result in results],
-        "overflowed": [result.overflowed for result in results],
-        "tokens": results[0].tokens if results else 0,
-        "micro_batches": [len(replica.micro_batches) for replica in plan.replicas],
-        "modes": [mb.recompute.value for replica in plan.replicas for mb in replica.micro_batches],
-    }
-
-
-def as_layout(fields: dict) -> Layout:
-    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list | tuple)}
-    return Layout(**(fields | lists))
-
-
-def train_one_by_one(rank: int, world_size: int, layout: dict, steps: int = 5) -> dict[str, object]:
-    """The reference: one process, samples one at a time, unpadded, plain autograd and PyTorch's Adam."""
-    wanted = as_layout(layout)
-    alone = Layout(family=wanted.family, positions=wanted.positions, samples=wanted.samples)
-    split = t5_split(alone)
-    start(alone, split)
-    model = build(alone, split)[0]
-    optimizer = torch.optim.Adam(model.parameters(), lr=alone.learning_rate)
-    losses, norms, first = [], [], []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss, tokens = _backward_all(model, alone)
-        for parameter in model.parameters():
-            parameter.grad /= tokens
-        if not first:
-            first = [(e.key, list(e.global_offset), list(e.global_shape), p.grad.clone()) for e, p in entries(model)]
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        losses.append(loss / tokens)
-    return {"loss": losses[0], "gradients": first, "losses": losses, "norms": norms, "tokens": tokens}
-
-
-def _backward_all(model: torch.nn.Module, layout: Layout) -> tuple[float, int]:
-    from tests.integration.tiny import _gpt_losses, _t5_losses
-
-    total, tokens = 0.0, 0
-    for parts in samples(layout.samples):
-        given, wanted = (torch.tensor(part)[None] for part in parts)
-        losses = (_t5_losses if layout.kind is ModelFamily.T5 else _gpt_losses)(model, given, wanted)
-        losses.sum().backward()
-        total, tokens = total + losses.sum().item(), tokens + losses.numel()
-    return total, tokens
-
-
-assert Tokens() == Tokens(pad_id=0, bos_id=1, eos_id=2)  # those of tiny's reference
-
-
-def replay(rank: int, world_size: int, layout: dict, modes: list[list[str]]) -> list[dict[str, object]]:
-    """Loss and gradients of one iteration, run once for each list of modes of recomputation, from the same state."""
-    trainer = Trainer(as_layout(layout))
-    results = []
-    for wanted in modes:
-        trainer.pipeline._planner.modes = tuple(map(Recompute, wanted))
-        loss, gradients = trainer.gradients()
-        results.append({"loss": loss, "gradients": gradients})
-    trainer.pipeline.iteration += 1
-    loss, gradients = trainer.gradients()
-    results.append({"loss": loss, "gradients": gradients})
-    return results
-
-
-def overflow(rank: int, world_size: int, layout: dict, poisoned: int) -> dict[str, object]:
-    """One rank's gradients become infinite: whether each rank updated, and its weights before and after."""
-    trainer = Trainer(as_layout(layout))
-    before = trainer.weights()
-    trainer.gradients()
-    if rank == poisoned:
-        next(trainer.models[0].parameters()).main_grad[..., 0] = torch.inf
-    updated, _, _ = trainer.optimizer.step()
-    unchanged = all(torch.equal(before[name], weight) for name, weight in trainer.weights().items())
-    scale = float(trainer.optimizer.get_loss_scale())
-    after = trainer.pipeline.step(trainer.batch)
-    return {
-        "updated": updated,
-        "unchanged": unchanged,
-        "scale": scale,
-        "overflowed_next": after.overflowed,
-        "changed_next": any(not torch.equal(before[name], weight) for name, weight in trainer.weights().items()),
-    }
-
-
-def evaluate(rank: int, world_size: int, layout: dict) -> dict[str, object]:
-    trainer = Trainer(as_layout(layout))
-    losses = [trainer.pipeline.evaluate(trainer.batch).loss for _ in range(2)]
-    buffers = [parameter.main_grad for model in trainer.models for parameter in model.parameters()]
-    return {
-        "first": losses[0],
-        "second": losses[1],
-        "training": all(model.training for model in trainer.models),
-        "untouched": trainer.pipeline.iteration == 0 and not any(buffer.any() for buffer in buffers),
-    }
-
-
-def refused(rank: int, world_size: int, wanted: str) -> str:
-    """What a pipeline says of something that it cannot run."""
-    trainer = Trainer(Layout())
-    models, plans, batch = trainer.models, planner(Layout()), trainer.batch
-    if wanted == "layout":
-        plans = planner(Layout(stages=2))
-    if wanted == "loss":
-        models[0].config.calculate_per_token_loss = False
-    if wanted == "modules":
-        models[0].config.recompute_modules = ["core_attn", "layernorm"]
-    try:
-        Pipeline(models, None if wanted == "optimizer" else trainer.optimizer, plans).step(
-            [] if wanted == "batch" else batch
-        )
-    except DynaPipeError as error:
-        return str(error)
-    return "nothing"
-
-
-def count_tensors(rank: int, world_size: int, layout: dict, iterations: int) -> dict[str, object]:
-    """Live tensors, their bytes and Python's memory after a quarter of the iterations, and after each further one."""
-    import gc
-    import tracemalloc
-
-    trainer = Trainer(as_layout(layout))
-    draw, seen = np.random.default_rng(3), set()
-    tensors, held, python_kb = [], [], []
-    for iteration in range(iterations):
-        shortened = [(i[: draw.integers(1, len(i) + 1)], t) for i, t in trainer.batch[: draw.integers(3, 13)]]
-        measures = (iteration + 1) % (iterations // 4) == 0
-        plan = trainer.pipeline.step(trainer.batch if measures else shortened).plan
-        seen |= {tuple(mb.shape) for replica in plan.replicas for mb in replica.micro_batches}
-        if iteration == iterations // 8:
-            tracemalloc.start()  # what is made before, by first uses, does not count
-        if measures:
-            del plan, shortened
-            gc.collect()
-            alive = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
-            tensors.append(len(alive))
-            held.append(sum(tensor.untyped_storage().nbytes() for tensor in alive))
-            del alive
-            python_kb.append(tracemalloc.get_traced_memory()[0] // 1000)
-    return {"tensors": tensors, "bytes": held, "python_kb": python_kb, "shapes": len(seen)}
-
-
-def held_graphs(rank: int, world_size: int, layout: dict) -> int:
-    """How many tensors with a graph behind them an iteration leaves."""
-    import gc
-
-    trainer = Trainer(as_layout(layout))
-    trainer.pipeline.step(trainer.batch)
-    gc.collect()
-    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
-    return sum(tensor.grad_fn is not None for tensor in tensors)

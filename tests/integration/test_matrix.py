@@ -13,10 +13,10 @@ from tests.integration.models.compare import assert_close, relative_error
 
 
 def call(rank: int, world_size: int, function: str, **arguments: object) -> object:
-    """Run a function of `layouts`, whose import of Megatron only the ranks should see."""
-    from tests.integration import layouts
+    """Run a function of `layout_ranks`, whose import of Megatron only the ranks should see."""
+    from tests.integration import layout_ranks
 
-    return getattr(layouts, function)(rank, world_size, **arguments)
+    return getattr(layout_ranks, function)(rank, world_size, **arguments)
 
 
 @functools.cache

@@ -3,7 +3,14 @@
 import pytest
 
 from tests.helpers.processes import run_ranks
-from tests.integration.test_matrix import call, layout
+from tests.integration.test_matrix import layout
+
+
+def call(rank: int, world_size: int, function: str, **arguments: object) -> object:
+    """Run a function of `layout_memory`, whose import of Megatron only the ranks should see."""
+    from tests.integration import layout_memory
+
+    return getattr(layout_memory, function)(rank, world_size, **arguments)
 
 
 @pytest.mark.slow

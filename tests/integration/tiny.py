@@ -261,13 +261,13 @@ def train_one_by_one(rank: int, world_size: int, family: str, samples: list[int]
     loss, tokens = 0.0, 0
     for sample in samples:
         given, wanted = (torch.from_numpy(part.astype(np.int64))[None] for part in Samples()[sample])
-        losses = _t5_losses(model, given, wanted) if kind is ModelFamily.T5 else _gpt_losses(model, given, wanted)
+        losses = t5_losses(model, given, wanted) if kind is ModelFamily.T5 else gpt_losses(model, given, wanted)
         losses.sum().backward()
         loss, tokens = loss + losses.sum().item(), tokens + losses.numel()
     return {"loss": loss, "tokens": tokens, "gradients": {n: p.grad / tokens for n, p in named(model).items()}}
 
 
-def _t5_losses(model: torch.nn.Module, given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def t5_losses(model: torch.nn.Module, given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     start_token, end = torch.tensor([[Special.bos_id]]), torch.tensor([[Special.eos_id]])
     decoder, labels = torch.cat([start_token, wanted], 1), torch.cat([wanted, end], 1)
     s, t = given.size(1), decoder.size(1)
@@ -284,7 +284,7 @@ def _t5_losses(model: torch.nn.Module, given: torch.Tensor, wanted: torch.Tensor
     )
 
 
-def _gpt_losses(model: torch.nn.Module, given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def gpt_losses(model: torch.nn.Module, given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     sequence = torch.cat([given, wanted], 1)
     tokens, labels = sequence[:, :-1], sequence[:, 1:]
     length = tokens.size(1)
