@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration import arguments
+from megatron_dynapipe.integration import arguments, mends
 from megatron_dynapipe.integration.bootstrap import reported
 from megatron_dynapipe.units import ModelFamily
 
@@ -88,9 +88,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse what a planned run cannot honour, and fill in the dataset's tokenizer; ends the process with one line."""
+    """Refuse what a planned run cannot honour, and fill in the dataset's tokenizer; ends the process with one line.
+
+    From here on Megatron's optimizer is mended: a checkpoint is loaded before the run is in force.
+    """
     if not args.use_dynapipe:
         return
+    mends.apply()
     with reported():
         settings = arguments.check(args, ModelFamily.GPT)
         _check_model_flags(args)
@@ -150,5 +154,6 @@ def _close() -> None:
     global _is_ours
     if _session is not None and _is_ours:
         _session.__exit__()
+        mends.take_back()
         _is_ours = False
         deactivate()

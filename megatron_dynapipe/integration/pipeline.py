@@ -26,6 +26,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_dynapipe.data.collate import Collator, Needs, SpecialTokens
 from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.integration import mends
 from megatron_dynapipe.integration.control import ControlGroup
 from megatron_dynapipe.integration.forward_backward import LOSS_NAME, run_iteration
 from megatron_dynapipe.integration.groups import connect
@@ -102,6 +103,7 @@ class Pipeline:
         self._models, self._optimizer, self._planner = models, optimizer, planner
         self._config = get_model_config(models[0])
         self._check()
+        mends.apply()
         self._device = next(models[0].parameters()).device
         self._control = ControlGroup(timeout_s=timeout_s)
         groups = connect(self._control, chunks=len(models), device=self._device, timeout_s=timeout_s)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.integration import guest
+from megatron_dynapipe.integration import guest, mends
 from megatron_dynapipe.megatron_version import check_version
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ def install(session: "Session") -> None:
     """
     check_version()
     guest.activate(session)
+    mends.apply()
     for row in TABLE:
         owner = importlib.import_module(row.owner)
         original = getattr(owner, row.name)
@@ -128,6 +129,7 @@ def uninstall() -> None:
     while _replaced:
         module, name, original = _replaced.pop()
         setattr(module, name, original)
+    mends.take_back()
     guest.deactivate()
 
 
