@@ -62,7 +62,8 @@ def test_an_embedding_and_a_head_may_have_stages_of_their_own() -> None:
     layout = PipelineLayout(family=ModelFamily.GPT, encoder_layers=3, layers_per_stage=(0, 3, 0))
     costs = stage_costs(flat(), layout, ONE, EIGHT, EIGHT)
     assert costs.forward_ns.tolist() == [[0, 30, 1000]]
-    assert costs.stored_bytes[0, :2].tolist() == costs.peak_bytes[0, :1].tolist() + [9] == [0, 9]
+    assert costs.stored_bytes[0, :2].tolist() == [0, 9]
+    assert costs.peak_bytes[0, 0] == 0
 
 
 def test_the_peak_is_the_largest_over_the_layers() -> None:
