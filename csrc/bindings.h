@@ -7,5 +7,6 @@ namespace dynapipe {
 
 void bind_cut(nanobind::module_& module);
 void bind_schedule(nanobind::module_& module);
+void bind_verify(nanobind::module_& module);
 
 }  // namespace dynapipe

@@ -25,7 +25,6 @@ from megatron_dynapipe.plan.instructions import (
     Free,
     Instruction,
     Load,
-    Pass,
     Payload,
     RecvStart,
     RecvWait,
@@ -44,15 +43,6 @@ class Pipeline:
     chunks: int
     micro_batches: int
     forward_only: bool
-
-    def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Position in the model of a rank's chunk."""
-        return chunk * self.stages + stage
-
-    @property
-    def last(self) -> int:
-        """The last virtual stage."""
-        return self.stages * self.chunks - 1
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):
@@ -80,10 +70,19 @@ class StageTrace:
 
     stage: int
     instructions: Sequence[Instruction]
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+    """Steps."""
     sends: dict[Payload, list[Move]] = field(default_factory=lambda: {payload: [] for payload in Payload})
     receives: dict[Payload, list[Move]] = field(default_factory=lambda: {payload: [] for payload in Payload})
     waits: list[Wait] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Where the passes and the starts of sends stand in each rank's list, of lists that are proven to run."""
+
+    passes: list[list[int]]
+    sends: list[list[int]]
 
 
 class State(IntEnum):
@@ -180,7 +179,7 @@ class _Walk:
         if self.buffers[Buffer.OUTPUT][key] != NONE:
             self.advance(Buffer.OUTPUT, row, run.chunk, ABSENT, READY)
         self.forwards_left[row] -= 1
-        self.trace.passes.append(run)
+        self.trace.passes.append(step)
 
     def backward(self, step: int, run: Backward) -> None:
         key = self.key(run.micro_batch, run.chunk)
@@ -196,7 +195,7 @@ class _Walk:
         ):
             if self.buffers[buffer][key] != NONE:
                 self.advance(buffer, run.micro_batch, run.chunk, before, after)
-        self.trace.passes.append(run)
+        self.trace.passes.append(step)
 
     def send_start(self, step: int, send: SendStart) -> None:
         payload = send.payload

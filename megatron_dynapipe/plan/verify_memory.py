@@ -1,32 +1,34 @@
 """Verify: what a rank's passes keep stays within the device's memory, by the bytes that the plan carries."""
 
+from collections.abc import Sequence
+
 from megatron_dynapipe.errors import PlanError
-from megatron_dynapipe.plan.instructions import Forward
+from megatron_dynapipe.plan.instructions import Backward, Forward
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
 from megatron_dynapipe.plan.text import point_at
-from megatron_dynapipe.plan.verify_buffers import StageTrace
 from megatron_dynapipe.units import BYTES_PER_MB
 
 
-def check_memory(plan: IterationPlan, replica: ReplicaPlan, trace: StageTrace, state_bytes: int) -> None:
-    """Raise a PlanError where a forward's high-water mark passes the limit.
+def check_memory(plan: IterationPlan, replica: ReplicaPlan, rank: int, passes: Sequence[int]) -> None:
+    """Raise a PlanError where a forward's high-water mark passes the limit, given the steps of the rank's passes.
 
     A forward-only plan keeps nothing from pass to pass.
     """
-    batches, stages = replica.micro_batches, plan.pipeline_stages
-    held = state_bytes
-    for step in trace.passes:
-        stage = step.chunk * stages + trace.stage
-        micro_batch = batches[step.micro_batch]
-        if isinstance(step, Forward):
-            high = held + micro_batch.peak_bytes[stage]
-            if high > plan.memory_limit_bytes:
-                at = point_at(trace.instructions, trace.instructions.index(step))
-                raise PlanError(
-                    f"stage {trace.stage}: expected at most {plan.memory_limit_bytes / BYTES_PER_MB:.0f} MB, got "
-                    f"{high / BYTES_PER_MB:.0f} MB at {at}"
-                )
-            if not plan.forward_only:
-                held += micro_batch.stored_bytes[stage]
-        else:
+    batches, instructions = replica.micro_batches, replica.stages[rank].instructions
+    stages, limit, keeps = plan.pipeline_stages, plan.memory_limit_bytes, not plan.forward_only
+    held = plan.model_state_bytes[rank]
+    for step in passes:
+        each = instructions[step]
+        assert isinstance(each, Forward | Backward)
+        micro_batch, stage = batches[each.micro_batch], each.chunk * stages + rank
+        if isinstance(each, Backward):
             held -= micro_batch.stored_bytes[stage]
+            continue
+        high = held + micro_batch.peak_bytes[stage]
+        if high > limit:
+            raise PlanError(
+                f"stage {rank}: expected at most {limit / BYTES_PER_MB:.0f} MB, got {high / BYTES_PER_MB:.0f} MB at "
+                f"{point_at(instructions, step)}"
+            )
+        if keeps:
+            held += micro_batch.stored_bytes[stage]

@@ -19,8 +19,9 @@ def check_samples(plan: IterationPlan, expected: Collection[int] | None) -> None
             _check_micro_batch(plan.family, f"replica {index}, micro-batch {row}", micro_batch, virtual_stages)
     if expected is None:
         return
-    planned = Counter(sample for replica in plan.replicas for mb in replica.micro_batches for sample in mb.sample_ids)
-    if (wanted := Counter(expected)) != planned:
+    samples = [sample for replica in plan.replicas for mb in replica.micro_batches for sample in mb.sample_ids]
+    if sorted(samples) != sorted(expected):
+        wanted, planned = Counter(expected), Counter(samples)
         raise PlanError(
             f"expected the {wanted.total()} samples of the global batch, got {planned.total()}: lost "
             f"{_some(wanted - planned)}; too many of {_some(planned - wanted)}"

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from megatron_dynapipe.errors import PlanError
-from megatron_dynapipe.plan.instructions import Payload, TensorShape
+from megatron_dynapipe.plan.instructions import Payload, SendStart, TensorShape
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
 from megatron_dynapipe.plan.text import point_at
 from megatron_dynapipe.plan.verify_buffers import Move, Pipeline, StageTrace, Wait
+from megatron_dynapipe.units import Shape
 
 
 def check_pairing(pipeline: Pipeline, traces: Sequence[StageTrace]) -> None:
@@ -49,37 +50,47 @@ def check_progress(pipeline: Pipeline, traces: Sequence[StageTrace]) -> None:
         raise PlanError("the plan stalls: " + _cycle(traces, targets, done, stuck[0]))
 
 
-def check_shapes(plan: IterationPlan, replica: ReplicaPlan, traces: Sequence[StageTrace]) -> None:
+def check_shapes(plan: IterationPlan, replica: ReplicaPlan, sends: Sequence[Sequence[int]]) -> None:
     """Raise a PlanError where a tensor's shape is not its micro-batch's, or a gradient's not its activation's.
 
     Every boundary passes [input length / p, size, hidden], or that and [target length / p, size, hidden], with one
     hidden size and one sequence-parallel size p in the whole plan.
+
+    `sends` are the steps of each rank's starts of sends; their receives have the same shapes.
     """
-    moves = [(trace, payload, move) for trace in traces for payload, sent in trace.sends.items() for move in sent]
-    if not moves:
+    first = next((replica.stages[rank].instructions[steps[0]] for rank, steps in enumerate(sends) if steps), None)
+    if not isinstance(first, SendStart):
         return
-    first = moves[0][2]
     if not first.shapes or len(first.shapes[0]) != 3 or min(first.shapes[0]) < 1:
         raise PlanError(f"expected tensors of three dimensions of at least 1, got {first.shapes}")
     length, _, hidden = first.shapes[0]
     parallel = max(replica.micro_batches[first.micro_batch].shape.input_length // length, 1)
-    allowed: list[tuple[tuple[TensorShape, ...], ...]] = []
-    for micro_batch in replica.micro_batches:
-        size, inputs, targets = micro_batch.shape
-        both = ((inputs // parallel, size, hidden), (targets // parallel, size, hidden))
-        allowed.append((both[:1], both) if targets else (both[:1],))
+    allowed = [_allowed(micro_batch.shape, parallel, hidden) for micro_batch in replica.micro_batches]
     crossing: dict[int, int] = {}
-    for trace, payload, move in moves:
-        tensors = crossing.setdefault(move.boundary, len(move.shapes))
-        if move.shapes not in allowed[move.micro_batch] or len(move.shapes) != tensors:
-            shape = replica.micro_batches[move.micro_batch].shape
-            raise PlanError(
-                f"stage {trace.stage}, step {move.step}: the {payload.name.lower()}s of a micro-batch of shape {shape} "
-                f"cannot be {move.shapes}, at {point_at(trace.instructions, move.step)}"
-            )
+    for rank, steps in enumerate(sends):
+        instructions = replica.stages[rank].instructions
+        for step in steps:
+            send = instructions[step]
+            assert isinstance(send, SendStart)
+            boundary = send.chunk * plan.pipeline_stages + rank - (send.payload is Payload.GRADIENT)
+            tensors = crossing.setdefault(boundary, len(send.shapes))
+            if len(send.shapes) != tensors or allowed[send.micro_batch].get(tensors) != send.shapes:
+                shape = replica.micro_batches[send.micro_batch].shape
+                raise PlanError(
+                    f"stage {rank}, step {step}: the {send.payload.name.lower()}s of a micro-batch of shape {shape} "
+                    f"cannot be {send.shapes}, at {point_at(instructions, step)}"
+                )
     counts = [crossing[boundary] for boundary in sorted(crossing)]
     if counts != sorted(counts):
         raise PlanError(f"expected boundaries after the first decoder layer to pass both tensors, got {counts}")
+
+
+def _allowed(shape: Shape, parallel: int, hidden: int) -> dict[int, tuple[TensorShape, ...]]:
+    """What may cross a boundary, by the number of tensors."""
+    inputs = (shape.input_length // parallel, shape.size, hidden)
+    if not shape.target_length:
+        return {1: (inputs,)}
+    return {1: (inputs,), 2: (inputs, (shape.target_length // parallel, shape.size, hidden))}
 
 
 def _peer(pipeline: Pipeline, stage: int, payload: Payload, *, sending: bool) -> int:

@@ -24,6 +24,7 @@ from megatron_dynapipe.planning.lowering import Pipeline, lower
 from megatron_dynapipe.planning.ordering import sweeps
 from megatron_dynapipe.planning.partition import Cut, cut
 from megatron_dynapipe.planning.problem import IntArray, PipelineProblem
+from megatron_dynapipe.planning.prove import prove
 from megatron_dynapipe.planning.samples import BoolArray, Samples, explain_infeasible, fits_alone
 from megatron_dynapipe.planning.schedules import Schedule, predict, schedule
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
@@ -135,7 +136,7 @@ class Planner:
         with _timed(seconds, "lowering"):
             plan = self._lower(samples, best, iteration, forward_only)
         with _timed(seconds, "verify"):
-            verify(plan, expected_samples=samples.ids.tolist())
+            verify(plan, expected_samples=samples.ids.tolist(), prove=prove)
         return plan, seconds
 
     def fits_alone(self, samples: Samples) -> BoolArray:
