@@ -201,8 +201,10 @@ void SearchProblem::check() const {
     require(shape.model_state.size() == stages, "model state for every stage");
     for (const auto* flags : {&links.decoder_forward, &links.decoder_backward})
         require(flags->size() == stages - 1, "links between neighbouring stages");
-    for (const auto* rates : {&links.latency_ns, &links.gbps})
-        require(rates->size() == stages - 1, "links between neighbouring stages");
+    const size_t links_given = links.gbps.size();
+    require(links_given == links.latency_ns.size() && (links_given > 0) == (stages > 1) &&
+                (stages == 1 || links_given % (stages - 1) == 0),
+            "links between neighbouring stages");
     for (double gbps : links.gbps) require(gbps > 0, "a rate above 0 on every link");
     for (double latency : links.latency_ns) require(latency >= 0 && latency < 1e15, "latencies from 0 to 1e15 ns");
     require(links.bytes_per_position >= 0 && links.bytes_per_position <= kLargestCoordinate * 8, "bytes per position");

@@ -17,7 +17,7 @@ struct Links {
     int64_t bytes_per_position;            // of one hidden state
     std::vector<uint8_t> decoder_forward;  // whether activations hold the decoder's state
     std::vector<uint8_t> decoder_backward;
-    std::vector<double> latency_ns, gbps;
+    std::vector<double> latency_ns, gbps;  // [ways][virtual stages - 1]: a message goes the fastest way
 };
 
 struct SearchProblem {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "checks.h"
 
@@ -60,8 +61,11 @@ void ShapeCosts::compute(const MicroBatch& batch, int64_t input, int64_t target,
 }
 
 int64_t ShapeCosts::transfer(int64_t boundary, int64_t bytes) const {
-    const double wire = static_cast<double>(bytes * 8) / problem_.links.gbps[boundary];
-    return static_cast<int64_t>(std::nearbyint(problem_.links.latency_ns[boundary] + wire));
+    const Links& links = problem_.links;
+    double least = std::numeric_limits<double>::infinity();
+    for (size_t way = boundary; way < links.gbps.size(); way += problem_.layers.size() - 1)
+        least = std::min(least, links.latency_ns[way] + static_cast<double>(bytes * 8) / links.gbps[way]);
+    return static_cast<int64_t>(std::nearbyint(least));
 }
 
 }  // namespace dynapipe

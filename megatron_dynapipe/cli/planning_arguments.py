@@ -38,6 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{link}-node-gbps", type=float, default=gbps, metavar="N")
         parser.add_argument(f"--{link}-node-latency-us", type=float, default=latency_us, metavar="N")
     parser.add_argument(
+        "--scatter-gather",
+        choices=("off", "auto", "on"),
+        default="off",
+        help="messages between stages divided over tensor-parallel ranks; a run's own default is auto (default: off, "
+        "as the published rules for transfers have it)",
+    )
+    parser.add_argument(
         "--layer-split",
         default="equal",
         metavar="SPLIT",
@@ -59,7 +66,7 @@ def planner_settings(
     Raises:
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
-    from megatron_dynapipe.cost import Network
+    from megatron_dynapipe.cost import Network, ScatterGather
     from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.planning.settings import PlannerSettings
 
@@ -85,6 +92,7 @@ def planner_settings(
             intra_node_latency_us=args.intra_node_latency_us,
             inter_node_latency_us=args.inter_node_latency_us,
         ),
+        scatter_gather=ScatterGather(args.scatter_gather),
         schedule=ScheduleSettings(
             method=schedule or default.method,
             search_evaluations=default.search_evaluations

@@ -4,7 +4,7 @@ from megatron_dynapipe.cost.analytic import A100_RATES, CPU_RATES, AnalyticCostM
 from megatron_dynapipe.cost.file import TableCostModel
 from megatron_dynapipe.cost.layout import PipelineLayout, StageCosts, stage_costs
 from megatron_dynapipe.cost.model import CostModel
-from megatron_dynapipe.cost.network import Network, boundary_bytes
+from megatron_dynapipe.cost.network import Links, Network, ScatterGather, boundary_bytes
 from megatron_dynapipe.cost.tables import ABSENT, LayerState, LayerTables, Row
 from megatron_dynapipe.cost.work import ModelShape
 
@@ -17,10 +17,12 @@ __all__ = [
     "DeviceRates",
     "LayerState",
     "LayerTables",
+    "Links",
     "ModelShape",
     "Network",
     "PipelineLayout",
     "Row",
+    "ScatterGather",
     "StageCosts",
     "TableCostModel",
     "boundary_bytes",

@@ -1,5 +1,6 @@
 """What it takes to hand a micro-batch from one pipeline stage to the next."""
 
+import enum
 import math
 from dataclasses import dataclass
 
@@ -11,6 +12,47 @@ from megatron_dynapipe.cost.tables import IntArray
 from megatron_dynapipe.errors import ConfigError
 
 Reals = npt.NDArray[np.float64]
+
+
+class ScatterGather(enum.StrEnum):
+    """Whether the tensor-parallel ranks of a stage, which hold equal outputs, each send a share of a message, which
+    the receiving ranks gather."""
+
+    OFF = "off"
+    ON = "on"
+    AUTO = "auto"
+    """Each message goes the way that takes less time over its boundary's link."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Links:
+    """The ways in which a message can cross each boundary between virtual stages; it takes the fastest.
+
+    Attributes:
+        latency_ns, gbps: latency, and bits of the whole message per ns: float64[ways, virtual stages - 1].
+        divided: per way, whether the message is divided over the tensor-parallel ranks.
+    """
+
+    latency_ns: Reals
+    gbps: Reals
+    divided: tuple[bool, ...]
+
+    def transfer_ns(self, message_bytes: IntArray) -> IntArray:
+        """Time of messages over every boundary, either way: `[queries, virtual stages - 1]`, as the bytes given."""
+        ways_ns = np.rint(self.latency_ns + message_bytes[:, None] * 8 / self.gbps)
+        return np.asarray(ways_ns.min(axis=1), np.int64)
+
+    def divides(self, boundary: int, message_bytes: int) -> bool:
+        """Whether a message goes over a boundary divided; whole, where both ways take as long.
+
+        Args:
+            boundary: that of the virtual stages `boundary` and `boundary + 1`.
+            message_bytes: of all its tensors together, undivided.
+        """
+        if len(self.divided) == 1:
+            return self.divided[0]
+        ways_ns = np.rint(self.latency_ns[:, boundary] + message_bytes * 8 / self.gbps[:, boundary])
+        return self.divided[int(ways_ns.argmin())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +77,44 @@ class Network:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
 
-    def links(self, *, virtual_stages: int, stages: int, ranks_per_stage: int) -> tuple[Reals, Reals]:
-        """Latency in ns and rate in Gbit/s of every boundary between virtual stages: float64[virtual stages - 1]."""
-        node = np.arange(virtual_stages) % stages * ranks_per_stage // self.devices_per_node
-        same = node[:-1] == node[1:]
-        latency_us = np.where(same, self.intra_node_latency_us, self.inter_node_latency_us)
-        return latency_us * 1e3, np.where(same, self.intra_node_gbps, self.inter_node_gbps)
+    def links(
+        self,
+        *,
+        virtual_stages: int,
+        stages: int,
+        ranks_per_stage: int,
+        tensor_parallel: int = 1,
+        sequence_parallel: bool = False,
+        scatter_gather: ScatterGather = ScatterGather.OFF,
+    ) -> Links:
+        """The boundaries between virtual stages, every device having a link of its own.
 
-    def transfer_ns(self, message_bytes: IntArray, *, stages: int, ranks_per_stage: int) -> IntArray:
-        """Time of messages over every boundary, either way: `[queries, virtual stages - 1]`, as the bytes given."""
-        latency_ns, gbps = self.links(
-            virtual_stages=message_bytes.shape[1] + 1, stages=stages, ranks_per_stage=ranks_per_stage
+        A message takes latency + bytes / rate. Under sequence parallelism a rank's message is a share of the whole.
+        A divided message takes latency + share / rate, and an all-gather around the ring of its tensor-parallel ranks:
+        (ranks - 1) × (latency + share / rate) of the links between those.
+        """
+        node = np.arange(virtual_stages) % stages * ranks_per_stage // self.devices_per_node
+        latency_ns, gbps = self._link(node[:-1] == node[1:])
+        if tensor_parallel == 1 or sequence_parallel:
+            return Links(latency_ns=latency_ns[None], gbps=gbps[None] * tensor_parallel, divided=(False,))
+        ring_latency_ns, ring_gbps = self._link(np.full_like(latency_ns, self.devices_per_node % tensor_parallel == 0))
+        steps = tensor_parallel - 1
+        ways = {
+            False: (latency_ns, gbps),
+            True: (latency_ns + steps * ring_latency_ns, tensor_parallel / (1 / gbps + steps / ring_gbps)),
+        }
+        wanted = {ScatterGather.OFF: (False,), ScatterGather.ON: (True,), ScatterGather.AUTO: (False, True)}
+        divided = wanted[scatter_gather]
+        return Links(
+            latency_ns=np.stack([ways[way][0] for way in divided]),
+            gbps=np.stack([ways[way][1] for way in divided]),
+            divided=divided,
         )
-        return np.asarray(np.rint(latency_ns + message_bytes * 8 / gbps), np.int64)
+
+    def _link(self, same_node: npt.NDArray[np.generic]) -> tuple[Reals, Reals]:
+        """Latency in ns and rate in Gbit/s of links inside a node (true) or between nodes."""
+        latency_us = np.where(same_node, self.intra_node_latency_us, self.inter_node_latency_us)
+        return latency_us * 1e3, np.where(same_node, self.intra_node_gbps, self.inter_node_gbps)
 
 
 def boundary_bytes(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG
+from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration import familiar, placement
@@ -52,6 +53,7 @@ class RunSettings:
         planners: planner processes on each node.
         devices_per_node: ranks on each node.
         intra_node_gbps, inter_node_gbps, intra_node_latency_us, inter_node_latency_us: links, for predictions.
+        scatter_gather: whether messages between stages are divided over tensor-parallel ranks.
     """
 
     data: Path
@@ -73,6 +75,7 @@ class RunSettings:
     inter_node_gbps: float
     intra_node_latency_us: float
     inter_node_latency_us: float
+    scatter_gather: ScatterGather
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "RunSettings":
@@ -110,6 +113,7 @@ class RunSettings:
             inter_node_gbps=args.dynapipe_inter_node_bw,
             intra_node_latency_us=args.dynapipe_intra_node_lat,
             inter_node_latency_us=args.dynapipe_inter_node_lat,
+            scatter_gather=ScatterGather(args.dynapipe_scatter_gather),
         )
 
 
@@ -186,6 +190,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--dynapipe-inter-node-bw", type=float, default=100.0, metavar="GBPS", help="between nodes")
     add("--dynapipe-intra-node-lat", type=float, default=0.0, metavar="US", help="latency within a node")
     add("--dynapipe-inter-node-lat", type=float, default=4000.0, metavar="US", help="latency between nodes")
+    add(
+        "--dynapipe-scatter-gather",
+        choices=[choice.value for choice in ScatterGather],
+        default=ScatterGather.AUTO.value,
+        help="divide messages between stages over tensor-parallel ranks, which gather them: where the links' speeds "
+        "make that faster (default), always, or never",
+    )
     model_flags.add_arguments(group)
     familiar.add_arguments(group)
 
@@ -288,7 +299,23 @@ def check_supported(args: argparse.Namespace) -> None:
 
 
 def _refusals(args: argparse.Namespace) -> list[tuple[bool, str, str]]:
+    divide = args.dynapipe_scatter_gather == ScatterGather.ON
     return [
+        (
+            divide and args.tensor_model_parallel_size == 1,
+            "--dynapipe-scatter-gather on",
+            "there are no tensor-parallel ranks to divide messages over",
+        ),
+        (
+            divide and args.sequence_parallel,
+            "--dynapipe-scatter-gather on",
+            "under sequence parallelism every rank sends its own part already",
+        ),
+        (
+            divide and args.pipeline_model_parallel_size == 1,
+            "--dynapipe-scatter-gather on",
+            "one stage sends no messages",
+        ),
         (
             bool(args.iterations_to_skip),
             "--iterations-to-skip",

@@ -1,4 +1,6 @@
-"""Process groups of a pipeline's channels: one per channel, so that the transfers of one never wait for another's."""
+"""Process groups of transfers: one per channel of a pipeline, so that those of one never wait for another's; and one
+over the tensor-parallel ranks of a stage, for messages that are divided over them.
+"""
 
 import datetime
 from collections.abc import Sequence
@@ -61,7 +63,9 @@ def make_groups(
     return mine
 
 
-def connect(control: ControlGroup, *, chunks: int, device: torch.device, timeout_s: float) -> PipelineGroups:
+def connect(
+    control: ControlGroup, *, chunks: int, device: torch.device, timeout_s: float, staged: bool = False
+) -> PipelineGroups:
     """Find the pipelines of the job, make the groups of all of them, and warm up those of this rank's.
 
     Every rank calls it, at the same point.
@@ -71,11 +75,13 @@ def connect(control: ControlGroup, *, chunks: int, device: torch.device, timeout
         chunks: virtual stages per rank.
         device: where transfers take place.
         timeout_s: deadline of every operation.
+        staged: messages go by way of the host, whatever the device.
     """
+    if staged:
+        device = torch.device("cpu")
     mine = torch.tensor(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
     pipelines = sorted({tuple(int(rank) for rank in ranks) for ranks in control.gather(mine)})
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    groups = make_groups(pipelines, chunks=chunks, backend=backend, timeout_s=timeout_s)
+    groups = make_groups(pipelines, chunks=chunks, backend=_backend(device), timeout_s=timeout_s)
     assert groups is not None, "every rank is in a pipeline"
     warm_up(groups, device)
     return groups
@@ -100,3 +106,28 @@ def warm_up(groups: PipelineGroups, device: torch.device) -> None:
                 dist.send(probe, groups.ranks[destination], group=group)
             elif stage == destination:
                 dist.recv(probe, groups.ranks[source], group=group)
+
+
+def tensor_group(control: ControlGroup, *, device: torch.device, timeout_s: float) -> dist.ProcessGroup:
+    """The tensor-parallel ranks of this one's stage, as a group that carries nothing but gathers; warmed up.
+
+    Every rank calls it, at the same point: all of them make all the groups, in one order.
+
+    Args:
+        control: by which ranks tell each other who they are parallel with.
+        device: where gathers take place.
+        timeout_s: deadline of every gather.
+    """
+    mine = torch.tensor(dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()))
+    stages = sorted({tuple(int(rank) for rank in ranks) for ranks in control.gather(mine)})
+    timeout = datetime.timedelta(seconds=timeout_s)
+    made = {ranks: dist.new_group(list(ranks), backend=_backend(device), timeout=timeout) for ranks in stages}
+    group = next(group for ranks, group in made.items() if dist.get_rank() in ranks)
+    assert isinstance(group, dist.ProcessGroup), "this rank is in it"
+    gathered = torch.zeros(group.size(), device=device)
+    dist.all_gather_into_tensor(gathered, gathered[:1].clone(), group=group)
+    return group
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"

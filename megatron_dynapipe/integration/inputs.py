@@ -90,6 +90,7 @@ def _planner(
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=settings.recompute,
         network=_network(settings),
+        scatter_gather=settings.scatter_gather,
         partition=settings.partition,
         schedule=settings.schedule,
         element_bytes=args.params_dtype.itemsize,

@@ -10,7 +10,9 @@ batch's lengths, so all ranks come to the same one, and no store or planner proc
 loop plans ahead instead, in a process of its own (`session`).
 """
 
+import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,13 +31,13 @@ from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.integration import mends
 from megatron_dynapipe.integration.control import ControlGroup
 from megatron_dynapipe.integration.forward_backward import LOSS_NAME, run_iteration
-from megatron_dynapipe.integration.groups import connect
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
 from megatron_dynapipe.integration.pass_state import PassState
 from megatron_dynapipe.integration.steps import gpt_batch, gpt_step, t5_batch, t5_step
+from megatron_dynapipe.integration.transport import open_transport
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, platform_of
+from megatron_dynapipe.runtime import PipelineExecutor, platform_of, watched
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily
 
@@ -106,15 +108,17 @@ class Pipeline:
         mends.apply()
         self._device = next(models[0].parameters()).device
         self._control = ControlGroup(timeout_s=timeout_s)
-        groups = connect(self._control, chunks=len(models), device=self._device, timeout_s=timeout_s)
-        self._stage, self._stages = groups.ranks.index(self._control.rank), len(groups.ranks)
-        self._last_rank = groups.ranks[-1]
-        self._executor = PipelineExecutor(
-            TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s),
-            platform_of(self._device),
-            stages=self._stages,
-            dtype=self._config.pipeline_dtype or self._config.params_dtype,
-        )
+        link = open_transport(self._control, planner.settings, device=self._device, timeout_s=timeout_s)
+        self._stage, self._stages, self._last_rank = link.stage, len(link.ranks), link.ranks[-1]
+        with ExitStack() as resources:
+            self._executor = PipelineExecutor(
+                link.transport,
+                platform_of(self._device),
+                stages=self._stages,
+                dtype=self._config.pipeline_dtype or self._config.params_dtype,
+                watch=resources.enter_context(watched(self._device, deadline_s=timeout_s, rank=self._control.rank)),
+            )
+            weakref.finalize(self, resources.pop_all().close)  # the watchdog's thread ends with this object
         self._replica = parallel_state.get_data_parallel_rank()
         self._state = PassState(
             models,

@@ -177,7 +177,6 @@ def _session(
         inputs=lambda: plan_inputs(args, settings, family, on_cpu=on_cpu),
         needs=needs,
         make_batch=make_batch,
-        chunks=args.virtual_pipeline_model_parallel_size or 1,
         dtype=args.params_dtype,
         device=torch.device("cpu") if on_cpu else torch.device("cuda", args.local_rank or 0),
         seed=args.seed,

@@ -23,7 +23,6 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.arguments import RunSettings
 from megatron_dynapipe.integration.control import ControlGroup
 from megatron_dynapipe.integration.forward_backward import run_iteration
-from megatron_dynapipe.integration.groups import connect
 from megatron_dynapipe.integration.inputs import describe
 from megatron_dynapipe.integration.iterators import AgreedIterator
 from megatron_dynapipe.integration.learning import PassLearner
@@ -33,7 +32,8 @@ from megatron_dynapipe.integration.pass_state import PassState
 from megatron_dynapipe.integration.passes import DeviceBatch, PrepareMicroBatch
 from megatron_dynapipe.integration.plan_supply import PlanSupply
 from megatron_dynapipe.integration.recorder import Recorder
-from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, Watchdog, platform_of
+from megatron_dynapipe.integration.transport import open_transport
+from megatron_dynapipe.runtime import PipelineExecutor, platform_of, watched
 from megatron_dynapipe.sampling import LengthTable, Sampler
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import Shape, input_positions, target_positions
@@ -49,7 +49,6 @@ class Session:
         inputs: makes what plans are made from; called once Megatron knows where training resumes.
         needs: which tensors this rank's stage reads; called once the pipeline exists.
         make_batch: host tensors to what the step function takes.
-        chunks: virtual stages per rank.
         dtype: of the tensors that cross stage boundaries.
         device: this rank's device.
         state: what a parameter's copies take; None leaves a model's memory to the cost model.
@@ -67,7 +66,6 @@ class Session:
         inputs: Callable[[], PlanInputs],
         needs: Callable[[], Needs],
         make_batch: MakeBatch,
-        chunks: int,
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
@@ -78,7 +76,6 @@ class Session:
         self._make_inputs = inputs
         self._make_needs = needs
         self._make_batch = make_batch
-        self._chunks = chunks
         self._dtype = dtype
         self._device = device
         self._seed = seed
@@ -191,13 +188,12 @@ class Session:
         self._control = ControlGroup(timeout_s=self._settings.timeout_s)
         inputs = self._with_model_state(self._control.run_on_all(self._make_inputs))
         self._control.run_on_all(lambda: self._check_samples(inputs))
-        groups = connect(self._control, chunks=self._chunks, device=self._device, timeout_s=self._settings.timeout_s)
-        self._stage, self._stages = groups.ranks.index(self._control.rank), len(groups.ranks)
+        timeout_s = self._settings.timeout_s
+        link = open_transport(self._control, inputs.planner, device=self._device, timeout_s=timeout_s)
+        self._stage, self._stages = link.stage, len(link.ranks)
         platform = platform_of(self._device)
-        transport = TorchTransport(groups.channels, groups.ranks, deadline_s=self._settings.timeout_s)
-        self._executor = PipelineExecutor(
-            transport, platform, stages=self._stages, dtype=self._dtype, watch=self._watchdog()
-        )
+        watch = self._resources.enter_context(watched(self._device, deadline_s=timeout_s, rank=self._control.rank))
+        self._executor = PipelineExecutor(link.transport, platform, stages=self._stages, dtype=self._dtype, watch=watch)
         supply = self._resources.enter_context(PlanSupply(self._settings, self._control, inputs))
         replica, rank = parallel_state.get_data_parallel_rank(), self._control.rank
         if rank == 0:
@@ -217,7 +213,7 @@ class Session:
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
             metrics=MetricsWriter(platform, interval=self._metrics_interval),
             maximum=_maximum(inputs),
-            timeout_s=self._settings.timeout_s,
+            timeout_s=timeout_s,
             learner=None if rule is None else PassLearner(rule, supply.store, supply.keys, rank=rank),
         )
 
@@ -251,13 +247,6 @@ class Session:
             sampler = Sampler(LengthTable.read(self._settings.data, split.name), split.sampler)
             if sampler.report.long_samples:
                 print(f"{split.name}: {sampler.report}", flush=True)
-
-    def _watchdog(self) -> Watchdog | None:
-        """On CUDA; elsewhere a wait that expires raises where it is, with the instruction named."""
-        if self._device.type != "cuda":
-            return None
-        watchdog = Watchdog(deadline_s=self._settings.timeout_s, name=f"rank {self._control.rank}")
-        return self._resources.enter_context(watchdog)
 
 
 def _maximum(inputs: PlanInputs) -> Shape:

@@ -71,6 +71,7 @@ class Planner:
         self.settings = settings
         self.cost_model = cost_model
         self.layout = settings.layout
+        self._links = settings.links
         self._tables: list[LayerTables] = [
             cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=mode) for mode in settings.recompute
         ]
@@ -209,8 +210,7 @@ class Planner:
             model_state_bytes=self.model_state_bytes,
             memory_limit_bytes=s.memory_limit_bytes,
             replicas=s.data_parallel,
-            network=s.network,
-            ranks_per_stage=s.data_parallel * s.tensor_parallel,
+            links=self._links,
             bytes_per_position=s.hidden_size * s.element_bytes,
             forward_only=forward_only,
         )
@@ -262,12 +262,7 @@ class Planner:
                 assert costs.feasible.all()
                 rows[:, chosen] = costs.forward_ns, costs.backward_ns, costs.stored_bytes, costs.peak_bytes
         activations, gradients = boundary_bytes(self.layout, s.hidden_size, sizes, inputs, targets, s.element_bytes)
-        downstream, upstream = (
-            s.network.transfer_ns(
-                bytes_, stages=self.layout.stages, ranks_per_stage=s.data_parallel * s.tensor_parallel
-            )
-            for bytes_ in (activations, gradients)
-        )
+        downstream, upstream = map(self._links.transfer_ns, (activations, gradients))
         return PipelineProblem(
             stages=self.layout.stages,
             chunks=self.layout.chunks,

@@ -83,9 +83,6 @@ def _search_natively(
 ) -> list[Found]:
     layout = problem.layout
     encoder, decoder = np.array(layout.encoder_split, np.int64), np.array(layout.decoder_split, np.int64)
-    latency_ns, gbps = problem.network.links(
-        virtual_stages=layout.virtual_stages, stages=layout.stages, ranks_per_stage=problem.ranks_per_stage
-    )
     try:
         found: list[Found] = native.search(
             inputs=np.ascontiguousarray(problem.inputs),
@@ -100,8 +97,8 @@ def _search_natively(
             bytes_per_position=problem.bytes_per_position,
             decoder_forward=decoder[:-1] > 0,
             decoder_backward=encoder[1:] == 0,
-            latency_ns=latency_ns,
-            gbps=gbps,
+            latency_ns=problem.links.latency_ns.ravel(),
+            gbps=problem.links.gbps.ravel(),
             cuts=cuts,
             evaluations=evaluations,
             seed=seed,

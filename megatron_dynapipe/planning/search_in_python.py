@@ -82,9 +82,7 @@ class _Search:
         if (problem.model_state_bytes + costs.peak_bytes[0] > problem.memory_limit_bytes).any():
             return None
         downstream, upstream = (
-            problem.network.transfer_ns(bytes_, stages=layout.stages, ranks_per_stage=problem.ranks_per_stage)[
-                0
-            ].tolist()
+            problem.links.transfer_ns(bytes_)[0].tolist()
             for bytes_ in boundary_bytes(layout, problem.bytes_per_position, sizes, inputs, targets, 1)
         )
         return RowCosts(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_dynapipe.cost import LayerTables, Network, PipelineLayout
+from megatron_dynapipe.cost import LayerTables, Links, PipelineLayout
 from megatron_dynapipe.planning.problem import IntArray
 
 
@@ -18,8 +18,7 @@ class SearchProblem:
         model_state_bytes: int64[ranks].
         memory_limit_bytes: of one device, model state included.
         replicas: data-parallel replicas.
-        network: links between devices.
-        ranks_per_stage: devices that hold one stage: data parallel × tensor parallel.
+        links: what messages between stages take.
         bytes_per_position: of one hidden state.
         forward_only: no backward runs.
     """
@@ -31,7 +30,6 @@ class SearchProblem:
     model_state_bytes: IntArray
     memory_limit_bytes: int
     replicas: int
-    network: Network
-    ranks_per_stage: int
+    links: Links
     bytes_per_position: int
     forward_only: bool = False

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from megatron_dynapipe.cost import Network, PipelineLayout
+from megatron_dynapipe.cost import Links, Network, PipelineLayout, ScatterGather
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.baselines import PartitionSettings
 from megatron_dynapipe.planning.schedules import ScheduleSettings
@@ -28,6 +28,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         distributed_optimizer: whether optimizer state is shared over the replicas.
         recompute: modes that a micro-batch may be given.
         network: links between devices.
+        scatter_gather: whether messages between stages are divided over the tensor-parallel ranks.
         element_bytes: bytes of an element of the states that cross boundaries.
         sequence_parallel: whether those states are divided over the tensor-parallel ranks.
         model_state_bytes: memory of every pipeline rank's parameters, gradients and optimizer states, where they were
@@ -49,6 +50,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     distributed_optimizer: bool = False
     recompute: tuple[Recompute, ...] = tuple(Recompute)
     network: Network = Network()
+    scatter_gather: ScatterGather = ScatterGather.OFF
     element_bytes: _AtLeastOne = 2
     sequence_parallel: bool = False
     model_state_bytes: tuple[int, ...] | None = None
@@ -62,6 +64,12 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(
                 f"sequence parallelism needs a tensor-parallel size that divides {LENGTH_MULTIPLE}, "
                 f"got {self.tensor_parallel}"
+            )
+        if self.scatter_gather is ScatterGather.ON and (self.tensor_parallel == 1 or self.sequence_parallel):
+            raise ConfigError(
+                "expected two or more tensor-parallel ranks that hold equal outputs to divide messages over, got "
+                + ("parts of the sequence on each" if self.sequence_parallel else "one rank"),
+                hint="leave scatter_gather at auto or off",
             )
         if self.model_state_bytes is not None and len(self.model_state_bytes) != self.pipeline_parallel:
             raise ConfigError(
@@ -86,4 +94,16 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             decoder_layers=self.decoder_layers,
             layers_per_stage=self.layers_per_stage,
             chunks=self.chunks,
+        )
+
+    @property
+    def links(self) -> Links:
+        """What messages between virtual stages take."""
+        return self.network.links(
+            virtual_stages=self.layout.virtual_stages,
+            stages=self.pipeline_parallel,
+            ranks_per_stage=self.data_parallel * self.tensor_parallel,
+            tensor_parallel=self.tensor_parallel,
+            sequence_parallel=self.sequence_parallel,
+            scatter_gather=self.scatter_gather,
         )

@@ -5,10 +5,12 @@ Nothing here plans: an executor runs a hand-written list as readily as a planned
 
 from megatron_dynapipe.runtime.buffers import BufferTable
 from megatron_dynapipe.runtime.executor import Handler, PipelineExecutor
+from megatron_dynapipe.runtime.host_staged import HostStagedTransport
 from megatron_dynapipe.runtime.platform import CpuPlatform, CudaPlatform, DevicePlatform, platform_of
+from megatron_dynapipe.runtime.scatter_gather import ScatterGatherTransport
 from megatron_dynapipe.runtime.trace import Trace
 from megatron_dynapipe.runtime.transfer import TorchTransport, Transport, Work
-from megatron_dynapipe.runtime.watchdog import Watchdog
+from megatron_dynapipe.runtime.watchdog import Watchdog, watched
 
 __all__ = [
     "BufferTable",
@@ -16,11 +18,14 @@ __all__ = [
     "CudaPlatform",
     "DevicePlatform",
     "Handler",
+    "HostStagedTransport",
     "PipelineExecutor",
+    "ScatterGatherTransport",
     "TorchTransport",
     "Trace",
     "Transport",
     "Watchdog",
     "Work",
     "platform_of",
+    "watched",
 ]

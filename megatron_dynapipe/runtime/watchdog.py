@@ -8,8 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self
+
+import torch
 
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.plan.text import point_at
@@ -72,3 +75,14 @@ class Watchdog:
                     f"[{self._name}] no progress for {self._patience_s:g} s at stage {plan.stage}, step {place[1]}: "
                     f"{where}"
                 )
+
+
+def watched(device: torch.device, *, deadline_s: float, rank: int) -> AbstractContextManager[Watchdog | None]:
+    """A watchdog for the lists of a rank on CUDA; None elsewhere, where a wait that expires raises where it is.
+
+    Args:
+        device: of the rank.
+        deadline_s: of its process groups.
+        rank: its number, for the message.
+    """
+    return Watchdog(deadline_s=deadline_s, name=f"rank {rank}") if device.type == "cuda" else nullcontext()

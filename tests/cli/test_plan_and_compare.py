@@ -142,6 +142,21 @@ def test_layer_split_from_other_batches(
     assert "2 of 6 samples are left out of the choice of a layer split" in caplog.text
 
 
+def test_messages_count_whole_unless_they_are_to_be_divided(
+    batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = json.loads(cost_file.read_text())
+    file["keys"]["tp2_none"] = file["keys"]["tp1_none"] | {"tp": 2}
+    cost_file.write_text(json.dumps(file))
+    two_nodes = ["--tensor-parallel", "2", "--devices-per-node", "2", "--inter-node-gbps", "0.01", "--limit", "1"]
+    predicted = {}
+    for choice in ("default", "off", "auto", "on"):
+        more = [] if choice == "default" else ["--scatter-gather", choice]
+        assert main(arguments("plan", batches_file, cost_file, "--json", *two_nodes, *more)) == 0
+        predicted[choice] = report(capsys)["iterations"][0]["predicted_ms"]
+    assert predicted["default"] == predicted["off"] > predicted["auto"] == predicted["on"]
+
+
 def test_compare(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments("compare", batches_file, cost_file, "--json", "--max-seq-len", "300")) == 0
     loaded = report(capsys)
@@ -158,6 +173,7 @@ def test_compare(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixt
     ("more", "message"),
     [
         (["--tensor-parallel", "2"], "has no table for tensor parallelism 2 with recompute none"),
+        (["--scatter-gather", "on"], "ranks that hold equal outputs to divide messages over, got one rank"),
         (["--recompute", "some"], "expected --recompute among none, selective, full"),
         (["--layer-split", "some"], "expected --layer-split equal, auto or numbers"),
         (["--layer-split", "3,2"], "expected a layer split of 4 layers"),

@@ -6,7 +6,6 @@ import pytest
 from megatron_dynapipe.cost import (
     LayerState,
     LayerTables,
-    Network,
     PipelineLayout,
     Row,
     boundary_bytes,
@@ -110,12 +109,6 @@ def test_boundaries_of_t5() -> None:
     assert gradients.tolist() == [[encoder + decoder, encoder + decoder]]
 
 
-def test_links_between_nodes_are_slower() -> None:
-    """4 devices to a stage, 8 to a node: stages 0 and 1 | 2 and 3."""
-    ns = Network().transfer_ns(np.full((1, 3), 6_000_000), stages=4, ranks_per_stage=4)
-    assert ns.tolist() == [[10_000, 4_000_000 + 480_000, 10_000]]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -136,9 +129,3 @@ def test_an_equal_split_must_divide() -> None:
     assert PipelineLayout.equal(ModelFamily.GPT, 6, 0, 3).layers_per_stage == (2, 2, 2)
     with pytest.raises(ConfigError, match="5 layers cannot be split equally over 2"):
         PipelineLayout.equal(ModelFamily.GPT, 5, 0, 2)
-
-
-@pytest.mark.parametrize("setting", [{"intra_node_gbps": 0}, {"devices_per_node": 0}, {"inter_node_latency_us": -1}])
-def test_refuses_impossible_links(setting: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(setting))):
-        Network(**setting)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape  # noqa: E402
+from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, ScatterGather  # noqa: E402
 from megatron_dynapipe.integration.models.layers import T5Split  # noqa: E402
 from megatron_dynapipe.integration.models.positions import Positions  # noqa: E402
 from megatron_dynapipe.integration.models.t5_stage import T5Options, T5Stage, share_weights  # noqa: E402
@@ -59,6 +59,7 @@ class Layout:
     loss_scale: float | None = None  # of fp16, to begin with
     samples: tuple[int, ...] = tuple(range(12))
     layer_overhead_us: float = 5.0  # the less, the more micro-batches
+    scatter_gather: str = "off"
 
     @property
     def ranks(self) -> int:
@@ -228,6 +229,7 @@ def planner(layout: Layout) -> TurnPlanner:
         recompute=(Recompute.NONE,),
         element_bytes=4,
         schedule=ScheduleSettings(search_evaluations=0),
+        scatter_gather=ScatterGather(layout.scatter_gather),
     )
     shape = ModelShape(family=layout.kind, hidden=HIDDEN, heads=HEADS, kv_channels=8, ffn=128, vocabulary=VOCABULARY)
     rates = msgspec.structs.replace(CPU_RATES, layer_overhead_us=layout.layer_overhead_us)

@@ -80,6 +80,18 @@ def test_a_batch_that_replicas_do_not_divide(data, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("flags", "ranks", "said"),
+    [
+        ("", 1, "no tensor-parallel ranks to divide messages over"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 2, "every rank sends its own part already"),
+        ("--tensor-model-parallel-size 2", 2, "one stage sends no messages"),
+    ],
+)
+def test_messages_that_there_is_no_way_to_divide(flags, ranks, said, data, tmp_path):
+    assert said in refused(f"--dynapipe-scatter-gather on {flags}", data, tmp_path, ranks=ranks)
+
+
+@pytest.mark.parametrize(
     ("flags", "said"),
     [
         ("--iterations-to-skip 3", "an item is a whole planned iteration"),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.verify import verify
@@ -186,6 +187,11 @@ def test_a_cost_model_of_another_family() -> None:
         ({"recompute": (Recompute.FULL, Recompute.FULL)}, "one or more different recompute modes"),
         ({"pipeline_parallel": 2, "layers_per_stage": (2, 1, 1)}, "2 × 1 virtual stages, got a layer split of 3"),
         ({"tensor_parallel": 16, "sequence_parallel": True}, "tensor-parallel size that divides 8, got 16"),
+        ({"scatter_gather": ScatterGather.ON}, "ranks that hold equal outputs to divide messages over, got one rank"),
+        (
+            {"scatter_gather": ScatterGather.ON, "tensor_parallel": 2, "sequence_parallel": True},
+            "to divide messages over, got parts of the sequence on each",
+        ),
     ],
 )
 def test_settings_that_cannot_be_honoured(changes: dict[str, Any], message: str) -> None:

@@ -1,9 +1,10 @@
 """The order search on random batches of a small model: valid, repeatable, and never slower than what it begins with."""
 
+import msgspec
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import Network
+from megatron_dynapipe.cost import Network, ScatterGather
 from megatron_dynapipe.cost.analytic import A100_RATES, AnalyticCostModel
 from megatron_dynapipe.cost.work import ModelShape
 from megatron_dynapipe.plan.codec import digest
@@ -131,6 +132,23 @@ def test_the_python_twin_finds_the_same_plans(monkeypatch, family, pp, dp, sampl
         assert twin == native
 
 
+@pytest.mark.parametrize("family", ModelFamily)
+def test_messages_divided_over_tensor_parallel_ranks_cost_the_twins_the_same(monkeypatch, family):
+    """Links of which some are worth dividing for, for some messages."""
+    settings = msgspec.structs.replace(
+        planner(family, 4, search_evaluations=60).settings,
+        tensor_parallel=2,
+        scatter_gather=ScatterGather.AUTO,
+        network=Network(devices_per_node=4, intra_node_latency_us=20, inter_node_latency_us=50),
+    )
+    made = Planner(settings, planner(family, 4).cost_model)
+    native = made.plan(batch(40, family, 0), 0)
+    whole = Planner(msgspec.structs.replace(settings, scatter_gather=ScatterGather.OFF), made.cost_model)
+    assert time_of(native) < time_of(whole.plan(batch(40, family, 0), 0))
+    monkeypatch.setattr(search_module, "NATIVE", None)
+    assert made.plan(batch(40, family, 0), 0) == native
+
+
 def search_arguments():
     made = planner(ModelFamily.GPT, 2)
     tables = made.cost_model.tables(tensor_parallel=1, recompute=Recompute.NONE)
@@ -170,6 +188,8 @@ def search_arguments():
         ("replicas", 0, "1 to 65536 replicas"),
         ("bytes_per_position", -1, "bytes per position"),
         ("decoder_forward", np.zeros(2, bool), "links between neighbouring stages"),
+        ("latency_ns", np.array([0.0, 0.0]), "links between neighbouring stages"),
+        ("gbps", np.zeros(0), "links between neighbouring stages"),
         ("latency_ns", np.array([-1.0]), "latencies from 0"),
         ("latency_ns", np.array([np.nan]), "latencies from 0"),
         ("gbps", np.array([0.0]), "a rate above 0 on every link"),
