@@ -49,19 +49,21 @@ std::vector<PassCosts> pass_costs(const std::vector<Matrix>& arrays, size_t virt
     return costs;
 }
 
-PipelineShape pipeline_shape(int64_t chunks, const Ints& model_state, int64_t memory_limit, bool forward_only) {
+PipelineShape pipeline_shape(int64_t chunks, const Ints& model_state, int64_t memory_limit, bool forward_only,
+                             bool peak_covers_backward) {
     require(model_state.size() >= 1 && model_state.size() <= 4096, "between 1 and 4096 ranks");
     require(chunks >= 1 && chunks <= 4096, "between 1 and 4096 chunks");
     require(memory_limit >= 0 && memory_limit <= (int64_t{1} << 60), "a memory limit from 0 to 2^60");
     for (size_t s = 0; s < model_state.size(); ++s)
         require(model_state.data()[s] >= 0 && model_state.data()[s] <= (int64_t{1} << 60), "model state from 0 to 2^60");
-    return {static_cast<int64_t>(model_state.size()), chunks, forward_only, copy(model_state), memory_limit};
+    return {static_cast<int64_t>(model_state.size()), chunks, forward_only, copy(model_state), memory_limit,
+            peak_covers_backward};
 }
 
 std::tuple<Out, Out, std::vector<int64_t>, int64_t, bool> bound_simulate(
     const std::vector<Matrix>& arrays, int64_t chunks, const Ints& model_state, bool forward_only, const Matrix& order,
-    bool queue_links) {
-    const PipelineShape shape = pipeline_shape(chunks, model_state, 0, forward_only);
+    bool queue_links, bool peak_covers_backward) {
+    const PipelineShape shape = pipeline_shape(chunks, model_state, 0, forward_only, peak_covers_backward);
     const std::vector<PassCosts> costs = pass_costs(arrays, shape.virtual_stages());
     require(order.shape(0) == model_state.size(), "passes of every rank");
     require(costs.size() < (size_t{1} << 20), "fewer than 2^20 micro-batches");
@@ -80,8 +82,9 @@ std::tuple<Out, Out, std::vector<int64_t>, int64_t, bool> bound_simulate(
 
 std::tuple<int64_t, std::vector<uint8_t>> bound_list_schedule(const std::vector<Matrix>& arrays,
                                                               const Ints& model_state, int64_t memory_limit,
-                                                              bool forward_only, const Ints& depth, int64_t rule) {
-    const PipelineShape shape = pipeline_shape(1, model_state, memory_limit, forward_only);
+                                                              bool forward_only, const Ints& depth, int64_t rule,
+                                                              bool peak_covers_backward) {
+    const PipelineShape shape = pipeline_shape(1, model_state, memory_limit, forward_only, peak_covers_backward);
     const std::vector<PassCosts> costs = pass_costs(arrays, shape.stages);
     require(costs.size() < (size_t{1} << 20), "fewer than 2^20 micro-batches");
     require(depth.size() == model_state.size(), "a depth for every rank");
@@ -123,11 +126,12 @@ std::vector<BoundReplica> bound_search(const Ints& inputs, const Ints& targets, 
                                        int64_t memory_limit, bool forward_only, int64_t replicas,
                                        int64_t bytes_per_position, const Flags& decoder_forward,
                                        const Flags& decoder_backward, const Reals& latency_ns, const Reals& gbps,
-                                       const std::vector<BoundCut>& cuts, int64_t evaluations, uint64_t seed) {
+                                       const std::vector<BoundCut>& cuts, int64_t evaluations, uint64_t seed,
+                                       bool peak_covers_backward) {
     SearchProblem problem;
     problem.inputs = copy(inputs);
     problem.targets = copy(targets);
-    problem.shape = pipeline_shape(1, model_state, memory_limit, forward_only);
+    problem.shape = pipeline_shape(1, model_state, memory_limit, forward_only, peak_covers_backward);
     problem.replicas = replicas;
     problem.links = {bytes_per_position,
                      {decoder_forward.data(), decoder_forward.data() + decoder_forward.size()},
@@ -174,11 +178,11 @@ void bind_schedule(nb::module_& module) {
     // Nothing is converted: floats must be refused, not rounded.
     module.def("simulate", &bound_simulate, nb::arg("costs").noconvert(), nb::arg("chunks"),
                nb::arg("model_state").noconvert(), nb::arg("forward_only"), nb::arg("order").noconvert(),
-               nb::arg("queue_links"),
+               nb::arg("queue_links"), nb::arg("peak_covers_backward") = false,
                "See megatron_dynapipe.planning.simulate; (starts, ends, peak bytes, makespan, whether it stalled).");
     module.def("list_schedule", &bound_list_schedule, nb::arg("costs").noconvert(),
                nb::arg("model_state").noconvert(), nb::arg("memory_limit"), nb::arg("forward_only"),
-               nb::arg("depth").noconvert(), nb::arg("rule"),
+               nb::arg("depth").noconvert(), nb::arg("rule"), nb::arg("peak_covers_backward") = false,
                "See megatron_dynapipe.planning.schedules.adaptive; (makespan, 1 per forward pass of each rank).");
     module.def("search", &bound_search, nb::arg("inputs").noconvert(), nb::arg("targets").noconvert(),
                nb::arg("modes").noconvert(), nb::arg("encoder_layers").noconvert(),
@@ -186,7 +190,7 @@ void bind_schedule(nb::module_& module) {
                nb::arg("forward_only"), nb::arg("replicas"), nb::arg("bytes_per_position"),
                nb::arg("decoder_forward").noconvert(), nb::arg("decoder_backward").noconvert(),
                nb::arg("latency_ns").noconvert(), nb::arg("gbps").noconvert(), nb::arg("cuts").noconvert(),
-               nb::arg("evaluations"), nb::arg("seed"), "See megatron_dynapipe.planning.search; per replica.");
+               nb::arg("evaluations"), nb::arg("seed"), nb::arg("peak_covers_backward") = false, "See megatron_dynapipe.planning.search; per replica.");
 }
 
 }  // namespace dynapipe

@@ -44,10 +44,10 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
             const int64_t end = start + (backward ? cost.backward : cost.forward)[stage];
             run.start[step] = start;
             run.end[step] = free[rank] = end;
-            if (backward) {
-                held[rank] -= cost.stored[stage];
-            } else {
+            if (backward) held[rank] -= cost.stored[stage];
+            if (!backward || shape.peak_covers_backward)
                 run.peak[rank] = std::max(run.peak[rank], held[rank] + cost.peak[stage]);
+            if (!backward) {
                 if (!shape.forward_only) held[rank] += cost.stored[stage];
                 if (stage == last) gradient_ready[at] = end;
             }
@@ -78,13 +78,14 @@ bool ListScheduler::begin(const std::vector<const PassCosts*>& costs, int64_t bo
     int64_t fill = 0, drain = 0;
     for (int64_t s = 0; s < shape_.stages; ++s) {
         const int64_t room = shape_.memory_limit - shape_.model_state[s];
-        int64_t work = 0, peak = 0;
+        int64_t work = 0, peak = 0, above = 0;
         for (const PassCosts* cost : costs) {
             work += cost->forward[s] + (shape_.forward_only ? 0 : cost->backward[s]);
             peak = std::max(peak, cost->peak[s]);
+            if (shape_.peak_covers_backward) above = std::max(above, cost->peak[s] - cost->stored[s]);
         }
         if (peak > room || fill + work + drain >= bound) return false;
-        stages_[s] = {0, shape_.model_state[s], work, drain, 0, 0, kUnreachable, true};
+        stages_[s] = {0, shape_.model_state[s], work, above, drain, 0, 0, kUnreachable, true};
         fill += costs.front()->forward[s] + costs.front()->forward_transfer[s];
         if (!shape_.forward_only && s + 1 < shape_.stages)
             drain += costs.back()->backward[s] + costs.back()->backward_transfer[s + 1];
@@ -146,9 +147,14 @@ void ListScheduler::choose(int64_t s, const std::vector<const PassCosts*>& costs
     Stage& stage = stages_[s];
     const int64_t ranks = shape_.stages, count = costs.size();
     const int64_t k = stage.forwards;
+    // Beside others in flight it must leave room for every backward.
+    const auto needed = [&] {
+        const int64_t peak = costs[k]->peak[s];
+        return k == stage.backwards ? peak : std::max(peak, costs[k]->stored[s] + stage.above);
+    };
     const bool admitted =
-        k < count && (shape_.forward_only || (k - stage.backwards < policy.depth[s] &&
-                                              stage.held + costs[k]->peak[s] <= shape_.memory_limit));
+        k < count && (shape_.forward_only ||
+                      (k - stage.backwards < policy.depth[s] && stage.held + needed() <= shape_.memory_limit));
     int64_t forward = kUnreachable, backward = kUnreachable;
     if (admitted && (s == 0 || k < stages_[s - 1].forwards))
         forward = std::max(stage.free, input_ready_[s * count + k]);

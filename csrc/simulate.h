@@ -22,6 +22,7 @@ struct PipelineShape {
     bool forward_only;
     std::vector<int64_t> model_state;  // [stages] bytes
     int64_t memory_limit;
+    bool peak_covers_backward;  // peaks count while either pass runs, not the forward alone
 
     int64_t virtual_stages() const { return stages * chunks; }
 };
@@ -64,6 +65,7 @@ public:
 private:
     struct Stage {
         int64_t free, held, work_left;
+        int64_t above;                // room that every backward finds
         int64_t drain;                // the least time from the stage's last pass to the iteration's end
         int64_t forwards, backwards;  // that have run
         int64_t start;                // of the pass to run next

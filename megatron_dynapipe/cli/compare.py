@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.cli.planning_arguments import add_arguments, chosen_batches, planner_settings
 from megatron_dynapipe.errors import DataError, PlanningError
-from megatron_dynapipe.units import ModelFamily, input_positions, round_up, target_positions
+from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, input_positions, round_up, target_positions
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.batches import NamedBatch
@@ -113,9 +113,11 @@ def _packed(batch: "NamedBatch", longest: tuple[int, int], family: ModelFamily) 
 
 
 def _peaks(plan: "IterationPlan") -> list[float]:
-    from megatron_dynapipe.cli.plan import peak_mb
+    from megatron_dynapipe.plan.memory import peak_bytes
 
-    return [peak_mb(plan, replica, stage.stage) for replica in plan.replicas for stage in replica.stages]
+    return [
+        peak_bytes(plan, replica, stage.stage) / BYTES_PER_MB for replica in plan.replicas for stage in replica.stages
+    ]
 
 
 def _print(name: str, methods: dict[str, dict[str, Any]]) -> None:

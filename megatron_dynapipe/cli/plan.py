@@ -13,7 +13,7 @@ from megatron_dynapipe.units import BYTES_PER_MB
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.batches import NamedBatch
     from megatron_dynapipe.cli.main import SubParsers
-    from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
+    from megatron_dynapipe.plan.iteration import IterationPlan
     from megatron_dynapipe.planning.planner import Planner
 
 FORMAT = "dynapipe-plan-report/1"
@@ -90,6 +90,7 @@ def _entry(batch: "NamedBatch", seconds: dict[str, float]) -> dict[str, Any]:
 
 def _replicas(plan: "IterationPlan", layers_per_stage: tuple[int, ...]) -> list[dict[str, Any]]:
     from megatron_dynapipe.plan.instructions import Backward, Forward
+    from megatron_dynapipe.plan.memory import peak_bytes
     from megatron_dynapipe.plan.text import format_instruction
 
     replicas = []
@@ -98,7 +99,7 @@ def _replicas(plan: "IterationPlan", layers_per_stage: tuple[int, ...]) -> list[
         replicas.append(
             {
                 "predicted_ms": replica.predicted_ns / 1e6,
-                "peak_memory_mb": [peak_mb(plan, replica, stage.stage) for stage in replica.stages],
+                "peak_memory_mb": [peak_bytes(plan, replica, stage.stage) / BYTES_PER_MB for stage in replica.stages],
                 "layers_per_stage": layers_per_stage,
                 "micro_batches": [
                     {"samples": list(mb.sample_ids), "shape": list(mb.shape), "recompute": mb.recompute}
@@ -108,24 +109,6 @@ def _replicas(plan: "IterationPlan", layers_per_stage: tuple[int, ...]) -> list[
             }
         )
     return replicas
-
-
-def peak_mb(plan: "IterationPlan", replica: "ReplicaPlan", stage: int) -> float:
-    """The most memory that a rank holds at once, model state included."""
-    from megatron_dynapipe.plan.instructions import Backward, Forward
-
-    held = peak = plan.model_state_bytes[stage]
-    for step in replica.stages[stage].instructions:
-        if not isinstance(step, Forward | Backward):
-            continue
-        virtual = step.chunk * plan.pipeline_stages + stage
-        micro_batch = replica.micro_batches[step.micro_batch]
-        if isinstance(step, Forward):
-            peak = max(peak, held + micro_batch.peak_bytes[virtual])
-            held += micro_batch.stored_bytes[virtual]
-        else:
-            held -= micro_batch.stored_bytes[virtual]
-    return peak / BYTES_PER_MB
 
 
 def _line(entry: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ devices hold. Sums over a stage's layers so stay inside what the planner's core 
 
 
 class PeakRatios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """High-water mark of a layer's forward over what it works on (`peak_basis`), under each recompute mode."""
+    """High-water mark of a layer over what its forward works on (`peak_basis`), under each recompute mode."""
 
     none: _Positive = 1.25
     selective: _Positive = 1.25
@@ -143,6 +143,7 @@ class AnalyticCostModel:
             targets=targets,
             values=values.astype(np.int64),
             state=layer.state(),
+            peak_covers_backward=True,
         )
 
     def layer_work(self, tensor_parallel: int) -> LayerWork:

@@ -9,7 +9,7 @@ Scales and offsets are integers, applied in integers, so that a corrected model 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -88,9 +88,7 @@ def corrected(tables: LayerTables, correction: Correction) -> LayerTables:
     for row, offset in rows:
         values[row] += offset
     values[:, tables.values[0] == ABSENT] = ABSENT
-    return LayerTables(
-        sizes=tables.sizes, inputs=tables.inputs, targets=tables.targets, values=values, state=tables.state
-    )
+    return replace(tables, values=values)
 
 
 def as_file(
@@ -107,7 +105,14 @@ def as_file(
         key_of(tp, mode): _entry(tp, mode, grid, t5=family is ModelFamily.T5) for (tp, mode), grid in tables.items()
     }
     return CostFile(
-        name=name, source=source, device=device, units=UNITS, model={}, keys=entries, provenance=dict(provenance)
+        name=name,
+        source=source,
+        device=device,
+        units=UNITS,
+        model={},
+        keys=entries,
+        provenance=dict(provenance),
+        peak_covers_backward=any(grid.peak_covers_backward for grid in tables.values()),
     )
 
 

@@ -67,14 +67,16 @@ class TableCostModel:
             )
         if key not in self._tables:
             where = f"cost model {self.name}, key {key}"
-            self._tables[key] = _layer_tables(self.file.keys[key], self.family, where)
+            self._tables[key] = _layer_tables(self.file, self.file.keys[key], where)
         return self._tables[key]
 
 
-def _layer_tables(entry: CostEntry, family: ModelFamily, where: str) -> LayerTables:
+def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
     """Put all tables of one key on one grid: the union of their axes, which leaves their interpolation unchanged."""
-    t5 = family is ModelFamily.T5
-    points = {PARTS[quantity][part]: table for (quantity, part), table in read_points(entry, family, where).items()}
+    t5 = file.family is ModelFamily.T5
+    points = {
+        PARTS[quantity][part]: table for (quantity, part), table in read_points(entry, file.family, where).items()
+    }
     head = [row for row in points if row.name.startswith("HEAD")]
     sizes = increasing([point[0] for table in points.values() for point in table])
     by_input = [table for row, table in points.items() if not (t5 and row in head)]
@@ -105,6 +107,7 @@ def _layer_tables(entry: CostEntry, family: ModelFamily, where: str) -> LayerTab
             encoder_bytes=state["encoder"],
             decoder_bytes=state.get("decoder", 0),
         ),
+        peak_covers_backward=file.peak_covers_backward,
     )
 
 

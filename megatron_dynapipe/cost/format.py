@@ -86,7 +86,11 @@ class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A cost model file."""
+    """A cost model file.
+
+    With `peak_covers_backward` the peaks are the high-water marks of forward and backward together; without it, as in
+    the published files, of the forward alone.
+    """
 
     format: str = FORMAT
     name: str
@@ -97,6 +101,7 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keys: Annotated[dict[str, CostEntry], msgspec.Meta(min_length=1)]
     provenance: dict[str, str | int | float | bool] = {}
     links: dict[str, "Link"] = {}
+    peak_covers_backward: bool = False
 
     @property
     def family(self) -> ModelFamily:

@@ -60,6 +60,8 @@ class LayerTables:
         sizes, inputs, targets: the grid's axes, strictly increasing; `targets` is `[0]` for decoder-only models.
         values: int64 `[len(Row), sizes, inputs, targets]`, `ABSENT` in every row of a point that does not fit.
         state: parameter bytes of a layer.
+        peak_covers_backward: the peaks are those of the forward and of the backward, and count while either runs;
+            else those of the forward alone.
     """
 
     sizes: IntArray
@@ -67,6 +69,7 @@ class LayerTables:
     targets: IntArray
     values: IntArray
     state: LayerState
+    peak_covers_backward: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sizes", "inputs", "targets"):

@@ -22,7 +22,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
 
     Lengths are in tokens after truncation, so that every stage can build its masks without reading the data:
     decoder-only samples have their whole sequence in `input_lengths` and 0 in `target_lengths`. Bytes are per virtual
-    stage in model order: what its forward keeps until its backward, and the forward's high-water mark.
+    stage in model order: what its forward keeps until its backward, and the high-water mark of
+    its forward (of its backward too, if the plan's `peak_covers_backward`) above what others keep.
     """
 
     sample_ids: tuple[int, ...]
@@ -90,6 +91,8 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     memory_limit_bytes: int
     model_state_bytes: tuple[int, ...]
     """Parameters, gradients and optimizer state per pipeline rank."""
+    peak_covers_backward: bool
+    """Whether a micro-batch's peak counts while its backward runs, too."""
     replicas: tuple[ReplicaPlan, ...]
 
     @property

@@ -75,6 +75,7 @@ class Planner:
         self._tables: list[LayerTables] = [
             cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=mode) for mode in settings.recompute
         ]
+        self._peak_covers_backward = any(tables.peak_covers_backward for tables in self._tables)
         states = np.stack([self._model_state(tables) for tables in self._tables])
         self.model_state_bytes: IntArray = states.max(axis=0)
         self._memory_bytes: IntArray = np.asarray(settings.memory_limit_bytes - self.model_state_bytes)
@@ -213,6 +214,7 @@ class Planner:
             links=self._links,
             bytes_per_position=s.hidden_size * s.element_bytes,
             forward_only=forward_only,
+            peak_covers_backward=self._peak_covers_backward,
         )
         enough = [cut for cut in cuts if len(cut.sizes) >= s.data_parallel]  # every replica gets a micro-batch
         replicas = search(problem, enough, evaluations=s.schedule.search_evaluations, seed=s.schedule.seed)
@@ -275,6 +277,7 @@ class Planner:
             model_state_bytes=self.model_state_bytes,
             memory_limit_bytes=s.memory_limit_bytes,
             forward_only=forward_only,
+            peak_covers_backward=self._peak_covers_backward,
         )
 
     def _lower(self, samples: Samples, best: _Candidate, iteration: int, forward_only: bool) -> IterationPlan:
@@ -307,6 +310,7 @@ class Planner:
             chunks=self.layout.chunks,
             memory_limit_bytes=self.settings.memory_limit_bytes,
             model_state_bytes=tuple(self.model_state_bytes.tolist()),
+            peak_covers_backward=self._peak_covers_backward,
             replicas=tuple(replicas),
         )
 

@@ -34,7 +34,8 @@ class PipelineProblem:
     stored_bytes: IntArray
     """Kept from a forward's end to its backward's end."""
     peak_bytes: IntArray
-    """High-water mark of the forward above what was kept before it; at least `stored_bytes`."""
+    """High-water mark of the forward above what others keep; at least `stored_bytes`. Of the backward too if
+    `peak_covers_backward`: then it counts while either runs."""
     forward_transfer_ns: IntArray
     """From virtual stage v to v + 1; the last column is 0."""
     backward_transfer_ns: IntArray
@@ -43,6 +44,7 @@ class PipelineProblem:
     """[ranks]: held throughout."""
     memory_limit_bytes: int
     forward_only: bool = False
+    peak_covers_backward: bool = False
 
     def __post_init__(self) -> None:
         shape = (self.micro_batches, self.stages * self.chunks)

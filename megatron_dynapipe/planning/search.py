@@ -102,6 +102,7 @@ def _search_natively(
             cuts=cuts,
             evaluations=evaluations,
             seed=seed,
+            peak_covers_backward=problem.peak_covers_backward,
         )
     except ValueError as error:
         raise PlanningError(f"the batch's plan cannot be searched: {error}") from error

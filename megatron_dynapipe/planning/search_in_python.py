@@ -39,7 +39,12 @@ class _Search:
         self.problem = problem
         self.stages = problem.layout.stages
         self.left = evaluations
-        self.device = Device(problem.model_state_bytes.tolist(), problem.memory_limit_bytes, problem.forward_only)
+        self.device = Device(
+            problem.model_state_bytes.tolist(),
+            problem.memory_limit_bytes,
+            problem.forward_only,
+            problem.peak_covers_backward,
+        )
         self.moves = Moves(
             samples=len(problem.inputs),
             modes=len(problem.modes),

@@ -21,6 +21,7 @@ class SearchProblem:
         links: what messages between stages take.
         bytes_per_position: of one hidden state.
         forward_only: no backward runs.
+        peak_covers_backward: as in `PipelineProblem`.
     """
 
     inputs: IntArray
@@ -33,3 +34,4 @@ class SearchProblem:
     links: Links
     bytes_per_position: int
     forward_only: bool = False
+    peak_covers_backward: bool = False

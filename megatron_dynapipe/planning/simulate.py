@@ -86,7 +86,13 @@ def _simulate_natively(problem: PipelineProblem, order: PassOrder, queue_links: 
         np.int64,
     ).reshape(problem.stages, -1)
     starts, ends, peaks, makespan, stalled = native.simulate(
-        cost_arrays(problem), chunks, problem.model_state_bytes, problem.forward_only, codes, queue_links
+        cost_arrays(problem),
+        chunks,
+        problem.model_state_bytes,
+        problem.forward_only,
+        codes,
+        queue_links,
+        problem.peak_covers_backward,
     )
     if stalled:
         return simulate_in_python(problem, order)  # which says where
@@ -144,10 +150,11 @@ class _Run:
 
     def _hold(self, rank: int, row: int, stage: int, forward: bool) -> None:
         stored = 0 if self.problem.forward_only else int(self.problem.stored_bytes[row, stage])
-        if forward:
-            high = self.held_bytes[rank] + int(self.problem.peak_bytes[row, stage])
+        others = self.held_bytes[rank] - (0 if forward else stored)
+        if forward or self.problem.peak_covers_backward:
+            high = others + int(self.problem.peak_bytes[row, stage])
             self.peak_bytes[rank] = max(self.peak_bytes[rank], high)
-        self.held_bytes[rank] += stored if forward else -stored
+        self.held_bytes[rank] = others + (stored if forward else 0)
 
     def _send(self, row: int, stage: int, forward: bool, end: int) -> None:
         last = self.problem.virtual_stages - 1

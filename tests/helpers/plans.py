@@ -21,8 +21,12 @@ def random_problem(
     forward_only: bool = False,
     seed: int = 0,
     memory_limit_bytes: int = NO_LIMIT,
+    peak_covers_backward: bool = False,
 ) -> PipelineProblem:
-    """Uneven costs; ten bytes of model state, one to nine stored per micro-batch and stage, two more at the peak."""
+    """Uneven costs; ten bytes of model state, one to nine stored per micro-batch and stage, two more at the peak.
+
+    At a peak that covers the backward it is none to two more.
+    """
     random = np.random.default_rng(seed)
     shape = (micro_batches, stages * chunks)
     stored = random.integers(1, 10, shape)
@@ -34,12 +38,13 @@ def random_problem(
         forward_ns=random.integers(5, 20, shape),
         backward_ns=random.integers(10, 40, shape),
         stored_bytes=stored,
-        peak_bytes=stored + 2,
+        peak_bytes=stored + (random.integers(0, 3, shape) if peak_covers_backward else 2),
         forward_transfer_ns=forward_transfer,
         backward_transfer_ns=backward_transfer,
         model_state_bytes=np.full(stages, 10, np.int64),
         memory_limit_bytes=memory_limit_bytes,
         forward_only=forward_only,
+        peak_covers_backward=peak_covers_backward,
     )
 
 
@@ -100,6 +105,7 @@ def make_plan(
         chunks=chunks,
         memory_limit_bytes=NO_LIMIT,
         model_state_bytes=(10,) * stages,
+        peak_covers_backward=False,
         replicas=tuple(replicas),
     )
 

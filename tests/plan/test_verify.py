@@ -155,6 +155,18 @@ def test_micro_batches_fit(changes, message):
         verify(plan_with(make_plan((3,), 2), **changes))
 
 
+def test_a_backward_s_peak_counts_beside_what_others_keep_if_the_plan_says_so():
+    """Under GPipe micro-batch 0 turns round while two others, of 6 and 9 bytes, are kept; it went forward alone."""
+    plan = make_plan((3,), 1, method="gpipe")
+    sizes = zip(plan.replicas[0].micro_batches, ((1, 100), (6, 6), (9, 9)), strict=True)
+    batches = tuple(replace(batch, stored_bytes=(stored,), peak_bytes=(peak,)) for batch, (stored, peak) in sizes)
+    plan = replace(plan, replicas=(replace(plan.replicas[0], micro_batches=batches),), memory_limit_bytes=10 + 100)
+    verify(plan)
+    with pytest.raises(PlanError, match=r"stage 0: expected at most 0 MB, got 0 MB at .*--> B0 <--"):
+        verify(replace(plan, peak_covers_backward=True))
+    verify(replace(plan, peak_covers_backward=True, memory_limit_bytes=10 + 100 + 6 + 9))
+
+
 def test_a_t5_target_needs_its_start_and_end():
     plan = make_plan((2,), 2, family=ModelFamily.T5)
     with pytest.raises(PlanError, match="does not hold its samples, which need 16 input and 9 target"):

@@ -117,6 +117,7 @@ problems = st.builds(
     forward_only=st.booleans(),
     seed=st.integers(0, 10**6),
     memory_limit_bytes=st.sampled_from([10**9, 60, 35, 21]),  # 21 holds any micro-batch alone
+    peak_covers_backward=st.booleans(),
 )
 
 

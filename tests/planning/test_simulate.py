@@ -40,6 +40,19 @@ def even_problem(micro_batches: int, stages: int, *, transfer: int = 0, forward_
     )
 
 
+@pytest.mark.parametrize(("covers", "expected"), [(False, 15), (True, 9 + 15)])
+def test_a_peak_that_covers_the_backward_counts_beside_what_others_keep_then(covers, expected):
+    """F0 F1 B0 B1: 0 peaks at 15, alone in its forward, and beside the 9 of micro-batch 1 in its backward."""
+    problem = dataclasses.replace(
+        even_problem(2, 1),
+        stored_bytes=np.array([[5], [9]]),
+        peak_bytes=np.array([[15], [9]]),
+        peak_covers_backward=covers,
+    )
+    assert simulate(problem, gpipe(problem)).peak_bytes == (expected,)
+    assert simulate_in_python(problem, gpipe(problem)).peak_bytes == (expected,)
+
+
 @pytest.mark.parametrize(("micro_batches", "stages"), [(1, 1), (1, 4), (4, 4), (8, 3)])
 def test_an_even_1f1b_takes_the_textbook_time(micro_batches, stages):
     problem = even_problem(micro_batches, stages)

@@ -65,6 +65,7 @@ def cost_file(
         keys=entries,
         provenance=provenance | _embedding_times(measurements),
         links=dict(links),
+        peak_covers_backward=True,
     )
     bars = {
         f"cross_validated_{quantity}_{which}": round(getattr(error, which), 4)

@@ -3,8 +3,9 @@
 Micro-batches keep one order on all ranks, forward and backward, so that a rank only ever chooses between *the* next
 forward and *the* next backward. It takes the one that can start first; a `Rule` breaks ties. A forward is admitted
 while fewer than `depth` micro-batches stand between their forward and their backward on the rank, and its peak fits
-beside what they keep. Since the oldest micro-batch in flight is never held up by younger ones, and each fits alone,
-list scheduling ends under every rule but the strict one, which can wait for a forward that never comes.
+beside what they keep; where peaks cover the backward, what it keeps must besides leave room for every backward. Since
+the oldest micro-batch in flight is never held up by younger ones, and each fits alone, list scheduling ends under
+every rule but the strict one, which can wait for a forward that never comes.
 
 This is the readable statement of the rules and the oracle of the native twin (`csrc/simulate.cpp`), which the order
 search runs thousands of times per plan.
@@ -81,6 +82,7 @@ def list_schedule(problem: PipelineProblem, policy: Policy) -> PassOrder | None:
         problem.forward_only,
         depths,
         int(policy.rule),
+        problem.peak_covers_backward,
     )
     if makespan >= NEVER:
         return None
@@ -91,7 +93,12 @@ def list_schedule_in_python(problem: PipelineProblem, policy: Policy) -> PassOrd
     """The Python twin of `list_schedule`."""
     assert problem.chunks == 1
     rows = [RowCosts(*(array[row].tolist() for array in cost_arrays(problem))) for row in range(problem.micro_batches)]
-    device = Device(problem.model_state_bytes.tolist(), problem.memory_limit_bytes, problem.forward_only)
+    device = Device(
+        problem.model_state_bytes.tolist(),
+        problem.memory_limit_bytes,
+        problem.forward_only,
+        problem.peak_covers_backward,
+    )
     run = run_list_schedule(rows, device, policy, bound=NEVER)
     return None if run is None else tuple(map(passes_of, run[1]))
 
@@ -113,6 +120,7 @@ class Device(NamedTuple):
     model_state_bytes: list[int]
     memory_limit_bytes: int
     forward_only: bool
+    peak_covers_backward: bool = False
 
 
 NEVER = 2**61
@@ -133,6 +141,8 @@ def run_list_schedule(
         at.drain = drain
         if any(at.held + row.peak_bytes[rank] > device.memory_limit_bytes for row in rows):
             return None
+        if device.peak_covers_backward:
+            at.above = max((row.peak_bytes[rank] - row.stored_bytes[rank] for row in rows), default=0)
         if fill + at.work_left + drain >= bound:
             return None
         if rows:
@@ -162,6 +172,7 @@ class _Rank:
         self.taken: list[int] = []
         self.forwards = self.backwards = self.free = self.work_left = self.drain = 0
         self.held = held
+        self.above = 0  # room that every backward finds
         self.start = NEVER
         self.next_is_forward = True
         self.input_ready: list[int] = []
@@ -183,7 +194,7 @@ class _Run:
             self.device.forward_only
             or (
                 row - at.backwards < self.policy.depths[rank]
-                and at.held + self.rows[row].peak_bytes[rank] <= self.device.memory_limit_bytes
+                and at.held + self.needed(rank, row) <= self.device.memory_limit_bytes
             )
         )
         forward = backward = NEVER
@@ -195,6 +206,13 @@ class _Run:
         first = self.policy.rule is Rule.FORWARD_FIRST
         at.next_is_forward = forward < backward or (forward == backward and first)
         at.start = min(forward, backward)
+
+    def needed(self, rank: int, row: int) -> int:
+        """What the next forward adds: its peak, and room for any backward beside it, if one may be next."""
+        at, costs = self.ranks[rank], self.rows[row]
+        if at.forwards == at.backwards:
+            return costs.peak_bytes[rank]
+        return max(costs.peak_bytes[rank], costs.stored_bytes[rank] + at.above)
 
     def step(self, rank: int) -> None:
         """Run a rank's next pass, and let the neighbour whom it feeds choose again."""
