@@ -103,7 +103,13 @@ def train(rank: int, world_size: int, layout: dict, steps: int = 5) -> dict[str,
 def train_one_by_one(rank: int, world_size: int, layout: dict, steps: int = 5) -> dict[str, object]:
     """The reference: one process, samples one at a time, unpadded, plain autograd and PyTorch's Adam."""
     wanted = as_layout(layout)
-    alone = Layout(family=wanted.family, positions=wanted.positions, samples=wanted.samples)
+    alone = Layout(
+        family=wanted.family,
+        positions=wanted.positions,
+        depth=wanted.depth,
+        samples=wanted.samples,
+        attention="megatron" if wanted.positions != "relative" else "sdpa",  # theirs has no relative positions
+    )
     split = t5_split(alone)
     start(alone, split)
     model = build(alone, split)[0]

@@ -21,11 +21,17 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.transformer_block import (  # noqa: E402
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, ScatterGather  # noqa: E402
 from megatron_dynapipe.integration.models.layers import T5Split  # noqa: E402
+from megatron_dynapipe.integration.models.norms import local_norm  # noqa: E402
 from megatron_dynapipe.integration.models.positions import Positions  # noqa: E402
+from megatron_dynapipe.integration.models.specs import CoreAttention, local_layer  # noqa: E402
 from megatron_dynapipe.integration.models.t5_stage import T5Options, T5Stage, share_weights  # noqa: E402
 from megatron_dynapipe.plan.iteration import IterationPlan  # noqa: E402
 from megatron_dynapipe.planning.planner import Planner  # noqa: E402
@@ -49,6 +55,8 @@ class Layout:
     chunks: int = 1
     sequence: bool = False  # sequence parallelism
     positions: str = "learned_absolute"  # of a T5
+    attention: str = "sdpa"
+    depth: int = 4  # layers in all; half of a T5's are the encoder's
     split: tuple[int, ...] | None = None  # layers per virtual stage
     recompute: tuple[str, ...] = ("none",)  # given to the micro-batches in turn
     dtype: str = "fp32"
@@ -71,8 +79,8 @@ class Layout:
 
     @property
     def layers(self) -> tuple[int, int]:
-        """Encoder and decoder layers; the same model for all layouts of a family."""
-        return (4, 0) if self.kind is ModelFamily.GPT else (2, 2)
+        """Encoder and decoder layers."""
+        return (self.depth, 0) if self.kind is ModelFamily.GPT else (self.depth // 2, self.depth - self.depth // 2)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -157,12 +165,15 @@ def build(layout: Layout, split: T5Split | None) -> list[torch.nn.Module]:
                 stage=chunk * layout.stages + stage,
                 vocab_size=VOCABULARY,
                 max_sequence_length=MAX_LENGTH,
-                options=T5Options(positions=Positions(kind=layout.positions, relative_buckets=8)),
+                options=T5Options(
+                    positions=Positions(kind=layout.positions, relative_buckets=8),
+                    attention=CoreAttention(layout.attention),
+                ),
             )
         else:
             model = GPTModel(
                 config=model_config,
-                transformer_layer_spec=get_gpt_layer_local_spec(),
+                transformer_layer_spec=gpt_layers(layout, model_config, chunk),
                 vocab_size=VOCABULARY,
                 max_sequence_length=MAX_LENGTH,
                 pre_process=stage == 0 and chunk == 0,
@@ -176,6 +187,16 @@ def build(layout: Layout, split: T5Split | None) -> list[torch.nn.Module]:
     if split is not None and layout.chunks > 1:
         share_weights(chunks)
     return chunks
+
+
+def gpt_layers(layout: Layout, model_config: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
+    """Those of a chunk of this rank, as the entry script's provider makes them."""
+    norm = local_norm(normalization="LayerNorm", sequence_parallel=layout.sequence)
+    layer = local_layer(get_gpt_layer_local_spec(), norm, CoreAttention(layout.attention))
+    number = get_num_layers_to_build(
+        model_config, chunk if layout.chunks > 1 else None, parallel_state.get_pipeline_model_parallel_rank()
+    )
+    return TransformerBlockSubmodules([layer] * number, layer_norm=norm)
 
 
 def draw_weights(model: torch.nn.Module) -> None:

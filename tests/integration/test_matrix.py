@@ -20,8 +20,8 @@ def call(rank: int, world_size: int, function: str, **arguments: object) -> obje
 
 
 @functools.cache
-def reference(family: str, positions: str = "learned_absolute") -> dict:
-    wanted = {"family": family, "positions": positions}
+def reference(family: str, positions: str = "learned_absolute", depth: int = 4) -> dict:
+    wanted = {"family": family, "positions": positions, "depth": depth}
     return run_ranks(call, 1, {"function": "train_one_by_one", "layout": wanted})[0]
 
 
@@ -70,6 +70,23 @@ LAYOUTS = {
         "gpt", tensor=2, stages=2, replicas=2, distributed_optimizer=True, overlap=True
     ),
     "gpt 4x2x1": layout("gpt", tensor=4, stages=2),
+    "gpt 4x1x1, Megatron's attention": layout("gpt", tensor=4, attention="megatron"),
+    "gpt 4x1x2": layout("gpt", tensor=4, replicas=2),
+    "gpt 2x1x4, sequence parallel": layout("gpt", tensor=2, replicas=4, sequence=True),
+    "gpt 2x4x1, selective": layout("gpt", tensor=2, stages=4, recompute=("selective",)),
+    "gpt 1x2x3": layout("gpt", stages=2, replicas=3, layer_overhead_us=0.0),
+    "gpt 1x2x4": layout("gpt", stages=2, replicas=4, layer_overhead_us=0.0),
+    "gpt 1x8x1, recompute mixed": layout("gpt", depth=8, stages=8, recompute=MIXED),
+    "gpt 1x8x1, layers 2+1+1+1+1+1+2+1": layout("gpt", depth=10, stages=8, split=(2, 1, 1, 1, 1, 1, 2, 1)),
+    "gpt 1x5x1, two chunks": layout("gpt", depth=10, stages=5, chunks=2),
+    "gpt 2x2x1, sequence parallel, recompute mixed *": layout(
+        "gpt", tensor=2, stages=2, sequence=True, recompute=MIXED
+    ),
+    "gpt 2x2x1, sequence parallel, two chunks": layout("gpt", tensor=2, stages=2, chunks=2, sequence=True),
+    "gpt 2x2x2, sequence parallel, distributed optimizer, overlapped": layout(
+        "gpt", tensor=2, stages=2, replicas=2, sequence=True, distributed_optimizer=True, overlap=True
+    ),
+    "gpt 4x2x1, sequence parallel, full": layout("gpt", tensor=4, stages=2, sequence=True, recompute=("full",)),
     "gpt 1x1x4, distributed optimizer": layout("gpt", replicas=4, distributed_optimizer=True),
     "t5 1x1x1, recompute mixed": layout("t5", recompute=MIXED),
     "t5 1x2x2, recompute mixed *": layout("t5", stages=2, replicas=2, recompute=MIXED, layer_overhead_us=0.0),
@@ -92,6 +109,14 @@ LAYOUTS = {
         "t5", tensor=2, stages=2, replicas=2, distributed_optimizer=True, overlap=True
     ),
     "t5 4x2x1, full": layout("t5", tensor=4, stages=2, recompute=("full",)),
+    "t5 4x1x2": layout("t5", tensor=4, replicas=2),
+    "t5 2x4x1, sequence parallel": layout("t5", tensor=2, stages=4, sequence=True),
+    "t5 4x2x1, sequence parallel": layout("t5", tensor=4, stages=2, sequence=True),
+    "t5 1x1x4, distributed optimizer": layout("t5", replicas=4, distributed_optimizer=True),
+    "t5 1x2x4": layout("t5", stages=2, replicas=4, layer_overhead_us=0.0),
+    "t5 1x8x1, recompute mixed": layout("t5", depth=8, stages=8, recompute=MIXED),
+    "t5 1x8x1, layers 1+1+2+1+1+2+1+1": layout("t5", depth=10, stages=8, split=(1, 1, 2, 1, 1, 2, 1, 1)),
+    "t5 1x6x1, layers 1+2+1+2+1+1": layout("t5", depth=8, stages=6, split=(1, 2, 1, 2, 1, 1)),
 }
 HALF = {
     "gpt 1x2x1, bf16 *": layout("gpt", stages=2, dtype="bf16"),
@@ -116,7 +141,7 @@ def table(layouts: dict[str, dict]) -> list:
 
 @pytest.mark.parametrize("wanted", table(LAYOUTS))
 def test_a_layout_trains_as_one_process_with_samples_one_by_one(wanted):
-    expected = reference(wanted["family"], wanted.get("positions", "learned_absolute"))
+    expected = reference(wanted["family"], wanted.get("positions", "learned_absolute"), wanted.get("depth", 4))
     results = run_ranks(call, ranks(wanted), {"function": "train", "layout": wanted})
     assert_close(whole(results), whole([expected]), 1e-4)
     for result in results:
