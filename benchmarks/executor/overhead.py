@@ -12,11 +12,12 @@ from megatron_dynapipe import cpu
 ON_CPU = cpu.enable()
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Callable  # noqa: E402
+from collections.abc import Callable, Iterator, Sequence  # noqa: E402
 from functools import partial  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -48,7 +49,12 @@ from megatron_dynapipe.units import ModelFamily, Shape  # noqa: E402
 VOCABULARY = 512
 
 
-def build(options: argparse.Namespace, device: torch.device) -> DistributedDataParallel:
+Iteration = Callable[[], None]
+"""Runs one iteration."""
+
+
+def build(options: argparse.Namespace, device: torch.device, *, varying: bool = False) -> DistributedDataParallel:
+    """Build this rank's stage; with varying shapes, Megatron's schedule sends each tensor's shape ahead of it."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     config = TransformerConfig(
         num_layers=options.layers,
@@ -62,6 +68,8 @@ def build(options: argparse.Namespace, device: torch.device) -> DistributedDataP
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         deallocate_pipeline_outputs=True,
+        variable_seq_lengths=varying,
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it, experts or not
     )
     model = GPTModel(
         config=config,
@@ -76,43 +84,46 @@ def build(options: argparse.Namespace, device: torch.device) -> DistributedDataP
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
 
 
-def make_batches(options: argparse.Namespace, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    shape, length = (options.size, options.length), options.length
-    tokens = [torch.randint(0, VOCABULARY, shape, generator=generator).to(device) for _ in range(options.micro_batches)]
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
-    positions = torch.arange(length, device=device).expand(shape)
-    common = {"position_ids": positions, "attention_mask": mask, "loss_mask": torch.ones(shape, device=device)}
-    return [{"tokens": t, "labels": t, **common} for t in tokens]
+def make_batch(shape: Shape, generator: torch.Generator, device: torch.device) -> dict[str, torch.Tensor]:
+    rows, length = (shape.size, shape.input_length), shape.input_length
+    tokens = torch.randint(0, VOCABULARY, rows, generator=generator).to(device)
+    return {
+        "tokens": tokens,
+        "labels": tokens,
+        "position_ids": torch.arange(length, device=device).expand(rows),
+        "attention_mask": torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None],
+        "loss_mask": torch.ones(rows, device=device),
+    }
 
 
-def one_f_one_b(options: argparse.Namespace, stages: int, stage: int) -> StagePlan:
+def one_f_one_b(shapes: Sequence[Shape], hidden: int, stages: int, stage: int) -> StagePlan:
     """Megatron's order of passes, lowered to instructions."""
     order = []
     for rank in range(stages):
-        ahead = min(stages - rank - 1, options.micro_batches)
+        ahead = min(stages - rank - 1, len(shapes))
         passes = [Forward(k) for k in range(ahead)]
-        for k in range(options.micro_batches):
-            passes += [Forward(k + ahead)] if k + ahead < options.micro_batches else []
+        for k in range(len(shapes)):
+            passes += [Forward(k + ahead)] if k + ahead < len(shapes) else []
             passes.append(Backward(k))
         order.append(tuple(passes))
     tensors = boundary_tensors(ModelFamily.GPT, [1] * stages)
-    shapes = BoundarySettings(tensors=tensors, hidden_size=options.hidden).shapes(
-        [Shape(options.size, options.length)] * options.micro_batches
-    )
-    lists = lower(tuple(order), Pipeline(stages=stages, chunks=1, shapes=shapes))
+    boundaries = BoundarySettings(tensors=tensors, hidden_size=hidden).shapes(shapes)
+    lists = lower(tuple(order), Pipeline(stages=stages, chunks=1, shapes=boundaries))
     return StagePlan(stage=stage, instructions=lists[stage], predicted=())
 
 
-def runners(options: argparse.Namespace, device: torch.device) -> tuple[Callable[[], None], Callable[[], None]]:
-    """One iteration by Megatron's schedule, and one by the executor."""
-    model, batches = build(options, device), make_batches(options, device)
+def runners(
+    options: argparse.Namespace, shapes: Sequence[Shape], device: torch.device, *, varying: bool = False
+) -> tuple[Iteration, Iteration]:
+    """One iteration by Megatron's schedule, and one by the executor, over micro-batches of these shapes."""
+    model, generator = build(options, device, varying=varying), torch.Generator().manual_seed(1)
+    batches = [make_batch(shape, generator, device) for shape in shapes]
     step = partial(gpt_step, check_for_nan=False)
     groups = connect(ControlGroup(timeout_s=300), chunks=1, device=device, timeout_s=300)
     stage, stages = groups.ranks.index(dist.get_rank()), len(groups.ranks)
     transport = TorchTransport(groups.channels, groups.ranks, deadline_s=300)
     executor = PipelineExecutor(transport, platform_of(device), stages=stages, dtype=torch.float32)
-    plan, schedule = one_f_one_b(options, stages, stage), get_forward_backward_func()
+    plan, schedule = one_f_one_b(shapes, options.hidden, stages, stage), get_forward_backward_func()
 
     def theirs() -> None:
         model.zero_grad_buffer()
@@ -120,7 +131,7 @@ def runners(options: argparse.Namespace, device: torch.device) -> tuple[Callable
             forward_step_func=step,
             data_iterator=iter(batches),
             model=[model],
-            num_microbatches=options.micro_batches,
+            num_microbatches=len(batches),
             seq_length=options.length,
             micro_batch_size=options.size,
         )
@@ -143,8 +154,8 @@ def timed(function: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def measure(options: argparse.Namespace, device: torch.device) -> dict[str, object]:
-    theirs, ours = runners(options, device)
+def measure(options: argparse.Namespace, theirs: Iteration, ours: Iteration) -> dict[str, object]:
+    """Times of both, in turn."""
     for _ in range(options.warm_up):
         theirs()
         ours()
@@ -169,8 +180,7 @@ def ratio(pairs: np.ndarray) -> dict[str, object]:
     return {"ratio": float(np.median(ratios)), "interval_95": [float(low), float(high)]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--micro-batches", type=int, default=8)
@@ -178,19 +188,36 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--size", type=int, default=4)
-    options = parser.parse_args()
+
+
+@contextlib.contextmanager
+def processes() -> Iterator[torch.device]:
+    """The process groups of a pipeline over all ranks; this rank's device."""
     device = torch.device("cpu") if ON_CPU else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("gloo" if ON_CPU else "nccl")
     try:
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
         model_parallel_cuda_manual_seed(1)
-        result = measure(options, device)
-        if dist.get_rank() == 0:
-            print(json.dumps({"stages": dist.get_world_size(), **vars(options), **result}))
-            print(f"ratio {result['ratio']:.3f}, 95% {result['interval_95']}", file=sys.stderr)
+        yield device
     finally:
         dist.destroy_process_group()
+
+
+def report(options: argparse.Namespace, result: dict[str, object]) -> None:
+    """Print what was found, on rank 0."""
+    if dist.get_rank() == 0:
+        print(json.dumps({"stages": dist.get_world_size(), **vars(options), **result}))
+        print(f"ratio {result['ratio']:.3f}, 95% {result['interval_95']}", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    options = parser.parse_args()
+    with processes() as device:
+        shapes = [Shape(options.size, options.length)] * options.micro_batches
+        report(options, measure(options, *runners(options, shapes, device)))
 
 
 if __name__ == "__main__":
