@@ -1,10 +1,12 @@
 #include "search.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "checks.h"
 #include "moves.h"
+#include "noise.h"
 #include "shape_costs.h"
 
 namespace dynapipe {
@@ -30,7 +32,7 @@ struct Solution {
 class Search {
 public:
     Search(const SearchProblem& problem, int64_t evaluations, uint64_t seed)
-        : problem_(problem), costs_(problem), scheduler_(problem.shape), moves_(problem, seed), left_(evaluations) {}
+        : problem_(problem), costs_(problem), scheduler_(problem.shape), noise_(problem.shape), moves_(problem, seed), left_(evaluations) {}
 
     Found run(const std::vector<std::vector<MicroBatch>>& cuts);
 
@@ -41,14 +43,21 @@ private:
     Solution begin(std::vector<MicroBatch> batches);
     void begin_replica(ReplicaState& replica);
     void improve(Solution& solution, int64_t evaluations);
+    bool change(Solution& candidate, int64_t limit);
+    int64_t noisy_total(ReplicaState& replica);
+    void steady_policy(ReplicaState& replica);
+    void steady(Solution& solution, int64_t evaluations);
     Policy policy(int64_t extra, Rule rule) const;
 
     const SearchProblem& problem_;
     ShapeCosts costs_;
     ListScheduler scheduler_;
+    NoisyReplay noise_;
     Moves moves_;
     int64_t left_;
     std::vector<const PassCosts*> rows_;
+    std::vector<uint8_t> forwards_;
+    std::vector<size_t> touched_;
 };
 
 bool Search::look_up(MicroBatch& batch) {
@@ -142,12 +151,15 @@ Found Search::run(const std::vector<std::vector<MicroBatch>>& cuts) {
                      [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
     Found found;
     if (solutions.empty()) return found;
-    // A third of what is left for the two best starts each, the rest for the better of them.
+    // A fifth of what is left is for noise, then a third for each of the two best starts, the rest for the better.
+    const int64_t steadying = std::max<int64_t>(left_, 0) / 5;
+    left_ -= steadying;
     const size_t contenders = std::min<size_t>(2, solutions.size());
     const int64_t share = left_ / 3;
     for (size_t i = 0; i < contenders && share > 0; ++i) improve(solutions[i], share);
     Solution& best = contenders > 1 && solutions[1].objective() < solutions[0].objective() ? solutions[1] : solutions[0];
     if (left_ > 0) improve(best, left_);
+    if (steadying > 0) steady(best, steadying);
     for (ReplicaState& replica : best.replicas) {
         found.forwards.emplace_back();
         if (!replica.micro_batches.empty()) evaluate(replica, kUnreachable, &found.forwards.back());
@@ -156,35 +168,89 @@ Found Search::run(const std::vector<std::vector<MicroBatch>>& cuts) {
     return found;
 }
 
+// Makes one random change; whether it applies, and leaves an objective of at most `limit`. Names the replicas that it
+// touched in `touched_`.
+bool Search::change(Solution& candidate, int64_t limit) {
+    touched_.clear();
+    if (!moves_.random(candidate.replicas, touched_)) return false;
+    for (size_t r : touched_) {
+        ReplicaState& replica = candidate.replicas[r];
+        replica.makespan = replica.micro_batches.empty() ? 0 : evaluate(replica, limit + 1);
+        if (replica.makespan >= kUnreachable) return false;
+    }
+    return candidate.objective() <= limit;
+}
+
 // Threshold accepting: a worse solution is taken while it is within a margin of the best that shrinks to nothing.
 void Search::improve(Solution& best, int64_t evaluations) {
     const int64_t until = left_ - evaluations, first = left_;
     Solution current = best;
     int64_t current_objective = current.objective(), best_objective = current_objective;
     const int64_t margin = best_objective / 2000;
-    std::vector<size_t> touched;
     for (int64_t idle = 0; left_ > until && idle < 1000; ++idle) {
-        touched.clear();
         Solution candidate = current;
-        if (!moves_.random(candidate.replicas, touched)) continue;
         const int64_t before = left_;
         const int64_t allowed = best_objective + margin * (left_ - until) / (first - until);
-        const int64_t limit = std::max(current_objective, allowed);
-        bool fits = true;
-        for (size_t r : touched) {
-            ReplicaState& replica = candidate.replicas[r];
-            replica.makespan = replica.micro_batches.empty() ? 0 : evaluate(replica, limit + 1);
-            fits = fits && replica.makespan < kUnreachable;
-            if (!fits) break;
-        }
+        const bool taken = change(candidate, std::max(current_objective, allowed));
         if (left_ < before) idle = 0;
-        if (!fits || candidate.objective() > limit) continue;
+        if (!taken) continue;
         current = std::move(candidate);
         current_objective = current.objective();
         if (current_objective < best_objective) {
             best = current;
             best_objective = current_objective;
         }
+    }
+}
+
+// The sum over all draws of noise of what the replica's order comes to. A replay costs about half an evaluation.
+int64_t Search::noisy_total(ReplicaState& replica) {
+    if (replica.micro_batches.empty()) return 0;
+    evaluate(replica, kUnreachable, &forwards_);
+    left_ -= kNoiseDraws / 2;
+    return noise_.total(rows_, forwards_);
+}
+
+// Of the policies that predict no longer a time, the one that comes to the least under noise.
+void Search::steady_policy(ReplicaState& replica) {
+    if (replica.micro_batches.empty()) return;
+    const int64_t makespan = replica.makespan;
+    int64_t least = noisy_total(replica);
+    for (int64_t extra : {0, 1, 2, 3, 4, 5, 8}) {
+        for (Rule rule : {Rule::kBackwardFirst, Rule::kForwardFirst, Rule::kStrict}) {
+            ReplicaState candidate{replica.micro_batches, policy(extra, rule), 0};
+            candidate.makespan = evaluate(candidate, makespan + 1);
+            if (candidate.makespan > makespan) continue;
+            const int64_t total = noisy_total(candidate);
+            if (total >= least) continue;
+            least = total;
+            replica = std::move(candidate);
+        }
+    }
+}
+
+// Takes what predicts no longer a time and comes to less under noise.
+void Search::steady(Solution& best, int64_t evaluations) {
+    std::vector<int64_t> totals;
+    for (ReplicaState& replica : best.replicas) {
+        steady_policy(replica);
+        totals.push_back(noisy_total(replica));
+    }
+    const int64_t limit = best.objective();
+    left_ = evaluations;
+    for (int64_t idle = 0; left_ > 0 && idle < 1000; ++idle) {
+        Solution candidate = best;
+        const int64_t before = left_;
+        const bool fits = change(candidate, limit);
+        if (left_ < before) idle = 0;
+        if (!fits) continue;
+        std::vector<int64_t> changed = totals;
+        for (size_t r : touched_) changed[r] = noisy_total(candidate.replicas[r]);
+        if (std::accumulate(changed.begin(), changed.end(), int64_t{0}) >=
+            std::accumulate(totals.begin(), totals.end(), int64_t{0}))
+            continue;
+        best = std::move(candidate);
+        totals = std::move(changed);
     }
 }
 

@@ -2,8 +2,9 @@
 
     python benchmarks/planning/noise.py [--shared FOLDER] [--settings t5:1,1,8 …]
 
-Every pass of every draw takes up to 10% (30%) more or less than predicted, 100 draws per batch. Printed are the mean
-and the worst time over the time that the same schedule predicts, and the searched plan's mean time over 1F1B's.
+Every pass of every draw takes up to 10% (30%) more or less than predicted, 100 draws per batch. Printed, as means over
+the batches, for the searched order and for 1F1B's: the time lost against what the same order predicts, on average and
+in the worst draw, in ms and in percent; and the searched order's predicted and average real time over 1F1B's.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.simulate import simulate
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.units import NS_PER_MS, ModelFamily
 
 ROOT = Path(__file__).resolve().parents[2]
 COSTS = {"gpt": "gpt_6.7b.json", "t5": "t5_11b.json"}
@@ -37,17 +38,21 @@ def main() -> None:
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data and tools")
     parser.add_argument("--settings", nargs="*", default=("gpt:1,1,8", "gpt:1,2,4", "t5:1,1,8", "t5:1,2,4"))
     args = parser.parse_args()
-    print(f"{'setting':12} {'noise':>5}   {'searched':>15}   {'1F1B':>15}   searched / 1F1B   (mean, worst)")
+    print(f"{'':18}   {'searched loses':>37}   {'1F1B loses':>37}   {'searched / 1F1B':>15}")
+    print(
+        f"{'setting':12} {'noise':>5}   "
+        + f"{'mean ms':>9} {'%':>8} {'worst ms':>9} {'%':>8}   " * 2
+        + "predicted   real"
+    )
     for setting in args.settings:
         cases = list(orders(args.shared, setting))
         for spread in (0.1, 0.3):
-            ratios = np.mean([degradation(problem, pair, spread) for problem, pair in cases], axis=0)
-            (mean, plain_mean), (worst, plain_worst), (relative, _) = ratios
-            print(
-                f"{setting:12} {spread:5.0%}   {mean:7.3f} {worst:7.3f}   {plain_mean:7.3f} {plain_worst:7.3f}   "
-                f"{relative:15.3f}",
-                flush=True,
+            lost, ratios = (
+                np.mean(each, axis=0)
+                for each in zip(*(degradation(problem, pair, spread) for problem, pair in cases), strict=True)
             )
+            words = "   ".join(f"{mean:9.1f} {part:8.2%} {worst:9.1f} {most:8.2%}" for mean, part, worst, most in lost)
+            print(f"{setting:12} {spread:5.0%}   {words}   {ratios[0]:9.3f} {ratios[1]:6.3f}", flush=True)
 
 
 def orders(shared: Path, setting: str) -> Iterator[tuple[PipelineProblem, tuple[PassOrder, PassOrder]]]:
@@ -84,15 +89,17 @@ def global_batch(batch: dict) -> GlobalBatch:
     return GlobalBatch(iteration=0, sample_ids=np.arange(len(inputs)), input_lengths=inputs, target_lengths=targets)
 
 
-def degradation(problem: PipelineProblem, pair: tuple[PassOrder, PassOrder], spread: float) -> np.ndarray:
-    """[mean, worst, mean over the second's mean] of each order."""
+def degradation(
+    problem: PipelineProblem, pair: tuple[PassOrder, PassOrder], spread: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of each order, what it loses [mean ms, share, worst ms, share]; the first over the second [predicted, real]."""
     random = np.random.default_rng(0)
-    predicted = np.array([simulate(problem, order).makespan_ns for order in pair])
+    predicted = np.array([simulate(problem, order).makespan_ns for order in pair]) / NS_PER_MS
     draws = [noisy(problem, spread, random) for _ in range(DRAWS)]
-    times = np.array([[simulate(draw, order).makespan_ns for order in pair] for draw in draws])
-    return np.stack(
-        [times.mean(axis=0) / predicted, times.max(axis=0) / predicted, times.mean(axis=0) / times[:, 1].mean()]
-    )
+    times = np.array([[simulate(draw, order).makespan_ns for order in pair] for draw in draws]) / NS_PER_MS
+    mean, worst = times.mean(axis=0) - predicted, times.max(axis=0) - predicted
+    lost = np.stack([mean, mean / predicted, worst, worst / predicted], axis=1)
+    return lost, np.array([predicted[0] / predicted[1], times[:, 0].mean() / times[:, 1].mean()])
 
 
 def noisy(problem: PipelineProblem, spread: float, random: np.random.Generator) -> PipelineProblem:

@@ -1,6 +1,6 @@
 """Improving a plan by local search on its predicted time: cut, recompute, replicas, order and depth together.
 
-    cuts ──► dealt to replicas ──► orders × policies, simulated ──► the best two ──► random moves ──► the best
+    cuts ──► dealt to replicas ──► orders × policies, simulated ──► the best two ──► random moves ──► the best, steadied
 
 A solution is, per replica, micro-batches (runs of the sample order with a recompute mode) in the order in which they
 enter the pipeline, and a policy of list scheduling (`schedules.adaptive`). A move
@@ -14,9 +14,12 @@ enter the pipeline, and a policy of list scheduling (`schedules.adaptive`). A mo
     hand over   gives a micro-batch to another replica, or exchanges two
 
 and is judged by the makespan of the slowest replica, list-scheduled within every rank's memory. Worse solutions are
-accepted within a margin of the best that shrinks to nothing (threshold accepting, Dueck and Scheuer 1990). The search
-is bounded by a number of evaluations and seeded, so that the same batch has the same plan anywhere. Plain 1F1B over
-every cut is among the solutions it begins with.
+accepted within a margin of the best that shrinks to nothing (threshold accepting, Dueck and Scheuer 1990). The last
+fifth of the search prepares for passes that take other times than predicted: of policies and moves that predict no
+longer a time, those are taken whose order, kept as it is, takes less time over a few draws of noise.
+
+The search is bounded by a number of evaluations and seeded, so that the same batch has the same plan anywhere. Plain
+1F1B over every cut is among the solutions it begins with.
 
 The native core (`csrc/search.cpp`) and its Python twin (`search_in_python`) make the same moves and find the same
 plans.

@@ -6,6 +6,7 @@ import numpy as np
 
 from megatron_dynapipe.cost import boundary_bytes, stage_costs
 from megatron_dynapipe.planning.moves import MicroBatch, Moves, ReplicaState
+from megatron_dynapipe.planning.noise import DRAWS, NoisyReplay
 from megatron_dynapipe.planning.problem import IntArray
 from megatron_dynapipe.planning.schedules.adaptive import (
     DEEPENINGS,
@@ -22,6 +23,9 @@ MARGIN = 2000
 """A worse solution is at first accepted within the best objective / MARGIN."""
 IDLE_MOVES = 1000
 """Moves in a row that lead to no evaluation, after which there is nothing left to try."""
+
+STEADY_DEEPENINGS = (0, 1, 2, 3, 4, 5, 8)
+"""Micro-batches in flight beyond those that fill the pipeline, as tried under noise."""
 
 Found = tuple[list[int], list[int], list[int], int, list[int]]
 """As the native core returns a replica: first samples, sizes, modes, makespan, 1 per forward of every rank."""
@@ -52,6 +56,7 @@ class _Search:
             forward_only=problem.forward_only,
             seed=seed,
         )
+        self.noise = NoisyReplay(self.stages)
         self.known: dict[tuple[int, int, int, int], RowCosts | None] = {}
 
     def run(self, cuts: Sequence[tuple[IntArray, IntArray]]) -> list[Found]:
@@ -59,12 +64,16 @@ class _Search:
         solutions = sorted((one for one in begun if one is not None), key=_objective)
         if not solutions:
             return []
+        steadying = max(self.left, 0) // 5
+        self.left -= steadying
         share = max(self.left, 0) // 3
         for i in range(min(2, len(solutions)) if share else 0):
             solutions[i] = self.improve(solutions[i], share)
         best = min(solutions[:2], key=_objective)
         if self.left > 0:
             best = self.improve(best, self.left)
+        if steadying > 0:
+            best = self.steady(best, steadying)
         return [self.described(replica) for replica in best]
 
     def costs(self, batch: MicroBatch) -> RowCosts | None:
@@ -109,13 +118,18 @@ class _Search:
         run = run_list_schedule(usable, self.device, replica.policy, bound=bound)
         return NEVER if run is None else run[0]
 
-    def described(self, replica: ReplicaState) -> Found:
+    def scheduled(self, replica: ReplicaState) -> tuple[list[RowCosts], int, list[list[int]]]:
+        """Costs, makespan and 1 per forward of each rank, of a replica that can run."""
         rows = [row for batch in replica.micro_batches if (row := self.costs(batch)) is not None]
         run = run_list_schedule(rows, self.device, replica.policy, bound=NEVER)
         assert run is not None
+        return rows, *run
+
+    def described(self, replica: ReplicaState) -> Found:
+        _, makespan, ranks = self.scheduled(replica)
         batches = replica.micro_batches
-        forwards = [one for rank in run[1] for one in rank]
-        return [b.first for b in batches], [b.size for b in batches], [b.mode for b in batches], run[0], forwards
+        forwards = [one for rank in ranks for one in rank]
+        return [b.first for b in batches], [b.size for b in batches], [b.mode for b in batches], makespan, forwards
 
     def begin(self, cut: tuple[IntArray, IntArray]) -> list[ReplicaState] | None:
         """Deal a cut to the replicas, the longest micro-batch first, each to the one with the least work."""
@@ -154,6 +168,17 @@ class _Search:
     def policy(self, extra: int, rule: Rule) -> Policy:
         return Policy((*(self.stages - rank + extra for rank in range(self.stages - 1)), 1), rule)
 
+    def change(self, candidate: list[ReplicaState], limit: int) -> list[int] | None:
+        """One random change; the replicas touched, or None where it does not apply or the objective passes `limit`."""
+        touched = self.moves.random(candidate)
+        if touched is None:
+            return None
+        for r in touched:
+            candidate[r].makespan = self.evaluate(candidate[r], limit + 1) if candidate[r].micro_batches else 0
+            if candidate[r].makespan >= NEVER:
+                return None
+        return touched if _objective(candidate) <= limit else None
+
     def improve(self, best: list[ReplicaState], evaluations: int) -> list[ReplicaState]:
         """Threshold accepting from a solution."""
         first, until = self.left, self.left - evaluations
@@ -162,22 +187,54 @@ class _Search:
         margin = best_objective // MARGIN
         idle = 0
         while self.left > until and idle < IDLE_MOVES:
-            idle += 1
-            candidate = [replica.copy() for replica in current]
-            touched = self.moves.random(candidate)
+            candidate, before = [replica.copy() for replica in current], self.left
+            allowed = best_objective + margin * (self.left - until) // (first - until)
+            taken = self.change(candidate, max(current_objective, allowed))
+            idle = 1 if self.left < before else idle + 1
+            if taken is None:
+                continue
+            current, current_objective = candidate, _objective(candidate)
+            if current_objective < best_objective:
+                best, best_objective = candidate, current_objective
+        return best
+
+    def noisy_total(self, replica: ReplicaState) -> int:
+        """The sum over all draws of noise of what the replica's order comes to."""
+        if not replica.micro_batches:
+            return 0
+        self.left -= 1 + DRAWS // 2
+        rows, _, forwards = self.scheduled(replica)
+        return self.noise.total(rows, forwards)
+
+    def steady_policy(self, given: ReplicaState) -> ReplicaState:
+        """Of the policies that predict no longer a time, the one that comes to the least under noise."""
+        if not given.micro_batches:
+            return given
+        best, least = given, self.noisy_total(given)
+        for extra in STEADY_DEEPENINGS:
+            for rule in Rule:
+                candidate = ReplicaState(list(given.micro_batches), self.policy(extra, rule))
+                candidate.makespan = self.evaluate(candidate, given.makespan + 1)
+                if candidate.makespan <= given.makespan and (total := self.noisy_total(candidate)) < least:
+                    best, least = candidate, total
+        return best
+
+    def steady(self, best: list[ReplicaState], evaluations: int) -> list[ReplicaState]:
+        """Take what predicts no longer a time and comes to less under noise."""
+        best = [self.steady_policy(replica) for replica in best]
+        totals = [self.noisy_total(replica) for replica in best]
+        limit = _objective(best)
+        self.left = evaluations
+        idle = 0
+        while self.left > 0 and idle < IDLE_MOVES:
+            candidate, before = [replica.copy() for replica in best], self.left
+            touched = self.change(candidate, limit)
+            idle = 1 if self.left < before else idle + 1
             if touched is None:
                 continue
-            limit = max(current_objective, best_objective + margin * (self.left - until) // (first - until))
-            idle = 1
-            for r in touched:
-                candidate[r].makespan = self.evaluate(candidate[r], limit + 1) if candidate[r].micro_batches else 0
-                if candidate[r].makespan >= NEVER:
-                    break
-            else:
-                if (objective := _objective(candidate)) <= limit:
-                    current, current_objective = candidate, objective
-                    if objective < best_objective:
-                        best, best_objective = candidate, objective
+            changed = [self.noisy_total(each) if r in touched else totals[r] for r, each in enumerate(candidate)]
+            if sum(changed) < sum(totals):
+                best, totals = candidate, changed
         return best
 
 
