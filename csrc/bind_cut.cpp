@@ -43,7 +43,7 @@ CutProblem read_problem(const Ints& inputs, const Ints& targets, const std::vect
     problem.check();
     int64_t most_layers = 0;
     for (const StageLayers& stage : problem.layers)
-        most_layers = std::max(most_layers, stage.encoder + stage.decoder + 1);
+        most_layers = std::max(most_layers, stage.encoder + stage.decoder + 2);
     for (size_t mode = 0; mode < modes.size(); ++mode)
         problem.modes[mode].check(std::get<3>(modes[mode]).size(), most_layers);
     return problem;

@@ -145,7 +145,7 @@ std::vector<BoundReplica> bound_search(const Ints& inputs, const Ints& targets, 
         for (int64_t layers : {encoder, decoder})  // each by itself: their sum could overflow
             require(layers >= 0 && layers <= 65536, "0 to 65536 layers of a kind on a stage");
         problem.layers.push_back({encoder, decoder, stage + 1 == encoder_layers.size()});
-        most_layers = std::max(most_layers, encoder + decoder + 1);
+        most_layers = std::max(most_layers, encoder + decoder + 2);
     }
     for (const auto& [sizes, mode_inputs, mode_targets, values] : modes)
         problem.modes.push_back({{copy(sizes)}, {copy(mode_inputs)}, {copy(mode_targets)}, values.data()});

@@ -64,10 +64,11 @@ void append_stage_knots(const std::vector<int64_t>& knots, size_t sizes, const S
         }
         set(kForward, e * at(kEncoderForward) + d * at(kDecoderForward) + h * at(kHeadForward));
         set(kBackward, e * at(kEncoderBackward) + d * at(kDecoderBackward) + h * at(kHeadBackward));
-        const int64_t layers_stored = e * at(kEncoderStored) + d * at(kDecoderStored);
+        const int64_t given = e == 0 && d > 0 ? at(kEncodedStored) : 0;
+        const int64_t layers_stored = given + e * at(kEncoderStored) + d * at(kDecoderStored);
         set(kStored, layers_stored + h * at(kHeadStored));
         set(kEncoderEnd, e > 0 ? (e - 1) * at(kEncoderStored) + at(kEncoderPeak) : 0);
-        set(kDecoderEnd, d > 0 ? e * at(kEncoderStored) + (d - 1) * at(kDecoderStored) + at(kDecoderPeak) : 0);
+        set(kDecoderEnd, d > 0 ? given + e * at(kEncoderStored) + (d - 1) * at(kDecoderStored) + at(kDecoderPeak) : 0);
         set(kHeadEnd, h * (layers_stored + at(kHeadPeak)));
     }
 }

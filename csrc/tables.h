@@ -11,7 +11,7 @@ namespace dynapipe {
 
 enum Row { kEncoderForward, kEncoderBackward, kEncoderStored, kEncoderPeak,
            kDecoderForward, kDecoderBackward, kDecoderStored, kDecoderPeak,
-           kHeadForward, kHeadBackward, kHeadStored, kHeadPeak, kRows };
+           kHeadForward, kHeadBackward, kHeadStored, kHeadPeak, kEncodedStored, kRows };
 
 // A stage's peak is the largest of the last three and `kStored`.
 enum StageRow { kForward, kBackward, kStored, kEncoderEnd, kDecoderEnd, kHeadEnd, kStageRows };
@@ -50,7 +50,7 @@ struct Grid {
     // Costs at every size of the grid for given lengths: [kRows][sizes], absent outside.
     std::vector<int64_t> knots(int64_t input, int64_t target) const;
 
-    // Checks axes and values; `layers` is the most that one stage sums over.
+    // Checks axes and values; `layers` is the most costs that one stage sums: of layers, head, encoder's output.
     void check(size_t value_count, int64_t layers) const;
 };
 

@@ -114,7 +114,7 @@ class AnalyticCostModel:
         self.name = f"analytic {shape.family}, hidden {shape.hidden}"
         self.family = shape.family
         self._sequence_parallel = sequence_parallel
-        identity = msgspec.json.encode(["analytic/3", shape, rates, max_size, max_length, sequence_parallel])
+        identity = msgspec.json.encode(["analytic/4", shape, rates, max_size, max_length, sequence_parallel])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
         self._sizes = geometric(1, max_size)
         self._lengths = geometric(8, max_length, between=True)
@@ -132,6 +132,7 @@ class AnalyticCostModel:
         if t5:
             decoder = layer_costs(layer.decoder(b, t, s), self.rates, recompute)
             values[Row.DECODER_FORWARD : Row.DECODER_PEAK + 1] = decoder
+            values[Row.ENCODED_STORED] = layer.encoder(b, s).input_bytes
         q = t if t5 else s
         head = layer_costs(layer.head(b, q), self.rates, Recompute.NONE)[:2]
         values[Row.HEAD_FORWARD : Row.HEAD_PEAK + 1] = np.stack(np.broadcast_arrays(*head, *layer.head_memory(b, q)))

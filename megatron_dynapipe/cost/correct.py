@@ -167,6 +167,8 @@ def _entry(tp: int, mode: Recompute, grid: LayerTables, *, t5: bool) -> CostEntr
         if grid.values[Row[f"{prefix}_PEAK"]].max() > 0:  # of the head, the base may say nothing
             tables["stored"][kind] = _points(grid, Row[f"{prefix}_STORED"], along, BYTES_PER_MB)
             tables["peak"][kind] = _points(grid, Row[f"{prefix}_PEAK"], along, BYTES_PER_MB)
+    if grid.values[Row.ENCODED_STORED].max() > 0:
+        tables["stored"]["encoder_output"] = _points(grid, Row.ENCODED_STORED, 2, BYTES_PER_MB)
     state = {"embedding": grid.state.embedding_bytes, "encoder": grid.state.encoder_bytes}
     state |= {"decoder": grid.state.decoder_bytes} if t5 else {}
     written = {which: {part: to_table(points) for part, points in parts.items()} for which, parts in tables.items()}

@@ -45,11 +45,13 @@ PARTS: Mapping[str, Mapping[str, Row]] = {
         "encoder": Row.ENCODER_STORED,
         "decoder": Row.DECODER_STORED,
         "postprocess": Row.HEAD_STORED,
+        "encoder_output": Row.ENCODED_STORED,
     },
     "peak_activation_mb": {"encoder": Row.ENCODER_PEAK, "decoder": Row.DECODER_PEAK, "postprocess": Row.HEAD_PEAK},
 }
 """The tables of a key, by quantity and part, and the row of the planner's grid that each becomes. The memory of
-`postprocess` may be left out, of both quantities: the published files say nothing of it, and it counts as 0."""
+`postprocess`, of both quantities, and `encoder_output` may be left out: the published files say nothing of them, and
+they count as 0."""
 
 
 class Tables(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,20 +171,28 @@ def read_points(entry: CostEntry | Tables, family: ModelFamily, where: str) -> d
         CostModelError: a part is missing or unknown, or a table is empty or holds what cannot be a shape or a cost.
     """
     points = {}
-    head_memory = "postprocess" in entry.stored_activation_mb or "postprocess" in entry.peak_activation_mb
+    absent = _absent_parts(entry, family)
     for quantity, parts in PARTS.items():
         tables: dict[str, Table] = getattr(entry, quantity)
-        wanted = sorted(
-            part
-            for part in parts
-            if (head_memory or part != "postprocess") and (family is ModelFamily.T5 or not part.startswith("decoder"))
-        )
+        wanted = sorted(parts.keys() - absent)
         if sorted(tables) != wanted:
             raise CostModelError(f"{where}: expected {quantity} of {wanted}, got {sorted(tables)}")
         for part in wanted:
             lengths = 2 if part.startswith("decoder") else 1
             points[quantity, part] = _read_table(tables[part], lengths, f"{where}, {quantity}.{part}")
     return points
+
+
+def _absent_parts(entry: CostEntry | Tables, family: ModelFamily) -> set[str]:
+    """Parts that a model of this family does not have, and those that this entry may leave out and does."""
+    absent = set()
+    if family is not ModelFamily.T5:
+        absent |= {"decoder", "decoder.forward", "decoder.backward", "encoder_output"}
+    if "postprocess" not in entry.stored_activation_mb.keys() | entry.peak_activation_mb.keys():
+        absent.add("postprocess")
+    if "encoder_output" not in entry.stored_activation_mb:
+        absent.add("encoder_output")
+    return absent
 
 
 def to_table(points: Points) -> Table:

@@ -127,8 +127,9 @@ head."""
 def stage_knots(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targets: IntArray) -> IntArray:
     """Stage costs at every size of the grid: `[queries, virtual stages, STAGE_ROWS, sizes]`, `ABSENT` as the tables.
 
-    A stage's forward (backward) is the sum of its layers', plus the head on the last, and so is what it stores; its
-    peak is the largest, over its layers and the head, of what those before it stored and that one's own peak.
+    A stage's forward (backward) is the sum of its layers', plus the head on the last, and so is what it stores, plus
+    the encoder's output where it has decoder layers alone; its peak is the largest, over its layers and the head, of
+    what those before it stored and that one's own peak.
     """
     knots = tables.knots(inputs, targets)
     e, d = np.array(layout.encoder_split)[:, None], np.array(layout.decoder_split)[:, None]
@@ -136,8 +137,9 @@ def stage_knots(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, t
     last = np.zeros_like(e)
     last[-1] = 1
     encoder_end = (e - 1) * row[Row.ENCODER_STORED] + row[Row.ENCODER_PEAK]
-    decoder_end = e * row[Row.ENCODER_STORED] + (d - 1) * row[Row.DECODER_STORED] + row[Row.DECODER_PEAK]
-    layers_stored = e * row[Row.ENCODER_STORED] + d * row[Row.DECODER_STORED]
+    given = ((e == 0) & (d > 0)) * row[Row.ENCODED_STORED]
+    decoder_end = given + e * row[Row.ENCODER_STORED] + (d - 1) * row[Row.DECODER_STORED] + row[Row.DECODER_PEAK]
+    layers_stored = given + e * row[Row.ENCODER_STORED] + d * row[Row.DECODER_STORED]
     costs = np.stack(
         [
             e * row[Row.ENCODER_FORWARD] + d * row[Row.DECODER_FORWARD] + last * row[Row.HEAD_FORWARD],

@@ -26,7 +26,8 @@ class Row(IntEnum):
     """What each row of a grid holds; times in nanoseconds, activations in bytes.
 
     A decoder-only model's layers are called encoder layers, and its decoder rows are zero. `HEAD` is the output head
-    and the loss together, once per model.
+    and the loss together, once per model. `ENCODED_STORED` is the encoder's output, which a stage of decoder layers
+    alone keeps once, beside what its layers keep.
     """
 
     ENCODER_FORWARD = 0
@@ -41,6 +42,7 @@ class Row(IntEnum):
     HEAD_BACKWARD = 9
     HEAD_STORED = 10
     HEAD_PEAK = 11
+    ENCODED_STORED = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Cost model files: strict reading, exact writing, what their tables answer."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import ABSENT, Row, TableCostModel
+from megatron_dynapipe.cost import ABSENT, CPU_RATES, AnalyticCostModel, ModelShape, Row, TableCostModel
+from megatron_dynapipe.cost.correct import as_file
 from megatron_dynapipe.cost.format import decode_file, encode_file, read_file
 from megatron_dynapipe.errors import CostModelError
-from megatron_dynapipe.units import Recompute
+from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.cost.models import gpt_file
 
 GOOD: dict[str, Any] = json.loads(encode_file(gpt_file()))
@@ -133,3 +135,21 @@ def test_a_combination_that_is_not_there_is_answered_with_those_that_are() -> No
     model = TableCostModel.decode(encode_file(gpt_file()))
     with pytest.raises(CostModelError, match="no table for tensor parallelism 2 with recompute full; it has tp1_none"):
         model.tables(tensor_parallel=2, recompute=Recompute.FULL)
+
+
+def test_the_encoder_s_output_may_be_left_out_and_a_decoder_only_model_has_none() -> None:
+    document = json.loads(json.dumps(GOOD))
+    document["keys"]["tp1_none"]["stored_activation_mb"]["encoder_output"] = {"8": [[1, 1.0]]}
+    with pytest.raises(CostModelError, match=r"got \['encoder', 'encoder_output'\]"):
+        TableCostModel.decode(json.dumps(document).encode())
+    shape = ModelShape(family=ModelFamily.T5, hidden=32, heads=4, kv_channels=8, ffn=64, vocabulary=512)
+    grid = AnalyticCostModel(shape, CPU_RATES, max_size=2, max_length=16).tables(
+        tensor_parallel=1, recompute=Recompute.NONE
+    )
+    assert grid.values[Row.ENCODED_STORED, -1, -1, 0] == 2 * 16 * 32 * 4
+    without = dataclasses.replace(grid, values=np.where(np.arange(len(Row)) == Row.ENCODED_STORED, 0, grid.values.T).T)
+    for tables in (grid, without):
+        file = as_file({(1, Recompute.NONE): tables}, ModelFamily.T5, name="", source="", device="", provenance={})
+        again = TableCostModel.decode(encode_file(file)).tables(tensor_parallel=1, recompute=Recompute.NONE)
+        assert (again.values == tables.values).all()
+        assert ("encoder_output" in file.keys["tp1_none"].stored_activation_mb) == (tables is grid)

@@ -29,6 +29,7 @@ COSTS = {
     Row.HEAD_BACKWARD: 2000,
     Row.HEAD_STORED: 0,
     Row.HEAD_PEAK: 0,
+    Row.ENCODED_STORED: 0,
 }
 
 
@@ -82,6 +83,13 @@ def test_the_head_s_memory_counts_on_the_last_stage(stored: int, peak: int, last
     costs = stage_costs(flat(HEAD_STORED=stored, HEAD_PEAK=peak), t5(2, 2, 2), ONE, EIGHT, EIGHT)
     assert costs.stored_bytes.tolist() == [[6, 8, last_stored]]
     assert costs.peak_bytes.tolist() == [[10, 8, last_peak]]
+
+
+def test_a_stage_of_decoder_layers_keeps_the_encoder_s_output_once() -> None:
+    """Not the stage that makes it, which keeps it as its last encoder layer's."""
+    costs = stage_costs(flat(ENCODED_STORED=50), t5(2, 2, 2), ONE, EIGHT, EIGHT)
+    assert costs.stored_bytes.tolist() == [[6, 8, 60]]
+    assert costs.peak_bytes.tolist() == [[10, 8, 60]]
 
 
 def test_model_state() -> None:

@@ -90,7 +90,7 @@ def put(index: tuple[int, ...], value: int) -> Any:
         ({"modes": [(ints(4, 1), ints(8), ints(0), good()["modes"][0][3])]}, "strictly increasing"),
         ({"modes": [(ints(0, 1), ints(8), ints(0), good()["modes"][0][3])]}, "sizes of at least 1"),
         ({"modes": [(ints(1, 2**40), ints(8), ints(0), good()["modes"][0][3])]}, "grid axes from 0 to 2\\^20"),
-        ({"modes": [(ints(), ints(8), ints(0), np.ones((12, 0, 1, 1), np.int64))]}, "grid axes from 0"),
+        ({"modes": [(ints(), ints(8), ints(0), np.ones((len(Row), 0, 1, 1), np.int64))]}, "grid axes from 0"),
     ],
 )
 def test_wrong_input_raises(change: dict[str, Any], message: str) -> None:
@@ -107,11 +107,11 @@ def test_wrong_input_raises(change: dict[str, Any], message: str) -> None:
         {"orders": [np.array([0.0, 1.0, 2.0])]},
         {"memory": np.array([100.0, 100.0])},
         {"in_flight": np.array([[2.0, 1.0]])},
-        {"modes": [(ints(1, 4), ints(8), ints(0), np.ones((12, 2, 1, 1)))]},
-        {"modes": [(np.array([1.0, 4.0]), ints(8), ints(0), np.ones((12, 2, 1, 1), np.int64))]},
+        {"modes": [(ints(1, 4), ints(8), ints(0), np.ones((len(Row), 2, 1, 1)))]},
+        {"modes": [(np.array([1.0, 4.0]), ints(8), ints(0), np.ones((len(Row), 2, 1, 1), np.int64))]},
         {"inputs": np.array([[8]])},
         {"inputs": None},
-        {"modes": [(ints(1, 4), ints(8), ints(0), np.ones((12, 2), np.int64))]},
+        {"modes": [(ints(1, 4), ints(8), ints(0), np.ones((len(Row), 2), np.int64))]},
         {"replicas": 2**70},
     ],
 )

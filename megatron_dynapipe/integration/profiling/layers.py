@@ -1,7 +1,7 @@
 """The parts of a model that are measured one by one, built as training builds them.
 
-A part is a single layer of a stack, the embedding, or the head with the loss. Its gradients are added to `main_grad`
-by hooks, as Megatron's data-parallel wrapper does, since every backward pays for that.
+A part is a single layer of a stack, the embedding, or the last norm, the head and the loss. Its gradients are added to
+`main_grad` by hooks, as Megatron's data-parallel wrapper does, since every backward pays for that.
 """
 
 from argparse import Namespace
@@ -152,14 +152,15 @@ def _gpt_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupC
 
 
 def _head(model: Any, make: "_Inputs") -> Callable[[Point], Forward]:
-    tied = model.share_embeddings_and_output_weights
+    tied, norm = model.share_embeddings_and_output_weights, model.decoder.final_layernorm
 
     def run(point: Point) -> Forward:
         b, s = point
         state, labels = make.state(s, b), make.tokens(b, s)
 
         def forward() -> Tensor:
-            logits, _ = model.output_layer(state, weight=model.shared_embedding_or_output_weight() if tied else None)
+            normed = state if norm is None else norm(state)
+            logits, _ = model.output_layer(normed, weight=model.shared_embedding_or_output_weight() if tied else None)
             return torch.as_tensor(model.compute_language_model_loss(labels, logits)).float().sum()
 
         return forward
@@ -168,10 +169,11 @@ def _head(model: Any, make: "_Inputs") -> Callable[[Point], Forward]:
 
 
 class _Head(torch.nn.Module):
-    """The output layer with the weight it uses, which may be the embedding's."""
+    """The last norm and the output layer with the weight it uses, which may be the embedding's."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
+        self.final_layernorm = model.decoder.final_layernorm
         self.output_layer = model.output_layer
         if model.share_embeddings_and_output_weights:
             self.weight = model.shared_embedding_or_output_weight()

@@ -47,7 +47,7 @@ def cost_file(
     }
     entries = {
         key_of(setup.tensor_parallel, mode): fitted_entry(
-            _points(measurements, mode, t5=t5),
+            _points(measurements, mode, setup),
             tensor_parallel=setup.tensor_parallel,
             recompute=mode,
             model_state_mb=state,
@@ -114,7 +114,8 @@ def _model(setup: ProfileSetup) -> dict[str, str | int | bool]:
     }
 
 
-def _points(measurements: Sequence[Measurement], mode: Recompute, *, t5: bool) -> dict[tuple[str, str], Points]:
+def _points(measurements: Sequence[Measurement], mode: Recompute, setup: ProfileSetup) -> dict[tuple[str, str], Points]:
+    args, t5 = setup.args, setup.family is ModelFamily.T5
     points: dict[tuple[str, str], Points] = {}
     for kind in ("encoder", *(["decoder"] if t5 else []), "postprocess"):
         of_kind = Recompute.NONE if kind == "postprocess" else mode
@@ -123,6 +124,11 @@ def _points(measurements: Sequence[Measurement], mode: Recompute, *, t5: bool) -
         points["time_ms", f"{kind}.backward"] = {m.point: m.backward_ns / NS_PER_MS for m in rows}
         points["stored_activation_mb", kind] = {m.point: m.stored_bytes / BYTES_PER_MB for m in rows}
         points["peak_activation_mb", kind] = {m.point: m.peak_bytes / BYTES_PER_MB for m in rows}
+    if t5:  # not measured: its size is known
+        ways = setup.tensor_parallel if args.sequence_parallel else 1
+        position_mb = args.hidden_size * args.params_dtype.itemsize / ways / BYTES_PER_MB
+        shapes = points["stored_activation_mb", "encoder"]
+        points["stored_activation_mb", "encoder_output"] = {(b, s): b * s * position_mb for b, s in shapes}
     return points
 
 
