@@ -23,11 +23,11 @@ assert Tokens() == Tokens(pad_id=0, bos_id=1, eos_id=2)  # those of tiny's refer
 class Trainer:
     """One rank of a layout."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, device: str = "cpu", backend: str = "gloo") -> None:
         self.layout = layout
         split = t5_split(layout)
-        start(layout, split)
-        self.chunks = build(layout, split)
+        start(layout, split, backend)
+        self.chunks = [chunk.to(device) for chunk in build(layout, split)]
         model_config = self.chunks[0].config
         if layout.dtype != "fp32":
             self.chunks = [Float16Module(model_config, chunk) for chunk in self.chunks]
@@ -69,7 +69,7 @@ class Trainer:
             model.force_all_reduce = False
             inner = model.module.module if self.layout.dtype != "fp32" else model.module
             for entry, parameter in entries(inner):
-                gradient = parameter.main_grad.float() / self.optimizer.get_loss_scale()
+                gradient = (parameter.main_grad.float() / self.optimizer.get_loss_scale()).cpu()
                 found.append((entry.key, list(entry.global_offset), list(entry.global_shape), gradient))
         return result.loss, found
 
@@ -82,9 +82,9 @@ class Trainer:
         }
 
 
-def train(rank: int, world_size: int, layout: dict, steps: int = 5) -> dict[str, object]:
+def train(rank: int, world_size: int, layout: dict, steps: int = 5, **where: str) -> dict[str, object]:
     """Loss and gradients of the first iteration, then losses and gradient norms of `steps` from the same start."""
-    trainer = Trainer(as_layout(layout))
+    trainer = Trainer(as_layout(layout), **where)
     loss, gradients = trainer.gradients()
     results = [trainer.pipeline.step(trainer.batch) for _ in range(steps)]
     plan = trainer.pipeline._planner.plan(global_batch(trainer.batch, trainer.layout.kind, 0), 0)

@@ -132,9 +132,9 @@ def config(layout: Layout) -> TransformerConfig:
     )
 
 
-def start(layout: Layout, split: T5Split | None) -> None:
+def start(layout: Layout, split: T5Split | None, backend: str = "gloo") -> None:
     """Process groups and seeds, as Megatron sets them up."""
-    dist.init_process_group("gloo", init_method="env://")
+    dist.init_process_group(backend, init_method="env://")
     ranks = {}
     if split is not None:
         ranks = {

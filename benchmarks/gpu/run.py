@@ -1,0 +1,268 @@
+"""Everything that is to be checked on a GPU, by one command on a machine with one (or more), in ten minutes.
+
+    python benchmarks/gpu/run.py [--output gpu-report.json]
+    python benchmarks/gpu/run.py --device cpu --small        # the same code paths without a GPU, for its own test
+
+README.md beside this file says what is checked and against which bounds. Prints a line per check, writes a JSON file
+of all figures with their provenance; exit status 1 if a check failed.
+"""
+
+import argparse
+import json
+import math
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import torch  # noqa: E402
+from machine import ROOT, Budget, NotRunError, ProcessFailedError, free_port, provenance, run  # noqa: E402
+
+from tests.integration.test_matrix import deviation  # noqa: E402
+
+EXACT = 1e-4
+"""How far fp32 may be from one process with samples one by one, relative: the bound of docs/parallelism.md."""
+BF16_ROUNDING = torch.finfo(torch.bfloat16).eps
+RATIO = 1.02
+"""Of iteration times, executor to Megatron's own schedule."""
+VARYING_RATIO = 0.95
+"""The same on varying shapes, to `variable_seq_lengths`."""
+LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
+
+Figures = dict[str, float | int | str]
+Layout = dict[str, Any]
+"""Fields of `tests.integration.layouts.Layout`."""
+Bounds = tuple[float, float]
+"""Of the relative distances of gradients and of losses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What became of one check.
+
+    Attributes:
+        name: what was checked.
+        outcome: passed, failed, or not run.
+        figures: what was measured, with the bounds it was held against.
+        seconds: it took.
+        note: why it failed or was not run.
+    """
+
+    name: str
+    outcome: str
+    figures: Figures
+    seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """How the checks are run here."""
+
+    device: str
+    small: bool
+    budget: Budget
+    folder: Path
+
+    @property
+    def families(self) -> Sequence[str]:
+        return ("t5",) if self.small else ("t5", "gpt")
+
+    @property
+    def steps(self) -> int:
+        return 2 if self.small else 5
+
+    def train(self, layout: Layout, *, ranks: int = 1, device: str | None = None, reference: bool = False) -> list[Any]:
+        """What every rank of a layout learned, in processes of its own."""
+        log = Path(tempfile.mkdtemp(dir=self.folder)) / "rank"
+        words = [sys.executable, str(HERE / "worker.py"), "--device", device or self.device]
+        words += ["--layout", json.dumps(layout), "--steps", str(self.steps)]
+        words += ["--reference"] if reference else []
+        files = [log.with_suffix(f".{rank}.pt") for rank in range(ranks)]
+        common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        common |= {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+        run(
+            [[*words, "--output", str(file)] for file in files],
+            self.budget,
+            environments=[common | {"RANK": str(rank), "LOCAL_RANK": "0"} for rank in range(ranks)],
+            log=log,
+        )
+        return [torch.load(file, weights_only=True) for file in files]
+
+    def torchrun(self, script: str, flags: str, *, ranks: int = 1) -> str:
+        """Standard output of a script under torchrun."""
+        log = Path(tempfile.mkdtemp(dir=self.folder)) / "torchrun"
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        return run([[*words, script, *flags.split()]], self.budget, environments=[{"OMP_NUM_THREADS": "1"}], log=log)
+
+
+def gpu_tests(case: Case) -> Figures:
+    """Run the tests marked `gpu`."""
+    if case.device == "cpu":
+        raise NotRunError("no GPU")
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"]
+    return {"summary": run([words], case.budget, log=case.folder / "pytest").strip().splitlines()[-1]}
+
+
+def one_rank(case: Case, reference: Callable[[str], Any], family: str) -> Figures:
+    """One rank, fp32, NCCL: through `Pipeline`, against samples one by one on the CPU."""
+    gradients, losses = deviation(case.train({"family": family}), reference(family))
+    return within({"gradients": (gradients, EXACT), "losses": (losses, EXACT)})
+
+
+def entry(case: Case, family: str) -> Figures:
+    """One rank through the entry script and Megatron's loop: the losses it logs, against the same run on the CPU."""
+    flags = (
+        f"--dynapipe-config configs/demo_{family}.yaml --pipeline-model-parallel-size 1 --train-iters {case.steps}"
+        " --eval-iters 0 --global-batch-size 16 --use-cpu-initialization --lr-warmup-fraction 0"
+    )
+    losses = {}
+    for device in dict.fromkeys((case.device, "cpu")):
+        report = f" --dynapipe-device {device} --dynapipe-report-dir {case.folder / f'{family}-{device}'}"
+        said = case.torchrun(f"pretrain_{family}_multitask.py", flags + report)
+        losses[device] = torch.tensor([float(loss) for loss in LOSS.findall(said)])
+        if not len(losses[device]):
+            raise ProcessFailedError(f"no loss in the log:\n{said[-1000:]}")
+    apart = ((losses[case.device] - losses["cpu"]) / losses["cpu"]).abs().max().item()
+    return within({"losses": (apart, 10 * EXACT)}) | {"iterations": len(losses["cpu"])}
+
+
+def stages(case: Case, reference: Callable[[str], Any], bounds: Callable[[str], Bounds], wanted: Layout) -> Figures:
+    """Several stages on one GPU, by way of the host, within bounds of the reference."""
+    gradients, losses = deviation(case.train(wanted, ranks=wanted["stages"]), reference(wanted["family"]))
+    most = bounds(wanted["family"])
+    return within({"gradients": (gradients, most[0]), "losses": (losses, most[1])})
+
+
+def bf16_bounds(case: Case, reference: Callable[[str], Any], family: str) -> Bounds:
+    """Twice as far from the reference, at most, as one process is that gets the same samples in two orders; losses are
+    allowed one rounding besides."""
+    orders = [list(range(12)), list(reversed(range(12)))]
+    alone = [case.train({"family": family, "dtype": "bf16", "samples": order}) for order in orders]
+    gradients, losses = zip(*(deviation(found, reference(family)) for found in alone), strict=True)
+    return 2 * max(gradients), max(2 * max(losses), BF16_ROUNDING)
+
+
+def overhead(case: Case, script: str, ranks: int, bound: float) -> Figures:
+    """Iteration times of the executor and of Megatron's schedule, in turn."""
+    if ranks > 1 and case.device == "cuda" and torch.cuda.device_count() < ranks:
+        raise NotRunError(f"{ranks} GPUs are needed: Megatron's schedule has no way between ranks on one")
+    sizes = "--hidden 1024 --length 512 --size 4 --layers 8 --pairs 100"
+    if case.device == "cpu":
+        sizes = "--hidden 32 --length 32 --size 2 --layers 4 --micro-batches 4 --pairs 3 --warm-up 1"
+    said = case.torchrun(f"benchmarks/executor/{script}.py", sizes, ranks=ranks)
+    found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    low, high = found["interval_95"]
+    measured = {"megatron_ms": found["megatron_ms"], "executor_ms": found["executor_ms"], "low": low, "high": high}
+    held = math.inf if case.device == "cpu" else bound  # a few small pairs on a busy CPU say nothing of the ratio
+    return within({"ratio": (found["ratio"], held)}) | measured
+
+
+def sanitizer(case: Case) -> Figures:
+    """A short run under compute-sanitizer's memcheck, every allocation by itself."""
+    tool = shutil.which("compute-sanitizer")
+    if case.device == "cpu" or tool is None:
+        raise NotRunError("no GPU" if case.device == "cpu" else "compute-sanitizer is not installed")
+    words = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all", sys.executable]
+    words += [str(HERE / "worker.py"), "--device", "cuda", "--layout", '{"family": "t5"}', "--steps", "1"]
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"MASTER_PORT": str(free_port()), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    output = ["--output", str(case.folder / "sanitized.pt")]
+    said = run([[*words, *output]], case.budget, environments=[environment], log=case.folder / "sanitizer")
+    return {"summary": next((line for line in said.splitlines() if "ERROR SUMMARY" in line), "")}
+
+
+class OutOfBoundsError(Exception):
+    """A figure that does not hold; the first argument has all of them."""
+
+
+def within(measured: Mapping[str, tuple[float, float]]) -> Figures:
+    """The figures with their bounds; raises OutOfBoundsError if one does not hold."""
+    figures: Figures = {}
+    for name, (value, bound) in measured.items():
+        figures |= {name: value} if math.isinf(bound) else {name: value, f"{name}_bound": bound}
+    if any(not value <= bound for value, bound in measured.values()):
+        raise OutOfBoundsError(figures)
+    return figures
+
+
+def checks(case: Case) -> Iterator[tuple[str, Callable[[], Figures]]]:
+    """What is checked, in order: what says most comes first, if time runs out."""
+
+    @cache
+    def reference(family: str) -> Any:
+        return case.train({"family": family}, device="cpu", reference=True)[0]
+
+    yield "tests marked gpu", partial(gpu_tests, case)
+    for family in case.families:
+        yield f"{family}: one rank against the CPU", partial(one_rank, case, reference, family)
+    noise = cache(partial(bf16_bounds, case, reference))
+    for family in case.families:
+        for count in (2,) if case.small else (2, 4):
+            wanted = {"family": family, "stages": count, "dtype": "bf16"}
+            yield f"{family}: {count} stages on one device, bf16", partial(stages, case, reference, noise, wanted)
+    two = {"family": "t5", "stages": 2}
+    yield "t5: 2 stages on one device, fp32", partial(stages, case, reference, lambda _: (EXACT, EXACT), two)
+    yield "executor against Megatron, 1 stage", partial(overhead, case, "overhead", 1, RATIO)
+    yield "executor against Megatron, 2 stages", partial(overhead, case, "overhead", 2, RATIO)
+    yield "executor against variable_seq_lengths", partial(overhead, case, "messages", 2, VARYING_RATIO)
+    for family in case.families:
+        yield f"{family}: entry script against the CPU", partial(entry, case, family)
+    yield "compute-sanitizer", partial(sanitizer, case)
+
+
+def made(name: str, check: Callable[[], Figures]) -> Check:
+    """Make one check."""
+    began = time.monotonic()
+
+    def outcome(what: str, figures: Figures, note: str = "") -> Check:
+        return Check(name, what, figures, round(time.monotonic() - began, 1), note)
+
+    try:
+        return outcome("passed", check())
+    except NotRunError as why:
+        return outcome("not run", {}, str(why))
+    except OutOfBoundsError as found:
+        return outcome("failed", found.args[0])
+    except ProcessFailedError as failure:
+        return outcome("failed", {}, str(failure))
+
+
+def line_of(check: Check) -> str:
+    """What is printed of a check."""
+    figures = [f"{name} {v:.3g}" if isinstance(v, float) else f"{name} {v}" for name, v in check.figures.items()]
+    return f"{check.outcome:8} {check.name} ({check.seconds} s): {', '.join(figures)} {check.note}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="fewer layouts and steps")
+    parser.add_argument("--budget-s", type=float, default=570, help="seconds for all checks together")
+    parser.add_argument("--output", type=Path, default=Path("gpu-report.json"))
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("found no CUDA device; --device cpu runs the same code paths without one")
+    with tempfile.TemporaryDirectory() as folder:
+        case = Case(device=options.device, small=options.small, budget=Budget(options.budget_s), folder=Path(folder))
+        done = []
+        for name, check in checks(case):
+            done.append(made(name, check))
+            print(line_of(done[-1]), flush=True)
+    report = {"format": "dynapipe-gpu-report/1", **provenance(options.device), "checks": [asdict(one) for one in done]}
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"wrote {options.output}; {ROOT.name} at {report['commit']}", file=sys.stderr)
+    sys.exit(any(one.outcome == "failed" for one in done))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""One rank of a check of `run.py`: trains a layout of the tests' tiny models, and writes down what it learned.
+
+    RANK=0 WORLD_SIZE=1 … python benchmarks/gpu/worker.py --device cuda --layout '{"family": "t5"}' --output FILE
+
+All ranks are on the first GPU: one of them talks over NCCL, several over gloo and by way of the host.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron_dynapipe import cpu
+
+PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+PARSER.add_argument("--device", choices=("cpu", "cuda"), required=True)
+PARSER.add_argument("--layout", type=json.loads, required=True, help="fields of tests.integration.layouts.Layout")
+PARSER.add_argument("--reference", action="store_true", help="samples one by one, by plain autograd")
+PARSER.add_argument("--steps", type=int, default=5)
+PARSER.add_argument("--output", type=Path, required=True)
+OPTIONS = PARSER.parse_args()
+
+cpu.quieten()
+cpu.enable(OPTIONS.device)  # before Megatron is imported
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from megatron_dynapipe.integration import transport  # noqa: E402
+from tests.integration import layout_ranks  # noqa: E402
+
+
+def main() -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if OPTIONS.device == "cuda":
+        torch.cuda.set_device(0)
+    elif world_size > 1:
+        # Ranks share a GPU where there is one; here they take the same way without.
+        transport.share_a_device = lambda control, device: True
+    try:
+        if OPTIONS.reference:
+            found = layout_ranks.train_one_by_one(rank, world_size, OPTIONS.layout, OPTIONS.steps)
+        else:
+            backend = "nccl" if OPTIONS.device == "cuda" and world_size == 1 else "gloo"
+            where = {"device": OPTIONS.device, "backend": backend}
+            found = layout_ranks.train(rank, world_size, OPTIONS.layout, OPTIONS.steps, **where)
+        torch.save(found, OPTIONS.output)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
