@@ -34,9 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="modes a micro-batch may be given (default: all)",
     )
     parser.add_argument("--devices-per-node", type=_positive, default=8, metavar="N")
-    for link, gbps, latency_us in (("intra", 4800.0, 0.0), ("inter", 100.0, 4000.0)):
-        parser.add_argument(f"--{link}-node-gbps", type=float, default=gbps, metavar="N")
-        parser.add_argument(f"--{link}-node-latency-us", type=float, default=latency_us, metavar="N")
+    for link, gbps, latency_us in (("intra", 4800, 0), ("inter", 100, 4000)):
+        default = "(default: the cost model's measured one, else %s)"
+        parser.add_argument(f"--{link}-node-gbps", type=float, metavar="N", help=default % gbps)
+        parser.add_argument(f"--{link}-node-latency-us", type=float, metavar="N", help=default % latency_us)
     parser.add_argument(
         "--scatter-gather",
         choices=("off", "auto", "on"),
@@ -85,7 +86,8 @@ def planner_settings(
         memory_limit_bytes=round(args.device_memory_mb * BYTES_PER_MB),
         distributed_optimizer=args.distributed_optimizer,
         recompute=_recompute(args.recompute),
-        network=Network(
+        network=Network.over(
+            cost_model.links,
             devices_per_node=args.devices_per_node,
             intra_node_gbps=args.intra_node_gbps,
             inter_node_gbps=args.inter_node_gbps,

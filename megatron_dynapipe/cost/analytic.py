@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
 from megatron_dynapipe.cost.work import Floats, LayerWork, ModelShape, Work
 from megatron_dynapipe.errors import CostModelError
@@ -113,6 +114,7 @@ class AnalyticCostModel:
         self.rates = rates
         self.name = f"analytic {shape.family}, hidden {shape.hidden}"
         self.family = shape.family
+        self.links: dict[str, Link] = {}
         self._sequence_parallel = sequence_parallel
         identity = msgspec.json.encode(["analytic/4", shape, rates, max_size, max_length, sequence_parallel])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost.format import UNITS, CostEntry, CostFile, Points, key_of, to_table
+from megatron_dynapipe.cost.format import UNITS, CostEntry, CostFile, Link, Points, key_of, to_table
 from megatron_dynapipe.cost.layout import PipelineLayout
 from megatron_dynapipe.cost.nnls import nonnegative_least_squares
 from megatron_dynapipe.cost.surface import Floats
@@ -99,6 +99,7 @@ def as_file(
     source: str,
     device: str,
     provenance: Mapping[str, str | int | float | bool],
+    links: Mapping[str, Link] | None = None,
 ) -> CostFile:
     """Grids as a cost model file, which reads back as exactly the same grids."""
     entries = {
@@ -112,6 +113,7 @@ def as_file(
         model={},
         keys=entries,
         provenance=dict(provenance),
+        links=dict(links or {}),
         peak_covers_backward=any(grid.peak_covers_backward for grid in tables.values()),
     )
 

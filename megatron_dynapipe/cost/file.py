@@ -33,6 +33,7 @@ class TableCostModel:
         self.name = file.name
         self.digest = digest
         self.family = file.family
+        self.links = file.links
 
     @classmethod
     def load(cls, path: Path) -> "TableCostModel":

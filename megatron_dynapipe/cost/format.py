@@ -19,6 +19,9 @@ from megatron_dynapipe.units import NS_PER_MS, ModelFamily, Recompute
 
 FORMAT = "dynapipe-cost-model/1"
 
+INTRA_NODE, INTER_NODE = "intra-node", "inter-node"
+"""Kinds of links between ranks, as files name them."""
+
 UNITS = {
     "time": "ms for one layer (postprocess: once per model), one micro-batch, one tensor-parallel rank",
     "memory": "MB = 1e6 bytes",

@@ -1,7 +1,9 @@
 """What planning asks of a cost model, whatever it was made from."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
+from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.cost.tables import LayerTables
 from megatron_dynapipe.units import ModelFamily, Recompute
 
@@ -20,6 +22,10 @@ class CostModel(Protocol):
     @property
     def digest(self) -> str:
         """Hexadecimal digest of everything its answers depend on; part of a plan's identity."""
+
+    @property
+    def links(self) -> Mapping[str, Link]:
+        """Measured kinds of links between ranks, by the names of the file's format; empty where none was."""
 
     def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
         """One layer's costs under the given settings.

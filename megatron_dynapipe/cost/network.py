@@ -2,11 +2,13 @@
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_dynapipe.cost.format import INTER_NODE, INTRA_NODE, Link
 from megatron_dynapipe.cost.layout import PipelineLayout
 from megatron_dynapipe.cost.tables import IntArray
 from megatron_dynapipe.errors import ConfigError
@@ -76,6 +78,31 @@ class Network:
         for name in ("intra_node_latency_us", "inter_node_latency_us"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    @classmethod
+    def over(
+        cls,
+        measured: Mapping[str, Link],
+        *,
+        devices_per_node: int,
+        intra_node_gbps: float | None = None,
+        inter_node_gbps: float | None = None,
+        intra_node_latency_us: float | None = None,
+        inter_node_latency_us: float | None = None,
+    ) -> "Network":
+        """Every rate and latency that is given; else the one that a cost model file has measured; else the default."""
+        numbers: dict[str, float] = {}
+        for name, kind in (("intra_node", INTRA_NODE), ("inter_node", INTER_NODE)):
+            if (link := measured.get(kind)) is not None:
+                numbers |= {f"{name}_gbps": link.gbps, f"{name}_latency_us": link.latency_us}
+        given = {
+            "intra_node_gbps": intra_node_gbps,
+            "inter_node_gbps": inter_node_gbps,
+            "intra_node_latency_us": intra_node_latency_us,
+            "inter_node_latency_us": inter_node_latency_us,
+        }
+        numbers |= {name: value for name, value in given.items() if value is not None}
+        return cls(devices_per_node=devices_per_node, **numbers)
 
     def links(
         self,

@@ -52,7 +52,8 @@ class RunSettings:
         schedule: how passes are ordered.
         planners: planner processes on each node.
         devices_per_node: ranks on each node.
-        intra_node_gbps, inter_node_gbps, intra_node_latency_us, inter_node_latency_us: links, for predictions.
+        intra_node_gbps, inter_node_gbps, intra_node_latency_us, inter_node_latency_us: links, for predictions; None
+            takes those that the cost model file has measured, else `Network`'s.
         scatter_gather: whether messages between stages are divided over tensor-parallel ranks.
     """
 
@@ -71,10 +72,10 @@ class RunSettings:
     schedule: ScheduleSettings
     planners: int
     devices_per_node: int
-    intra_node_gbps: float
-    inter_node_gbps: float
-    intra_node_latency_us: float
-    inter_node_latency_us: float
+    intra_node_gbps: float | None
+    inter_node_gbps: float | None
+    intra_node_latency_us: float | None
+    inter_node_latency_us: float | None
     scatter_gather: ScatterGather
 
     @classmethod
@@ -186,10 +187,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--dynapipe-lookahead", type=int, default=8, metavar="N", help="iterations planned ahead of training")
     add("--dynapipe-timeout-s", type=float, default=300.0, metavar="S", help="deadline of every wait (default 300)")
     add("--dynapipe-report-dir", type=Path, help=f"folder of records and pictures (default {REPORT_FOLDER})")
-    add("--dynapipe-intra-node-bw", type=float, default=4800.0, metavar="GBPS", help="between devices of a node")
-    add("--dynapipe-inter-node-bw", type=float, default=100.0, metavar="GBPS", help="between nodes")
-    add("--dynapipe-intra-node-lat", type=float, default=0.0, metavar="US", help="latency within a node")
-    add("--dynapipe-inter-node-lat", type=float, default=4000.0, metavar="US", help="latency between nodes")
+    measured = "(default: the cost model's measured one, else %s)"
+    add("--dynapipe-intra-node-bw", type=float, metavar="GBPS", help=f"between devices of a node {measured}" % 4800)
+    add("--dynapipe-inter-node-bw", type=float, metavar="GBPS", help=f"between nodes {measured}" % 100)
+    add("--dynapipe-intra-node-lat", type=float, metavar="US", help=f"latency within a node {measured}" % 0)
+    add("--dynapipe-inter-node-lat", type=float, metavar="US", help=f"latency between nodes {measured}" % 4000)
     add(
         "--dynapipe-scatter-gather",
         choices=[choice.value for choice in ScatterGather],

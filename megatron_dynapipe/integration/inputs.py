@@ -8,6 +8,7 @@ import msgspec
 import torch
 
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, Network
+from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.arguments import RunSettings, maximum_lengths
 from megatron_dynapipe.integration.layer_split import gpt_layers_per_stage
@@ -89,7 +90,7 @@ def _planner(
         memory_limit_bytes=settings.memory_limit_bytes or device_memory_bytes(on_cpu=on_cpu),
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=settings.recompute,
-        network=_network(settings),
+        network=network(settings),
         scatter_gather=settings.scatter_gather,
         partition=settings.partition,
         schedule=settings.schedule,
@@ -132,8 +133,11 @@ def chosen_layer_split(
     return choose_layer_split(planner, costs, batches, to_fit=[epoch])
 
 
-def _network(settings: RunSettings) -> Network:
-    return Network(
+def network(settings: RunSettings) -> Network:
+    """Links as the flags give them, else as the run's cost model file has measured them; raises CostModelError."""
+    measured = {} if settings.cost_model is None else read_file(settings.cost_model)[0].links
+    return Network.over(
+        measured,
         devices_per_node=settings.devices_per_node,
         intra_node_gbps=settings.intra_node_gbps,
         inter_node_gbps=settings.inter_node_gbps,

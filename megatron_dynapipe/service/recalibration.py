@@ -138,6 +138,7 @@ def corrected_file(settings: PlannerSettings, base: CostModel, samples: Iterable
         source="a cost model corrected by passes measured while training",
         device="the training run's",
         provenance={"base_digest": base.digest, "version": version, "passes": len(found)},
+        links=base.links,
     )
     return encode_file(file)
 

@@ -157,6 +157,22 @@ def test_messages_count_whole_unless_they_are_to_be_divided(
     assert predicted["default"] == predicted["off"] > predicted["auto"] == predicted["on"]
 
 
+def test_links_are_the_cost_model_s_unless_they_are_given(
+    batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten seconds of latency, as a file says it was measured."""
+
+    def predicted_ms(*options: str) -> float:
+        assert main(arguments("plan", batches_file, cost_file, "--json", "--limit", "1", *options)) == 0
+        return float(report(capsys)["iterations"][0]["predicted_ms"])
+
+    usual = predicted_ms()
+    document = json.loads(cost_file.read_text())
+    cost_file.write_text(json.dumps(document | {"links": {"intra-node": {"latency_us": 1e7, "gbps": 4800.0}}}))
+    assert predicted_ms() > usual + 10_000
+    assert predicted_ms("--intra-node-latency-us", "0") == usual
+
+
 def test_compare(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments("compare", batches_file, cost_file, "--json", "--max-seq-len", "300")) == 0
     loaded = report(capsys)

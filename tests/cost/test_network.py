@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import Network, ScatterGather
+from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.errors import ConfigError
+
+SLOW = Link(latency_us=60.0, gbps=25.0)
 
 MESSAGE = 6_000_000
 
@@ -13,6 +16,30 @@ def test_links_between_nodes_are_slower() -> None:
     """4 devices to a stage, 8 to a node: stages 0 and 1 | 2 and 3."""
     links = Network().links(virtual_stages=4, stages=4, ranks_per_stage=4)
     assert links.transfer_ns(np.full((1, 3), MESSAGE)).tolist() == [[10_000, 4_000_000 + 480_000, 10_000]]
+
+
+@pytest.mark.parametrize(
+    ("given", "measured", "expected"),
+    [
+        pytest.param({}, {}, (4800.0, 0.0, 100.0, 4000.0), id="neither given nor measured"),
+        pytest.param({}, {"intra-node": SLOW}, (25.0, 60.0, 100.0, 4000.0), id="measured within a node alone"),
+        pytest.param({}, {"intra-node": SLOW, "inter-node": SLOW}, (25.0, 60.0, 25.0, 60.0), id="both measured"),
+        pytest.param(
+            {"intra_node_gbps": 600.0, "inter_node_latency_us": 0.0},
+            {"intra-node": SLOW, "inter-node": SLOW},
+            (600.0, 60.0, 25.0, 0.0),
+            id="what is given wins, number by number",
+        ),
+    ],
+)
+def test_given_links_win_over_measured_ones_and_these_over_defaults(
+    given: dict[str, float], measured: dict[str, Link], expected: tuple[float, ...]
+) -> None:
+    network = Network.over(measured, devices_per_node=4, **given)
+    assert network.devices_per_node == 4
+    intra = network.intra_node_gbps, network.intra_node_latency_us
+    inter = network.inter_node_gbps, network.inter_node_latency_us
+    assert (*intra, *inter) == expected
 
 
 def test_interleaved_stages_wrap_around() -> None:

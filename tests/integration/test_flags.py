@@ -4,12 +4,15 @@ import argparse
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from megatron_dynapipe.cost.format import Link, encode_file
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration import arguments, familiar, placement
+from megatron_dynapipe.integration import arguments, familiar, inputs, placement
 from megatron_dynapipe.store import server
 from megatron_dynapipe.units import ModelFamily
+from tests.cost.models import gpt_file
 from tests.integration.entry import make_dataset, train
 
 ROOT = Path(__file__).parents[2]
@@ -380,3 +383,20 @@ def test_a_pickled_cost_model_is_refused_unread(data, tmp_path):
     flags = f"--pipeline-model-parallel-size 2 --train-iters 2 --dynapipe-cost-model {pickled}"
     first, _ = train("gpt", data, flags, ranks=2, report=tmp_path / "report", status=2)
     assert "is a pickle" in first["stderr"] and "dynapipe-cost-model/1" in first["stderr"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        pytest.param("", (4800.0, 0.0), id="the defaults"),
+        pytest.param("--dynapipe-cost-model {file}", (25.0, 60.0), id="measured"),
+        pytest.param("--dynapipe-cost-model {file} --dynapipe-intra-node-bw 600", (600.0, 60.0), id="a flag wins"),
+        pytest.param("--dynapipe-cost-model {file} --dynapipe-intra-node-lat 0", (25.0, 0.0), id="a flag of 0 wins"),
+    ],
+)
+def test_links_are_given_measured_or_defaults(flags, expected, tmp_path):
+    file = msgspec.structs.replace(gpt_file(), links={"intra-node": Link(latency_us=60.0, gbps=25.0)})
+    (tmp_path / "costs.json").write_bytes(encode_file(file))
+    network = inputs.network(settings(flags.format(file=tmp_path / "costs.json")))
+    assert (network.intra_node_gbps, network.intra_node_latency_us) == expected
+    assert (network.inter_node_gbps, network.inter_node_latency_us) == (100.0, 4000.0)

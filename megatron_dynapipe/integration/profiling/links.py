@@ -8,7 +8,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.cost.format import Link
+from megatron_dynapipe.cost.format import INTER_NODE, INTRA_NODE, Link
 
 SMALL_BYTES = 8
 LARGE_BYTES = 16_000_000
@@ -23,8 +23,8 @@ def measure_links(device: torch.device) -> dict[str, Link]:
     rank, world = dist.get_rank(), dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     peers = {
-        "intra-node": 1 if min(per_node, world) > 1 else None,
-        "inter-node": per_node if world > per_node else None,
+        INTRA_NODE: 1 if min(per_node, world) > 1 else None,
+        INTER_NODE: per_node if world > per_node else None,
     }
     links = {}
     for kind, peer in peers.items():
