@@ -8,7 +8,7 @@ import contextlib
 import io
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +25,13 @@ SMALL = {
     "t5": "--encoder-num-layers 2 --decoder-num-layers 2 --seq-length 64 --decoder-seq-length 24",
     "gpt": "--num-layers 4 --seq-length 96",
 }
-COMMON = (
+TRAINING = (
     "--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --max-position-embeddings 96 "
     "--attention-dropout 0 --hidden-dropout 0 --calculate-per-token-loss --lr 1e-3 --lr-decay-style constant "
-    "--seed 7 --log-interval 1 --eval-interval 100 --eval-iters 0 --dynapipe-timeout-s 30 --global-batch-size 16"
+    "--seed 7 --log-interval 1 --eval-interval 100 --eval-iters 0 --global-batch-size 16"
 )
+"""Flags of Megatron."""
+COMMON = f"{TRAINING} --dynapipe-timeout-s 30"
 
 
 def make_dataset(folder: Path, samples: int = 64, *, lengths: Sequence[int] = (1, 60), target: int = 20) -> Path:
@@ -98,19 +100,12 @@ def train(
 
 def _run_entry(*, rank: int, world_size: int, script: str, argv: list[str], kill: str | None) -> dict:
     """On one rank: the script as `python script argv…` would run it."""
-    from megatron.training import training
 
-    losses: dict[str, float] = {}
-    log = training.training_log
-
-    def logged(loss_dict: dict, total: dict, learning_rate: float, iteration: int, *rest: object, **named: object):
-        if "lm loss" in loss_dict:
-            losses[str(iteration)] = loss_dict["lm loss"].item()
+    def after(iteration: int) -> None:
         if kill is not None and rank == 0 and iteration == 3:
             _kill_children(kill)
-        return log(loss_dict, total, learning_rate, iteration, *rest, **named)
 
-    training.training_log = logged
+    losses = record_losses(after)
     sys.argv = [script, *argv]
     output, errors, status = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
@@ -119,6 +114,23 @@ def _run_entry(*, rank: int, world_size: int, script: str, argv: list[str], kill
         except SystemExit as leaving:
             status = leaving.code or 0
     return {"status": status, "losses": losses, "stdout": output.getvalue(), "stderr": errors.getvalue()}
+
+
+def record_losses(after: Callable[[int], None] = lambda _: None) -> dict[str, float]:
+    """Losses by iteration, filled on the last stage while Megatron trains in this process."""
+    from megatron.training import training
+
+    losses: dict[str, float] = {}
+    log = training.training_log
+
+    def logged(loss_dict: dict, total: dict, learning_rate: float, iteration: int, *rest: object, **named: object):
+        if "lm loss" in loss_dict:
+            losses[str(iteration)] = loss_dict["lm loss"].item()
+        after(iteration)
+        return log(loss_dict, total, learning_rate, iteration, *rest, **named)
+
+    training.training_log = logged
+    return losses
 
 
 def _kill_children(word: str) -> None:
