@@ -8,6 +8,7 @@
 
 #include "bindings.h"
 #include "checks.h"
+#include "interleave.h"
 #include "search.h"
 #include "simulate.h"
 
@@ -80,12 +81,13 @@ std::tuple<Out, Out, std::vector<int64_t>, int64_t, bool> bound_simulate(
             std::move(run.peak), run.makespan, run.stalled};
 }
 
-std::tuple<int64_t, std::vector<uint8_t>> bound_list_schedule(const std::vector<Matrix>& arrays,
+std::tuple<int64_t, std::vector<uint8_t>> bound_list_schedule(const std::vector<Matrix>& arrays, int64_t chunks,
                                                               const Ints& model_state, int64_t memory_limit,
                                                               bool forward_only, const Ints& depth, int64_t rule,
                                                               bool peak_covers_backward) {
-    const PipelineShape shape = pipeline_shape(1, model_state, memory_limit, forward_only, peak_covers_backward);
-    const std::vector<PassCosts> costs = pass_costs(arrays, shape.stages);
+    const PipelineShape shape = pipeline_shape(chunks, model_state, memory_limit, forward_only, peak_covers_backward);
+    const std::vector<PassCosts> costs = pass_costs(arrays, shape.virtual_stages());
+    require(chunks == 1 || shape.stages > 1, "several chunks only on several ranks");
     require(costs.size() < (size_t{1} << 20), "fewer than 2^20 micro-batches");
     require(depth.size() == model_state.size(), "a depth for every rank");
     for (size_t s = 0; s < depth.size(); ++s) require(depth.data()[s] >= 1, "depths of at least 1");
@@ -94,8 +96,9 @@ std::tuple<int64_t, std::vector<uint8_t>> bound_list_schedule(const std::vector<
     nb::gil_scoped_release release;
     std::vector<const PassCosts*> rows;
     for (const PassCosts& row : costs) rows.push_back(&row);
-    ListScheduler scheduler(shape);
-    const int64_t makespan = scheduler.run(rows, {copy(depth), static_cast<Rule>(rule)}, kUnreachable, &forwards);
+    const Policy policy{copy(depth), static_cast<Rule>(rule)};
+    const int64_t makespan = chunks == 1 ? ListScheduler(shape).run(rows, policy, kUnreachable, &forwards)
+                                         : InterleavedScheduler(shape).run(rows, policy, kUnreachable, &forwards);
     return {makespan, std::move(forwards)};
 }
 
@@ -122,7 +125,7 @@ std::vector<MicroBatch> checked_cut(const BoundCut& bound, const SearchProblem& 
 }
 
 std::vector<BoundReplica> bound_search(const Ints& inputs, const Ints& targets, const std::vector<Mode>& modes,
-                                       const Ints& encoder_layers, const Ints& decoder_layers, const Ints& model_state,
+                                       int64_t chunks, const Ints& encoder_layers, const Ints& decoder_layers, const Ints& model_state,
                                        int64_t memory_limit, bool forward_only, int64_t replicas,
                                        int64_t bytes_per_position, const Flags& decoder_forward,
                                        const Flags& decoder_backward, const Reals& latency_ns, const Reals& gbps,
@@ -131,7 +134,7 @@ std::vector<BoundReplica> bound_search(const Ints& inputs, const Ints& targets, 
     SearchProblem problem;
     problem.inputs = copy(inputs);
     problem.targets = copy(targets);
-    problem.shape = pipeline_shape(1, model_state, memory_limit, forward_only, peak_covers_backward);
+    problem.shape = pipeline_shape(chunks, model_state, memory_limit, forward_only, peak_covers_backward);
     problem.replicas = replicas;
     problem.links = {bytes_per_position,
                      {decoder_forward.data(), decoder_forward.data() + decoder_forward.size()},
@@ -180,17 +183,18 @@ void bind_schedule(nb::module_& module) {
                nb::arg("model_state").noconvert(), nb::arg("forward_only"), nb::arg("order").noconvert(),
                nb::arg("queue_links"), nb::arg("peak_covers_backward") = false,
                "See megatron_dynapipe.planning.simulate; (starts, ends, peak bytes, makespan, whether it stalled).");
-    module.def("list_schedule", &bound_list_schedule, nb::arg("costs").noconvert(),
+    module.def("list_schedule", &bound_list_schedule, nb::arg("costs").noconvert(), nb::arg("chunks"),
                nb::arg("model_state").noconvert(), nb::arg("memory_limit"), nb::arg("forward_only"),
                nb::arg("depth").noconvert(), nb::arg("rule"), nb::arg("peak_covers_backward") = false,
-               "See megatron_dynapipe.planning.schedules.adaptive; (makespan, 1 per forward pass of each rank).");
+               "See megatron_dynapipe.planning.schedules.list_scheduling; (makespan, 1 per forward pass of each rank).");
     module.def("search", &bound_search, nb::arg("inputs").noconvert(), nb::arg("targets").noconvert(),
-               nb::arg("modes").noconvert(), nb::arg("encoder_layers").noconvert(),
+               nb::arg("modes").noconvert(), nb::arg("chunks"), nb::arg("encoder_layers").noconvert(),
                nb::arg("decoder_layers").noconvert(), nb::arg("model_state").noconvert(), nb::arg("memory_limit"),
                nb::arg("forward_only"), nb::arg("replicas"), nb::arg("bytes_per_position"),
                nb::arg("decoder_forward").noconvert(), nb::arg("decoder_backward").noconvert(),
                nb::arg("latency_ns").noconvert(), nb::arg("gbps").noconvert(), nb::arg("cuts").noconvert(),
-               nb::arg("evaluations"), nb::arg("seed"), nb::arg("peak_covers_backward") = false, "See megatron_dynapipe.planning.search; per replica.");
+               nb::arg("evaluations"), nb::arg("seed"), nb::arg("peak_covers_backward") = false,
+               "See megatron_dynapipe.planning.search; per replica.");
 }
 
 }  // namespace dynapipe

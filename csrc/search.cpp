@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "checks.h"
+#include "interleave.h"
 #include "moves.h"
 #include "noise.h"
 #include "shape_costs.h"
@@ -32,7 +33,8 @@ struct Solution {
 class Search {
 public:
     Search(const SearchProblem& problem, int64_t evaluations, uint64_t seed)
-        : problem_(problem), costs_(problem), scheduler_(problem.shape), noise_(problem.shape), moves_(problem, seed), left_(evaluations) {}
+        : problem_(problem), costs_(problem), scheduler_(problem.shape), interleaved_(problem.shape),
+          noise_(problem.shape), moves_(problem, seed), left_(evaluations) {}
 
     Found run(const std::vector<std::vector<MicroBatch>>& cuts);
 
@@ -52,6 +54,7 @@ private:
     const SearchProblem& problem_;
     ShapeCosts costs_;
     ListScheduler scheduler_;
+    InterleavedScheduler interleaved_;
     NoisyReplay noise_;
     Moves moves_;
     int64_t left_;
@@ -72,13 +75,16 @@ int64_t Search::evaluate(ReplicaState& replica, int64_t bound, std::vector<uint8
         if (!look_up(batch)) return kUnreachable;
         rows_.push_back(batch.costs);
     }
-    return scheduler_.run(rows_, replica.policy, bound, forwards);
+    return problem_.shape.chunks > 1 ? interleaved_.run(rows_, replica.policy, bound, forwards)
+                                     : scheduler_.run(rows_, replica.policy, bound, forwards);
 }
 
+// What fills the pipeline, and `extra` beyond on all ranks but the last.
 Policy Search::policy(int64_t extra, Rule rule) const {
+    const int64_t stages = problem_.shape.stages, each = problem_.shape.chunks > 1 ? 2 : 1;
     Policy policy{{}, rule};
-    for (int64_t s = 0; s < problem_.shape.stages; ++s)
-        policy.depth.push_back(s + 1 < problem_.shape.stages ? problem_.shape.stages - s + extra : 1);
+    for (int64_t s = 0; s + 1 < stages; ++s) policy.depth.push_back(each * (stages - 1 - s) + 1 + extra);
+    policy.depth.push_back(1);
     return policy;
 }
 
@@ -152,7 +158,8 @@ Found Search::run(const std::vector<std::vector<MicroBatch>>& cuts) {
     Found found;
     if (solutions.empty()) return found;
     // A fifth of what is left is for noise, then a third for each of the two best starts, the rest for the better.
-    const int64_t steadying = std::max<int64_t>(left_, 0) / 5;
+    // With several chunks nothing is replayed under noise.
+    const int64_t steadying = problem_.shape.chunks > 1 ? 0 : std::max<int64_t>(left_, 0) / 5;
     left_ -= steadying;
     const size_t contenders = std::min<size_t>(2, solutions.size());
     const int64_t share = left_ / 3;
@@ -263,8 +270,9 @@ void SearchProblem::check() const {
     for (const auto* lengths : {&inputs, &targets})
         for (int64_t length : *lengths)
             require(length >= 0 && length <= kLargestCoordinate, "lengths from 0 to 2^20");
-    require(stages >= 1 && stages <= 4096 && shape.chunks == 1, "1 to 4096 stages of one chunk");
-    require(shape.model_state.size() == stages, "model state for every stage");
+    require(stages >= 1 && stages <= 4096, "1 to 4096 virtual stages");
+    require(shape.chunks == 1 || shape.stages > 1, "several chunks only on several ranks");
+    require(static_cast<size_t>(shape.virtual_stages()) == stages, "model state for every rank of the virtual stages");
     for (const auto* flags : {&links.decoder_forward, &links.decoder_backward})
         require(flags->size() == stages - 1, "links between neighbouring stages");
     const size_t links_given = links.gbps.size();

@@ -1,5 +1,5 @@
 // Running micro-batches through a pipeline: a given order of passes, or the order that list scheduling chooses.
-// The Python twins are planning/simulate.py and planning/schedules/adaptive.py.
+// The Python twins are planning/simulate.py and planning/schedules/list_scheduling.py.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,9 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
 enum class Rule { kBackwardFirst, kForwardFirst, kStrict, kRules };
 
 struct Policy {
-    std::vector<int64_t> depth;  // [stages] most micro-batches between their forward and their backward
+    // [stages] most forwards of a rank ahead of its backwards; with several chunks, beyond the passes that the largest
+    // group of micro-batches makes on all chunks but the last.
+    std::vector<int64_t> depth;
     Rule rule;
 };
 

@@ -29,7 +29,7 @@ def main() -> None:
         depths = np.array(default_depths(problem), np.int64)
         limit = problem.memory_limit_bytes
         simulated = seconds(lambda o=order, c=costs, s=state: NATIVE.simulate(c, 1, s, False, o, False))
-        scheduled = seconds(lambda c=costs, s=state, d=depths, m=limit: NATIVE.list_schedule(c, s, m, False, d, 0))
+        scheduled = seconds(lambda c=costs, s=state, d=depths, m=limit: NATIVE.list_schedule(c, 1, s, m, False, d, 0))
         line = "   ".join(f"{t * 1e6:8.1f} us {passes / t / 1e6:6.1f} M/s" for t in (simulated, scheduled))
         print(f"{stages:6} {micro_batches:13} {passes:6}   {line}")
 

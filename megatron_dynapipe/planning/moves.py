@@ -5,7 +5,7 @@ Every draw stands in the order in which the native core makes it, so that both w
 
 from dataclasses import dataclass, replace
 
-from megatron_dynapipe.planning.schedules.adaptive import Policy, Rule
+from megatron_dynapipe.planning.schedules.list_scheduling import Policy, Rule
 
 _MASK = 2**64 - 1
 

@@ -7,7 +7,7 @@ its direction.
 from collections.abc import Sequence
 
 from megatron_dynapipe.planning.moves import Random
-from megatron_dynapipe.planning.schedules.adaptive import RowCosts
+from megatron_dynapipe.planning.schedules.list_scheduling import RowCosts
 
 DRAWS = 8
 _SPREAD = 307

@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from megatron_dynapipe.planning.partition import Cut, cut
 from megatron_dynapipe.planning.problem import IntArray, PipelineProblem
 from megatron_dynapipe.planning.prove import prove
 from megatron_dynapipe.planning.samples import BoolArray, Samples, explain_infeasible, fits_alone
-from megatron_dynapipe.planning.schedules import Schedule, predict, schedule
+from megatron_dynapipe.planning.schedules import Schedule, ScheduleSettings, predict, schedule
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
 from megatron_dynapipe.planning.search import search
 from megatron_dynapipe.planning.search_problem import SearchProblem
@@ -190,14 +190,18 @@ class Planner:
         """The fastest candidate that fits: searched for, or the best of the cuts as they are."""
         chosen = self.settings.schedule
         searchable = self.settings.partition.algorithm is PartitionAlgorithm.DP  # a search would change the cut
-        if searchable and chosen.method == "adaptive" and self.layout.chunks == 1:
+        candidates = []
+        if searchable and chosen.method == "adaptive":
             searched = self._searched(samples, order, cuts, forward_only)
             if searched is not None:
-                return searched
-        candidates = []
+                candidates.append(searched)
+                if self.layout.chunks == 1 and not self._peak_covers_backward:
+                    return searched
+                # Here list scheduling may refuse a forward that 1F1B has memory for; else 1F1B is in the search.
+                chosen = replace(chosen, method="1f1b")
         for found in cuts:
             with suppress(InfeasibleError):
-                candidates.append(self._candidate(samples, order, found, forward_only))
+                candidates.append(self._candidate(samples, order, found, chosen, forward_only))
         return min(candidates, key=lambda candidate: candidate.makespan_ns, default=None)
 
     def _searched(self, samples: Samples, order: IntArray, cuts: list[Cut], forward_only: bool) -> _Candidate | None:
@@ -237,7 +241,9 @@ class Planner:
             ],
         )
 
-    def _candidate(self, samples: Samples, order: IntArray, found: Cut, forward_only: bool) -> _Candidate:
+    def _candidate(
+        self, samples: Samples, order: IntArray, found: Cut, chosen: ScheduleSettings, forward_only: bool
+    ) -> _Candidate:
         members, modes = [*np.split(order, np.cumsum(found.sizes)[:-1])], found.modes
         while len(members) < self.settings.data_parallel:  # Every replica gets one: halve the largest.
             largest = int(np.argmax([len(rows) for rows in members]))
@@ -247,7 +253,7 @@ class Planner:
         shapes = [samples.shape(rows) for rows in members]
         problem = self.pipeline_problem(shapes, modes, forward_only=forward_only)
         replicas = deal(rank_times_of(problem), self.settings.data_parallel)
-        schedules = [schedule(problem.take(rows), self.settings.schedule) for rows in replicas]
+        schedules = [schedule(problem.take(rows), chosen) for rows in replicas]
         return _Candidate(
             members=members, shapes=shapes, modes=modes, problem=problem, replicas=replicas, schedules=schedules
         )

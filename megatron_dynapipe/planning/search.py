@@ -3,7 +3,7 @@
     cuts ──► dealt to replicas ──► orders × policies, simulated ──► the best two ──► random moves ──► the best, steadied
 
 A solution is, per replica, micro-batches (runs of the sample order with a recompute mode) in the order in which they
-enter the pipeline, and a policy of list scheduling (`schedules.adaptive`). A move
+enter the pipeline, and a policy of list scheduling (`schedules.list_scheduling`). A move
 
     reorder     moves a micro-batch to another place of its replica's order, or exchanges two
     shift       moves the border between two micro-batches that are neighbours in the sample order
@@ -16,7 +16,8 @@ enter the pipeline, and a policy of list scheduling (`schedules.adaptive`). A mo
 and is judged by the makespan of the slowest replica, list-scheduled within every rank's memory. Worse solutions are
 accepted within a margin of the best that shrinks to nothing (threshold accepting, Dueck and Scheuer 1990). The last
 fifth of the search prepares for passes that take other times than predicted: of policies and moves that predict no
-longer a time, those are taken whose order, kept as it is, takes less time over a few draws of noise.
+longer a time, those are taken whose order, kept as it is, takes less time over a few draws of noise. (With several
+chunks per rank there is no such part.)
 
 The search is bounded by a number of evaluations and seeded, so that the same batch has the same plan anywhere. Plain
 1F1B over every cut is among the solutions it begins with.
@@ -36,7 +37,7 @@ from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.planning.native import NATIVE
 from megatron_dynapipe.planning.partition import Cut
 from megatron_dynapipe.planning.problem import IntArray
-from megatron_dynapipe.planning.schedules.adaptive import passes_of
+from megatron_dynapipe.planning.schedules.list_scheduling import order_of
 from megatron_dynapipe.planning.search_in_python import Found, search_in_python
 from megatron_dynapipe.planning.search_problem import SearchProblem
 
@@ -59,19 +60,20 @@ def search(problem: SearchProblem, cuts: Sequence[Cut], *, evaluations: int, see
     Raises:
         PlanningError: costs or settings outside what 64-bit sums can hold; the message names which.
     """
-    assert problem.layout.chunks == 1
     begin = [(cut.sizes, cut.modes) for cut in cuts]
     if NATIVE is None:
         found = search_in_python(problem, begin, evaluations=evaluations, seed=seed)
     else:
         found = _search_natively(problem, begin, evaluations, seed, NATIVE)
-    stages = problem.layout.stages
+    layout = problem.layout
     return [
         FoundReplica(
             firsts=np.array(firsts, np.int64),
             sizes=np.array(sizes, np.int64),
             modes=np.array(modes, np.int64),
-            order=tuple(map(passes_of, np.array(forwards, np.int64).reshape(stages, -1).tolist())),
+            order=order_of(
+                np.array(forwards, np.int64).reshape(layout.stages, -1).tolist(), len(firsts), layout.chunks
+            ),
         )
         for firsts, sizes, modes, _, forwards in found
     ]
@@ -91,6 +93,7 @@ def _search_natively(
             inputs=np.ascontiguousarray(problem.inputs),
             targets=np.ascontiguousarray(problem.targets),
             modes=[(t.sizes, t.inputs, t.targets, np.ascontiguousarray(t.values)) for t in problem.modes],
+            chunks=layout.chunks,
             encoder_layers=encoder,
             decoder_layers=decoder,
             model_state=problem.model_state_bytes,

@@ -8,8 +8,8 @@ from megatron_dynapipe.cost import boundary_bytes, stage_costs
 from megatron_dynapipe.planning.moves import MicroBatch, Moves, ReplicaState
 from megatron_dynapipe.planning.noise import DRAWS, NoisyReplay
 from megatron_dynapipe.planning.problem import IntArray
-from megatron_dynapipe.planning.schedules.adaptive import (
-    DEEPENINGS,
+from megatron_dynapipe.planning.schedules.adaptive import DEEPENINGS
+from megatron_dynapipe.planning.schedules.list_scheduling import (
     NEVER,
     Device,
     Policy,
@@ -17,6 +17,7 @@ from megatron_dynapipe.planning.schedules.adaptive import (
     Rule,
     run_list_schedule,
 )
+from megatron_dynapipe.planning.schedules.one_f_one_b import filling_depths
 from megatron_dynapipe.planning.search_problem import SearchProblem
 
 MARGIN = 2000
@@ -64,7 +65,7 @@ class _Search:
         solutions = sorted((one for one in begun if one is not None), key=_objective)
         if not solutions:
             return []
-        steadying = max(self.left, 0) // 5
+        steadying = 0 if self.problem.layout.chunks > 1 else max(self.left, 0) // 5
         self.left -= steadying
         share = max(self.left, 0) // 3
         for i in range(min(2, len(solutions)) if share else 0):
@@ -93,7 +94,8 @@ class _Search:
         costs = stage_costs(problem.modes[mode], layout, sizes, inputs, targets)
         if not costs.feasible[0]:
             return None
-        if (problem.model_state_bytes + costs.peak_bytes[0] > problem.memory_limit_bytes).any():
+        state = np.tile(problem.model_state_bytes, layout.chunks)
+        if (state + costs.peak_bytes[0] > problem.memory_limit_bytes).any():
             return None
         downstream, upstream = (
             problem.links.transfer_ns(bytes_)[0].tolist()
@@ -166,7 +168,8 @@ class _Search:
         return best
 
     def policy(self, extra: int, rule: Rule) -> Policy:
-        return Policy((*(self.stages - rank + extra for rank in range(self.stages - 1)), 1), rule)
+        filling = filling_depths(self.stages, self.problem.layout.chunks)
+        return Policy((*(depth + extra for depth in filling[:-1]), 1), rule)
 
     def change(self, candidate: list[ReplicaState], limit: int) -> list[int] | None:
         """One random change; the replicas touched, or None where it does not apply or the objective passes `limit`."""

@@ -14,7 +14,7 @@ class SearchProblem:
     Attributes:
         inputs, targets: int64[samples], padded lengths; targets 0 for decoder-only models.
         modes: one layer's costs under each recompute mode that may be chosen.
-        layout: layers per stage; one chunk per rank.
+        layout: layers per virtual stage.
         model_state_bytes: int64[ranks].
         memory_limit_bytes: of one device, model state included.
         replicas: data-parallel replicas.

@@ -10,15 +10,10 @@ from megatron_dynapipe.plan.verify import verify_lists
 from megatron_dynapipe.planning.lowering import Pipeline, lower
 from megatron_dynapipe.planning.native import NATIVE
 from megatron_dynapipe.planning.schedules import SCHEDULES, ScheduleSettings, schedule
-from megatron_dynapipe.planning.schedules.adaptive import (
-    Policy,
-    Rule,
-    list_schedule,
-    list_schedule_in_python,
-    policies,
-)
+from megatron_dynapipe.planning.schedules.adaptive import policies
 from megatron_dynapipe.planning.schedules.gpipe import gpipe
-from megatron_dynapipe.planning.schedules.one_f_one_b import default_depths, one_f_one_b
+from megatron_dynapipe.planning.schedules.list_scheduling import Policy, Rule, list_schedule, list_schedule_in_python
+from megatron_dynapipe.planning.schedules.one_f_one_b import filling_depths, one_f_one_b, sequences
 from megatron_dynapipe.planning.simulate import simulate
 from tests.helpers.plans import random_problem
 
@@ -119,6 +114,36 @@ problems = st.builds(
     memory_limit_bytes=st.sampled_from([10**9, 60, 35, 21]),  # 21 holds any micro-batch alone
     peak_covers_backward=st.booleans(),
 )
+interleaved_problems = st.builds(
+    random_problem,
+    micro_batches=st.integers(0, 9),
+    stages=st.integers(2, 4),
+    chunks=st.integers(2, 3),
+    forward_only=st.booleans(),
+    seed=st.integers(0, 10**6),
+    memory_limit_bytes=st.sampled_from([10**9, 120, 60, 35]),
+    peak_covers_backward=st.booleans(),
+)
+
+
+@given(problem=interleaved_problems)
+def test_interleaved_list_schedules_run_everything_in_sequence_within_memory(problem):
+    stages, chunks = problem.stages, problem.chunks
+    forwards, backwards = sequences(problem.micro_batches, stages, chunks)
+    shapes = ((((8, 1, 4),),) * (stages * chunks - 1),) * problem.micro_batches
+    pipeline = Pipeline(stages=stages, chunks=chunks, shapes=shapes, forward_only=problem.forward_only)
+    for policy in policies(problem)[:6]:
+        order = list_schedule(problem, policy)
+        if order is None:
+            assert policy.rule is Rule.STRICT or problem.memory_limit_bytes < 10**9
+            continue
+        for passes in order:
+            assert tuple(step for step in passes if isinstance(step, Forward)) == forwards
+            ran = tuple(step for step in passes if not isinstance(step, Forward))
+            assert ran == (() if problem.forward_only else backwards)
+        assert max(simulate(problem, order).peak_bytes) <= problem.memory_limit_bytes
+        lists = lower(order, pipeline)
+        verify_lists(lists, micro_batches=problem.micro_batches, chunks=chunks, forward_only=problem.forward_only)
 
 
 @given(problem=problems)
@@ -139,16 +164,18 @@ def test_list_schedules_run_everything_in_order_within_memory(problem):
 
 
 @needs_native
-@given(problem=problems, rule=st.sampled_from(Rule), extra=st.integers(0, 4))
+@given(problem=problems | interleaved_problems, rule=st.sampled_from(Rule), extra=st.integers(-1, 4))
 def test_the_native_twin_agrees(problem, rule, extra):
-    policy = Policy(tuple(depth + extra for depth in default_depths(problem)), rule)
+    filling = filling_depths(problem.stages, problem.chunks)
+    policy = Policy(tuple(max(depth + extra, 1) for depth in filling), rule)
     assert list_schedule(problem, policy) == list_schedule_in_python(problem, policy)
 
 
-@given(problem=problems)
+@given(problem=problems | interleaved_problems)
 def test_strict_list_scheduling_is_1f1b_where_memory_allows(problem):
-    unlimited = random_problem(problem.micro_batches, problem.stages, seed=7)
-    assert list_schedule(unlimited, Policy(default_depths(unlimited), Rule.STRICT)) == one_f_one_b(unlimited)
+    unlimited = random_problem(problem.micro_batches, problem.stages, chunks=problem.chunks, seed=7)
+    policy = Policy(filling_depths(problem.stages, problem.chunks), Rule.STRICT)
+    assert list_schedule(unlimited, policy) == one_f_one_b(unlimited)
 
 
 def test_a_strict_policy_can_stall_and_a_micro_batch_that_fits_nowhere_has_no_schedule():
@@ -158,7 +185,7 @@ def test_a_strict_policy_can_stall_and_a_micro_batch_that_fits_nowhere_has_no_sc
     assert list_schedule(random_problem(2, 3, memory_limit_bytes=15), Policy((3, 2, 1), Rule.FORWARD_FIRST)) is None
 
 
-@given(problem=problems)
+@given(problem=problems | interleaved_problems.filter(lambda problem: problem.memory_limit_bytes == 10**9))
 def test_adaptive_is_never_slower_than_1f1b(problem):
     found = schedule(problem, ScheduleSettings(method="adaptive"))
     one = schedule(problem, ScheduleSettings(method="1f1b"))

@@ -35,7 +35,9 @@ def batch(samples: int, family: ModelFamily, seed: int) -> GlobalBatch:
     )
 
 
-def planner(family: ModelFamily, pp: int, dp: int = 1, *, memory_gb: float = 40, **schedule) -> Planner:
+def planner(
+    family: ModelFamily, pp: int, dp: int = 1, *, chunks: int = 1, memory_gb: float = 40, **schedule
+) -> Planner:
     t5 = family is ModelFamily.T5
     shape = ModelShape(family=family, hidden=1024, heads=16, kv_channels=64, ffn=4096, vocabulary=32768)
     settings = PlannerSettings(
@@ -45,6 +47,7 @@ def planner(family: ModelFamily, pp: int, dp: int = 1, *, memory_gb: float = 40,
         hidden_size=1024,
         data_parallel=dp,
         pipeline_parallel=pp,
+        chunks=chunks,
         memory_limit_bytes=int(memory_gb * GB),
         recompute=(Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL),
         network=Network(devices_per_node=4),
@@ -78,6 +81,29 @@ def test_a_searched_plan_is_valid_and_no_slower_than_1f1b(family, pp, dp, sample
         assert all(replica.micro_batches for replica in found.replicas)
         plain = planner(family, pp, dp, memory_gb=memory_gb, method="1f1b").plan(given, 0)
         assert time_of(found) <= time_of(plain)
+
+
+@pytest.mark.parametrize(
+    ("family", "pp", "dp", "chunks", "samples", "memory_gb"),
+    [
+        (ModelFamily.GPT, 4, 1, 2, 80, 40),
+        (ModelFamily.GPT, 2, 2, 3, 60, 40),
+        (ModelFamily.GPT, 4, 1, 2, 80, 2.6),
+        (ModelFamily.T5, 3, 2, 2, 60, 40),
+        (ModelFamily.T5, 2, 1, 3, 40, 40),
+        (ModelFamily.T5, 4, 1, 2, 1, 40),
+    ],
+)
+def test_virtual_stages_are_searched_too(monkeypatch, family, pp, dp, chunks, samples, memory_gb):
+    """Valid, no slower than interleaved 1F1B, and the same as the Python twin's."""
+    given = batch(samples, family, 0)
+    made = planner(family, pp, dp, chunks=chunks, memory_gb=memory_gb, search_evaluations=200)
+    found = made.plan(given, 0)
+    verify(found, expected_samples=range(samples))
+    plain = planner(family, pp, dp, chunks=chunks, memory_gb=memory_gb, method="1f1b").plan(given, 0)
+    assert time_of(found) <= time_of(plain)
+    monkeypatch.setattr(search_module, "NATIVE", None)
+    assert made.plan(given, 0) == found
 
 
 @pytest.mark.parametrize("family", ModelFamily)
@@ -157,6 +183,7 @@ def search_arguments():
         "inputs": ints(64, 32, 32),
         "targets": ints(0, 0, 0),
         "modes": [(tables.sizes, tables.inputs, tables.targets, tables.values)],
+        "chunks": 1,
         "encoder_layers": ints(12, 12),
         "decoder_layers": ints(0, 0),
         "model_state": ints(0, 0),
@@ -183,7 +210,9 @@ def search_arguments():
         ("modes", [], "between 1 and 16 recompute modes"),
         ("encoder_layers", np.array([24]), "encoder and decoder layers of the same stages"),
         ("encoder_layers", np.array([-1, 25]), "0 to 65536 layers of a kind"),
-        ("model_state", np.zeros(3, np.int64), "model state for every stage"),
+        ("chunks", 2, "model state for every rank"),
+        ("chunks", 0, "between 1 and 4096 chunks"),
+        ("model_state", np.zeros(3, np.int64), "model state for every rank"),
         ("memory_limit", -1, "a memory limit from 0"),
         ("replicas", 0, "1 to 65536 replicas"),
         ("bytes_per_position", -1, "bytes per position"),

@@ -21,7 +21,7 @@ def one_f_one_b(problem: PipelineProblem, depths: Sequence[int] | None = None) -
         depths: forwards per rank before its first backward, at least 1 and never rising from rank to rank; by default
             as many as fill the pipeline. A smaller depth holds fewer micro-batches in memory.
     """
-    forwards, backwards = _sequences(problem)
+    forwards, backwards = sequences(problem.micro_batches, problem.stages, problem.chunks)
     if problem.forward_only:
         return (forwards,) * problem.stages
     if depths is None:
@@ -48,35 +48,42 @@ def one_f_one_b_within_memory(problem: PipelineProblem) -> PassOrder:
 
 def default_depths(problem: PipelineProblem) -> tuple[int, ...]:
     """The depths that keep an even pipeline full: Megatron's, where it allows the number of micro-batches."""
-    fill = [problem.stages - 1 - rank for rank in range(problem.stages)]
-    if problem.chunks == 1:
-        return tuple(ahead + 1 for ahead in fill)
-    largest = max(_groups(problem), default=0)
-    return tuple(2 * ahead + (problem.chunks - 1) * largest + 1 for ahead in fill)
+    more = forwards_of_earlier_chunks(problem.micro_batches, problem.stages, problem.chunks)
+    return tuple(depth + more for depth in filling_depths(problem.stages, problem.chunks))
 
 
-def _sequences(problem: PipelineProblem) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+def filling_depths(stages: int, chunks: int) -> tuple[int, ...]:
+    """`default_depths` without `forwards_of_earlier_chunks`: they do not depend on the number of micro-batches."""
+    return tuple((2 if chunks > 1 else 1) * (stages - 1 - rank) + 1 for rank in range(stages))
+
+
+def forwards_of_earlier_chunks(micro_batches: int, stages: int, chunks: int) -> int:
+    """Forwards that a rank runs of the largest group before the group comes to its last chunk."""
+    return (chunks - 1) * max(_groups(micro_batches, stages), default=0)
+
+
+def sequences(micro_batches: int, stages: int, chunks: int) -> tuple[tuple[Forward, ...], tuple[Backward, ...]]:
     """The order of forwards and of backwards that all ranks share: group by group, and in a group chunk by chunk."""
-    forwards: list[Pass] = []
-    backwards: list[Pass] = []
+    forwards: list[Forward] = []
+    backwards: list[Backward] = []
     first = 0
-    for size in _groups(problem):
+    for size in _groups(micro_batches, stages):
         rows = range(first, first + size)
-        forwards += [Forward(row, chunk) for chunk in range(problem.chunks) for row in rows]
-        backwards += [Backward(row, chunk) for chunk in reversed(range(problem.chunks)) for row in rows]
+        forwards += [Forward(row, chunk) for chunk in range(chunks) for row in rows]
+        backwards += [Backward(row, chunk) for chunk in reversed(range(chunks)) for row in rows]
         first += size
     return tuple(forwards), tuple(backwards)
 
 
-def _groups(problem: PipelineProblem) -> list[int]:
+def _groups(micro_batches: int, stages: int) -> list[int]:
     """Micro-batches that pass a chunk together: even groups of at least as many as there are ranks.
 
     With groups of g ≥ ranks (or a single one), and depths by the largest, a rank's forward never waits for a backward
     that stands after it, whatever the number of micro-batches; Megatron's rule, groups of exactly `ranks`, is the case
     in which the number divides.
     """
-    count = max(problem.micro_batches // problem.stages, 1)
-    small, larger = divmod(problem.micro_batches, count)
+    count = max(micro_batches // stages, 1)
+    small, larger = divmod(micro_batches, count)
     return [small + (group < larger) for group in range(count)]
 
 
