@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
 from megatron_dynapipe.integration.passes import ForwardStep, LoadMicroBatch, MegatronPasses, PrepareMicroBatch
+from megatron_dynapipe.integration.timers import without_timers
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Load
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import PipelineExecutor, Trace
@@ -71,7 +72,7 @@ def run_iteration(
         executor.register_handler(Load, passes.load)
         executor.register_handler(Forward, passes.forward)
         executor.register_handler(Backward, passes.backward)
-        with reduction:
+        with reduction, without_timers(config):
             trace = executor.execute(plan)
         if not forward_only and config.finalize_model_grads_func is not None:
             tokens = passes.tokens.to(device=device, dtype=torch.int)

@@ -98,6 +98,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     with reported():
         settings = arguments.check(args, ModelFamily.GPT)
         _check_model_flags(args)
+        _check_timers(args, on_cpu=cpu.is_enabled())
         if args.tokenizer_model is None:
             args.tokenizer_model = str(settings.data / read_meta(settings.data).tokenizer)
 
@@ -115,6 +116,18 @@ def _check_model_flags(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--dynapipe-layer-to-device cannot split the model of a patched checkout unequally",
             hint="pass --pipeline-model-parallel-layout",
+        )
+
+
+def _check_timers(args: argparse.Namespace, *, on_cpu: bool) -> None:
+    """Refuse timers that a patched checkout's own step function starts between passes (see `timers`)."""
+    from megatron_dynapipe.integration.timers import LOG_LEVEL
+
+    if args.timing_log_level >= LOG_LEVEL and args.pipeline_model_parallel_size > 1 and not on_cpu:
+        raise ConfigError(
+            f"--timing-log-level {args.timing_log_level} would stop all stages of a patched checkout: its step function"
+            " waits for the device, on which receives wait for other stages",
+            hint="use --timing-log-level 1, or this project's entry scripts",
         )
 
 

@@ -45,7 +45,7 @@ class MegatronPasses:
 
     Args:
         models: one (wrapped) model per chunk of this rank.
-        config: Megatron's model configuration: loss scaling, timers.
+        config: Megatron's model configuration; without its timers, which the passes do not start (`timers`).
         forward_step: Megatron's step function.
         load: makes a micro-batch's device tensors.
         stage, stages: this rank's place in the pipeline.
@@ -116,9 +116,6 @@ class MegatronPasses:
         micro_batch, chunk = instruction.micro_batch, instruction.chunk
         self._prepare(micro_batch)
         self._before_backward(instruction)
-        timers = self._config.timers
-        if timers is not None:
-            timers("backward-compute", log_level=2).start()
         graph = self._graphs.pop((micro_batch, chunk))
         if graph.loss is not None:
             scale = self._config.grad_scale_func
@@ -129,13 +126,9 @@ class MegatronPasses:
             torch.autograd.backward([r for r, _ in wanted], [g for _, g in wanted])
         if graph.inputs:
             buffers.put(Buffer.INPUT_GRAD, micro_batch, chunk, tuple(_gradient(t) for t in graph.inputs))
-        if timers is not None:
-            timers("backward-compute").stop()
 
     def _run_forward(self, chunk: int, inputs: Sequence[torch.Tensor], batch: DeviceBatch) -> Any:
         model, config = self._models[chunk], self._config
-        if config.timers is not None:
-            config.timers("forward-compute", log_level=2).start()  # forward_step_calc_loss stops it
         get_attr_wrapped_model(model, "set_input_tensor")(list(inputs) if inputs else [None])
         with torch.autocast(self._device_type(), config.autocast_dtype, enabled=config.enable_autocast):
             output, loss_function = self._forward_step(iter((batch,)), model)

@@ -16,6 +16,7 @@ from typing import Any, Self
 import msgspec
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from megatron_dynapipe.data.collate import HostMicroBatch, Needs
 from megatron_dynapipe.data.iterator import PlannedIteration
@@ -32,6 +33,7 @@ from megatron_dynapipe.integration.pass_state import PassState
 from megatron_dynapipe.integration.passes import DeviceBatch, PrepareMicroBatch
 from megatron_dynapipe.integration.plan_supply import PlanSupply
 from megatron_dynapipe.integration.recorder import Recorder
+from megatron_dynapipe.integration.timers import add_times
 from megatron_dynapipe.integration.transport import open_transport
 from megatron_dynapipe.runtime import PipelineExecutor, platform_of, watched
 from megatron_dynapipe.sampling import LengthTable, Sampler
@@ -135,6 +137,7 @@ class Session:
             force_all_reduce=force_all_reduce,
         )
         if not forward_only:
+            add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
             self._trained = item
             self._recorder.add(item, result.trace)
             count_flops(item)

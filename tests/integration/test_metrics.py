@@ -34,8 +34,10 @@ class Board:
 
 
 def run_with_writers(rank: int, world_size: int, argv: list[str]) -> dict:
+    from megatron.core import timers
     from megatron.training import global_vars, training
 
+    timers.SummaryWriter = Board  # Megatron's timers look at the writer's class, which None is without TensorBoard
     board, flops = Board(), []
     if rank == world_size - 1:
         global_vars._set_tensorboard_writer = lambda _: setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", board)
@@ -59,6 +61,7 @@ def runs(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("metrics")
     data = make_dataset(folder / "data", 48)
     flags = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --train-iters 4 --log-throughput"
+    flags += " --timing-log-level 2 --log-timers-to-tensorboard"
     words = f"{SMALL['gpt']} {COMMON} {flags} --tensorboard-log-interval 2"
     argv = [*words.split(), "--dynapipe-data", str(data), "--dynapipe-report-dir", str(folder / "report")]
     return [*run_ranks(run_with_writers, 4, {"argv": argv}), {"report": str(folder / "report")}]
@@ -75,6 +78,17 @@ def test_both_writers_get_the_numbers_of_every_interval(runs):
             assert numbers["dynapipe/measured time (ms)"] > 0
             assert numbers["dynapipe/plan wait (ms)"] >= 0
             assert 0 <= numbers["dynapipe/bubbles"] < 1
+
+
+def test_megatrons_timers_get_the_times_of_the_trace(runs):
+    names = ("batch-generator", "forward-compute", "backward-compute", "forward-recv", "forward-send", "backward-recv")
+    for iteration in ("2", "3", "4"):  # Megatron writes none for the first
+        times = {name: value for name, value in runs[3]["scalars"][iteration].items() if name.endswith("-time")}
+        assert {f"{name}-time" for name in (*names, "backward-send", "forward-backward")} <= times.keys()
+        for name in names:
+            assert times[f"{name}-time"] > 0, name
+        assert times["forward-compute-time"] < times["forward-backward-time"]
+        assert times["backward-compute-time"] < times["forward-backward-time"]
 
 
 def test_the_count_of_flops_takes_real_lengths(runs):

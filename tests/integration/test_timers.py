@@ -1,0 +1,97 @@
+"""Megatron's own timers, filled from an iteration's trace."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration import guest
+from megatron_dynapipe.plan.instructions import (
+    Backward,
+    Buffer,
+    Forward,
+    Free,
+    Load,
+    Payload,
+    RecvStart,
+    RecvWait,
+    SendStart,
+    SendWait,
+)
+from megatron_dynapipe.plan.timeline import Event
+from tests.helpers.processes import run_ranks
+
+MS = 1_000_000
+ACTIVATION, GRADIENT = Payload.ACTIVATION, Payload.GRADIENT
+TRACE = [
+    # instruction, milliseconds
+    (Load(0), 3),
+    (RecvStart(ACTIVATION, 0, 0, 0, ((8, 1, 4),)), 1),
+    (RecvWait(ACTIVATION, 0, 0, 0), 20),
+    (Forward(0, 0), 30),
+    (Free(Buffer.DATA, 0, 0), 500),
+    (Forward(1, 0), 12),
+    (SendStart(ACTIVATION, 0, 0, 2, ((8, 1, 4),)), 2),
+    (SendWait(ACTIVATION, 0, 0, 2), 5),
+    (RecvWait(GRADIENT, 0, 0, 2), 40),
+    (Backward(0, 0), 60),
+    (SendStart(GRADIENT, 0, 0, 0, ((8, 1, 4),)), 6),
+]
+
+
+class FakeTrace:
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def events(self) -> tuple[Event, ...]:
+        self.reads += 1
+        return tuple(Event(instruction, 7 * MS, (7 + ms) * MS) for instruction, ms in TRACE)
+
+
+def fill(*, rank: int, world_size: int, level: int) -> dict:
+    from megatron.core.timers import Timers
+
+    from megatron_dynapipe.integration.timers import add_times, without_timers
+
+    timers, trace = Timers(level, "minmax"), FakeTrace()
+    config = SimpleNamespace(timers=timers)
+    with without_timers(config):
+        hidden = config.timers is None
+        add_times(config.timers, trace, 0.5)
+    for _ in range(2):
+        add_times(config.timers, trace, 0.1)
+    times = {name: round(timer.elapsed() * 1e3, 3) for name, timer in timers._timers.items()}
+    return {"times": times, "reads": trace.reads, "hidden": hidden, "back": config.timers is timers}
+
+
+def test_times_add_up_under_the_names_of_megatrons_schedules():
+    (result,) = run_ranks(fill, 1, {"level": 2})
+    assert result["times"] == {
+        "batch-generator": 2 * (100 + 3),
+        "forward-compute": 2 * 42,
+        "backward-compute": 2 * 60,
+        "forward-recv": 2 * 21,
+        "forward-send": 2 * 7,
+        "backward-recv": 2 * 40,
+        "backward-send": 2 * 6,
+    }
+    assert result["reads"] == 2
+    assert result["hidden"] and result["back"]
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_below_their_log_level_nothing_waits_for_the_device(level):
+    (result,) = run_ranks(fill, 1, {"level": level})
+    assert result["times"] == {} and result["reads"] == 0
+
+
+@pytest.mark.parametrize(("level", "stages", "on_cpu"), [(1, 4, False), (2, 1, False), (2, 4, True)])
+def test_a_patched_checkout_may_time_where_no_stage_waits_for_another(level, stages, on_cpu):
+    guest._check_timers(SimpleNamespace(timing_log_level=level, pipeline_model_parallel_size=stages), on_cpu=on_cpu)
+
+
+def test_a_patched_checkout_refuses_timers_between_passes_on_a_gpu():
+    args = SimpleNamespace(timing_log_level=2, pipeline_model_parallel_size=4)
+    with pytest.raises(ConfigError, match="--timing-log-level 2 would stop all stages") as told:
+        guest._check_timers(args, on_cpu=False)
+    assert "--timing-log-level 1" in told.value.hint
