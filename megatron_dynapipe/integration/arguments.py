@@ -302,6 +302,7 @@ def check_supported(args: argparse.Namespace) -> None:
 
 def _refusals(args: argparse.Namespace) -> list[tuple[bool, str, str]]:
     divide = args.dynapipe_scatter_gather == ScatterGather.ON
+    one_shape = "a graph is captured for one shape, and micro-batches have many"
     return [
         (
             divide and args.tensor_model_parallel_size == 1,
@@ -330,7 +331,9 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str, str]]:
         (args.num_experts is not None, "--num-experts", "auxiliary losses are averaged over micro-batches"),
         (args.mtp_num_layers is not None, "--mtp-num-layers", "its loss is averaged over micro-batches"),
         (args.sft, "--sft", "its dataset packs sequences; plans do not"),
-        (args.cuda_graph_impl == "full_iteration", "--cuda-graph-impl full_iteration", "shapes change every iteration"),
+        (args.cuda_graph_impl != "none", f"--cuda-graph-impl {args.cuda_graph_impl}", one_shape),
+        (bool(getattr(args, "enable_cuda_graph", False)), "--enable-cuda-graph", one_shape),  # gone after Megatron 0.19
+        (bool(getattr(args, "external_cuda_graph", False)), "--external-cuda-graph", one_shape),
         (args.overlap_moe_expert_parallel_comm, "--overlap-moe-expert-parallel-comm", "it brings its own schedule"),
         (bool(args.phase_transition_iterations), "--phase-transition-iterations", "samples are counted from the start"),
     ]

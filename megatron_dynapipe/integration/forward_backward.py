@@ -75,10 +75,9 @@ def run_iteration(
         with reduction, without_timers(config):
             trace = executor.execute(plan)
         if not forward_only and config.finalize_model_grads_func is not None:
-            tokens = passes.tokens.to(device=device, dtype=torch.int)
             config.finalize_model_grads_func(
                 list(models),
-                tokens if config.calculate_per_token_loss else None,
+                passes.tokens.to(torch.int) if config.calculate_per_token_loss else None,
                 pg_collection=groups,
                 force_all_reduce=force_all_reduce,
             )

@@ -85,7 +85,8 @@ class MegatronPasses:
         self._before_backward = before_backward
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self.losses: list[dict[str, torch.Tensor]] = []
-        self.tokens: torch.Tensor = torch.zeros([], dtype=torch.int)
+        # On the device from the start: moving it there later would wait for all passes.
+        self.tokens: torch.Tensor = torch.zeros([], dtype=torch.int, device=next(models[0].parameters()).device)
 
     def load(self, instruction: Load, buffers: BufferTable) -> None:
         """Handler of `Load`."""

@@ -75,7 +75,8 @@ def t5_batch(host: HostMicroBatch, device: torch.device) -> DeviceBatch:
     """What `t5_step` takes: the tokens and labels that the stage has, and every mask, from lengths alone."""
     _, input_length, target_length = host.shape
     assert host.decoder_lengths is not None, "an encoder–decoder batch"
-    input_lengths, decoder_lengths = host.input_lengths.to(device), host.decoder_lengths.to(device)
+    input_lengths, decoder_lengths = _moved(host.input_lengths, device), _moved(host.decoder_lengths, device)
+    assert input_lengths is not None and decoder_lengths is not None
     inputs = T5StageInputs(
         tokens=_moved(host.tokens, device),
         decoder_tokens=_moved(host.decoder_tokens, device),
@@ -96,6 +97,7 @@ def t5_step(
 
 
 def _moved(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """A host tensor on the device, by way of pinned memory: a copy from any other waits for the device's work."""
     if tensor is None or device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

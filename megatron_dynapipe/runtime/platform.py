@@ -7,6 +7,9 @@ from typing import Protocol
 
 import torch
 
+ANCHOR_LASTS_NS = 60 * 10**9
+"""How long a device's clock is taken to keep step with the host's."""
+
 Mark = Callable[[], int]
 """A moment on the device: call it, once the device has passed it, for its time in nanoseconds."""
 
@@ -17,6 +20,10 @@ class DevicePlatform(Protocol):
     @property
     def device(self) -> torch.device:
         """Where this rank's tensors live."""
+        ...
+
+    def align(self) -> None:
+        """Begin a stretch of marks: those that follow are told apart finely for as long as seconds."""
         ...
 
     def mark(self) -> Mark:
@@ -41,6 +48,9 @@ class CpuPlatform:
 
     device = torch.device("cpu")
 
+    def align(self) -> None:
+        """A clock of integers is as fine after a day as at first."""
+
     def mark(self) -> Mark:
         """The monotonic clock, which all processes of a host share."""
         now = time.monotonic_ns()
@@ -61,19 +71,27 @@ class CpuPlatform:
 class CudaPlatform:
     """One CUDA device; time passes on its current stream, so that marks cost no synchronisation.
 
-    Event times are put on the host's monotonic clock through one event recorded beside it at construction; they
-    drift from it by microseconds per second, which matters to pictures of one iteration only.
+    CUDA tells how far two events are apart as a float of milliseconds: a microsecond in ten seconds, but 8 ms in a day.
+    So marks are timed from an event at their stretch's beginning, and that from an anchor whose time on the host's
+    monotonic clock is known. The two clocks drift apart by microseconds per second, which pictures of several ranks
+    would show: an old anchor is replaced.
     """
 
     def __init__(self, index: int | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        self._origin = self._event()
-        torch.cuda.synchronize(self.device)
-        self._origin_ns = time.monotonic_ns()
+        self._stretch = self._anchored(self._event())
+
+    def align(self) -> None:
+        """An event from which marks are timed; waits for the device where the anchor is older than a minute."""
+        start, anchor_ns = self._event(), self._stretch.anchor_ns
+        if time.monotonic_ns() - anchor_ns > ANCHOR_LASTS_NS:
+            self._stretch = self._anchored(start)
+        else:
+            self._stretch = _Stretch(start, self._stretch.anchor, anchor_ns)
 
     def mark(self) -> Mark:
         """A CUDA event on the current stream."""
-        return _CudaMark(self._event(), self._origin, self._origin_ns)
+        return _CudaMark(self._event(), self._stretch)
 
     def has_passed(self, mark: Mark) -> bool:
         """Asks the mark's event."""
@@ -90,6 +108,11 @@ class CudaPlatform:
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
+    @staticmethod
+    def _anchored(event: torch.cuda.Event) -> "_Stretch":
+        event.synchronize()
+        return _Stretch(event, event, time.monotonic_ns())
+
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
@@ -97,16 +120,27 @@ class CudaPlatform:
 
 
 @dataclass(frozen=True, slots=True)
+class _Stretch:
+    """The event at which a stretch of marks begins, and one before it whose time on the host's clock is known."""
+
+    start: torch.cuda.Event
+    anchor: torch.cuda.Event
+    anchor_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class _CudaMark:
-    """An event, and another whose time on the host's clock is known."""
+    """An event, and the stretch that it is in."""
 
     event: torch.cuda.Event
-    origin: torch.cuda.Event
-    origin_ns: int
+    stretch: _Stretch
 
     def __call__(self) -> int:
         self.event.synchronize()
-        return self.origin_ns + int(self.origin.elapsed_time(self.event) * 1e6)
+        stretch = self.stretch
+        start_ns: int = stretch.anchor_ns + round(stretch.anchor.elapsed_time(stretch.start) * 1e6)
+        after_ns: int = round(stretch.start.elapsed_time(self.event) * 1e6)
+        return start_ns + after_ns
 
 
 def platform_of(device: torch.device) -> DevicePlatform:

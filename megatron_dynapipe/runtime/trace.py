@@ -11,6 +11,7 @@ class Trace:
     def __init__(self, platform: DevicePlatform) -> None:
         self._platform = platform
         self._marks: list[tuple[Instruction, Mark, Mark]] = []
+        platform.align()
         self._open: Mark = platform.mark()
 
     def __len__(self) -> int:

@@ -94,6 +94,11 @@ def test_messages_that_there_is_no_way_to_divide(flags, ranks, said, data, tmp_p
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (
+            "--cuda-graph-impl local",
+            "--cuda-graph-impl local cannot be used with DynaPipe: a graph is captured for one",
+        ),
+        ("--enable-cuda-graph", "--enable-cuda-graph cannot be used with DynaPipe: a graph is captured for one shape"),
         ("--iterations-to-skip 3", "an item is a whole planned iteration"),
         ("--micro-batch-size 4", "--micro-batch-size 1"),
         ("--dataloader-type cyclic", "--dataloader-type external"),

@@ -23,6 +23,8 @@ class LaggingDevice:
         self.done = 0
         self.made = 0
 
+    def align(self) -> None: ...
+
     def mark(self) -> Callable[[], int]:
         self.made += 1
         number = self.made

@@ -64,6 +64,7 @@ def measure(part: Part, point: Point, platform: DevicePlatform) -> Sample:
 
 
 def _time_once(forward: Forward, platform: DevicePlatform) -> tuple[int, int]:
+    platform.align()
     begin = platform.mark()
     output = forward()
     middle = platform.mark()
