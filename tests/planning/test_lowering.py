@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.plan.instructions import Backward, Forward, RecvStart, RecvWait, SendWait
+from megatron_dynapipe.plan.instructions import Backward, Forward, RecvStart, RecvWait, SendStart, SendWait
 from megatron_dynapipe.plan.text import format_instruction, parse_stages
 from megatron_dynapipe.plan.verify import verify_lists
 from megatron_dynapipe.planning.lowering import (
@@ -78,7 +78,7 @@ def test_sends_are_waited_for_once_an_answer_proves_them_complete():
         "F0 SEND_F0>1[8x1x4] F1 SEND_F1>1[8x1x4] WAIT_RECV_B0<1 B0 WAIT_RECV_B1<1 B1",
         "WAIT_RECV_F0<0 F0 B0 SEND_B0>0[8x1x4] WAIT_RECV_F1<0 F1 B1 SEND_B1>0[8x1x4]",
     )
-    assert lines(add_send_waits(given)) == [
+    assert lines(add_send_waits(given, pipeline(2, 2))) == [
         "F0 SEND_F0>1[8x1x4] F1 SEND_F1>1[8x1x4] WAIT_RECV_B0<1 WAIT_SEND_F0>1 FREE_OUTPUT0 B0 "
         "WAIT_RECV_B1<1 WAIT_SEND_F1>1 FREE_OUTPUT1 B1",
         "WAIT_RECV_F0<0 F0 B0 SEND_B0>0[8x1x4] WAIT_RECV_F1<0 F1 B1 SEND_B1>0[8x1x4] "
@@ -142,3 +142,30 @@ def test_in_a_steady_pipeline_sends_are_not_kept_to_the_end(micro_batches, ranks
         last_pass = max(i for i, step in enumerate(steps) if isinstance(step, Forward | Backward))
         left = [s for s in steps[last_pass:] if isinstance(s, SendWait)]
         assert len(left) <= 2 * ranks  # what the last forwards and backwards leave
+
+
+@given(
+    micro_batches=st.integers(0, 12),
+    ranks=st.integers(2, 5),
+    chunks=st.integers(1, 3),
+    method=st.sampled_from(sorted(SCHEDULES)),
+)
+def test_forward_only_plans_keep_few_outputs(micro_batches, ranks, chunks, method):
+    problem = random_problem(micro_batches, ranks, chunks=chunks, forward_only=True)
+    lists = lower(SCHEDULES[method](problem), pipeline(ranks, micro_batches, chunks=chunks, forward_only=True))
+    verify_lists(lists, micro_batches=micro_batches, chunks=chunks, forward_only=True)
+    for rank, steps in enumerate(lists):
+        held = most = 0
+        for step in steps:
+            held += isinstance(step, SendStart) and step.peer == rank + 1
+            held -= isinstance(step, SendWait) and step.peer == rank + 1
+            most = max(most, held)
+        assert most <= 4
+
+
+def test_ranks_that_run_forwards_in_different_orders_keep_outputs_to_the_end():
+    order = (tuple(map(Forward, range(8))), tuple(map(Forward, (1, 0, 2, 3, 4, 5, 6, 7))))
+    lists = lower(order, pipeline(2, 8, forward_only=True))
+    verify_lists(lists, micro_batches=8, forward_only=True)
+    last = max(i for i, step in enumerate(lists[0]) if isinstance(step, Forward))
+    assert not any(isinstance(step, SendWait) for step in lists[0][:last])
