@@ -73,7 +73,7 @@ class Watchdog:
                 where = point_at(plan.instructions, place[1])
                 self._tell(
                     f"[{self._name}] no progress for {self._patience_s:g} s at stage {plan.stage}, step {place[1]}: "
-                    f"{where}"
+                    f'{where} (if all stages say so: docs/parallelism.md, "What waits for a whole GPU")'
                 )
 
 

@@ -52,3 +52,33 @@ def test_a_mask_is_made_only_for_attention_that_does_not_know_causality(kind, ex
     attention = kind.__new__(kind)
     torch.nn.Module.__init__(attention)
     assert takes_mask([torch.nn.Sequential(torch.nn.Linear(1, 1), attention)]) is expected
+
+
+def watch(rank: int, world_size: int) -> dict[str, object]:
+    """What a pipeline on a device that needs watching tells its watchdog, and when that ends."""
+    import contextlib
+    import gc
+
+    from megatron_dynapipe.integration import pipeline
+    from tests.integration.layout_ranks import Trainer
+    from tests.integration.layouts import Layout
+
+    seen, ended = [], []
+
+    @contextlib.contextmanager
+    def watched(device, *, deadline_s, rank):
+        yield lambda plan, trace: seen.append((plan.stage, len(trace)))
+        ended.append(deadline_s)
+
+    pipeline.watched = watched
+    trainer = Trainer(Layout(stages=2))
+    trainer.pipeline.step(trainer.batch)
+    before = list(ended)
+    del trainer
+    gc.collect()
+    return {"seen": seen, "before": before, "after": ended}
+
+
+def test_a_pipelines_lists_are_watched_for_as_long_as_it_lives():
+    for rank, found in enumerate(run_ranks(watch, 2)):
+        assert found == {"seen": [(rank, 0)], "before": [], "after": [300.0]}

@@ -8,7 +8,7 @@ import torch
 
 from megatron_dynapipe.plan.instructions import Backward, Forward, Load
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.runtime import PipelineExecutor, Watchdog
+from megatron_dynapipe.runtime import PipelineExecutor, Watchdog, watched
 
 LIST = (Load(0), Forward(0), Backward(0))
 PLAN = StagePlan(stage=1, instructions=LIST, predicted=())
@@ -61,6 +61,14 @@ def test_a_device_that_stands_still_is_spoken_of_once():
     assert len(said) == 1
     assert said[0].startswith("[rank 3] no progress for 0.08 s at stage 1, step 1: ")
     assert "F0" in said[0]
+    assert said[0].endswith('(if all stages say so: docs/parallelism.md, "What waits for a whole GPU")')
+
+
+def test_only_a_rank_on_cuda_is_watched():
+    with watched(torch.device("cpu"), deadline_s=1, rank=0) as watchdog:
+        assert watchdog is None
+    with watched(torch.device("cuda", 0), deadline_s=1, rank=0) as watchdog:
+        assert isinstance(watchdog, Watchdog)
 
 
 def test_a_device_that_has_done_everything_is_not():
