@@ -94,8 +94,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     """
     if not args.use_dynapipe:
         return
-    mends.apply()
     with reported():
+        mends.apply()
         settings = arguments.check(args, ModelFamily.GPT)
         _check_model_flags(args)
         _check_timers(args, on_cpu=cpu.is_enabled())

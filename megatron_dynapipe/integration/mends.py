@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_dynapipe.megatron_version import check_version
+
 
 def with_padding(sharded_state: Callable[..., Any]) -> Callable[..., Any]:
     """`sharded_param_state_fully_reshardable` that finds every parameter's state.
@@ -145,9 +147,14 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 
 def apply() -> None:
-    """Put the mends in force; a second call changes nothing."""
+    """Put the mends in force; a second call changes nothing.
+
+    Raises:
+        UnsupportedMegatronError: Megatron is not of a known version.
+    """
     if _originals:
         return
+    check_version()
     owner = getattr(importlib.import_module(MODULE), CLASS)
     for mend in MENDS:
         _originals[mend.name] = getattr(owner, mend.name)

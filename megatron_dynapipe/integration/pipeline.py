@@ -89,6 +89,7 @@ class Pipeline:
 
     Raises:
         ConfigError: the planner's layout is not that of the models, or the configuration has no per-token loss.
+        UnsupportedMegatronError: Megatron is not of a known version.
     """
 
     def __init__(

@@ -116,6 +116,7 @@ LAYOUTS = {
     "t5 1x2x4": layout("t5", stages=2, replicas=4, layer_overhead_us=0.0),
     "t5 1x8x1, recompute mixed": layout("t5", depth=8, stages=8, recompute=MIXED),
     "t5 1x8x1, layers 1+1+2+1+1+2+1+1": layout("t5", depth=10, stages=8, split=(1, 1, 2, 1, 1, 2, 1, 1)),
+    "t5 1x7x1, layers 1+1+1+2+1+1+1": layout("t5", depth=8, stages=7, split=(1, 1, 1, 2, 1, 1, 1)),
     "t5 1x6x1, layers 1+2+1+2+1+1": layout("t5", depth=8, stages=6, split=(1, 2, 1, 2, 1, 1)),
 }
 HALF = {

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe import megatron_version
+from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
 from megatron_dynapipe.integration import guest, mends, seam
 from tests.helpers.megatron_wheels import VERSIONS, source
 from tests.helpers.processes import run_ranks
@@ -45,6 +46,13 @@ def switch(*, rank: int, world_size: int) -> list[bool]:
 
 def test_mends_come_and_go_with_the_seam():
     assert run_ranks(switch, 1) == [[False, True, True, False]]
+
+
+def test_an_unknown_megatron_is_left_alone(monkeypatch):
+    monkeypatch.setattr(megatron_version, "find_version", lambda: "0.99.0")
+    with pytest.raises(UnsupportedMegatronError, match=r"found 0\.99\.0"):
+        mends.apply()
+    assert not mends._originals
 
 
 def refuse(*_: object) -> None:
