@@ -1,9 +1,10 @@
 """How good the cost models are: every figure from one command.
 
-    python benchmarks/cost_accuracy/run.py --output FOLDER [--published ../shared/data/a100]
+    python benchmarks/cost_accuracy/run.py --output FOLDER [--models t5] [--published ../shared/data/a100]
 
 Published profiles: a random quarter of the points predicts the rest; the analytic model, calibrated on five points.
-This machine: profiles of the two demo models, then planned iterations over two stages, predicted against measured.
+This machine: profiles of the two demo models, then planned iterations over two stages, predicted against measured; in
+eight minutes, with fewer iterations on a slow machine.
 """
 
 import argparse
@@ -27,6 +28,8 @@ from megatron_dynapipe.units import ModelFamily, Recompute, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(5)
+STARTING_MINUTES = 0.4
+"""Of one model's iterations: starting, warming up, counting memory."""
 PUBLISHED: dict[str, tuple[ModelShape, list[tuple[str, Shape]]]] = {
     "gpt_6.7b": (
         ModelShape(family=ModelFamily.GPT, hidden=4096, heads=32, kv_channels=128, ffn=16384, vocabulary=50304),
@@ -57,18 +60,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--published", type=Path, default=ROOT.parent / "shared/data/a100", metavar="FOLDER")
-    parser.add_argument("--budget-minutes", type=float, default=2.0, help="of each profile")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all of it (%(default)s)")
+    parser.add_argument("--budget-minutes", type=float, default=1.0, help="of each profile (%(default)s)")
     parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--learned-iterations", type=int, default=10)
     parser.add_argument("--global-batch-size", type=int, default=24, help="smaller than the demo's: many iterations")
-    parser.add_argument("--models", default="t5,gpt")
+    parser.add_argument("--models", default="t5,gpt", help="(%(default)s)")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Any] = {}
     for name in PUBLISHED if args.published.is_dir() else ():
         figures[name] = published(args.published / f"{name}.json", name)
         report(name, figures[name])
-    for model in filter(None, args.models.split(",")):
-        figures[model] = this_machine(model, args)
+    models = [model for model in args.models.split(",") if model]
+    for model in models:
+        figures[model] = this_machine(model, args, args.minutes / len(models))
         report(f"demo {model}", figures[model])
     (args.output / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
@@ -108,18 +114,23 @@ def analytic_errors(file: CostFile, shape: ModelShape, rates: Any) -> dict[str, 
     return {quantity: float(np.median(np.concatenate(found))) for quantity, found in errors.items()}
 
 
-def this_machine(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Profile a demo model here, then compare predictions with real iterations over two stages."""
-    flags = ["--", "--dynapipe-config", str(ROOT / f"configs/demo_{model}.yaml")]
+def this_machine(model: str, args: argparse.Namespace, minutes: float) -> dict[str, Any]:
+    """Profile a demo model here, then compare predictions with real iterations over two stages.
+
+    Two ranks measure at the same time, as two will train: what they share, caches and memory, costs both then.
+    """
+    flags = ["--", "--dynapipe-config", str(ROOT / f"configs/demo_{model}.yaml"), "--dynapipe-limit-rc-type", "none"]
     flags += ["--global-batch-size", str(args.global_batch_size)]
     file = args.output / f"{model}.json"
     started = time.monotonic()
-    profile = ["-m", "megatron_dynapipe", "profile", "--model", model, "--output", str(file)]
-    call([sys.executable, *profile, "--budget-minutes", str(args.budget_minutes), *flags])
-    seconds = time.monotonic() - started
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    profile = ["-m", "megatron_dynapipe", "profile", "--model", model, "--output", str(file), "--recompute", "none"]
+    call([*ranks, *profile, "--budget-minutes", str(args.budget_minutes), *flags])
+    seconds = time.monotonic() - started
     script = [str(ROOT / "benchmarks/cost_accuracy/iterations.py"), "--model", model, "--cost-model", str(file)]
-    printed = call([*ranks, *script, "--iterations", str(args.iterations), *flags])
+    left = max(minutes - seconds / 60 - STARTING_MINUTES, 0.1)
+    counts = ["--iterations", str(args.iterations), "--learned-iterations", str(args.learned_iterations)]
+    printed = call([*ranks, *script, *counts, "--minutes", f"{left:.2f}", *flags])
     figures: dict[str, Any] = {"profile_seconds": seconds, **json.loads(printed.splitlines()[-1])}
     return figures
 

@@ -37,7 +37,7 @@ from megatron_dynapipe.integration.steps import gpt_batch, gpt_step, t5_batch, t
 from megatron_dynapipe.integration.transport import open_transport
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.runtime import PipelineExecutor, platform_of, watched
+from megatron_dynapipe.runtime import PipelineExecutor, Trace, platform_of, watched
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily
 
@@ -56,7 +56,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one iteration came to, the same on every rank.
+    """What one iteration came to, the same on every rank but for the trace.
 
     Attributes:
         loss: mean over the target tokens of the global batch.
@@ -64,6 +64,7 @@ class StepResult:
         overflowed: the gradients were not finite (fp16), so that no rank changed its weights.
         gradient_norm: before clipping; None where nothing was computed: evaluation, overflow.
         plan: what was run.
+        trace: when this rank's instructions ran.
     """
 
     loss: float
@@ -71,6 +72,7 @@ class StepResult:
     overflowed: bool
     gradient_norm: float | None
     plan: IterationPlan
+    trace: Trace
 
 
 class Pipeline:
@@ -86,6 +88,10 @@ class Pipeline:
         seed: of dropouts.
         first_iteration: number of the first step, for a run that is resumed.
         timeout_s: deadline of every transfer.
+
+    Attributes:
+        iteration: number of the next step.
+        planner: plans the next steps; may be replaced, on all ranks, by one of the same layout with other costs.
 
     Raises:
         ConfigError: the planner's layout is not that of the models, or the configuration has no per-token loss.
@@ -103,7 +109,7 @@ class Pipeline:
         first_iteration: int = 0,
         timeout_s: float = 300.0,
     ) -> None:
-        self._models, self._optimizer, self._planner = models, optimizer, planner
+        self._models, self._optimizer, self.planner = models, optimizer, planner
         self._config = get_model_config(models[0])
         self._check()
         mends.apply()
@@ -132,11 +138,18 @@ class Pipeline:
         self.iteration = first_iteration
         self._configure()
 
-    def step(self, batch: Sequence[Sample]) -> StepResult:
+    def plan(self, batch: Sequence[Sample], *, forward_only: bool = False) -> IterationPlan:
+        """The next step's plan for a global batch; raises as `step`."""
+        return self.planner.plan(
+            global_batch(batch, self._family, self.iteration), self.iteration, forward_only=forward_only
+        )
+
+    def step(self, batch: Sequence[Sample], plan: IterationPlan | None = None) -> StepResult:
         """Plan a global batch, run it, reduce the gradients and update the weights.
 
         Args:
             batch: every sample of the iteration, the same on all ranks.
+            plan: made by `plan` of this batch before, on all ranks; None plans now.
 
         Raises:
             ConfigError: there is no optimizer.
@@ -148,7 +161,7 @@ class Pipeline:
         for model in self._models:
             model.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
         self._optimizer.zero_grad()
-        result = self.run(batch)
+        result = self.run(batch, plan)
         updated, norm, _ = self._optimizer.step()
         return StepResult(
             loss=result.loss,
@@ -156,6 +169,7 @@ class Pipeline:
             overflowed=not updated,
             gradient_norm=None if norm is None else float(norm),
             plan=result.plan,
+            trace=result.trace,
         )
 
     def evaluate(self, batch: Sequence[Sample]) -> StepResult:
@@ -169,17 +183,24 @@ class Pipeline:
             for model in self._models:
                 model.train()
 
-    def run(self, batch: Sequence[Sample], *, forward_only: bool = False, force_all_reduce: bool = False) -> StepResult:
+    def run(
+        self,
+        batch: Sequence[Sample],
+        plan: IterationPlan | None = None,
+        *,
+        forward_only: bool = False,
+        force_all_reduce: bool = False,
+    ) -> StepResult:
         """Plan and run a global batch; gradients are added to the models' buffers, reduced and divided by tokens.
 
         Args:
             batch: every sample of the iteration, the same on all ranks.
+            plan: as in `step`.
             forward_only: no backward passes.
             force_all_reduce: whole gradients on every replica, also with the distributed optimizer.
         """
-        plan = self._planner.plan(
-            global_batch(batch, self._family, self.iteration), self.iteration, forward_only=forward_only
-        )
+        if plan is None:
+            plan = self.plan(batch, forward_only=forward_only)
         replica = plan.replicas[self._replica]
         collate = Collator(needs=self._needs, reader=_Reader(batch), special=self._tokens)
 
@@ -201,14 +222,16 @@ class Pipeline:
         if not forward_only:
             self.iteration += 1
         loss, tokens = self._reduce(result.losses)
-        return StepResult(loss=loss / tokens, tokens=tokens, overflowed=False, gradient_norm=None, plan=plan)
+        return StepResult(
+            loss=loss / tokens, tokens=tokens, overflowed=False, gradient_norm=None, plan=plan, trace=result.trace
+        )
 
     @property
     def _family(self) -> ModelFamily:
-        return self._planner.settings.family
+        return self.planner.settings.family
 
     def _check(self) -> None:
-        settings = self._planner.settings
+        settings = self.planner.settings
         wanted = (settings.data_parallel, settings.tensor_parallel, settings.pipeline_parallel, settings.chunks)
         there = (
             parallel_state.get_data_parallel_world_size(),

@@ -87,7 +87,7 @@ def train(rank: int, world_size: int, layout: dict, steps: int = 5, **where: str
     trainer = Trainer(as_layout(layout), **where)
     loss, gradients = trainer.gradients()
     results = [trainer.pipeline.step(trainer.batch) for _ in range(steps)]
-    plan = trainer.pipeline._planner.plan(global_batch(trainer.batch, trainer.layout.kind, 0), 0)
+    plan = trainer.pipeline.planner.plan(global_batch(trainer.batch, trainer.layout.kind, 0), 0)
     return {
         "loss": loss,
         "gradients": gradients,
@@ -143,7 +143,7 @@ def replay(rank: int, world_size: int, layout: dict, modes: list[list[str]]) -> 
     trainer = Trainer(as_layout(layout))
     results = []
     for wanted in modes:
-        trainer.pipeline._planner.modes = tuple(map(Recompute, wanted))
+        trainer.pipeline.planner.modes = tuple(map(Recompute, wanted))
         loss, gradients = trainer.gradients()
         results.append({"loss": loss, "gradients": gradients})
     trainer.pipeline.iteration += 1
@@ -181,6 +181,21 @@ def evaluate(rank: int, world_size: int, layout: dict) -> dict[str, object]:
         "second": losses[1],
         "training": all(model.training for model in trainer.models),
         "untouched": trainer.pipeline.iteration == 0 and not any(buffer.any() for buffer in buffers),
+    }
+
+
+def planned_before(rank: int, world_size: int, layout: dict) -> dict[str, object]:
+    """A batch run by a plan made before, and by one made in the step."""
+    trainer = Trainer(as_layout(layout))
+    plan = trainer.pipeline.plan(trainer.batch)
+    given = trainer.pipeline.run(trainer.batch, plan)
+    trainer.pipeline.iteration = 0
+    made = trainer.pipeline.run(trainer.batch)
+    passes = [event.instruction for event in given.trace.events()]
+    return {
+        "same_plan": given.plan is plan and made.plan == plan,
+        "losses": (given.loss, made.loss),
+        "ran_the_list": passes == list(plan.replicas[0].stages[rank].instructions),
     }
 
 

@@ -33,6 +33,12 @@ def test_evaluation_gives_the_loss_and_leaves_gradients_and_masks_alone():
         assert result["training"] and result["untouched"]
 
 
+def test_a_batch_can_be_planned_before_it_is_run():
+    for result in run_ranks(call, 2, {"function": "planned_before", "layout": layout("gpt", stages=2)}):
+        first, second = result["losses"]
+        assert first == second and result["same_plan"] and result["ran_the_list"]
+
+
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [

@@ -59,8 +59,9 @@ def profile(
             modes=modes,
             within=_range(setup),
             most_positions=most_positions,
-            platform=clock_of(setup.device),
+            platform=clock_of(setup.device, shared=tensor_parallel > 1),
             journal=journal,
+            shared=tensor_parallel > 1,
         )
         links = measure_links(setup.device)
         spent = time.monotonic() - started

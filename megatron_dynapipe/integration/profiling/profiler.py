@@ -37,6 +37,7 @@ class Profiler:
         most_positions: of one micro-batch that is measured.
         platform: the device's clock.
         journal: keeps the measurements; those found in it are not repeated.
+        shared: whether ranks share the layers.
     """
 
     parts: Mapping[str, Part]
@@ -45,6 +46,7 @@ class Profiler:
     most_positions: int
     platform: DevicePlatform
     journal: Journal
+    shared: bool = False
     grids: dict[Surface, AdaptiveGrid] = field(default_factory=dict)
     measurements: list[Measurement] = field(default_factory=list)
 
@@ -89,7 +91,7 @@ class Profiler:
         if name in ("encoder", "decoder"):
             part.set_recompute(mode)
         try:
-            sample: Sample | None = measure(part, point, self.platform)
+            sample: Sample | None = measure(part, point, self.platform, shared=self.shared)
         except torch.OutOfMemoryError:
             sample = None
         values = _over_ranks(sample)
