@@ -1,6 +1,6 @@
 """How fast ordering, partition and balance are, and how good the cuts, against the published planner.
 
-    python benchmarks/planning/core.py [--shared FOLDER] [--large] [--quality]
+    python benchmarks/planning/core.py [--shared FOLDER] [--settings t5:1,4,2 …] [--large] [--quality]
 
 One core. Times are medians of processor time; ratios are the published planner's whole planning time over ours for the
 same batch and layout (its figures are in the shared data). `--quality` holds objectives against the published order and
@@ -34,10 +34,10 @@ MODELS = {
     ModelFamily.GPT: ("gpt_6.7b.json", {"encoder_layers": 32, "hidden_size": 4096}),
     ModelFamily.T5: ("t5_11b.json", {"encoder_layers": 24, "decoder_layers": 24, "hidden_size": 1024}),
 }
-LAYOUTS = {
-    ModelFamily.GPT: [(1, 1, 8), (1, 2, 4), (2, 1, 4), (4, 2, 4)],
-    ModelFamily.T5: [(1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 2, 2)],
-}
+SETTINGS = (
+    *("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "gpt:4,2,4"),
+    *("t5:1,1,8", "t5:1,2,4", "t5:1,4,2", "t5:2,2,2"),
+)
 MEMORY_BYTES = 36_000_000_000
 
 
@@ -45,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     beside = Path(__file__).resolve().parents[3] / "shared"
     parser.add_argument("--shared", type=Path, default=beside, help="the folder of shared data")
+    parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
     parser.add_argument("--large", action="store_true", help="also batches of 262,144 and 1,048,576 tokens")
     parser.add_argument("--quality", action="store_true", help="objectives against the published order and partition")
     parser.add_argument("--repeat", type=int, default=5)
@@ -54,26 +55,27 @@ def main() -> None:
         (r["model"], r["data_parallel"], r["tensor_parallel"], r["pipeline_parallel"], r["batch"]): r
         for r in json.loads((data / "published" / "planner.json").read_text())["results"]
     }
-    for family, layouts in LAYOUTS.items():
+    for setting in args.settings:
+        model, _, numbers = setting.partition(":")
+        family = ModelFamily(model)
+        data_parallel, tensor_parallel, pipeline_parallel = layout = tuple(map(int, numbers.split(",")))
         file, shape = MODELS[family]
-        cost_model = TableCostModel.load(data / "a100" / file)
+        settings = PlannerSettings(
+            family=family,
+            data_parallel=data_parallel,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            memory_limit_bytes=MEMORY_BYTES,
+            distributed_optimizer=True,
+            **shape,
+        )
+        planner = Planner(settings, TableCostModel.load(data / "a100" / file))
         named = read_batches(data / "batches" / "flan_like.json", family)
-        for layout in layouts:
-            settings = PlannerSettings(
-                family=family,
-                data_parallel=layout[0],
-                tensor_parallel=layout[1],
-                pipeline_parallel=layout[2],
-                memory_limit_bytes=MEMORY_BYTES,
-                distributed_optimizer=True,
-                **shape,
-            )
-            planner = Planner(settings, cost_model)
-            for tokens in (65536, 262144, 1048576) if args.large else (65536,):
-                chosen = [batch for batch in named if f"-t{tokens}-" in batch.id]
-                speed(planner, layout, tokens, chosen, published, args.repeat)
-                if args.quality and tokens == 65536:
-                    quality(planner, chosen)
+        for tokens in (65536, 262144, 1048576) if args.large else (65536,):
+            chosen = [batch for batch in named if f"-t{tokens}-" in batch.id]
+            speed(planner, layout, tokens, chosen, published, args.repeat)
+            if args.quality and tokens == 65536:
+                quality(planner, chosen)
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
 
 

@@ -1,12 +1,15 @@
 """Full planning, order to verified plan, held against the published planner on the same batches.
 
     python benchmarks/planning/full.py [--shared FOLDER] [--tokens 65536] [--settings t5:1,1,8 …] [--split auto]
+        [--markdown]
 
 Every setting's batches are planned by `megatron-dynapipe plan --json` in one process on one core, and scored by the
 shared tool `score_plans.py`, which rebuilds time and memory from the cost model file alone. Columns:
 
-    ms          median planning time of a batch        verify   verify's share of it
-    faster      geometric mean over batches of the published planner's planning time to ours
+    ms          median planning time of a batch, order to encoded plan, wall-clock
+    CPU ms      the same in processor time, which other work on the machine changes less
+    verify      median share of that time that proving the plan takes
+    faster      geometric mean over batches of the published planner's planning time to ours (wall-clock)
     ratio, min  predicted tokens per second to the published planner's: geometric mean, worst batch
     idle        mean share of device time in which no pass runs
     bound       mean of bound over plan: for each stage its work and the least fill and drain around it, the largest
@@ -23,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,8 +45,8 @@ SETTINGS = (
     *("t5:1,1,8", "t5:1,2,4", "t5:1,4,2", "t5:1,8,1", "t5:2,2,2"),
 )
 SPLIT_FROM_TOKENS = 262_144
-COLUMNS = ("setting", "batches", "ms", "verify", "faster", "ratio", "min", "idle", "bound")
-WIDTHS = (-12, 7, 7, 6, 7, 6, 6, 5, 5)
+COLUMNS = ("setting", "batches", "ms", "CPU ms", "verify", "faster", "ratio", "worst", "idle", "bound")
+WIDTHS = (-12, 7, 7, 7, 6, 7, 6, 6, 5, 6)
 
 
 def main() -> None:
@@ -52,12 +56,13 @@ def main() -> None:
     parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
     parser.add_argument("--split", choices=("equal", "auto"), default="equal", help="layers per stage")
     parser.add_argument("--evaluations", type=int, help="of the search; default: the planner's")
+    parser.add_argument("--markdown", action="store_true", help="print rows of the README's tables")
     args = parser.parse_args()
     every = json.loads((args.shared / "data/batches/flan_like.json").read_text())["batches"]
     results = json.loads((args.shared / "data/published/planner.json").read_text())["results"]
-    print(
-        " ".join(f"{name:{'<' if width < 0 else '>'}{abs(width)}}" for name, width in zip(COLUMNS, WIDTHS, strict=True))
-    )
+    _print(COLUMNS, args.markdown)
+    if args.markdown:
+        print("|---" * len(COLUMNS) + "|")
     rows: dict[str, list[dict]] = {model: [] for model in MODELS}
     for setting in args.settings:
         model, _, layout = setting.partition(":")
@@ -73,10 +78,10 @@ def main() -> None:
         for row in planned:
             row["published"] = known[row["id"]]
         rows[model] += planned
-        print(_line(setting, planned), flush=True)
+        _row(setting, planned, args.markdown)
     for model, planned in rows.items():
         if any("error" not in row for row in planned):
-            print(_line(f"all {model}", [row for row in planned if "error" not in row]))
+            _row(f"all {model}", [row for row in planned if "error" not in row], args.markdown)
 
 
 def _groups(batches: list[dict], split: str) -> list[list[dict]]:
@@ -121,9 +126,10 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
         score += ["--dp", data, "--tp", tensor, "--pp", pipeline, "--memory-mb", str(MEMORY_MB)]
         scored = subprocess.run(score, check=False, capture_output=True, text=True)
         lines = [json.loads(line) for line in scored.stdout.splitlines() if line.startswith("{")]
-        seconds = {plan["id"]: plan["planning_seconds"] for plan in json.loads(planned.stdout)["iterations"]}
+        iterations = {plan["id"]: plan for plan in json.loads(planned.stdout)["iterations"]}
     for line in lines:
-        line["seconds"] = seconds[line["id"]]
+        line["seconds"] = iterations[line["id"]]["planning_seconds"]
+        line["processor_seconds"] = iterations[line["id"]]["planning_processor_seconds"]
     return lines
 
 
@@ -131,22 +137,34 @@ def _write(path: Path, batches: list[dict]) -> None:
     path.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": batches}))
 
 
-def _line(name: str, rows: list[dict]) -> str:
+def _row(name: str, rows: list[dict], markdown: bool) -> None:
     planned = [row for row in rows if "error" not in row]
     compared = [row for row in planned if "ratio" in row]
-    failed = [f"\n    {row['id']}: {row['error']}" for row in rows if "error" in row]
-    counts = f"{len(planned)}/{len(rows)}"
-    if not planned:
-        return f"{name:12} {counts:>7}" + "".join(failed)
-    milliseconds = statistics.median(row["seconds"]["total"] * 1e3 for row in planned)
-    verify = sum(row["seconds"]["verify"] for row in planned) / sum(row["seconds"]["total"] for row in planned)
-    faster = _geometric([row["published"]["planning_seconds"] / row["seconds"]["total"] for row in compared])
-    ratios = [row["ratio"] for row in compared]
-    idle = statistics.mean(1 - row["busy"] for row in planned)
-    bound = statistics.mean(row["of_bound"] for row in planned)
-    line = f"{name:12} {counts:>7} {milliseconds:7.1f} {verify:6.1%} {faster:7.1f} {_geometric(ratios):6.3f} "
-    line += f"{min(ratios, default=math.nan):6.3f} {idle:5.1%} {bound:5.1%}"
-    return line + "".join(failed)
+    cells = [name, f"{len(planned)}/{len(rows)}"]
+    if planned:
+        ratios = [row["ratio"] for row in compared]
+        faster = _geometric([row["published"]["planning_seconds"] / row["seconds"]["total"] for row in compared])
+        cells += [
+            f"{statistics.median(row['seconds']['total'] for row in planned) * 1e3:.1f}",
+            f"{statistics.median(row['processor_seconds'] for row in planned) * 1e3:.1f}",
+            f"{statistics.median(row['seconds']['verify'] / row['seconds']['total'] for row in planned):.1%}",
+            f"{faster:.0f}",
+            f"{_geometric(ratios):.3f}",
+            f"{min(ratios, default=math.nan):.3f}",
+            f"{statistics.mean(1 - row['busy'] for row in planned):.1%}",
+            f"{statistics.mean(row['of_bound'] for row in planned):.1%}",
+        ]
+    _print(cells, markdown)
+    for row in rows:
+        if "error" in row:
+            print(f"    {row['id']}: {row['error']}", file=sys.stderr)
+
+
+def _print(cells: Sequence[str], markdown: bool) -> None:
+    if markdown:
+        print("| " + " | ".join(cells) + " |", flush=True)
+    else:
+        print(" ".join(f"{c:{'<' if w < 0 else '>'}{abs(w)}}" for c, w in zip(cells, WIDTHS, strict=False)), flush=True)
 
 
 def _geometric(values: list[float]) -> float:

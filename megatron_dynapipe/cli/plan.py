@@ -33,7 +33,6 @@ def run(args: argparse.Namespace) -> int:
     import msgspec
 
     from megatron_dynapipe.cost import TableCostModel
-    from megatron_dynapipe.plan.codec import encode
     from megatron_dynapipe.planning.planner import Planner
 
     cost_model = TableCostModel.load(args.cost_model)
@@ -41,12 +40,12 @@ def run(args: argparse.Namespace) -> int:
     batches = chosen_batches(args)
     iterations = []
     for number, batch in enumerate(batches):
-        entry, plan = _planned(planner, batch, number)
+        entry, encoded = _planned(planner, batch, number)
         iterations.append(entry)
         if not args.json:
             print(_line(entry), flush=True)
-        if args.output is not None and plan is not None:
-            _write(args.output / f"{batch.id}.plan", encode(plan))
+        if args.output is not None and encoded is not None:
+            _write(args.output / f"{batch.id}.plan", encoded)
         if sys.stderr.isatty():
             print(f"planned {number + 1} of {len(batches)}", end="\r", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
@@ -56,30 +55,34 @@ def run(args: argparse.Namespace) -> int:
     return 0 if any(entry["error"] is None for entry in iterations) else 1
 
 
-def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> "tuple[dict[str, Any], IterationPlan | None]":
-    """The batch's entry in the report, and its plan, if there is one."""
-    from megatron_dynapipe.plan.codec import digest
+def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[dict[str, Any], bytes | None]:
+    """The batch's entry in the report, and its encoded plan, if there is one."""
+    from megatron_dynapipe.plan.codec import digest, encode
 
-    start = time.perf_counter()
+    start, processor_start = time.perf_counter(), time.process_time()
     try:
         plan, seconds = planner.plan_timed(batch.global_batch(iteration), iteration)
     except (PlanningError, DataError) as error:
         seconds = {"total": time.perf_counter() - start}
         return _entry(batch, seconds) | {"error": error.message}, None
+    encoded = encode(plan)
     seconds["total"] = time.perf_counter() - start
+    processor_seconds = time.process_time() - processor_start
     totals = plan.totals
     return _entry(batch, seconds) | {
+        "planning_processor_seconds": processor_seconds,
         "predicted_ms": totals.predicted_ns / 1e6,
         "padding_efficiency": totals.real_tokens / totals.padded_positions,
         "digest": digest(plan),
         "replicas": _replicas(plan, planner.layout.layers_per_stage),
-    }, plan
+    }, encoded
 
 
 def _entry(batch: "NamedBatch", seconds: dict[str, float]) -> dict[str, Any]:
     return {
         "id": batch.id,
         "planning_seconds": {phase: seconds.get(phase, 0.0) for phase in (*PHASES, "total")},
+        "planning_processor_seconds": None,
         "predicted_ms": None,
         "padding_efficiency": None,
         "digest": None,
