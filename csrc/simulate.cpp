@@ -71,7 +71,8 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
     return run;
 }
 
-ListScheduler::ListScheduler(const PipelineShape& shape) : shape_(shape), stages_(shape.stages) {}
+ListScheduler::ListScheduler(const PipelineShape& shape)
+    : shape_(shape), stages_(shape.stages), starts_(shape.stages) {}
 
 // Sets the stages up; false where a micro-batch does not fit, or fill, work and drain of a stage reach the bound.
 bool ListScheduler::begin(const std::vector<const PassCosts*>& costs, int64_t bound) {
@@ -85,7 +86,8 @@ bool ListScheduler::begin(const std::vector<const PassCosts*>& costs, int64_t bo
             if (shape_.peak_covers_backward) above = std::max(above, cost->peak[s] - cost->stored[s]);
         }
         if (peak > room || fill + work + drain >= bound) return false;
-        stages_[s] = {0, shape_.model_state[s], work, above, drain, 0, 0, kUnreachable, true};
+        stages_[s] = {0, shape_.model_state[s], work, above, drain, 0, 0, true};
+        starts_[s] = kUnreachable;
         fill += costs.front()->forward[s] + costs.front()->forward_transfer[s];
         if (!shape_.forward_only && s + 1 < shape_.stages)
             drain += costs.back()->backward[s] + costs.back()->backward_transfer[s + 1];
@@ -106,33 +108,36 @@ int64_t ListScheduler::run(const std::vector<const PassCosts*>& costs, const Pol
     choose(0, costs, policy);
     int64_t makespan = 0;
     for (int64_t left = ranks * count * kinds; left > 0; --left) {
-        int64_t s = 0;
-        for (int64_t other = 1; other < ranks; ++other)
-            if (stages_[other].start < stages_[s].start) s = other;
+        int64_t s = 0, start = starts_[0];
+        for (int64_t other = 1; other < ranks; ++other) {
+            const bool earlier = starts_[other] < start;
+            s = earlier ? other : s;
+            start = earlier ? starts_[other] : start;
+        }
         Stage& stage = stages_[s];
-        if (stage.start >= kUnreachable) return kUnreachable;  // strict, and short of memory upstream
+        if (start >= kUnreachable) return kUnreachable;  // strict, and short of memory upstream
         if (forwards) (*forwards)[s * count * kinds + stage.forwards + stage.backwards] = stage.next_is_forward;
         if (stage.next_is_forward) {
             const int64_t k = stage.forwards++;
             const PassCosts& cost = *costs[k];
-            stage.free = stage.start + cost.forward[s];
+            stage.free = start + cost.forward[s];
             stage.work_left -= cost.forward[s];
             if (!shape_.forward_only) stage.held += cost.stored[s];
             if (s + 1 < ranks) {
                 input_ready_[(s + 1) * count + k] = stage.free + cost.forward_transfer[s];
-                choose(s + 1, costs, policy);
+                if (stages_[s + 1].forwards == k) choose(s + 1, costs, policy);  // else it waits for something else
             } else {
                 gradient_ready_[s * count + k] = stage.free;
             }
         } else {
             const int64_t k = stage.backwards++;
             const PassCosts& cost = *costs[k];
-            stage.free = stage.start + cost.backward[s];
+            stage.free = start + cost.backward[s];
             stage.work_left -= cost.backward[s];
             stage.held -= cost.stored[s];
             if (s > 0) {
                 gradient_ready_[(s - 1) * count + k] = stage.free + cost.backward_transfer[s];
-                choose(s - 1, costs, policy);
+                if (stages_[s - 1].backwards == k) choose(s - 1, costs, policy);
             }
         }
         if (stage.free + stage.work_left + stage.drain >= bound) return kUnreachable;
@@ -162,7 +167,7 @@ void ListScheduler::choose(int64_t s, const std::vector<const PassCosts*>& costs
         stage.backwards < (s + 1 < ranks ? stages_[s + 1].backwards : stage.forwards))
         backward = std::max(stage.free, gradient_ready_[s * count + stage.backwards]);
     stage.next_is_forward = forward < backward || (forward == backward && policy.rule == Rule::kForwardFirst);
-    stage.start = std::min(forward, backward);
+    starts_[s] = std::min(forward, backward);
 }
 
 }  // namespace dynapipe

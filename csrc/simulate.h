@@ -70,7 +70,6 @@ private:
         int64_t above;                // room that every backward finds
         int64_t drain;                // the least time from the stage's last pass to the iteration's end
         int64_t forwards, backwards;  // that have run
-        int64_t start;                // of the pass to run next
         bool next_is_forward;
     };
 
@@ -79,6 +78,7 @@ private:
 
     const PipelineShape& shape_;
     std::vector<Stage> stages_;
+    std::vector<int64_t> starts_;  // [stages] of the pass to run next; apart, since every step looks through them
     std::vector<int64_t> input_ready_, gradient_ready_;  // [stages][micro-batches]
 };
 

@@ -53,7 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--split-from", type=Path, metavar="BATCHES", help="other lengths to choose an auto split from")
     parser.add_argument("--max-seq-len", type=_positive, metavar="N", help="truncate longer inputs and targets")
-    parser.add_argument("--search-evaluations", type=int, metavar="N", help="schedules tried per batch")
+    parser.add_argument(
+        "--search-evaluations",
+        type=int,
+        metavar="N",
+        help="schedules tried per batch; default: fewer where there are more micro-batches",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search")
     parser.add_argument("--limit", type=_positive, metavar="K", help="only the first K batches")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -28,7 +28,7 @@ from megatron_dynapipe.planning.prove import prove
 from megatron_dynapipe.planning.samples import BoolArray, Samples, explain_infeasible, fits_alone
 from megatron_dynapipe.planning.schedules import Schedule, ScheduleSettings, predict, schedule
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
-from megatron_dynapipe.planning.search import search
+from megatron_dynapipe.planning.search import default_evaluations, search
 from megatron_dynapipe.planning.search_problem import SearchProblem
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
@@ -221,7 +221,10 @@ class Planner:
             peak_covers_backward=self._peak_covers_backward,
         )
         enough = [cut for cut in cuts if len(cut.sizes) >= s.data_parallel]  # every replica gets a micro-batch
-        replicas = search(problem, enough, evaluations=s.schedule.search_evaluations, seed=s.schedule.seed)
+        evaluations = s.schedule.search_evaluations
+        if evaluations is None:
+            evaluations = default_evaluations(enough, replicas=s.data_parallel, chunks=self.layout.chunks)
+        replicas = search(problem, enough, evaluations=evaluations, seed=s.schedule.seed)
         if not replicas:
             return None
         members = [order[first : first + size] for r in replicas for first, size in zip(r.firsts, r.sizes, strict=True)]

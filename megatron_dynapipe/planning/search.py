@@ -41,6 +41,11 @@ from megatron_dynapipe.planning.schedules.list_scheduling import order_of
 from megatron_dynapipe.planning.search_in_python import Found, search_in_python
 from megatron_dynapipe.planning.search_problem import SearchProblem
 
+BUDGET = 150_000
+"""Micro-batches on chunks that a search schedules by default, on all ranks."""
+LEAST, MOST = 1000, 8000
+"""Evaluations by default, however many or few micro-batches there are."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FoundReplica:
@@ -52,6 +57,12 @@ class FoundReplica:
     modes: IntArray
     order: tuple[tuple[Pass, ...], ...]
     """Passes per rank; micro-batches are numbered as they enter."""
+
+
+def default_evaluations(cuts: Sequence[Cut], *, replicas: int, chunks: int) -> int:
+    """Evaluations that take about the same time whatever the batch: fewer where each has more passes to schedule."""
+    most = max((len(cut.sizes) for cut in cuts), default=0)
+    return max(LEAST, min(MOST, BUDGET * replicas // max(most * chunks, 1)))
 
 
 def search(problem: SearchProblem, cuts: Sequence[Cut], *, evaluations: int, seed: int) -> list[FoundReplica]:

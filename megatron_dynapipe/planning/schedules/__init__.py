@@ -28,15 +28,16 @@ class ScheduleSettings:
 
     method: str = "adaptive"
     """A name in `SCHEDULES`."""
-    search_evaluations: int = 2500
-    """Schedules that the adaptive method may try per iteration, besides those it begins with; see `planning.search`."""
+    search_evaluations: int | None = None
+    """Schedules that the adaptive method may try per iteration, besides those it begins with; None: as many as take
+    about the same time whatever the batch, see `planning.search.default_evaluations`."""
     seed: int = 0
     """Of the search."""
 
     def __post_init__(self) -> None:
         if self.method not in SCHEDULES:
             raise ConfigError(f"expected a schedule among {', '.join(sorted(SCHEDULES))}, got {self.method!r}")
-        if self.search_evaluations < 0:
+        if self.search_evaluations is not None and self.search_evaluations < 0:
             raise ConfigError(f"expected at least 0 search evaluations, got {self.search_evaluations}")
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"expected a seed from 0 to 2^64 - 1, got {self.seed}")
