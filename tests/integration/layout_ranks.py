@@ -106,6 +106,7 @@ def train_one_by_one(rank: int, world_size: int, layout: dict, steps: int = 5) -
     alone = Layout(
         family=wanted.family,
         positions=wanted.positions,
+        tied=wanted.tied,
         depth=wanted.depth,
         samples=wanted.samples,
         attention="megatron" if wanted.positions != "relative" else "sdpa",  # theirs has no relative positions

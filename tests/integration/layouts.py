@@ -54,7 +54,8 @@ class Layout:
     replicas: int = 1
     chunks: int = 1
     sequence: bool = False  # sequence parallelism
-    positions: str = "learned_absolute"  # of a T5
+    positions: str = "learned_absolute"
+    tied: bool = True  # embeddings and head
     attention: str = "sdpa"
     depth: int = 4  # layers in all; half of a T5's are the encoder's
     split: tuple[int, ...] | None = None  # layers per virtual stage
@@ -168,6 +169,7 @@ def build(layout: Layout, split: T5Split | None) -> list[torch.nn.Module]:
                 options=T5Options(
                     positions=Positions(kind=layout.positions, relative_buckets=8),
                     attention=CoreAttention(layout.attention),
+                    tied=layout.tied,
                 ),
             )
         else:
@@ -178,8 +180,8 @@ def build(layout: Layout, split: T5Split | None) -> list[torch.nn.Module]:
                 max_sequence_length=MAX_LENGTH,
                 pre_process=stage == 0 and chunk == 0,
                 post_process=stage == layout.stages - 1 and chunk == layout.chunks - 1,
-                share_embeddings_and_output_weights=True,
-                position_embedding_type="learned_absolute",
+                share_embeddings_and_output_weights=layout.tied,
+                position_embedding_type=layout.positions,
                 vp_stage=chunk if layout.chunks > 1 else None,
             )
         draw_weights(model)

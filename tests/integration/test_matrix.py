@@ -20,9 +20,13 @@ def call(rank: int, world_size: int, function: str, **arguments: object) -> obje
 
 
 @functools.cache
-def reference(family: str, positions: str = "learned_absolute", depth: int = 4) -> dict:
-    wanted = {"family": family, "positions": positions, "depth": depth}
+def reference(family: str, **model: object) -> dict:
+    wanted = {"family": family, **model}
     return run_ranks(call, 1, {"function": "train_one_by_one", "layout": wanted})[0]
+
+
+MODEL = ("family", "positions", "tied", "depth")
+"""The fields of a layout that say what the model is."""
 
 
 def whole(results: list[dict]) -> dict[str, torch.Tensor]:
@@ -69,6 +73,10 @@ LAYOUTS = {
     "gpt 2x2x2, distributed optimizer, overlapped": layout(
         "gpt", tensor=2, stages=2, replicas=2, distributed_optimizer=True, overlap=True
     ),
+    "gpt 1x2x2, rotary positions, untied": layout("gpt", stages=2, replicas=2, positions="rope", tied=False),
+    "gpt 2x2x1, two chunks, sequence parallel, rotary positions, untied": layout(
+        "gpt", tensor=2, stages=2, chunks=2, sequence=True, positions="rope", tied=False, recompute=MIXED
+    ),
     "gpt 4x2x1": layout("gpt", tensor=4, stages=2),
     "gpt 4x1x1, Megatron's attention": layout("gpt", tensor=4, attention="megatron"),
     "gpt 4x1x2": layout("gpt", tensor=4, replicas=2),
@@ -108,6 +116,9 @@ LAYOUTS = {
     "t5 2x2x2, distributed optimizer, overlapped": layout(
         "t5", tensor=2, stages=2, replicas=2, distributed_optimizer=True, overlap=True
     ),
+    "t5 2x2x2, relative positions, untied": layout(
+        "t5", tensor=2, stages=2, replicas=2, positions="relative", tied=False, recompute=MIXED
+    ),
     "t5 4x2x1, full": layout("t5", tensor=4, stages=2, recompute=("full",)),
     "t5 4x1x2": layout("t5", tensor=4, replicas=2),
     "t5 2x4x1, sequence parallel": layout("t5", tensor=2, stages=4, sequence=True),
@@ -142,7 +153,7 @@ def table(layouts: dict[str, dict]) -> list:
 
 @pytest.mark.parametrize("wanted", table(LAYOUTS))
 def test_a_layout_trains_as_one_process_with_samples_one_by_one(wanted):
-    expected = reference(wanted["family"], wanted.get("positions", "learned_absolute"), wanted.get("depth", 4))
+    expected = reference(**{name: wanted[name] for name in MODEL if name in wanted})
     results = run_ranks(call, ranks(wanted), {"function": "train", "layout": wanted})
     assert_close(whole(results), whole([expected]), 1e-4)
     for result in results:
