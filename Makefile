@@ -6,6 +6,8 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 TRAIN := OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2
+# The demos' two ranks share the device of a machine with one GPU, which takes gloo; without a GPU it is gloo anyway.
+SHARED := $(if $(filter 0 1,$(shell nvidia-smi -L 2>/dev/null | wc -l)),--distributed-backend gloo)
 
 help:
 	@echo "make demo       train a multi-task T5 on two pipeline stages, on this machine"
@@ -18,10 +20,10 @@ setup:
 	@scripts/setup.sh
 
 demo: setup
-	@$(TRAIN) pretrain_t5_multitask.py --dynapipe-config configs/demo_t5.yaml
+	@$(TRAIN) pretrain_t5_multitask.py --dynapipe-config configs/demo_t5.yaml $(SHARED)
 
 demo-gpt: setup
-	@$(TRAIN) pretrain_gpt_multitask.py --dynapipe-config configs/demo_gpt.yaml
+	@$(TRAIN) pretrain_gpt_multitask.py --dynapipe-config configs/demo_gpt.yaml $(SHARED)
 
 test: setup
 	$(PYTEST) tests -m "not slow and not gpu"

@@ -119,16 +119,18 @@ def one_rank(case: Case, reference: Callable[[str], Any], family: str) -> Figure
     return within({"gradients": (gradients, EXACT), "losses": (losses, EXACT)})
 
 
-def entry(case: Case, family: str) -> Figures:
-    """One rank through the entry script and Megatron's loop: the losses it logs, against the same run on the CPU."""
+def entry(case: Case, family: str, ranks: int) -> Figures:
+    """Stages through the entry script and Megatron's loop: the losses it logs, against the same run on the CPU."""
     flags = (
-        f"--dynapipe-config configs/demo_{family}.yaml --pipeline-model-parallel-size 1 --train-iters {case.steps}"
-        " --eval-iters 0 --global-batch-size 16 --use-cpu-initialization --lr-warmup-fraction 0"
+        f"--dynapipe-config configs/demo_{family}.yaml --pipeline-model-parallel-size {ranks}"
+        f" --train-iters {case.steps} --eval-iters 0 --global-batch-size 16 --lr-warmup-fraction 0"
+        " --use-cpu-initialization --no-bias-gelu-fusion"
     )
     losses = {}
     for device in dict.fromkeys((case.device, "cpu")):
-        report = f" --dynapipe-device {device} --dynapipe-report-dir {case.folder / f'{family}-{device}'}"
-        said = case.torchrun(f"pretrain_{family}_multitask.py", flags + report)
+        where = f" --dynapipe-device {device} --dynapipe-report-dir {case.folder / f'{family}-{ranks}-{device}'}"
+        where += " --distributed-backend gloo" if ranks > 1 else ""  # NCCL refuses two ranks on one GPU
+        said = case.torchrun(f"pretrain_{family}_multitask.py", flags + where, ranks=ranks)
         losses[device] = torch.tensor([float(loss) for loss in LOSS.findall(said)])
         if not len(losses[device]):
             raise ProcessFailedError(f"no loss in the log:\n{said[-1000:]}")
@@ -216,7 +218,8 @@ def checks(case: Case) -> Iterator[tuple[str, Callable[[], Figures]]]:
     yield "executor against Megatron, 2 stages", partial(overhead, case, "overhead", 2, RATIO)
     yield "executor against variable_seq_lengths", partial(overhead, case, "messages", 2, VARYING_RATIO)
     for family in case.families:
-        yield f"{family}: entry script against the CPU", partial(entry, case, family)
+        yield f"{family}: entry script against the CPU", partial(entry, case, family, 1)
+    yield "t5: entry script, 2 stages on one device, against the CPU", partial(entry, case, "t5", 2)
     yield "compute-sanitizer", partial(sanitizer, case)
 
 

@@ -10,6 +10,7 @@ import torch
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, Network
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration import placement
 from megatron_dynapipe.integration.arguments import RunSettings, maximum_lengths
 from megatron_dynapipe.integration.layer_split import gpt_layers_per_stage
 from megatron_dynapipe.integration.models import flags as model_flags
@@ -184,13 +185,14 @@ def _rates(args: argparse.Namespace, *, on_cpu: bool) -> DeviceRates:
 
 
 def device_memory_bytes(*, on_cpu: bool) -> int:
-    """Memory that plans may use where no limit is given: a share of the device's, or of this rank's part of the host's.
+    """Memory that plans may use where no limit is given: a share of this rank's part of the device, or of the host.
 
     Raises:
         ConfigError: the host does not say how much memory it has.
     """
     if not on_cpu:
-        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory * MEMORY_SHARE)
+        device = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return int(device / placement.ranks_per_device(torch.cuda.device_count()) * MEMORY_SHARE)
     try:
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError) as error:

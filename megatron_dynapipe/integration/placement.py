@@ -35,6 +35,31 @@ def devices_per_node(given: str | None, world_size: int) -> int:
     return sizes.pop()
 
 
+def ranks_per_device(devices: int) -> int:
+    """The most ranks of this node, as torchrun started them, that share one of its devices."""
+    return -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // devices)
+
+
+def device_index(local_rank: int, *, devices: int, backend: str) -> int:
+    """The GPU of a rank of this node: one of its own, or, over gloo, the ranks in turn.
+
+    Args:
+        local_rank: of the node's ranks.
+        devices: GPUs of the node.
+        backend: of the process groups, which must be able to connect ranks on one GPU.
+
+    Raises:
+        ConfigError: ranks would share a GPU over NCCL.
+    """
+    if ranks_per_device(devices) > 1 and backend != "gloo":
+        raise ConfigError(
+            f"expected a GPU for each of this node's {os.environ['LOCAL_WORLD_SIZE']} ranks, got {devices}: "
+            f"{backend} does not connect ranks on one",
+            hint="start fewer ranks, or try them on one GPU with --distributed-backend gloo",
+        )
+    return local_rank % devices
+
+
 def layers_per_stage(given: str, *, layers: int, stages: int, chunks: int) -> tuple[int, ...]:
     """Layers on each virtual stage, in model order, from the stage of every layer.
 

@@ -16,7 +16,7 @@ from megatron.training.arguments import add_megatron_arguments, parse_and_valida
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.collate import HostMicroBatch, Needs
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.integration import arguments
+from megatron_dynapipe.integration import arguments, placement
 from megatron_dynapipe.integration.inputs import chosen_layer_split, plan_inputs
 from megatron_dynapipe.integration.layer_split import take_t5_layout
 from megatron_dynapipe.integration.model_state import StateBytes
@@ -156,6 +156,10 @@ def parse(family: ModelFamily) -> argparse.Namespace:
     args: argparse.Namespace = parse_and_validate_args(
         extra_args_provider=_extend, args_defaults={"tokenizer_model": str(tokenizer)}
     )
+    if not cpu.is_enabled():
+        args.local_rank = placement.device_index(
+            args.local_rank or 0, devices=torch.cuda.device_count(), backend=args.distributed_backend
+        )
     model_flags.restore(args, early)
     if family is ModelFamily.T5:
         take_t5_layout(args)

@@ -223,6 +223,30 @@ def test_devices_to_nodes_that_cannot_be(given, ranks, said):
 
 
 @pytest.mark.parametrize(
+    ("ranks", "devices", "backend", "expected", "share"),
+    [
+        (1, 1, "nccl", [0], 1),
+        (4, 4, "nccl", [0, 1, 2, 3], 1),
+        (2, 8, "nccl", [0, 1], 1),
+        (4, 4, "gloo", [0, 1, 2, 3], 1),
+        (4, 1, "gloo", [0, 0, 0, 0], 4),
+        (5, 2, "gloo", [0, 1, 0, 1, 0], 3),
+    ],
+)
+def test_gpus_of_ranks(monkeypatch, ranks, devices, backend, expected, share):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    found = [placement.device_index(rank, devices=devices, backend=backend) for rank in range(ranks)]
+    assert (found, placement.ranks_per_device(devices)) == (expected, share)
+
+
+def test_ranks_do_not_share_a_gpu_over_nccl(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="a GPU for each of this node's 4 ranks, got 2: nccl does not") as told:
+        placement.device_index(1, devices=2, backend="nccl")
+    assert "--distributed-backend gloo" in told.value.hint
+
+
+@pytest.mark.parametrize(
     ("given", "stages", "chunks", "expected"),
     [
         ("0,0,0,1", 2, 1, (3, 1)),
