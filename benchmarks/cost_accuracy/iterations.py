@@ -7,6 +7,7 @@ The last line of standard output is a JSON object of figures.
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -135,20 +136,20 @@ class Bench:
         self._pipeline.planner = Planner(self._base.settings, TableCostModel.decode(data))
 
     def memory(self) -> dict[str, list[float]]:
-        """Peak activations of one iteration on every stage, predicted and counted, in MB."""
+        """Peak of one iteration on every stage in MB: activations and messages under way as planned, all as counted."""
         import torch
-
-        from megatron_dynapipe.plan.memory import peak_bytes
 
         samples = self._samples(0)
         plan = self._pipeline.plan(samples)
-        predicted = peak_bytes(plan, plan.replicas[0], self._stage) - plan.model_state_bytes[self._stage]
+        activations, messages = _planned(plan, self._stage, self._base.settings.element_bytes)
         counted = _counted(lambda: self._pipeline.run(samples, plan), self._device)
-        gathered = self._control.gather(torch.tensor([predicted, counted]))
+        columns = torch.stack(self._control.gather(torch.tensor([activations, messages, counted]))).T / 1e6
         return {
-            "predicted_mb": [round(int(values[0]) / 1e6, 2) for values in gathered],
-            "counted_mb": [round(int(values[1]) / 1e6, 2) for values in gathered],
-            "error": [round(int(values[0]) / int(values[1]) - 1, 4) for values in gathered],
+            "activations_mb": [round(mb, 2) for mb in columns[0].tolist()],
+            "messages_mb": [round(mb, 2) for mb in columns[1].tolist()],
+            "counted_mb": [round(mb, 2) for mb in columns[2].tolist()],
+            "error_of_activations": [round(ratio, 4) for ratio in (columns[0] / columns[2] - 1).tolist()],
+            "error_of_both": [round(ratio, 4) for ratio in ((columns[0] + columns[1]) / columns[2] - 1).tolist()],
         }
 
     def _step(self, batch: int) -> tuple[float, float]:
@@ -217,6 +218,33 @@ def _model(setup: Any) -> tuple[Any, Any]:
     model = DistributedDataParallel(get_model_config(module), ddp, module)
     options = OptimizerConfig(optimizer="adam", lr=1e-4, clip_grad=1.0, bf16=run.bf16, params_dtype=run.params_dtype)
     return model, get_megatron_optimizer(options, [model])
+
+
+def _planned(plan: Any, stage: int, element_bytes: int) -> tuple[int, int]:
+    """Bytes of activations, without model state, and of messages under way, while the pass runs that needs most.
+
+    Messages under way: those received ahead of their pass, and gradients sent that are not yet known to have arrived.
+    """
+    from megatron_dynapipe.plan.instructions import Backward, Buffer, Forward, Free, Payload, RecvStart, SendStart
+    from megatron_dynapipe.plan.memory import high_water_marks
+
+    replica = plan.replicas[0]
+    instructions = replica.stages[stage].instructions
+    steps = [step for step, each in enumerate(instructions) if isinstance(each, Forward | Backward)]
+    highs = dict(zip(steps, high_water_marks(plan, replica, stage, steps), strict=True))
+    under_way: dict[tuple[Any, int, int], int] = {}
+    most = (plan.model_state_bytes[stage], 0)
+    for step, each in enumerate(instructions):
+        match each:
+            case RecvStart() | SendStart() if isinstance(each, RecvStart) or each.payload is Payload.GRADIENT:
+                size = sum(math.prod(shape) for shape in each.shapes) * element_bytes
+                under_way[type(each), each.micro_batch, each.chunk] = size
+            case Forward() | Backward():
+                under_way.pop((RecvStart, each.micro_batch, each.chunk), None)
+                most = max(most, (highs[step], sum(under_way.values())), key=sum)
+            case Free() if each.buffer is Buffer.INPUT_GRAD:
+                under_way.pop((SendStart, each.micro_batch, each.chunk), None)
+    return most[0] - plan.model_state_bytes[stage], most[1]
 
 
 def _counted(run: Callable[[], Any], device: Any) -> int:
