@@ -68,13 +68,15 @@ def main() -> None:
     parser.add_argument("--models", default="t5,gpt", help="(%(default)s)")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + args.minutes * 60
     figures: dict[str, Any] = {}
     for name in PUBLISHED if args.published.is_dir() else ():
         figures[name] = published(args.published / f"{name}.json", name)
         report(name, figures[name])
     models = [model for model in args.models.split(",") if model]
-    for model in models:
-        figures[model] = this_machine(model, args, args.minutes / len(models))
+    for index, model in enumerate(models):
+        share = (end - time.monotonic()) / 60 / (len(models) - index)
+        figures[model] = this_machine(model, args, share)
         report(f"demo {model}", figures[model])
     (args.output / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

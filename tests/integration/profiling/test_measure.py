@@ -1,0 +1,69 @@
+"""How often a part is run when it is measured, and by which clock."""
+
+import pytest
+import torch
+
+from megatron_dynapipe.integration.profiling import measure as module
+from megatron_dynapipe.integration.profiling.layers import Forward, Part, Point
+from megatron_dynapipe.integration.profiling.measure import ThreadClock, clock_of, measure
+from megatron_dynapipe.runtime.platform import CpuPlatform
+
+CPU = torch.device("cpu")
+KEPT_BYTES = 2 * (2 * 64) * 32 * 4
+"""Input and output of a product of 2 × 64 rows of 32 numbers."""
+
+
+class Counted:
+    """A product that says how often it was run, and how many results were kept at most."""
+
+    def __init__(self, size: int) -> None:
+        self.layer = torch.nn.Linear(size, size)
+        self.forwards = self.kept = self.most = 0
+
+    def part(self) -> Part:
+        return Part(name="encoder", module=self.layer, prepare=self.prepare)
+
+    def prepare(self, point: Point) -> Forward:
+        def forward() -> torch.Tensor:
+            self.forwards += 1
+            self.kept += 1
+            self.most = max(self.most, self.kept)
+            output = self.layer(torch.ones(point[0] * point[1], self.layer.in_features))
+            output.register_hook(self.back)
+            return output
+
+        return forward
+
+    def back(self, gradient: torch.Tensor) -> None:
+        self.kept -= 1
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "in_flight"),
+    [
+        pytest.param(10**9, module.MOST_IN_FLIGHT, id="small passes: as many as are allowed"),
+        pytest.param(3 * KEPT_BYTES + 1, 3, id="as many as lie beyond the caches"),
+        pytest.param(1, 1, id="one that does so by itself"),
+    ],
+)
+def test_passes_are_measured_with_others_in_flight(
+    budget_bytes: int, in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BEYOND_CACHES_BYTES", budget_bytes)
+    counted = Counted(32)
+    sample = measure(counted.part(), (2, 64), ThreadClock(), shared=True)
+    assert sample.memory.stored_bytes == KEPT_BYTES
+    assert counted.most == in_flight
+    # Once for memory, then as many as are in flight before the repeats, whatever the clock says.
+    assert counted.forwards == 1 + in_flight - 1 + module.SHARED_REPEATS
+    assert sample.forward_ns > 0 and sample.backward_ns > 0
+
+
+def test_ranks_that_share_a_layer_wait_for_one_another() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert isinstance(clock_of(CPU, shared=False), ThreadClock)
+        assert type(clock_of(CPU, shared=True)) is CpuPlatform
+    finally:
+        torch.set_num_threads(threads)
