@@ -43,7 +43,7 @@ from megatron_dynapipe.planning.search_problem import SearchProblem
 
 BUDGET = 150_000
 """Micro-batches on chunks that a search schedules by default, on all ranks."""
-LEAST, MOST = 1000, 8000
+LEAST, MOST = 2500, 8000
 """Evaluations by default, however many or few micro-batches there are."""
 
 
