@@ -139,7 +139,7 @@ private:
         reach(graph, high);
         const Graph near = filtered(graph, [&](size_t start, const Edge& edge) {
             const int64_t through = before_[start] + edge.time + rest_[start + edge.size];
-            return edge.fill <= below && objective(low, through) <= best_objective();
+            return edge.fill <= below && through < kUnreachable && objective(low, through) <= best_objective();
         });
         const int64_t middle = low + (below - low) / 2;
         explore(near, low, middle);
