@@ -17,7 +17,7 @@ Candidate Costs::compute(const Profile& profile, int64_t size) {
             at[row] = interpolate(values[cell.low], values[cell.high], cell.part, cell.width);
         }
         if (at[kForward] == kAbsent) return {0, 0, 0, true};
-                const int64_t time = at[kForward] + (problem_.forward_only ? 0 : at[kBackward]);
+        const int64_t time = at[kForward] + (problem_.forward_only ? 0 : at[kBackward]);
         costs_of_kind_[kind] = {time, at[kStored], peak_of(at) - at[kStored]};
     }
     const size_t ranks = problem_.ranks(), options = problem_.options();
