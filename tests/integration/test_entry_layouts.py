@@ -70,6 +70,21 @@ def test_a_layout_goes_on_from_a_checkpoint_as_one_process_does(family, ranks, f
             assert loss == pytest.approx(expected[iteration], rel=1e-4), iteration
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt", "t5"])
+def test_three_tensor_parallel_ranks(family, data, tmp_path):
+    """Heads and widths that three divides, and a vocabulary that is padded to the same 516 words on one rank."""
+    size = "--hidden-size 48 --num-attention-heads 6 --ffn-hidden-size 96 --make-vocab-size-divisible-by"
+    weights = tmp_path / "weights"
+    train(family, data, f"{size} 12 --train-iters 1 --save-interval 1 --save {weights}", ranks=1, report=tmp_path)
+    goes_on = f"--train-iters 4 --load {weights} --finetune"
+    alone = train(family, data, f"{size} 12 {goes_on}", ranks=1, report=tmp_path)[0]["losses"]
+    three = f"--tensor-model-parallel-size 3 {TWO} --dynapipe-scatter-gather on"
+    runs = train(family, data, f"{size} 4 {goes_on} {three}", ranks=6, report=tmp_path)
+    assert runs[-1]["losses"] == pytest.approx(alone, rel=1e-4)
+    assert len(alone) == 4
+
+
 RESUMED = [
     ("gpt", f"{TWO} {OPTIMIZER}", TWO + " " + OPTIMIZER, "core"),
     ("gpt", f"{TWO} {OVERLAP}", f"{TENSOR} {TWO} {OPTIMIZER}", "slow"),
