@@ -147,7 +147,7 @@ class Recorder:
             tuple(Event(e.instruction, e.start_ns - start, e.end_ns - start) for e in record.measured)
             for record in stages
         )
-        what = f"iteration {stages[0].iteration}"
+        what = f"iteration {stages[0].iteration + 1}"  # Megatron counts from 1
         panels = [Panel(f"{what}: planned", planned), Panel(f"{what}: measured", measured)]
         return [draw(panels, self._folder / "timeline.png"), write_trace(panels, self._folder / "timeline.trace.json")]
 

@@ -40,6 +40,8 @@ def test_a_run_ends_with_a_summary_and_pictures(data, tmp_path):
     assert (report / "timeline.png").read_bytes().startswith(b"\x89PNG")
     trace = json.loads((report / "timeline.trace.json").read_text())
     assert {event["name"] for event in trace["traceEvents"]} >= {"F0", "B0"}
+    titles = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert titles == ["iteration 8: planned", "iteration 8: measured"]
     losses = list(runs[1]["losses"].values())
     assert losses[-1] < losses[0]
 
