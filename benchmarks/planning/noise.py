@@ -9,33 +9,25 @@ in the worst draw, in ms and in percent; and the searched order's predicted and 
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from cases import SHARED, batches, planner
 
-from megatron_dynapipe.cost import TableCostModel
 from megatron_dynapipe.plan.instructions import Backward, Forward
-from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import IntArray, PassOrder, PipelineProblem
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.simulate import simulate
-from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import NS_PER_MS, ModelFamily
+from megatron_dynapipe.units import NS_PER_MS
 
-ROOT = Path(__file__).resolve().parents[2]
-COSTS = {"gpt": "gpt_6.7b.json", "t5": "t5_11b.json"}
-LAYERS = {"gpt": (32, 0, 4096), "t5": (24, 24, 1024)}
 LONGEST = 4096
-TOKENS = 65_536
 DRAWS = 100
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data and tools")
+    parser.add_argument("--shared", type=Path, default=SHARED, help="folder of data and tools")
     parser.add_argument("--settings", nargs="*", default=("gpt:1,1,8", "gpt:1,2,4", "t5:1,1,8", "t5:1,2,4"))
     args = parser.parse_args()
     print(f"{'':18}   {'searched loses':>37}   {'1F1B loses':>37}   {'searched / 1F1B':>15}")
@@ -57,36 +49,17 @@ def main() -> None:
 
 def orders(shared: Path, setting: str) -> Iterator[tuple[PipelineProblem, tuple[PassOrder, PassOrder]]]:
     """Of every batch, its planned micro-batches with the planned order and 1F1B's."""
-    model, _, layout = setting.partition(":")
-    data, tensor, pipeline = map(int, layout.split(","))
-    assert data == 1, "one replica"
-    encoder, decoder, hidden = LAYERS[model]
-    settings = PlannerSettings(
-        family=ModelFamily(model),
-        encoder_layers=encoder,
-        decoder_layers=decoder,
-        hidden_size=hidden,
-        tensor_parallel=tensor,
-        pipeline_parallel=pipeline,
-        memory_limit_bytes=36_000 * 10**6,
-        distributed_optimizer=True,
-    )
-    planner = Planner(settings, TableCostModel.load(shared / "data/a100" / COSTS[model]))
-    for batch in json.loads((shared / "data/batches/flan_like.json").read_text())["batches"]:
-        if batch["model"] == model and batch["tokens"] == TOKENS and batch["max_seq_len"] <= LONGEST:
-            replica = planner.plan(global_batch(batch), 0).replicas[0]
-            modes = np.array([settings.recompute.index(mb.recompute) for mb in replica.micro_batches])
-            problem = planner.pipeline_problem([mb.shape for mb in replica.micro_batches], modes)
-            planned = tuple(
-                tuple(i for i in stage.instructions if isinstance(i, (Forward, Backward))) for stage in replica.stages
-            )
-            yield problem, (planned, one_f_one_b_within_memory(problem))
-
-
-def global_batch(batch: dict) -> GlobalBatch:
-    inputs = np.array(batch["input"], np.int32)
-    targets = np.array(batch.get("target") or np.zeros(len(inputs)), np.int32)
-    return GlobalBatch(iteration=0, sample_ids=np.arange(len(inputs)), input_lengths=inputs, target_lengths=targets)
+    planned_by = planner(shared, setting)
+    settings = planned_by.settings
+    assert settings.data_parallel == 1, "one replica"
+    for batch in batches(shared, settings.family, longest=LONGEST):
+        replica = planned_by.plan(batch, 0).replicas[0]
+        modes = np.array([settings.recompute.index(mb.recompute) for mb in replica.micro_batches])
+        problem = planned_by.pipeline_problem([mb.shape for mb in replica.micro_batches], modes)
+        planned = tuple(
+            tuple(i for i in stage.instructions if isinstance(i, (Forward, Backward))) for stage in replica.stages
+        )
+        yield problem, (planned, one_f_one_b_within_memory(problem))
 
 
 def degradation(
