@@ -5,7 +5,7 @@
 Any Megatron flag and any `--dynapipe-*` flag may follow; the command line wins over the file.
 """
 
-from megatron_dynapipe.integration import bootstrap
+from megatron_dynapipe.integration.entry import bootstrap
 
 
 def main() -> None:
@@ -13,11 +13,12 @@ def main() -> None:
     # After bootstrap: without a GPU, Megatron must be imported with the CPU platform in force.
     from megatron.training import pretrain
 
-    from megatron_dynapipe.integration import runs, seam
-    from megatron_dynapipe.integration.session import process_groups
+    from megatron_dynapipe.integration.entry import runs
+    from megatron_dynapipe.integration.entry.session import process_groups
+    from megatron_dynapipe.integration.hooks import replacements
 
     run = runs.gpt_run()
-    with process_groups(), run.session as session, seam.installed(session):
+    with process_groups(), run.session as session, replacements.installed(session):
         pretrain(**runs.pretrain_arguments(run, session))
         session.print_report()
 

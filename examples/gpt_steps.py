@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, AnalyticCostModel, ModelShape  # noqa: E402
-from megatron_dynapipe.integration.pipeline import Pipeline, Sample  # noqa: E402
+from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, Sample  # noqa: E402
 from megatron_dynapipe.planning.planner import Planner  # noqa: E402
 from megatron_dynapipe.planning.settings import PlannerSettings  # noqa: E402
 from megatron_dynapipe.units import ModelFamily  # noqa: E402
@@ -97,7 +97,7 @@ def main() -> list[float]:
         model_parallel_cuda_manual_seed(1)
         model = build_model(device)
         optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=3e-3, clip_grad=1.0), [model])
-        pipeline = Pipeline([model], optimizer, build_planner())
+        pipeline = MegatronPipeline([model], optimizer, build_planner())
 
         losses, generator = [], torch.Generator().manual_seed(0)
         for number in range(20):

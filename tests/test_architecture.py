@@ -1,7 +1,8 @@
 """Who may import whom, where torch and Megatron may appear, and how long files and functions may get.
 
-The table is that of docs/design.md: a room imports only from rooms of lower layers, never from a sibling, and only the
-outside packages named beside it. Imports are read from the source, those inside functions and under TYPE_CHECKING too.
+The tables are those of docs/design.md: a room imports only from rooms of lower layers, never from a sibling, and only
+the outside packages named beside it; the rooms inside `integration/` likewise. Imports are read from the source, those
+inside functions and under TYPE_CHECKING too.
 """
 
 import ast
@@ -32,7 +33,7 @@ def room(layer: int, *outside: str) -> Room:
 
 
 ROOMS = {
-    "__init__": room(0),
+    "__init__": room(9),  # the package's face: loads what it offers when it is used
     "errors": room(1),
     "units": room(1),
     "megatron_version": room(2),
@@ -50,10 +51,13 @@ ROOMS = {
     "cpu": room(5, "torch", "megatron"),
     "config": room(6, "yaml"),
     "integration": room(7, "numpy", "torch", "megatron", "transformers", "tqdm"),
+    "checkout_hooks": room(8),
     # `doctor` imports torch to see whether it works.
     "cli": room(8, "numpy", "torch", "tqdm"),
     "__main__": room(9),
 }
+INTEGRATION = {"models": 1, "hooks": 1, "flags": 2, "supply": 3, "execution": 4, "profiling": 5, "entry": 6}
+"""The rooms inside `integration/`, by layer."""
 TORCH_FREE = ("errors", "units", "cost", "plan", "sampling", "planning", "store", "service")
 MODULES_OF_CPU_WITH_MEGATRON = 1
 
@@ -107,6 +111,8 @@ def violation(importer: str, imported: str) -> str | None:
     top = imported.partition(".")[0]
     if top == PACKAGE:
         other = room_of(imported)
+        if other == own == "integration":
+            return violation_inside(importer, imported)
         if other == own or other not in ROOMS:  # not in the table: a name of the package itself, as __version__
             return None
         if ROOMS[other].layer < ROOMS[own].layer:
@@ -115,6 +121,16 @@ def violation(importer: str, imported: str) -> str | None:
     if top in sys.stdlib_module_names or top in ROOMS[own].outside:
         return None
     return f"{own} imports {top}; allowed are {sorted(ROOMS[own].outside)}"
+
+
+def violation_inside(importer: str, imported: str) -> str | None:
+    """`violation` between two modules of `integration`."""
+    own, other = (name.split(".")[2] if name.count(".") > 1 else "" for name in (importer, imported))
+    if own not in INTEGRATION or other not in INTEGRATION:
+        return None if own == "" else f"integration/{own} or integration/{other} is not in the table"
+    if own == other or INTEGRATION[other] < INTEGRATION[own]:
+        return None
+    return f"integration/{own} (layer {INTEGRATION[own]}) imports integration/{other} (layer {INTEGRATION[other]})"
 
 
 def long_functions(source: str) -> Iterator[tuple[str, int]]:
@@ -198,7 +214,15 @@ def test_files_and_functions_stay_small(path: Path) -> None:
         ("plan.codec", "if TYPE_CHECKING:\n    import torch", "plan imports torch"),
         ("store.redis_store", "importlib.import_module('torch')", "store imports torch"),
         ("runtime.executor", "from megatron.core import parallel_state", "runtime imports megatron"),
-        ("integration.seam", "from megatron.core import parallel_state", None),
+        ("integration.hooks.replacements", "from megatron.core import parallel_state", None),
+        ("integration.execution.transport", "from ..supply.control_group import ControlGroup", None),
+        ("integration.supply.recorder", "from ..execution import transport", "supply (layer 3) imports"),
+        (
+            "integration.hooks.timers",
+            "from ..models import norms",
+            "imports integration/models (layer 1)",
+        ),
+        ("integration.flags.new", "from ..somewhere import x", "not in the table"),
         ("somewhere.new", "import json", "not in the table"),
     ],
 )

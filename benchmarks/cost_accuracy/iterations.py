@@ -62,15 +62,15 @@ class Bench:
     def __init__(self, setup: Any) -> None:
         from megatron.core import parallel_state
 
-        from megatron_dynapipe.integration.control import ControlGroup
-        from megatron_dynapipe.integration.pipeline import Pipeline
+        from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
+        from megatron_dynapipe.integration.supply.control_group import ControlGroup
         from megatron_dynapipe.planning.planner import Planner
         from megatron_dynapipe.sampling import LengthTable, Sampler
 
         inputs = _plan_inputs(setup)
         model, optimizer = _model(setup)
         self._base = Planner(inputs.planner, inputs.costs.load())
-        self._pipeline = Pipeline([model], optimizer, self._base, seed=setup.args.seed)
+        self._pipeline = MegatronPipeline([model], optimizer, self._base, seed=setup.args.seed)
         self._sampler = Sampler(LengthTable.read(Path(inputs.data_folder), "train"), inputs.splits[0].sampler)
         self._control = ControlGroup(timeout_s=300)
         self.rank, self._stage = self._control.rank, parallel_state.get_pipeline_model_parallel_rank()
@@ -157,7 +157,7 @@ class Bench:
         import torch
         import torch.distributed as dist
 
-        from megatron_dynapipe.integration.learning import measured_passes
+        from megatron_dynapipe.integration.supply.calibration import measured_passes
         from megatron_dynapipe.plan.iteration import StageEntry
 
         samples = self._samples(batch)
@@ -190,8 +190,8 @@ class Bench:
 
 def _plan_inputs(setup: Any) -> Any:
     """What the run's plans are made from."""
-    from megatron_dynapipe.integration.arguments import RunSettings
-    from megatron_dynapipe.integration.inputs import plan_inputs
+    from megatron_dynapipe.integration.flags.arguments import RunSettings
+    from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
 
     run = setup.args
     run.iteration = run.consumed_valid_samples = run.eval_iters = 0

@@ -35,10 +35,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_dynapipe.integration.control import ControlGroup  # noqa: E402
-from megatron_dynapipe.integration.forward_backward import run_iteration  # noqa: E402
-from megatron_dynapipe.integration.groups import connect  # noqa: E402
-from megatron_dynapipe.integration.steps import gpt_step  # noqa: E402
+from megatron_dynapipe.integration.execution.forward_backward import run_iteration  # noqa: E402
+from megatron_dynapipe.integration.execution.process_groups import connect  # noqa: E402
+from megatron_dynapipe.integration.execution.step_functions import gpt_step  # noqa: E402
+from megatron_dynapipe.integration.supply.control_group import ControlGroup  # noqa: E402
 from megatron_dynapipe.plan.instructions import Backward, Forward  # noqa: E402
 from megatron_dynapipe.plan.iteration import StagePlan  # noqa: E402
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors  # noqa: E402

@@ -29,7 +29,7 @@ cpu.enable(OPTIONS.device)  # before Megatron is imported
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from megatron_dynapipe.integration import transport  # noqa: E402
+from megatron_dynapipe.integration.execution import transport  # noqa: E402
 from tests.integration import layout_ranks  # noqa: E402
 
 

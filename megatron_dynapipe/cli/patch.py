@@ -41,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _act(checkout: "Checkout", *, check: bool, reverse: bool) -> str:
     """Change what is to be changed; what was done."""
-    if check or checkout.is_patched != reverse:
+    from megatron_dynapipe.patching import State
+
+    if check or checkout.state is (State.RELEASED if reverse else State.PATCHED):
         return "none"
     if reverse:
         checkout.reverse()
@@ -68,6 +70,16 @@ def _as_text(checkout: "Checkout", action: str) -> str:
     ends = {
         "applied": "applied; to go back: --reverse",
         "reversed": "reversed: the files are as released",
-        "none": "patched already" if checkout.is_patched else "not patched; nothing was changed",
+        "none": _nothing_done(checkout),
     }
     return "\n".join([*lines, ends[action]])
+
+
+def _nothing_done(checkout: "Checkout") -> str:
+    from megatron_dynapipe.patching import State
+
+    return {
+        State.RELEASED: "not patched; nothing was changed",
+        State.PATCHED: "patched already",
+        State.OUTDATED: "patched by an earlier release; run `megatron-dynapipe patch` on it to patch it anew",
+    }[checkout.state]

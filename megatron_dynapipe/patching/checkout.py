@@ -22,6 +22,7 @@ class State(enum.StrEnum):
 
     RELEASED = "as released"
     PATCHED = "patched"
+    OUTDATED = "patched by an earlier release"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +31,20 @@ class Checkout:
 
     Attributes:
         folder: the one that holds `megatron/`.
-        series: the patches of its version.
+        series: the patches of its version; of an outdated checkout those that are applied to it.
         state: whether they are applied.
+        current: the patches to apply to it.
     """
 
     folder: Path
     series: Series
     state: State
+    current: Series
 
     @property
     def is_patched(self) -> bool:
-        """Whether the series is applied."""
-        return self.state is State.PATCHED
+        """Whether a series is applied, the current one or an earlier release's."""
+        return self.state is not State.RELEASED
 
     @property
     def tool(self) -> str:
@@ -49,32 +52,36 @@ class Checkout:
         return "git" if (self.folder / ".git").exists() else "patch"
 
     def apply(self) -> None:
-        """Apply the series to a checkout as released.
+        """Apply the current series; an earlier release's is reversed first.
 
         Raises:
             PatchError: it does not apply; nothing was changed.
         """
-        assert self.state is State.RELEASED
-        self._change(reverse=False)
+        assert self.state is not State.PATCHED
+        with _staged(self.folder, self.current) as stage:
+            if self.state is State.OUTDATED:
+                self._change(stage, self.series, reverse=True)
+            self._change(stage, self.current, reverse=False)
+            _exchange(self.folder, stage, self.current)
 
     def reverse(self) -> None:
-        """Take the series back from a patched checkout, byte for byte.
+        """Reverse the applied series: the files are as released, byte for byte.
 
         Raises:
-            PatchError: it cannot be; nothing was changed.
+            PatchError: it cannot be reversed; nothing was changed.
         """
-        assert self.state is State.PATCHED
-        self._change(reverse=True)
-
-    def _change(self, *, reverse: bool) -> None:
+        assert self.is_patched
         with _staged(self.folder, self.series) as stage:
-            if failure := _run(self.tool, stage, self.series, reverse=reverse):
-                raise PatchError(f"{self.series.version} does not apply to {self.folder}: {failure}")
-            for name, digests in self.series.files.items():
-                expected = digests.before if reverse else digests.after
-                if digest((stage / name).read_bytes()) != expected:
-                    raise PatchError(f"{name} did not come out as tested; nothing was changed")
+            self._change(stage, self.series, reverse=True)
             _exchange(self.folder, stage, self.series)
+
+    def _change(self, stage: Path, series: Series, *, reverse: bool) -> None:
+        if failure := _run(self.tool, stage, series, reverse=reverse):
+            raise PatchError(f"{series.version} does not apply to {self.folder}: {failure}")
+        for name, digests in series.files.items():
+            expected = digests.before if reverse else digests.after
+            if digest((stage / name).read_bytes()) != expected:
+                raise PatchError(f"{name} differs from what was tested once patched; nothing was changed")
 
 
 def examine(folder: Path, known: Sequence[Series]) -> Checkout:
@@ -88,18 +95,19 @@ def examine(folder: Path, known: Sequence[Series]) -> Checkout:
             f"expected a Megatron-LM checkout in {folder}, found no folder megatron/ there",
             hint="give the folder that holds megatron/ and pretrain_gpt.py",
         )
+    current = {series.version: series for series in known if series.is_current}
     for series in known:
         for state, wanted in _states(series).items():
-            if _digests(folder, series) == wanted:
-                return Checkout(folder=folder, series=series, state=state)
-    raise _refusal(folder, known)
+            if series.version in current and _digests(folder, series) == wanted:
+                return Checkout(folder=folder, series=series, state=state, current=current[series.version])
+    raise _refusal(folder, list(current.values()))
 
 
 def _states(series: Series) -> dict[State, dict[str, str]]:
-    return {
-        State.RELEASED: {name: digests.before for name, digests in series.files.items()},
-        State.PATCHED: {name: digests.after for name, digests in series.files.items()},
-    }
+    patched = {name: digests.after for name, digests in series.files.items()}
+    if not series.is_current:
+        return {State.OUTDATED: patched}
+    return {State.RELEASED: {name: digests.before for name, digests in series.files.items()}, State.PATCHED: patched}
 
 
 def _digests(folder: Path, series: Series) -> dict[str, str]:

@@ -11,6 +11,7 @@ import msgspec
 from megatron_dynapipe.errors import PatchError
 
 FOLDER = Path(__file__).parents[2] / "patches"
+PREVIOUS = "previous"
 DIGESTS = "digests.json"
 
 
@@ -61,11 +62,13 @@ class Series:
         version: of the folder's name, as `core_v0.19.2`.
         patches: in the order in which they are applied.
         files: every file that they change, relative to the checkout.
+        is_current: whether checkouts are patched with it; earlier releases patched with the others.
     """
 
     version: str
     patches: Sequence[Patch]
     files: Mapping[str, FileDigests]
+    is_current: bool
 
     @classmethod
     def read(cls, folder: Path) -> "Series":
@@ -79,16 +82,18 @@ class Series:
         except (OSError, msgspec.DecodeError) as error:
             raise PatchError(f"cannot read the digests of {folder}: {error}") from error
         patches = [Patch.read(path) for path in sorted(folder.glob("*.patch"))]
-        return cls(version=folder.name, patches=patches, files=files)
+        is_current = folder.parent.name != PREVIOUS
+        return cls(version=folder.name, patches=patches, files=files, is_current=is_current)
 
 
 def load_all(folder: Path = FOLDER) -> list[Series]:
-    """Every version's series, oldest first.
+    """Every version's current series, oldest first, then those that earlier releases wrote.
 
     Raises:
         PatchError: there are none.
     """
-    found = [Series.read(path.parent) for path in sorted(folder.glob(f"core_v*/{DIGESTS}"))]
+    paths = [*sorted(folder.glob(f"core_v*/{DIGESTS}")), *sorted(folder.glob(f"{PREVIOUS}/core_v*/{DIGESTS}"))]
+    found = [Series.read(path.parent) for path in paths]
     if not found:
         raise PatchError(
             f"no patches in {folder}",

@@ -4,7 +4,7 @@ Nothing here plans: an executor runs a hand-written list as readily as a planned
 """
 
 from megatron_dynapipe.runtime.buffers import BufferTable
-from megatron_dynapipe.runtime.executor import Handler, PipelineExecutor
+from megatron_dynapipe.runtime.executor import Handler, Handlers, PipelineExecutor
 from megatron_dynapipe.runtime.host_staged import HostStagedTransport
 from megatron_dynapipe.runtime.platform import CpuPlatform, CudaPlatform, DevicePlatform, platform_of
 from megatron_dynapipe.runtime.scatter_gather import ScatterGatherTransport
@@ -18,6 +18,7 @@ __all__ = [
     "CudaPlatform",
     "DevicePlatform",
     "Handler",
+    "Handlers",
     "HostStagedTransport",
     "PipelineExecutor",
     "ScatterGatherTransport",

@@ -1,15 +1,14 @@
 """The executor: walks one stage's instruction list, giving each instruction to its handler (paper section 3).
 
 The executor itself moves tensors and drops buffers. What it means to load, run forward and run backward is the
-caller's: register a handler for each of `Load`, `Forward` and `Backward`.
+caller's: a handler for each of `Load`, `Forward` and `Backward`, registered once or given with each list.
 
     executor = PipelineExecutor(transport, platform, stages=4, dtype=torch.bfloat16)
-    executor.register_handler(Load, load)
-    …
-    executor.execute(stage_plan)
+    executor.execute(stage_plan, {Load: load, Forward: forward, Backward: backward})
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +40,9 @@ from megatron_dynapipe.runtime.transfer import Transport, Work
 _I = TypeVar("_I", Load, Forward, Backward, SendStart, SendWait, RecvStart, RecvWait, Free)
 Handler = Callable[[_I, BufferTable], None]
 """Runs one instruction: takes what it needs from the buffers, puts what it makes into them."""
+
+Handlers = Mapping[type[Instruction], Handler[Any]]
+"""Handlers by the type of instruction that they run."""
 
 _Move = tuple[Payload, int, int]
 
@@ -87,8 +89,12 @@ class PipelineExecutor:
             raise ExecutionError(f"expected one of the instruction types {known}, got {kind!r}")
         self._handlers[kind] = handler
 
-    def execute(self, plan: StagePlan) -> Trace:
+    def execute(self, plan: StagePlan, handlers: Handlers = MappingProxyType({})) -> Trace:
         """Run a stage's list to its end.
+
+        Args:
+            plan: the stage's instructions.
+            handlers: for this list alone; they win over registered ones.
 
         Returns:
             When each instruction ran.
@@ -97,7 +103,8 @@ class PipelineExecutor:
             ExecutionError: an instruction without a handler, or buffers or transfers left over at the end.
             Exception: whatever a handler raised, with a note naming the stage, the step and the instruction.
         """
-        self._check_handlers(plan)
+        table = {**self._handlers, **handlers}
+        _check_handlers(plan, table)
         self._stage = plan.stage
         buffers, trace = BufferTable(), Trace(self._platform)
         if self._watch is not None:
@@ -105,7 +112,7 @@ class PipelineExecutor:
         try:
             for instruction in plan.instructions:
                 trace.begin()
-                self._handlers[type(instruction)](instruction, buffers)
+                table[type(instruction)](instruction, buffers)
                 trace.end(instruction)
             self._check_finished(buffers)
         except BaseException as error:
@@ -143,14 +150,6 @@ class PipelineExecutor:
         work.wait()
         buffers.put(RECEIVED_BUFFER[instruction.payload], instruction.micro_batch, instruction.chunk, tensors)
 
-    def _check_handlers(self, plan: StagePlan) -> None:
-        missing = {type(i).__name__ for i in plan.instructions} - {t.__name__ for t in self._handlers}
-        if missing:
-            raise ExecutionError(
-                f"no handler is registered for {', '.join(sorted(missing))}",
-                hint="call register_handler for Load, Forward and Backward before execute",
-            )
-
     def _check_finished(self, buffers: BufferTable) -> None:
         if self._sending or self._receiving:
             left = [f"{p.name} of micro-batch {mb}" for p, mb, _ in (*self._sending, *self._receiving)]
@@ -162,6 +161,15 @@ class PipelineExecutor:
         self._sending.clear()
         self._receiving.clear()
         buffers.clear()
+
+
+def _check_handlers(plan: StagePlan, handlers: Handlers) -> None:
+    missing = {type(i).__name__ for i in plan.instructions} - {t.__name__ for t in handlers}
+    if missing:
+        raise ExecutionError(
+            f"no handler is registered for {', '.join(sorted(missing))}",
+            hint="give execute a handler for Load, Forward and Backward, or register them before",
+        )
 
 
 def _move(instruction: SendStart | SendWait | RecvStart | RecvWait) -> _Move:

@@ -61,8 +61,8 @@ def batches(kind: str) -> list[dict]:
 
 def parse_and_plan(*, rank: int, world_size: int, config: str, gpus: int, data: str, batches: list[dict]) -> dict:
     """On a forked rank: the run file as torchrun would start it on `gpus` ranks, up to three plans."""
-    from megatron_dynapipe.integration import runs
-    from megatron_dynapipe.integration.inputs import plan_inputs
+    from megatron_dynapipe.integration.entry import runs
+    from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
     from megatron_dynapipe.planning.planner import Planner
     from megatron_dynapipe.sampling import GlobalBatch
     from megatron_dynapipe.units import ModelFamily

@@ -1,4 +1,4 @@
-"""What the ranks of the layout tests run: a layout's model stepped by `Pipeline`, and the plain reference."""
+"""What the ranks of the layout tests run: a layout's model stepped by `MegatronPipeline`, and the plain reference."""
 
 from megatron_dynapipe import cpu
 
@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 from megatron_dynapipe.errors import DynaPipeError  # noqa: E402
-from megatron_dynapipe.integration.pipeline import Pipeline, Tokens, global_batch  # noqa: E402
+from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, Tokens, global_batch  # noqa: E402
 from megatron_dynapipe.units import ModelFamily, Recompute  # noqa: E402
 from tests.integration.layouts import Layout, as_layout, build, entries, planner, samples, start, t5_split  # noqa: E402
 from tests.integration.tiny import gpt_losses, t5_losses  # noqa: E402
@@ -54,7 +54,7 @@ class Trainer:
             **scale,
         )
         self.optimizer = get_megatron_optimizer(options, self.models)
-        self.pipeline = Pipeline(self.models, self.optimizer, planner(layout), seed=SEED)
+        self.pipeline = MegatronPipeline(self.models, self.optimizer, planner(layout), seed=SEED)
         self.batch = samples(layout.samples)
 
     def gradients(self) -> tuple[float, list[tuple[str, list[int], list[int], torch.Tensor]]]:
@@ -211,7 +211,7 @@ def refused(rank: int, world_size: int, wanted: str) -> str:
     if wanted == "modules":
         models[0].config.recompute_modules = ["core_attn", "layernorm"]
     try:
-        Pipeline(models, None if wanted == "optimizer" else trainer.optimizer, plans).step(
+        MegatronPipeline(models, None if wanted == "optimizer" else trainer.optimizer, plans).step(
             [] if wanted == "batch" else batch
         )
     except DynaPipeError as error:

@@ -29,7 +29,7 @@ from megatron.training.argument_utils import (  # noqa: E402
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 
 from megatron_dynapipe.data.indexed import IndexedReader  # noqa: E402
-from megatron_dynapipe.integration import mends  # noqa: E402
+from megatron_dynapipe.integration.hooks import optimizer_patches  # noqa: E402
 from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings  # noqa: E402
 from megatron_dynapipe.units import ModelFamily  # noqa: E402
 from tests.integration.entry import record_losses  # noqa: E402
@@ -86,14 +86,14 @@ def loss_function(losses):
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
 
 
-def train(*, rank: int, world_size: int, argv: list[str], data: str, mended: bool = False) -> dict:
+def train(*, rank: int, world_size: int, argv: list[str], data: str, patched: bool = False) -> dict:
     """On one rank: the losses by iteration (last stage), and the names of the schedules that ran.
 
     Megatron alone cannot resume a distributed optimizer with PyTorch's Adam, not even from its own checkpoint:
-    `mended` puts DynaPipe's mends of it in force.
+    `patched` applies DynaPipe's patches of it.
     """
-    if mended:
-        mends.apply()
+    if patched:
+        optimizer_patches.apply()
     losses, schedules = record_losses(), set()
     factory = training.get_forward_backward_func
 

@@ -9,7 +9,8 @@ import pytest
 
 from megatron_dynapipe.cost.format import Link, encode_file
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration import arguments, familiar, inputs, placement
+from megatron_dynapipe.integration.flags import arguments, legacy, placement
+from megatron_dynapipe.integration.flags import plan_inputs as inputs
 from megatron_dynapipe.store import server
 from tests.cost.models import gpt_file
 from tests.integration.entry import make_dataset, train
@@ -42,7 +43,7 @@ DYNAPIPE_DEBUG_DUMP_EP_PREFIX
 """
 """The flags and variables of the published fork."""
 
-TABLE = (*familiar.FLAGS, *familiar.VARIABLES)
+TABLE = (*legacy.FLAGS, *legacy.VARIABLES)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,18 +55,18 @@ def parser() -> argparse.ArgumentParser:
 
 def settings(flags: str) -> arguments.RunSettings:
     args = parser().parse_args(["--dynapipe-data", "data", *flags.split()])
-    familiar.check(args, {})
+    legacy.check(args, {})
     return arguments.RunSettings.from_args(args)
 
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    for variable in familiar.VARIABLES:
+    for variable in legacy.VARIABLES:
         monkeypatch.delenv(variable.name, raising=False)
 
 
 def test_our_flags_are_frozen():
-    refused = {flag.name for flag in familiar.FLAGS if not flag.honoured}
+    refused = {flag.name for flag in legacy.FLAGS if not flag.honoured}
     flags = {
         option for option in parser()._option_string_actions if option.startswith(("--dynapipe", "--use-dynapipe"))
     }
@@ -80,10 +81,10 @@ def test_every_published_name_has_one_row():
 
 def test_honoured_flags_are_in_the_parser():
     known = parser()._option_string_actions
-    assert [flag.name for flag in familiar.FLAGS if flag.name not in known] == []
+    assert [flag.name for flag in legacy.FLAGS if flag.name not in known] == []
 
 
-@pytest.mark.parametrize("flag", [flag for flag in familiar.FLAGS if not flag.honoured], ids=lambda flag: flag.name)
+@pytest.mark.parametrize("flag", [flag for flag in legacy.FLAGS if not flag.honoured], ids=lambda flag: flag.name)
 def test_refused_flags_say_why_and_what_instead(flag):
     with pytest.raises(ConfigError) as told:
         settings(flag.name if flag.switch else f"{flag.name} 1")
@@ -91,12 +92,12 @@ def test_refused_flags_say_why_and_what_instead(flag):
     assert told.value.hint == flag.instead
 
 
-@pytest.mark.parametrize("row", [row for row in familiar.VARIABLES if not row.honoured], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in legacy.VARIABLES if not row.honoured], ids=lambda row: row.name)
 def test_refused_variables_say_why_and_what_instead(row):
     args = parser().parse_args([])
-    familiar.check(args, {row.name: "False"})
+    legacy.check(args, {row.name: "False"})
     with pytest.raises(ConfigError, match=row.name) as told:
-        familiar.check(args, {row.name: "1"})
+        legacy.check(args, {row.name: "1"})
     assert told.value.hint == row.instead
 
 
@@ -106,7 +107,7 @@ def test_the_migration_guide_has_the_table():
     assert rows == {row.name: described(row) for row in TABLE}
 
 
-def described(row: familiar.Familiar) -> str:
+def described(row: legacy.LegacyName) -> str:
     """A row of the guide's table."""
     return f"yes | {row.note}" if row.honoured else f"no | {row.note} – {row.instead}"
 
@@ -199,12 +200,12 @@ def test_values_that_cannot_be(flags, said):
     ],
 )
 def test_the_store_that_the_environment_names(environ, url):
-    assert familiar.store_url(environ) == url
+    assert legacy.store_url(environ) == url
 
 
 def test_a_store_port_that_is_none():
     with pytest.raises(ConfigError, match="DYNAPIPE_KV_PORT from 1 to 65535, got '99999'"):
-        familiar.store_url({"DYNAPIPE_KV_PORT": "99999"})
+        legacy.store_url({"DYNAPIPE_KV_PORT": "99999"})
 
 
 def test_a_flag_wins_over_its_variable(monkeypatch):
@@ -217,13 +218,13 @@ def test_a_flag_wins_over_its_variable(monkeypatch):
 
 
 def test_the_log_level_of_the_environment():
-    log = familiar.logging.getLogger("megatron_dynapipe")
+    log = legacy.logging.getLogger("megatron_dynapipe")
     before = log.level
     try:
-        familiar.set_log_level({"DYNAPIPE_DEBUG": "debug"})
-        assert log.level == familiar.logging.DEBUG
+        legacy.set_log_level({"DYNAPIPE_DEBUG": "debug"})
+        assert log.level == legacy.logging.DEBUG
         with pytest.raises(ConfigError, match="expected DYNAPIPE_DEBUG of DEBUG, INFO, WARNING, ERROR, got 'LOUD'"):
-            familiar.set_log_level({"DYNAPIPE_DEBUG": "loud"})
+            legacy.set_log_level({"DYNAPIPE_DEBUG": "loud"})
     finally:
         log.setLevel(before)
 

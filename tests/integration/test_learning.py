@@ -5,8 +5,8 @@ import argparse
 import pytest
 import torch
 
-from megatron_dynapipe.integration.learning import PassLearner, measured_passes
-from megatron_dynapipe.integration.model_state import StateBytes
+from megatron_dynapipe.integration.flags.model_state import StateBytes
+from megatron_dynapipe.integration.supply.calibration import PassPublisher, measured_passes
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Load, Payload, RecvWait, SendStart
 from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals
 from megatron_dynapipe.plan.timeline import Event
@@ -55,7 +55,7 @@ def test_a_pass_is_charged_with_loading_and_sending_but_not_with_waiting() -> No
 
 def test_passes_are_handed_in_when_a_version_is_made_from_them() -> None:
     store = MemoryStore()
-    learner = PassLearner(Recalibration(first_iteration=0, look_ahead=2, ranks=1), store, KEYS, rank=0)
+    learner = PassPublisher(Recalibration(first_iteration=0, look_ahead=2, ranks=1), store, KEYS, rank=0)
     for iteration in range(8):
         learner.add(entry(iteration), ITERATION)
     found = [

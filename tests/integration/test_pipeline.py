@@ -7,8 +7,8 @@ import pytest
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from megatron_dynapipe.integration.entry.megatron_pipeline import takes_mask
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
-from megatron_dynapipe.integration.pipeline import takes_mask
 from tests.helpers.processes import run_ranks
 from tests.integration.test_matrix import call, layout
 
@@ -65,7 +65,6 @@ def watch(rank: int, world_size: int) -> dict[str, object]:
     import contextlib
     import gc
 
-    from megatron_dynapipe.integration import pipeline
     from tests.integration.layout_ranks import Trainer
     from tests.integration.layouts import Layout
 
@@ -76,7 +75,9 @@ def watch(rank: int, world_size: int) -> dict[str, object]:
         yield lambda plan, trace: seen.append((plan.stage, len(trace)))
         ended.append(deadline_s)
 
-    pipeline.watched = watched
+    from megatron_dynapipe.integration.entry import megatron_pipeline
+
+    megatron_pipeline.watched = watched
     trainer = Trainer(Layout(stages=2))
     trainer.pipeline.step(trainer.batch)
     before = list(ended)

@@ -1,4 +1,4 @@
-"""The run-time seam: put in force once, in every module that leads to a replaced name, and taken back."""
+"""What is replaced in Megatron at run time: once, in every module that holds the name, and reverted."""
 
 import argparse
 import ast
@@ -7,13 +7,14 @@ import pytest
 
 from megatron_dynapipe import megatron_version
 from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
-from megatron_dynapipe.integration import guest, seam
+from megatron_dynapipe.integration.entry import checkout
+from megatron_dynapipe.integration.hooks import active_run, replacements
 from tests.helpers.megatron_wheels import VERSIONS, source
 from tests.helpers.processes import run_ranks
 
 
 class FakeSession:
-    """What the guest asks of a run."""
+    """What the hooks ask of a run."""
 
     shape = None
     samples = 19
@@ -26,7 +27,7 @@ class FakeSession:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("row", seam.TABLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", replacements.TABLE, ids=lambda row: row.name)
 def test_targets_have_the_parameters_relied_on(row, version):
     module = row.owner if row.everywhere or row.name == "train_step" else "megatron.training.utils.common_utils"
     (function,) = [
@@ -38,7 +39,7 @@ def test_targets_have_the_parameters_relied_on(row, version):
 
 
 def test_names_are_replaced_once():
-    assert len({(row.owner, row.name) for row in seam.TABLE}) == len(seam.TABLE)
+    assert len({(row.owner, row.name) for row in replacements.TABLE}) == len(replacements.TABLE)
 
 
 def _install_twice(*, rank: int, world_size: int) -> list[str]:
@@ -55,22 +56,22 @@ def _install_twice(*, rank: int, world_size: int) -> list[str]:
     lines: list[str] = []
     training.print_rank_last, before[-1] = lines.append, lines.append
     session = FakeSession()
-    with seam.installed(session):
+    with replacements.installed(session):
         schedules = [module.get_forward_backward_func(pp_size=1, vp_size=None) for module in modules]
         assert schedules == [session.forward_backward] * 3
         training.print_rank_last(" [now] iteration 1/ 5 | elapsed time per iteration (ms): 3 |")
         training.print_rank_last("something else")
         with pytest.raises(ConfigError) as refused:
-            seam.install(FakeSession())
-        assert guest.schedule(max) == session.forward_backward
+            replacements.install(FakeSession())
+        assert active_run.schedule(max) == session.forward_backward
     after = [module.get_forward_backward_func for module in modules] + [training.train_step, training.print_rank_last]
     assert after == before
-    seam.uninstall()
-    assert guest.schedule(max) is max
+    replacements.uninstall()
+    assert active_run.schedule(max) is max
     return [str(refused.value), *lines]
 
 
-def test_the_seam_is_installed_once_and_taken_back():
+def test_replacements_are_installed_once_and_reverted():
     said, line, other = run_ranks(_install_twice, 1)[0]
     assert "got a second one" in said
     assert line.endswith("| micro-batches: 3 |")
@@ -80,8 +81,8 @@ def test_the_seam_is_installed_once_and_taken_back():
 def test_an_unknown_megatron_is_refused_with_the_known_versions(monkeypatch):
     monkeypatch.setattr(megatron_version, "find_version", lambda: "0.99.0")
     with pytest.raises(UnsupportedMegatronError, match=r"0\.18\.2, 0\.19\.1, 0\.19\.2, found 0\.99\.0"):
-        seam.install(FakeSession())
-    assert guest.schedule(max) is max
+        replacements.install(FakeSession())
+    assert active_run.schedule(max) is max
 
 
 def test_a_missing_megatron_is_refused_with_what_to_install(monkeypatch):
@@ -106,34 +107,34 @@ def test_the_version_is_read_from_the_source(text, version, tmp_path):
 
 def test_samples_are_counted_as_planned():
     args = type("Args", (), {"consumed_train_samples": 100, "global_batch_size": 16})()
-    guest.count_samples(args)
+    active_run.count_samples(args)
     assert args.consumed_train_samples == 100
-    guest.activate(FakeSession())
+    active_run.activate(FakeSession())
     try:
-        guest.count_samples(args)  # the loop adds 16, the plan held 19
+        active_run.count_samples(args)  # the loop adds 16, the plan held 19
     finally:
-        guest.deactivate()
+        active_run.deactivate()
     assert args.consumed_train_samples == 103
 
 
 def test_a_micro_batchs_shape_is_the_plans():
     from megatron_dynapipe.units import Shape
 
-    assert guest.micro_batch_shape(1, 96) == (1, 96)
+    assert active_run.micro_batch_shape(1, 96) == (1, 96)
     session = FakeSession()
     session.shape = Shape(3, 40)
-    guest.activate(session)
+    active_run.activate(session)
     try:
-        assert guest.micro_batch_shape(1, 96) == (3, 40)
+        assert active_run.micro_batch_shape(1, 96) == (3, 40)
     finally:
-        guest.deactivate()
+        active_run.deactivate()
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--dynapipe-attention", "sdpa"], "--dynapipe-attention is not of a patched checkout"),
-        (["--dynapipe-layers-per-stage=3,1"], "--dynapipe-layers-per-stage is not of a patched checkout"),
+        (["--dynapipe-attention", "sdpa"], "--dynapipe-attention is not supported in a patched checkout"),
+        (["--dynapipe-layers-per-stage=3,1"], "--dynapipe-layers-per-stage is not supported in a patched checkout"),
         (["--dynapipe-layer-to-device", "0,0,0,1"], "--dynapipe-layer-to-device cannot split the model"),
     ],
 )
@@ -148,4 +149,4 @@ def test_a_patched_checkout_refuses_flags_of_our_models(words, said, monkeypatch
     )
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
     with pytest.raises(ConfigError, match=said):
-        guest._check_model_flags(args)
+        checkout._check_model_flags(args)

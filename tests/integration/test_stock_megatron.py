@@ -41,9 +41,9 @@ def stock(*, rank: int, world_size: int, **arguments: object) -> dict:
     return stock.train(rank=rank, world_size=world_size, **arguments)
 
 
-def train_stock(data: Path, flags: str, ranks: int, *, mended: bool = False) -> list[dict]:
+def train_stock(data: Path, flags: str, ranks: int, *, patched: bool = False) -> list[dict]:
     argv = f"{entry.SMALL['gpt']} {entry.TRAINING} {LENGTH} {flags}".split()
-    return run_ranks(stock, ranks, {"argv": argv, "data": str(data), "mended": mended}, deadline_s=200)
+    return run_ranks(stock, ranks, {"argv": argv, "data": str(data), "patched": patched}, deadline_s=200)
 
 
 def train_planned(data: Path, flags: str, ranks: int, report: Path) -> list[dict]:
@@ -81,7 +81,7 @@ def test_a_run_goes_on_with_dynapipe_switched(optimizer, on_first, start, data, 
     whole = train_stock(data, f"{flags} {start}", 2)[-1]["losses"]
     if on_first:
         train_planned(data, saving, 2, tmp_path / "report")
-        rest = train_stock(data, loading, 2, mended=True)[-1]["losses"]
+        rest = train_stock(data, loading, 2, patched=True)[-1]["losses"]
     else:
         train_stock(data, saving, 2)
         rest = train_planned(data, loading, 2, tmp_path / "report")[-1]["losses"]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration import guest
+from megatron_dynapipe.integration.entry import checkout
 from megatron_dynapipe.plan.instructions import (
     Backward,
     Buffer,
@@ -51,7 +51,7 @@ class FakeTrace:
 def fill(*, rank: int, world_size: int, level: int) -> dict:
     from megatron.core.timers import Timers
 
-    from megatron_dynapipe.integration.timers import add_times, without_timers
+    from megatron_dynapipe.integration.hooks.timers import add_times, without_timers
 
     timers, trace = Timers(level, "minmax"), FakeTrace()
     config = SimpleNamespace(timers=timers)
@@ -87,11 +87,11 @@ def test_below_their_log_level_nothing_waits_for_the_device(level):
 
 @pytest.mark.parametrize(("level", "stages", "on_cpu"), [(1, 4, False), (2, 1, False), (2, 4, True)])
 def test_a_patched_checkout_may_time_where_no_stage_waits_for_another(level, stages, on_cpu):
-    guest._check_timers(SimpleNamespace(timing_log_level=level, pipeline_model_parallel_size=stages), on_cpu=on_cpu)
+    checkout._check_timers(SimpleNamespace(timing_log_level=level, pipeline_model_parallel_size=stages), on_cpu=on_cpu)
 
 
 def test_a_patched_checkout_refuses_timers_between_passes_on_a_gpu():
     args = SimpleNamespace(timing_log_level=2, pipeline_model_parallel_size=4)
     with pytest.raises(ConfigError, match="--timing-log-level 2 would stop all stages") as told:
-        guest._check_timers(args, on_cpu=False)
+        checkout._check_timers(args, on_cpu=False)
     assert "--timing-log-level 1" in told.value.hint

@@ -18,8 +18,8 @@ SAID = "ranks share a GPU: messages between stages go by way of the host"
 
 def notice(*, rank: int, world_size: int, devices: list[str | None]) -> bool:
     """Whether ranks whose devices have these identities are on one; None is a CPU."""
-    from megatron_dynapipe.integration.control import ControlGroup
-    from megatron_dynapipe.integration.transport import share_a_device
+    from megatron_dynapipe.integration.execution.transport import share_a_device
+    from megatron_dynapipe.integration.supply.control_group import ControlGroup
 
     dist.init_process_group("gloo")
     identity = devices[rank]
@@ -41,7 +41,7 @@ def test_ranks_on_one_gpu_are_noticed(devices, shared):
 
 
 def train(*, rank: int, world_size: int, layout: dict, staged: bool) -> dict:
-    from megatron_dynapipe.integration import transport
+    from megatron_dynapipe.integration.execution import transport
     from tests.integration import layout_ranks
 
     if staged:
@@ -64,7 +64,7 @@ def test_messages_by_way_of_the_host_change_nothing(wanted):
 
 
 def divide_staged(*, rank: int, world_size: int) -> str:
-    from megatron_dynapipe.integration import transport
+    from megatron_dynapipe.integration.execution import transport
     from tests.integration import layout_ranks
 
     transport.share_a_device = lambda control, device: True

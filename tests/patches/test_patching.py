@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe import patching
+from megatron_dynapipe import checkout_hooks, patching
 from megatron_dynapipe.cli import main
 from megatron_dynapipe.errors import PatchError
 from megatron_dynapipe.patching import State, checkout, examine, load_all
@@ -16,6 +16,7 @@ from tests.helpers.megatron_wheels import VERSIONS, unpack
 
 ROOT = Path(__file__).parents[2]
 SERIES = load_all()
+CURRENT = [series for series in SERIES if series.is_current]
 MAX_CHANGED_LINES = 60
 TRAINING = "megatron/training/training.py"
 
@@ -48,7 +49,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in (folder / "megatron").rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("series", SERIES, ids=lambda series: series.version)
+@pytest.mark.parametrize("series", CURRENT, ids=lambda series: series.version)
 def test_patches_are_small_and_say_why(series):
     assert [patch.path.name[:4] for patch in series.patches] == [f"{n:04}" for n in range(1, len(series.patches) + 1)]
     for patch in series.patches:
@@ -58,22 +59,22 @@ def test_patches_are_small_and_say_why(series):
         assert set(patch.files) <= set(series.files)
 
 
-@pytest.mark.parametrize("series", SERIES, ids=lambda series: series.version)
-def test_patches_call_the_guest_alone(series):
-    from megatron_dynapipe.integration import guest
-
+@pytest.mark.parametrize("series", CURRENT, ids=lambda series: series.version)
+def test_patches_call_the_public_hooks_alone(series):
     for patch in series.patches:
         added = [line[1:] for line in patch.path.read_text().splitlines() if re.match(r"\+(?!\+\+ )", line)]
-        assert {name for line in added for name in re.findall(r"dynapipe\.(\w+)\(", line)} <= set(vars(guest))
+        assert {name for line in added for name in re.findall(r"dynapipe\.(\w+)\(", line)} <= set(
+            checkout_hooks.__all__
+        )
         for line in added:
             if "import" in line:
-                assert line.strip() == "from megatron_dynapipe.integration import guest as dynapipe"
+                assert line.strip() == "from megatron_dynapipe import checkout_hooks as dynapipe"
 
 
 def test_every_version_has_a_row_in_the_readme():
     readme = (ROOT / "patches" / "README.md").read_text()
-    assert re.findall(r"^\| `(core_v[\d.]+)`", readme, re.MULTILINE) == [series.version for series in SERIES]
-    assert {f"core_v{version}" for version in VERSIONS} == {series.version for series in SERIES}
+    assert re.findall(r"^\| `(core_v[\d.]+)`", readme, re.MULTILINE) == [series.version for series in CURRENT]
+    assert {f"core_v{version}" for version in VERSIONS} == {series.version for series in CURRENT}
 
 
 @pytest.mark.parametrize("is_git", [True, False], ids=["git", "patch"])
@@ -90,6 +91,31 @@ def test_applying_and_reversing_restores_every_byte(is_git, tree):
     patched = examine(tree, SERIES)
     assert patched.state is State.PATCHED and patched.series == found.series
     patched.reverse()
+    assert files(tree) == before
+
+
+@pytest.mark.parametrize("is_git", [True, False], ids=["git", "patch"])
+def test_what_an_earlier_release_patched_is_patched_anew_or_reversed(is_git, tree):
+    if is_git:
+        as_git(tree)
+    before = files(tree)
+    examine(tree, SERIES).apply()
+    today = files(tree)
+    examine(tree, SERIES).reverse()
+    version = examine(tree, SERIES).series.version
+    (earlier,) = (s for s in SERIES if not s.is_current and s.version == version)
+    for patch in earlier.patches:
+        subprocess.run(["patch", "-p1", "--batch", "-s", "--input", str(patch.path)], cwd=tree, check=True)
+    outdated = files(tree)
+    assert outdated not in (before, today)
+    assert main.main(["patch", str(tree), "--check"]) == 0
+    found = examine(tree, SERIES)
+    assert found.state is State.OUTDATED and files(tree) == outdated
+    found.apply()
+    assert files(tree) == today
+    for name, data in outdated.items():
+        (tree / name).write_bytes(data)
+    assert main.main(["patch", str(tree), "--reverse"]) == 0
     assert files(tree) == before
 
 

@@ -72,7 +72,7 @@ def test_a_patched_checkout_trains_as_the_plug_in_does(layout, patched, plugged_
 
 @pytest.mark.slow
 def test_a_staged_t5_trains_in_a_patched_checkout(patched, data, tmp_path):
-    """With this project's entry script beside it: its own seam and the patches do not get in each other's way."""
+    """With this project's entry script beside it: its own hooks and the patches do not get in each other's way."""
     flags = f"{SMALL['t5']} {COMMON} {LAYOUTS['two stages']} --train-iters 2 --use-dynapipe"
     outputs = launch(ROOT / "pretrain_t5_multitask.py", patched, f"{flags} --dynapipe-data {data}", tmp_path)
     assert "iteration        2/       2" in "".join(outputs)

@@ -18,10 +18,10 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from torch import Tensor
 
 from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
+from megatron_dynapipe.integration.execution.recompute import RecomputeSwitch
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.providers import gpt_provider, gpt_takes_mask, t5_options
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, T5StageInputs
-from megatron_dynapipe.integration.recompute import RecomputeSwitch
 from megatron_dynapipe.units import ModelFamily, Recompute
 
 Point = tuple[int, ...]

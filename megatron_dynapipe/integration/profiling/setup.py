@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration import arguments
+from megatron_dynapipe.integration.flags import arguments
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.integration.models.providers import t5_split
 from megatron_dynapipe.units import ModelFamily

@@ -16,8 +16,8 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args  #
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 
 from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask  # noqa: E402
-from megatron_dynapipe.integration import arguments as arguments_of_ours  # noqa: E402
-from megatron_dynapipe.integration import mends  # noqa: E402
+from megatron_dynapipe.integration.flags import arguments as arguments_of_ours  # noqa: E402
+from megatron_dynapipe.integration.hooks import optimizer_patches  # noqa: E402
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider, t5_split  # noqa: E402
 from megatron_dynapipe.integration.models.t5_stage import T5StageInputs  # noqa: E402
 
@@ -83,7 +83,7 @@ def run_pretrain(rank: int, world_size: int, model: str, arguments: str) -> list
         return RandomTokens(args.consumed_train_samples // SIZE), RandomTokens(10**6), RandomTokens(10**7)
 
     datasets.is_distributed = True
-    mends.apply()  # Megatron could not resume its distributed optimizer
+    optimizer_patches.apply()  # Megatron could not resume its distributed optimizer
     container = pretrain_cfg_container_from_args(args)
     if model == "gpt":
         pretrain(container, datasets, ModelType.encoder_or_decoder, gpt_step, model_provider=gpt_provider(args))

@@ -55,7 +55,7 @@ def asked(**given: object) -> Namespace:
     ("layout", "layers"), [("EttL", "2"), ("Ett|tL", "2,1"), ("Et*3|(t|)*2ttL", "3,1,1,2"), (None, None)]
 )
 def test_a_layout_becomes_layers_per_stage(layout, layers):
-    from megatron_dynapipe.integration.layer_split import take_t5_layout
+    from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
 
     args = asked(pipeline_model_parallel_layout=layout)
     take_t5_layout(args)
@@ -76,7 +76,7 @@ def test_a_layout_becomes_layers_per_stage(layout, layers):
     ],
 )
 def test_a_t5_has_no_other_way_to_split(given, message):
-    from megatron_dynapipe.integration.layer_split import take_t5_layout
+    from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
 
     with pytest.raises(ConfigError, match=message):
         take_t5_layout(asked(**given))

@@ -1,0 +1,134 @@
+"""A planned run inside a patched Megatron-LM checkout: its flags, its checks, its start and its end.
+
+`megatron_dynapipe.checkout_hooks` is the module that patches import; this project's entry scripts do the same for
+themselves (`runs`). Nothing of Megatron is imported before it is needed: its own modules import this one.
+"""
+
+import argparse
+import atexit
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron_dynapipe import config, cpu
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.entry.bootstrap import reported
+from megatron_dynapipe.integration.flags import arguments
+from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
+from megatron_dynapipe.units import ModelFamily
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.integration.entry.session import Session
+
+_session: "Session | None" = None
+"""The run that was started here; those of the entry scripts end themselves."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add DynaPipe's flags and expand the run file into the command line.
+
+    With `--use-dynapipe` Megatron's defaults become those of a planned run, and bad flags end it with one line.
+    """
+    arguments.add_flags(parser)
+    with reported():
+        sys.argv[1:] = config.expand(sys.argv[1:], arguments.switches(parser))
+    if "--use-dynapipe" in sys.argv[1:]:
+        arguments.add_arguments(parser)
+        parser.error = reported()(parser.error)  # type: ignore[method-assign]
+        if cpu.is_enabled():
+            cpu.set_args_defaults(parser)
+    return parser
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse what a planned run does not support, and fill in the dataset's tokenizer; ends the process with one line.
+
+    Patches Megatron's optimizer too: a checkpoint is loaded before the run becomes active.
+    """
+    if not args.use_dynapipe:
+        return
+    with reported():
+        optimizer_patches.apply()
+        settings = arguments.check(args, ModelFamily.GPT)
+        _check_model_flags(args)
+        _check_timers(args, on_cpu=cpu.is_enabled())
+        if args.tokenizer_model is None:
+            args.tokenizer_model = str(settings.data / read_meta(settings.data).tokenizer)
+
+
+def _check_model_flags(args: argparse.Namespace) -> None:
+    """Refuse flags of this project's models: a patched checkout builds its own."""
+    given = {word.partition("=")[0] for word in sys.argv[1:]}
+    for flag, instead in (
+        ("--dynapipe-attention", "leave it out"),
+        ("--dynapipe-layers-per-stage", "pass --pipeline-model-parallel-layout"),
+    ):
+        if flag in given:
+            raise ConfigError(
+                f"{flag} is not supported in a patched checkout, which builds its own model", hint=instead
+            )
+    if arguments.layer_split_words(args, ModelFamily.GPT):
+        raise ConfigError(
+            "--dynapipe-layer-to-device cannot split the model of a patched checkout unequally",
+            hint="pass --pipeline-model-parallel-layout",
+        )
+
+
+def _check_timers(args: argparse.Namespace, *, on_cpu: bool) -> None:
+    """Refuse timers that a patched checkout's own step function starts inside an iteration (see `hooks.timers`)."""
+    from megatron_dynapipe.integration.hooks.timers import LOG_LEVEL
+
+    if args.timing_log_level >= LOG_LEVEL and args.pipeline_model_parallel_size > 1 and not on_cpu:
+        raise ConfigError(
+            f"--timing-log-level {args.timing_log_level} would stop all stages of a patched checkout: its step function"
+            " synchronises the device, on which receives wait for other stages",
+            hint="use --timing-log-level 1, or this project's entry scripts",
+        )
+
+
+def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """What `pretrain` asks for datasets: a planned run's iterators, else the entry script's own provider."""
+    from megatron.training import get_args
+
+    global _session
+    args = get_args()
+    if not args.use_dynapipe or active_run.is_active():
+        return stock
+    with reported():
+        from megatron_dynapipe.integration.entry import runs
+
+        session = runs.patched_session(args)
+        active_run.activate(session)
+    _session = session
+    atexit.register(_close)
+
+    def datasets(samples: Any, vp_stage: int | None = None) -> Any:
+        with reported():
+            return session.datasets(samples, vp_stage)
+
+    datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron: call it on every tensor-parallel rank
+    return datasets
+
+
+def schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`active_run.schedule`; errors of a run that was started here end the process with one line."""
+    chosen = active_run.schedule(stock)
+    return chosen if _session is None else reported()(chosen)
+
+
+def finish() -> None:
+    """At the end of `pretrain`: print the summary of a run that was started here, and stop what it has started."""
+    if _session is not None:
+        with reported():
+            _session.print_report()
+        _close()
+
+
+def _close() -> None:
+    global _session
+    if _session is not None:
+        session, _session = _session, None
+        session.__exit__()
+        optimizer_patches.revert()
+        active_run.deactivate()

@@ -1,0 +1,316 @@
+"""Planned training steps without Megatron's loop: one object, one call per iteration.
+
+    pipeline = MegatronPipeline(models, optimizer, planner)
+    for batch in batches:                     # the whole global batch, the same on every rank
+        result = pipeline.step(batch)         # plans, runs, reduces, updates
+        print(result.loss, result.overflowed)
+
+`examples/gpt_steps.py` is a complete run. Every rank plans for itself, in process: a plan is a pure function of the
+batch's lengths, so all ranks come to the same one, and no store or planner process is needed. Training with Megatron's
+loop plans ahead instead, in a process of its own (`session`).
+"""
+
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron_dynapipe.data.collate import Collator, Needs, SpecialTokens
+from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.integration.execution.forward_backward import LOSS_NAME, run_iteration
+from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
+from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
+from megatron_dynapipe.integration.execution.transport import open_transport
+from megatron_dynapipe.integration.hooks import optimizer_patches
+from megatron_dynapipe.integration.models.t5_stage import T5Stage
+from megatron_dynapipe.integration.supply.control_group import ControlGroup
+from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.runtime import PipelineExecutor, Trace, platform_of, watched
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import ModelFamily
+
+Sample = tuple[Sequence[int], Sequence[int]]
+"""Tokens of an input and of its target; a decoder-only model is trained on one after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Tokens that collation adds: pad, start of a decoder's input, end of a target."""
+
+    pad_id: int = 0
+    bos_id: int = 1
+    eos_id: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one iteration came to, the same on every rank but for the trace.
+
+    Attributes:
+        loss: mean over the target tokens of the global batch.
+        tokens: their number.
+        overflowed: the gradients were not finite (fp16), so that no rank changed its weights.
+        gradient_norm: before clipping; None where nothing was computed: evaluation, overflow.
+        plan: what was run.
+        trace: when this rank's instructions ran.
+    """
+
+    loss: float
+    tokens: int
+    overflowed: bool
+    gradient_norm: float | None
+    plan: IterationPlan
+    trace: Trace
+
+
+class MegatronPipeline:
+    """One rank's part in planned training steps.
+
+    Make it on every rank, after Megatron's `initialize_model_parallel`; it makes process groups.
+
+    Args:
+        models: this rank's model chunks, each wrapped in Megatron's `DistributedDataParallel`.
+        optimizer: Megatron's, from `get_megatron_optimizer`; None to accumulate gradients or evaluate only.
+        planner: plans; its settings say what the model is and how it is laid out.
+        tokens: what collation adds.
+        seed: of dropouts.
+        first_iteration: number of the first step, for a run that is resumed.
+        timeout_s: deadline of every transfer.
+
+    Attributes:
+        iteration: number of the next step.
+        planner: plans the next steps; may be replaced, on all ranks, by one of the same layout with other costs.
+
+    Raises:
+        ConfigError: the planner's layout is not that of the models, or the configuration has no per-token loss.
+        UnsupportedMegatronError: Megatron is not of a known version.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizer: Any,
+        planner: Planner,
+        *,
+        tokens: SpecialTokens = Tokens(),
+        seed: int = 0,
+        first_iteration: int = 0,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self._models, self._optimizer, self.planner = models, optimizer, planner
+        self._config = get_model_config(models[0])
+        self._check()
+        optimizer_patches.apply()
+        self._device = next(models[0].parameters()).device
+        self._control = ControlGroup(timeout_s=timeout_s)
+        link = open_transport(self._control, planner.settings, device=self._device, timeout_s=timeout_s)
+        self._stage, self._stages, self._last_rank = link.stage, len(link.ranks), link.ranks[-1]
+        with ExitStack() as resources:
+            self._executor = PipelineExecutor(
+                link.transport,
+                platform_of(self._device),
+                stages=self._stages,
+                dtype=self._config.pipeline_dtype or self._config.params_dtype,
+                watch=resources.enter_context(watched(self._device, deadline_s=timeout_s, rank=self._control.rank)),
+            )
+            weakref.finalize(self, resources.pop_all().close)  # the watchdog's thread ends with this object
+        self._replica = parallel_state.get_data_parallel_rank()
+        self._state = MicroBatchContext(
+            models,
+            seed=seed,
+            replica=self._replica,
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            stage=self._stage,
+        )
+        self._needs, self._tokens = needs_of(models), tokens
+        self.iteration = first_iteration
+        self._configure()
+
+    def plan(self, batch: Sequence[Sample], *, forward_only: bool = False) -> IterationPlan:
+        """The next step's plan for a global batch; raises as `step`."""
+        return self.planner.plan(
+            global_batch(batch, self._family, self.iteration), self.iteration, forward_only=forward_only
+        )
+
+    def step(self, batch: Sequence[Sample], plan: IterationPlan | None = None) -> StepResult:
+        """Plan a global batch, run it, reduce the gradients and update the weights.
+
+        Args:
+            batch: every sample of the iteration, the same on all ranks.
+            plan: made by `plan` of this batch before, on all ranks; None plans now.
+
+        Raises:
+            ConfigError: there is no optimizer.
+            DataError: there is no sample, or an empty input.
+            PlanningError: the batch cannot be planned; the message says why.
+        """
+        if self._optimizer is None:
+            raise ConfigError("expected an optimizer to step with, got none", hint="give MegatronPipeline an optimizer")
+        for model in self._models:
+            model.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
+        self._optimizer.zero_grad()
+        result = self.run(batch, plan)
+        updated, norm, _ = self._optimizer.step()
+        return StepResult(
+            loss=result.loss,
+            tokens=result.tokens,
+            overflowed=not updated,
+            gradient_norm=None if norm is None else float(norm),
+            plan=result.plan,
+            trace=result.trace,
+        )
+
+    def evaluate(self, batch: Sequence[Sample]) -> StepResult:
+        """The loss of a global batch, without gradients; the models are in evaluation mode meanwhile."""
+        for model in self._models:
+            model.eval()
+        try:
+            with torch.no_grad():
+                return self.run(batch, forward_only=True)
+        finally:
+            for model in self._models:
+                model.train()
+
+    def run(
+        self,
+        batch: Sequence[Sample],
+        plan: IterationPlan | None = None,
+        *,
+        forward_only: bool = False,
+        force_all_reduce: bool = False,
+    ) -> StepResult:
+        """Plan and run a global batch; gradients are added to the models' buffers, reduced and divided by tokens.
+
+        Args:
+            batch: every sample of the iteration, the same on all ranks.
+            plan: as in `step`.
+            forward_only: no backward passes.
+            force_all_reduce: whole gradients on every replica, also with the distributed optimizer.
+        """
+        if plan is None:
+            plan = self.plan(batch, forward_only=forward_only)
+        replica = plan.replicas[self._replica]
+        collate = Collator(needs=self._needs, reader=_Reader(batch), special=self._tokens)
+
+        def prepare(index: int) -> None:
+            self._state.begin(plan.iteration, index, replica.micro_batches[index].recompute)
+
+        result = run_iteration(
+            replica.stages[self._stage],
+            self._executor,
+            self._models,
+            self._step_function,
+            lambda index: self._make_batch(collate(index, replica.micro_batches[index], self._family), self._device),
+            stage=self._stage,
+            stages=self._stages,
+            prepare=prepare,
+            forward_only=forward_only,
+            force_all_reduce=force_all_reduce,
+        )
+        if not forward_only:
+            self.iteration += 1
+        loss, tokens = self._reduce(result.losses)
+        return StepResult(
+            loss=loss / tokens, tokens=tokens, overflowed=False, gradient_norm=None, plan=plan, trace=result.trace
+        )
+
+    @property
+    def _family(self) -> ModelFamily:
+        return self.planner.settings.family
+
+    def _check(self) -> None:
+        settings = self.planner.settings
+        wanted = (settings.data_parallel, settings.tensor_parallel, settings.pipeline_parallel, settings.chunks)
+        there = (
+            parallel_state.get_data_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            len(self._models),
+        )
+        if wanted != there:
+            raise ConfigError(
+                "expected models in the planner's layout of data × tensor × pipeline parallel ranks × chunks "
+                f"{' × '.join(map(str, wanted))}, got {' × '.join(map(str, there))}"
+            )
+        if not self._config.calculate_per_token_loss:
+            raise ConfigError(
+                "expected a model configuration with calculate_per_token_loss: micro-batches hold different numbers "
+                "of tokens"
+            )
+
+    def _configure(self) -> None:
+        """What Megatron's training loop sets in the model's configuration."""
+        config, models = self._config, self._models
+        gpt = self._family is ModelFamily.GPT
+        self._make_batch = partial(gpt_batch, explicit_mask=takes_mask(models)) if gpt else t5_batch
+        self._step_function = partial(gpt_step if gpt else t5_step, check_for_nan=False)
+        config.finalize_model_grads_func = finalize_model_grads
+        if self._optimizer is not None:
+            config.grad_scale_func = self._optimizer.scale_loss
+        if getattr(models[0], "ddp_config").overlap_grad_reduce:  # noqa: B009  (not an attribute nn.Module knows)
+            config.no_sync_func = [getattr(model, "no_sync") for model in models]  # noqa: B009
+
+    def _reduce(self, losses: Sequence[dict[str, torch.Tensor]]) -> tuple[float, int]:
+        """Loss and tokens summed over micro-batches and replicas, from the last stage to all."""
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if self._stage == self._stages - 1:
+            for report in losses:
+                total += report[LOSS_NAME]
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        dist.broadcast(total, self._last_rank, group=parallel_state.get_pipeline_model_parallel_group())
+        loss, tokens = total.tolist()
+        return loss, int(tokens)
+
+
+class _Reader:
+    """A global batch as the collator reads a dataset."""
+
+    def __init__(self, batch: Sequence[Sample]) -> None:
+        self._batch = batch
+
+    def __getitem__(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        given, wanted = self._batch[sample]
+        return np.asarray(given, np.int64), np.asarray(wanted, np.int64)
+
+
+def global_batch(batch: Sequence[Sample], family: ModelFamily, iteration: int) -> GlobalBatch:
+    """The lengths that a planner looks at; raises DataError for a batch without samples."""
+    if not batch:
+        raise DataError("expected a batch of at least one sample, got none")
+    inputs = np.array([len(given) for given, _ in batch], np.int32)
+    targets = np.array([len(wanted) for _, wanted in batch], np.int32)
+    if family is ModelFamily.GPT:
+        inputs, targets = inputs + targets, np.zeros_like(targets)
+    return GlobalBatch(
+        iteration=iteration, sample_ids=np.arange(len(batch)), input_lengths=inputs, target_lengths=targets
+    )
+
+
+def takes_mask(models: Sequence[torch.nn.Module]) -> bool:
+    """Whether a GPT's attention is to be given a causal mask: Megatron's unfused one; others know causality."""
+    return any(isinstance(module, DotProductAttention) for model in models for module in model.modules())
+
+
+def needs_of(models: Sequence[torch.nn.Module]) -> Needs:
+    """Which of a micro-batch's tensors these model chunks read."""
+    chunks = unwrap_model(list(models))
+    stages = [chunk.layers for chunk in chunks if isinstance(chunk, T5Stage)]
+    if stages:
+        return Needs(
+            tokens=any(layers.starts_encoder for layers in stages),
+            decoder_tokens=any(layers.starts_decoder for layers in stages),
+            labels=any(layers.ends_decoder for layers in stages),
+        )
+    return Needs(tokens=any(chunk.pre_process for chunk in chunks), labels=any(chunk.post_process for chunk in chunks))

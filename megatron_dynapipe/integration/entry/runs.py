@@ -1,0 +1,202 @@
+"""What the entry scripts hand to Megatron's `pretrain`: checked arguments, providers, a step function, a session."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
+
+from megatron_dynapipe import config, cpu
+from megatron_dynapipe.data.collate import HostMicroBatch, Needs
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.integration.entry.session import MakeBatch, Session
+from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch
+from megatron_dynapipe.integration.execution.step_functions import StepFunction, gpt_batch, gpt_step, t5_batch, t5_step
+from megatron_dynapipe.integration.flags import arguments, placement
+from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
+from megatron_dynapipe.integration.flags.model_state import StateBytes
+from megatron_dynapipe.integration.flags.plan_inputs import chosen_layer_split, plan_inputs
+from megatron_dynapipe.integration.models import flags as model_flags
+from megatron_dynapipe.integration.models.providers import (
+    ModelProvider,
+    gpt_provider,
+    gpt_takes_mask,
+    t5_needs,
+    t5_provider,
+    t5_split,
+)
+from megatron_dynapipe.units import ModelFamily
+
+EmbeddingRanks = Callable[[Sequence[int]], list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run, ready to be handed to Megatron.
+
+    Attributes:
+        args: Megatron's arguments, with DynaPipe's.
+        session: gives the datasets and the schedule; a context manager around the run.
+        model_provider: builds this rank's part of the model.
+        forward_step: one micro-batch through it.
+        embedding_ranks: of one pipeline's ranks, those with word embeddings; None is Megatron's own choice.
+        position_embedding_ranks: those with position embeddings, likewise.
+    """
+
+    args: argparse.Namespace
+    session: Session
+    model_provider: ModelProvider
+    forward_step: StepFunction
+    embedding_ranks: EmbeddingRanks | None = None
+    position_embedding_ranks: EmbeddingRanks | None = None
+
+
+def t5_run() -> Run:
+    """A T5 staged over the pipeline, from the command line; raises ConfigError and DataError."""
+    args = parse(ModelFamily.T5)
+    _plan_layer_split(args, ModelFamily.T5)
+    split = t5_split(args)
+
+    def needs() -> Needs:
+        return t5_needs(split, parallel_state.get_pipeline_model_parallel_rank())
+
+    return Run(
+        args=args,
+        session=_session(args, ModelFamily.T5, needs=needs, make_batch=t5_batch),
+        model_provider=t5_provider(args, split),
+        forward_step=partial(t5_step, check_for_nan=args.check_for_nan_in_loss_and_grad),
+        embedding_ranks=split.embedding_ranks,
+        position_embedding_ranks=split.position_embedding_ranks,
+    )
+
+
+def gpt_run() -> Run:
+    """Megatron's own GPT, from the command line; raises ConfigError and DataError."""
+    args = parse(ModelFamily.GPT)
+    chosen = _plan_layer_split(args, ModelFamily.GPT)
+    if chosen is not None:  # Megatron has checked the arguments with an even split of the same form.
+        args.pipeline_model_parallel_layout = model_flags.megatron_layout(chosen)
+
+    def needs() -> Needs:
+        return Needs(
+            tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+            labels=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        )
+
+    make_batch = partial(gpt_batch, explicit_mask=gpt_takes_mask(args))
+    return Run(
+        args=args,
+        session=_session(args, ModelFamily.GPT, needs=needs, make_batch=make_batch),
+        model_provider=gpt_provider(args),
+        forward_step=partial(gpt_step, check_for_nan=args.check_for_nan_in_loss_and_grad),
+    )
+
+
+def _plan_layer_split(args: argparse.Namespace, family: ModelFamily) -> tuple[int, ...] | None:
+    """Replace `--dynapipe-layers-per-stage auto` by the split predicted to be fastest; None if it was not asked."""
+    if args.dynapipe_layers_per_stage != model_flags.AUTO:
+        return None
+    settings = arguments.RunSettings.from_args(args)
+    chosen = chosen_layer_split(args, settings, family, on_cpu=cpu.is_enabled())
+    args.dynapipe_layers_per_stage = ",".join(map(str, chosen))
+    if args.rank == 0:
+        print(f"layers per stage: {args.dynapipe_layers_per_stage}", flush=True)
+    return chosen
+
+
+def patched_session(args: argparse.Namespace) -> Session:
+    """A session under a patched checkout's own `pretrain_gpt.py`; raises ConfigError.
+
+    That script takes a batch on the first tensor-parallel rank alone and broadcasts it, with the attention mask if
+    `--create-attention-mask-in-dataloader` (the default) asks for one.
+    """
+
+    def needs() -> Needs:
+        takes = parallel_state.get_tensor_model_parallel_rank() == 0
+        return Needs(
+            tokens=takes and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+            labels=takes and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        )
+
+    make_batch = partial(gpt_batch, explicit_mask=args.create_attention_mask_in_dataloader)
+
+    def broadcastable(host: HostMicroBatch, device: torch.device) -> DeviceBatch:
+        batch = make_batch(host, device)
+        mask = batch["attention_mask"]
+        if mask is not None:
+            mask = mask.expand(host.shape.size, -1, -1, -1).contiguous()
+        return {**batch, "position_ids": batch["position_ids"].contiguous(), "attention_mask": mask}
+
+    return _session(args, ModelFamily.GPT, needs=needs, make_batch=broadcastable)
+
+
+def parse(family: ModelFamily) -> argparse.Namespace:
+    """Megatron's arguments from the command line and its run file, checked for what a planned run needs.
+
+    Raises:
+        ConfigError: the run file or a flag is wrong, or an option cannot be used with DynaPipe.
+        CostModelError: the cost model's file cannot be read.
+        DataError: there is no dataset where `--dynapipe-data` says.
+    """
+    parser = _extend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    sys.argv[1:] = config.expand(sys.argv[1:], arguments.switches(parser))
+    sys.argv[1:] = [word for word in sys.argv[1:] if word != "--use-dynapipe"]  # it is for patched checkouts alone
+    early = parser.parse_args()
+    settings = arguments.check(early, family)
+    sys.argv += arguments.layer_split_words(early, family)
+    sys.argv += model_flags.words_for_megatron(parser.parse_args(), family)
+    tokenizer = settings.data / read_meta(settings.data).tokenizer
+    args: argparse.Namespace = parse_and_validate_args(
+        extra_args_provider=_extend, args_defaults={"tokenizer_model": str(tokenizer)}
+    )
+    if not cpu.is_enabled():
+        args.local_rank = placement.device_index(
+            args.local_rank or 0, devices=torch.cuda.device_count(), backend=args.distributed_backend
+        )
+    model_flags.restore(args, early)
+    if family is ModelFamily.T5:
+        take_t5_layout(args)
+    return args
+
+
+def _extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    arguments.add_arguments(parser)
+    return cpu.set_args_defaults(parser) if cpu.is_enabled() else parser
+
+
+def _session(
+    args: argparse.Namespace, family: ModelFamily, *, needs: Callable[[], Needs], make_batch: MakeBatch
+) -> Session:
+    settings = arguments.RunSettings.from_args(args)
+    on_cpu = cpu.is_enabled()
+    return Session(
+        settings,
+        inputs=lambda: plan_inputs(args, settings, family, on_cpu=on_cpu),
+        needs=needs,
+        make_batch=make_batch,
+        dtype=args.params_dtype,
+        device=torch.device("cpu") if on_cpu else torch.device("cuda", args.local_rank or 0),
+        seed=args.seed,
+        metrics_interval=args.tensorboard_log_interval,
+        state=StateBytes.of(args),
+    )
+
+
+def pretrain_arguments(run: Run, session: Session) -> dict[str, Any]:
+    """The keyword arguments of Megatron's `pretrain`: 0.18 and 0.19 have them in different orders."""
+    return {
+        "cfg_container": pretrain_cfg_container_from_args(run.args),
+        "train_valid_test_dataset_provider": session.datasets,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": run.forward_step,
+        "model_provider": session.counting(run.model_provider),
+        "get_embedding_ranks": run.embedding_ranks,
+        "get_position_embedding_ranks": run.position_embedding_ranks,
+    }

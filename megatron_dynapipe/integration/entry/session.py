@@ -1,0 +1,270 @@
+"""One run's share of DynaPipe on this rank: supply of plans, executor, records; opened, used, closed.
+
+    with Session(args, family, …) as session, replacements.installed(session):
+        pretrain(…, session.datasets, …)
+
+Everything is started when Megatron asks for its datasets: by then the process groups exist and a checkpoint has told
+where training resumes. Ranks start things in the same order, and a failure on one is raised on all.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+import msgspec
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from megatron_dynapipe.data.collate import HostMicroBatch, Needs
+from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.execution.forward_backward import run_iteration
+from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
+from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, PrepareMicroBatch
+from megatron_dynapipe.integration.execution.transport import open_transport
+from megatron_dynapipe.integration.flags.arguments import RunSettings
+from megatron_dynapipe.integration.flags.model_state import StateBytes
+from megatron_dynapipe.integration.flags.plan_inputs import describe
+from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
+from megatron_dynapipe.integration.hooks.timers import add_times
+from megatron_dynapipe.integration.supply.agreed_iterator import AgreedIterator
+from megatron_dynapipe.integration.supply.calibration import PassPublisher
+from megatron_dynapipe.integration.supply.control_group import ControlGroup
+from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
+from megatron_dynapipe.integration.supply.recorder import Recorder
+from megatron_dynapipe.runtime import PipelineExecutor, platform_of, watched
+from megatron_dynapipe.sampling import LengthTable, Sampler
+from megatron_dynapipe.service.settings import PlanInputs
+from megatron_dynapipe.units import Shape, input_positions, target_positions
+
+MakeBatch = Callable[[HostMicroBatch, torch.device], DeviceBatch]
+
+
+class Session:
+    """A run on this rank.
+
+    Args:
+        settings: what was asked for.
+        inputs: makes what plans are made from; called once Megatron knows where training resumes.
+        needs: which tensors this rank's stage reads; called once the pipeline exists.
+        make_batch: host tensors to what the step function takes.
+        dtype: of the tensors that cross stage boundaries.
+        device: this rank's device.
+        state: what a parameter's copies take; None leaves a model's memory to the cost model.
+        seed: of dropouts.
+        metrics_interval: iterations between two whose numbers are given to Megatron's writers.
+
+    Attributes:
+        shape: of the micro-batch whose pass is running.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        *,
+        inputs: Callable[[], PlanInputs],
+        needs: Callable[[], Needs],
+        make_batch: MakeBatch,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        metrics_interval: int,
+        state: StateBytes | None = None,
+    ) -> None:
+        self._settings = settings
+        self._make_inputs = inputs
+        self._make_needs = needs
+        self._make_batch = make_batch
+        self._dtype = dtype
+        self._device = device
+        self._seed = seed
+        self._metrics_interval = metrics_interval
+        self._state = state
+        self._modules: list[torch.nn.Module] = []
+        self._context: MicroBatchContext | None = None
+        self._resources = ExitStack()
+        self._iterators: dict[str, AgreedIterator] = {}
+        self._trained: PlannedIteration | None = None
+        self.shape: Shape | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
+
+    def datasets(self, _samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        """Megatron's dataset provider for `--dataloader-type external`: the iterators of the three splits.
+
+        Chunks of a rank share them; the schedule takes one item per iteration, whatever their number.
+        """
+        if not self._iterators:
+            self._start()
+        return self._iterators["train"], self._iterators.get("valid"), self._iterators.get("test")
+
+    datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron: call it on every tensor-parallel rank
+
+    def forward_backward(
+        self,
+        *,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        force_all_reduce: bool = False,
+        **_shapes: Any,
+    ) -> list[dict[str, torch.Tensor]]:
+        """Megatron's schedule function: one planned iteration. The shapes it passes are nominal; the plan's count."""
+        if collect_non_loss_data:
+            raise ConfigError("DynaPipe runs plans of the loss alone: it cannot collect other outputs of the model")
+        models = model if isinstance(model, list) else [model]
+        iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        item: PlannedIteration = next(iterator)
+        result = run_iteration(
+            item.entry.stage_plan,
+            self._executor,
+            models,
+            forward_step_func,
+            lambda index: self._make_batch(item.micro_batches[index], self._device),
+            stage=self._stage,
+            stages=self._stages,
+            prepare=self._prepare(models, item),
+            forward_only=forward_only,
+            force_all_reduce=force_all_reduce,
+        )
+        if not forward_only:
+            add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
+            self._trained = item
+            self._recorder.add(item, result.trace)
+            count_flops(item)
+            self._iterators["train"].prepare()
+        return result.losses
+
+    def _prepare(self, models: Sequence[torch.nn.Module], item: PlannedIteration) -> PrepareMicroBatch:
+        """Sets the model chunks for each micro-batch of an iteration."""
+        if self._context is None:
+            self._context = MicroBatchContext(
+                models,
+                seed=self._seed,
+                replica=parallel_state.get_data_parallel_rank(),
+                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+                stage=self._stage,
+            )
+        state, entry = self._context, item.entry
+
+        def prepare(index: int) -> None:
+            micro_batch = entry.micro_batches[index]
+            self.shape = micro_batch.shape
+            state.begin(entry.iteration, index, micro_batch.recompute)
+
+        return prepare
+
+    @property
+    def samples(self) -> int:
+        """Samples of the latest training iteration; one must have run."""
+        assert self._trained is not None, "no iteration has been trained"
+        return self._trained.entry.totals.samples
+
+    def log_text(self) -> str:
+        """The latest training iteration's plan in the form of Megatron's log line; empty before the first."""
+        if self._trained is None:
+            return ""
+        totals = self._trained.entry.totals
+        efficiency = totals.real_tokens / max(totals.padded_positions, 1)
+        micro_batches = "+".join(map(str, totals.micro_batches))
+        return (
+            f" micro-batches: {micro_batches} | padding efficiency: {efficiency:.3f} |"
+            f" plan wait (ms): {self._trained.waited_seconds * 1e3:.1f} |"
+        )
+
+    def print_report(self) -> None:
+        """At the run's end: gather every rank's records and print the summary, on rank 0."""
+        summary = self._recorder.report() if self._iterators else None
+        if summary is not None:
+            print(summary, flush=True)
+
+    def _start(self) -> None:
+        self._control = ControlGroup(timeout_s=self._settings.timeout_s)
+        inputs = self._with_model_state(self._control.run_on_all(self._make_inputs))
+        self._control.run_on_all(lambda: self._check_samples(inputs))
+        timeout_s = self._settings.timeout_s
+        link = open_transport(self._control, inputs.planner, device=self._device, timeout_s=timeout_s)
+        self._stage, self._stages = link.stage, len(link.ranks)
+        platform = platform_of(self._device)
+        watch = self._resources.enter_context(watched(self._device, deadline_s=timeout_s, rank=self._control.rank))
+        self._executor = PipelineExecutor(link.transport, platform, stages=self._stages, dtype=self._dtype, watch=watch)
+        supply = self._resources.enter_context(PlanSupply(self._settings, self._control, inputs))
+        replica, rank = parallel_state.get_data_parallel_rank(), self._control.rank
+        if rank == 0:
+            print(f"cost model: {describe(inputs.costs)}", flush=True)
+        needs = self._make_needs()
+        for split in inputs.splits:
+            self._iterators[split.name] = supply.iterator(split, needs=needs, replica=replica, stage=self._stage)
+        rule = supply.recalibration
+        self._recorder = Recorder(
+            folder=self._settings.report_folder,
+            store=supply.store,
+            keys=supply.keys,
+            rank=rank,
+            world_size=torch.distributed.get_world_size(),
+            replica=replica,
+            stage=self._stage,
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            metrics=MetricsWriter(platform, interval=self._metrics_interval),
+            maximum=_maximum(inputs),
+            timeout_s=timeout_s,
+            publisher=None if rule is None else PassPublisher(rule, supply.store, supply.keys, rank=rank),
+        )
+
+    def counting(self, provider: Callable[..., Any]) -> Callable[..., Any]:
+        """A model provider whose modules' memory the plans leave room for."""
+
+        @functools.wraps(provider)
+        def provide(*arguments: Any, **keywords: Any) -> Any:
+            module = provider(*arguments, **keywords)
+            self._modules.append(module)
+            return module
+
+        return provide
+
+    def _with_model_state(self, inputs: PlanInputs) -> PlanInputs:
+        """The inputs with the model state that was counted on every pipeline rank: the most of any replica's."""
+        if self._state is None:
+            return inputs
+        mine = [parallel_state.get_pipeline_model_parallel_rank(), self._state.total(self._modules)]
+        held = [0] * inputs.planner.pipeline_parallel
+        for stage, size in (values.tolist() for values in self._control.gather(torch.tensor(mine))):
+            held[stage] = max(held[stage], size)
+        planner = msgspec.structs.replace(inputs.planner, model_state_bytes=tuple(held))
+        return msgspec.structs.replace(inputs, planner=planner)
+
+    def _check_samples(self, inputs: PlanInputs) -> None:
+        """On rank 0: refuse samples that cannot be trained on before anything is started, and say what is left out."""
+        if self._control.rank != 0:
+            return
+        for split in inputs.splits:
+            sampler = Sampler(LengthTable.read(self._settings.data, split.name), split.sampler)
+            if sampler.report.long_samples:
+                print(f"{split.name}: {sampler.report}", flush=True)
+
+
+def _maximum(inputs: PlanInputs) -> Shape:
+    """What a run without planning would pad every sample to."""
+    family, sampler = inputs.planner.family, inputs.splits[0].sampler
+    return Shape(
+        1, input_positions(family, sampler.max_input_length), target_positions(family, sampler.max_target_length)
+    )
+
+
+@contextlib.contextmanager
+def process_groups() -> Iterator[None]:
+    """Destroy the process groups that Megatron made, at the end of the block."""
+    try:
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

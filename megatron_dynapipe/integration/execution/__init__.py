@@ -1,0 +1,1 @@
+"""One planned iteration through Megatron's models: schedule function, stage handlers, step functions, transport."""

@@ -1,0 +1,37 @@
+"""What is set on the model's modules for each micro-batch: its recompute mode and its random state."""
+
+from collections.abc import Sequence
+
+from megatron.core.utils import get_model_config
+from torch import nn
+
+from megatron_dynapipe.integration.execution.random_state import LayerRandomness, has_dropout
+from megatron_dynapipe.integration.execution.recompute import RecomputeSwitch
+from megatron_dynapipe.units import Recompute
+
+
+class MicroBatchContext:
+    """Sets this rank's model chunks for the micro-batch that runs next.
+
+    Args:
+        models: this rank's model chunks.
+        seed: of the run.
+        replica: data-parallel replica of this rank.
+        tensor_rank: tensor-parallel rank of this rank.
+        stage: pipeline stage of this rank.
+
+    Raises:
+        ConfigError: the models were built with something that cannot be set for a micro-batch.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], *, seed: int, replica: int, tensor_rank: int, stage: int) -> None:
+        self._recompute = RecomputeSwitch(models)
+        self._randomness: LayerRandomness | None = None
+        if has_dropout(get_model_config(models[0])):
+            self._randomness = LayerRandomness(models, seed=seed, replica=replica, tensor_rank=tensor_rank, stage=stage)
+
+    def begin(self, iteration: int, micro_batch: int, mode: Recompute) -> None:
+        """Set the modules for a forward or backward pass of this micro-batch."""
+        self._recompute.set(mode)
+        if self._randomness is not None:
+            self._randomness.begin(iteration, micro_batch)

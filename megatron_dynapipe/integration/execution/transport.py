@@ -1,0 +1,88 @@
+"""How this rank's stage exchanges tensors with its neighbours: groups, and the transports over them."""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_dynapipe.cost import ScatterGather
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.execution.process_groups import connect, tensor_group
+from megatron_dynapipe.integration.supply.control_group import ControlGroup
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.runtime import HostStagedTransport, ScatterGatherTransport, TorchTransport, Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTransport:
+    """A rank's place in its pipeline, and what carries its messages.
+
+    Attributes:
+        ranks: global rank of every stage of this pipeline.
+        stage: of this rank.
+        transport: to and from the other stages.
+    """
+
+    ranks: Sequence[int]
+    stage: int
+    transport: Transport
+
+
+def open_transport(
+    control: ControlGroup, settings: PlannerSettings, *, device: torch.device, timeout_s: float
+) -> StageTransport:
+    """Make the process groups of all pipelines, and this rank's transport. Every rank calls it, at the same point.
+
+    Messages are divided over the tensor-parallel ranks where the planner counts on it. Where ranks share a GPU, which
+    NCCL refuses, they go by way of the host, undivided. Rank 0 says either in one line.
+
+    Args:
+        control: by which ranks tell each other where they are.
+        settings: those that plans are made with.
+        device: of this rank.
+        timeout_s: deadline of every transfer.
+
+    Raises:
+        ConfigError: messages are to be divided, but go by way of the host.
+    """
+    staged = share_a_device(control, device)
+    groups = connect(control, chunks=settings.chunks, device=device, timeout_s=timeout_s, staged=staged)
+    stage = groups.ranks.index(control.rank)
+    transport: Transport = TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s)
+    if staged:
+        if settings.scatter_gather is ScatterGather.ON:
+            raise ConfigError(
+                "ranks share a GPU, so that messages go by way of the host: they cannot be divided there",
+                hint="leave scatter-gather at auto or off, or give every rank a GPU of its own",
+            )
+        _say(control, "ranks share a GPU: messages between stages go by way of the host, which NCCL would not do")
+        return StageTransport(ranks=groups.ranks, stage=stage, transport=HostStagedTransport(transport))
+    links = settings.links
+    if any(links.divided) and links.gbps.size:
+        group = tensor_group(control, device=device, timeout_s=timeout_s)
+        transport = ScatterGatherTransport(transport, group, stage=stage, divides=links.divides)
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        which = "where that is faster" if settings.scatter_gather is ScatterGather.AUTO else "all of them"
+        _say(control, f"messages between stages are divided over {size} tensor-parallel ranks, {which}")
+    return StageTransport(ranks=groups.ranks, stage=stage, transport=transport)
+
+
+def share_a_device(control: ControlGroup, device: torch.device) -> bool:
+    """Whether any two ranks of the job are on one CUDA device."""
+    if device.type != "cuda":
+        return False
+    mine = uuid.UUID(str(torch.cuda.get_device_properties(device).uuid))
+    return has_repeats(control.gather(torch.tensor(list(mine.bytes), dtype=torch.uint8)))
+
+
+def has_repeats(identities: Sequence[torch.Tensor]) -> bool:
+    """Whether two of some ranks' device identities are equal."""
+    return len({tuple(identity.tolist()) for identity in identities}) < len(identities)
+
+
+def _say(control: ControlGroup, message: str) -> None:
+    if dist.get_world_size() > 1 and control.rank == 0:
+        print(message, flush=True)

@@ -1,0 +1,202 @@
+"""From Megatron's arguments to what the planner is told: model, layout, memory, splits, costs."""
+
+import argparse
+import os
+from pathlib import Path
+
+import msgspec
+import torch
+
+from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, Network
+from megatron_dynapipe.cost.format import read_file
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags import placement
+from megatron_dynapipe.integration.flags.arguments import RunSettings, maximum_lengths
+from megatron_dynapipe.integration.flags.layer_split import gpt_layers_per_stage
+from megatron_dynapipe.integration.models import flags as model_flags
+from megatron_dynapipe.planning.layer_split import BATCHES, choose_layer_split
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings
+from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs, SplitSettings
+from megatron_dynapipe.units import ModelFamily
+
+MEMORY_SHARE = 0.9
+"""Share of a device's memory that plans may use where no limit is given; the rest is for the allocator's
+fragments, communication buffers and kernels' workspaces."""
+
+
+def plan_inputs(args: argparse.Namespace, settings: RunSettings, family: ModelFamily, *, on_cpu: bool) -> PlanInputs:
+    """Everything plans are made from, the same on every rank."""
+    return PlanInputs(
+        data_folder=str(settings.data),
+        splits=_splits(args, settings, family),
+        planner=_planner(args, settings, family, _layers_per_stage(args, family), on_cpu=on_cpu),
+        costs=_costs(args, settings, family, on_cpu=on_cpu),
+        recalibrate=settings.recalibrate,
+    )
+
+
+def _splits(args: argparse.Namespace, settings: RunSettings, family: ModelFamily) -> tuple[SplitSettings, ...]:
+    """Train, and where there is evaluation, valid and test; a resumed run goes on where its counters stand."""
+    train = SplitSettings(
+        name="train",
+        sampler=_sampler(args, settings, family, args.global_batch_size),
+        first_iteration=args.iteration,
+        iterations=max(args.train_iters - args.iteration, 0),
+    )
+    if not args.eval_iters:
+        return (train,)
+    evaluation = _sampler(args, settings, family, args.eval_global_batch_size)
+    valid = SplitSettings(
+        name="valid",
+        sampler=evaluation,
+        first_iteration=args.consumed_valid_samples // args.eval_global_batch_size,
+        forward_only=True,
+    )
+    test = SplitSettings(name="test", sampler=evaluation, iterations=args.eval_iters, forward_only=True)
+    return train, valid, test
+
+
+def _sampler(args: argparse.Namespace, settings: RunSettings, family: ModelFamily, samples: int) -> SamplerSettings:
+    longest_input, longest_target = maximum_lengths(args, family)
+    return SamplerSettings(
+        family=family,
+        seed=args.seed,
+        samples_per_iteration=samples,
+        max_input_length=longest_input,
+        max_target_length=longest_target,
+        long_samples=settings.long_samples,
+    )
+
+
+def _planner(
+    args: argparse.Namespace,
+    settings: RunSettings,
+    family: ModelFamily,
+    layers_per_stage: tuple[int, ...] | None,
+    *,
+    on_cpu: bool,
+) -> PlannerSettings:
+    encoder_layers, decoder_layers = _layers(args, family)
+    return PlannerSettings(
+        family=family,
+        encoder_layers=encoder_layers,
+        decoder_layers=decoder_layers,
+        hidden_size=args.hidden_size,
+        data_parallel=args.data_parallel_size,
+        tensor_parallel=args.tensor_model_parallel_size,
+        pipeline_parallel=args.pipeline_model_parallel_size,
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        layers_per_stage=layers_per_stage,
+        memory_limit_bytes=settings.memory_limit_bytes or device_memory_bytes(on_cpu=on_cpu),
+        distributed_optimizer=args.use_distributed_optimizer,
+        recompute=settings.recompute,
+        network=network(settings),
+        scatter_gather=settings.scatter_gather,
+        partition=settings.partition,
+        schedule=settings.schedule,
+        element_bytes=args.params_dtype.itemsize,
+        sequence_parallel=args.sequence_parallel,
+    )
+
+
+def _layers(args: argparse.Namespace, family: ModelFamily) -> tuple[int, int]:
+    """Encoder and decoder layers; a GPT's count as encoder layers."""
+    if family is ModelFamily.GPT:
+        return args.num_layers, 0
+    return args.encoder_num_layers, args.decoder_num_layers or args.encoder_num_layers
+
+
+def _layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> tuple[int, ...] | None:
+    """Layers of each virtual stage as they are built, None where they are split equally."""
+    return model_flags.layers_per_stage(args) if family is ModelFamily.T5 else gpt_layers_per_stage(args)
+
+
+def chosen_layer_split(
+    args: argparse.Namespace, settings: RunSettings, family: ModelFamily, *, on_cpu: bool
+) -> tuple[int, ...]:
+    """The layers per stage under which the run's first iterations are predicted to be fastest, alike on every rank.
+
+    Every sample of the data that fits under the even split fits under the chosen one.
+
+    Raises:
+        ConfigError: several chunks per stage, or more stages than layers.
+        PlanningError: none of the iterations can be planned.
+    """
+    table = LengthTable.read(settings.data, "train")
+    sampler = Sampler(table, _sampler(args, settings, family, args.global_batch_size))
+    batches = [sampler.batch(iteration) for iteration in range(BATCHES)]
+    epoch = Sampler(table, _sampler(args, settings, family, sampler.samples_per_epoch)).batch(0)
+    stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
+    even = model_flags.even_split(sum(_layers(args, family)), stages)
+    planner = _planner(args, settings, family, even, on_cpu=on_cpu)
+    costs = _costs(args, settings, family, on_cpu=on_cpu).load()
+    return choose_layer_split(planner, costs, batches, to_fit=[epoch])
+
+
+def network(settings: RunSettings) -> Network:
+    """Links as the flags give them, else as the run's cost model file has measured them; raises CostModelError."""
+    measured = {} if settings.cost_model is None else read_file(settings.cost_model)[0].links
+    return Network.over(
+        measured,
+        devices_per_node=settings.devices_per_node,
+        intra_node_gbps=settings.intra_node_gbps,
+        inter_node_gbps=settings.inter_node_gbps,
+        intra_node_latency_us=settings.intra_node_latency_us,
+        inter_node_latency_us=settings.inter_node_latency_us,
+    )
+
+
+def _costs(
+    args: argparse.Namespace, settings: RunSettings, family: ModelFamily, *, on_cpu: bool
+) -> CostFile | AnalyticCosts:
+    if settings.cost_model is not None:
+        return CostFile(path=str(Path(settings.cost_model).absolute()))
+    shape = ModelShape(
+        family=family,
+        hidden=args.hidden_size,
+        heads=args.num_attention_heads,
+        kv_channels=args.kv_channels,
+        ffn=args.ffn_hidden_size,
+        vocabulary=args.padded_vocab_size,
+    )
+    return AnalyticCosts(
+        shape=shape,
+        rates=_rates(args, on_cpu=on_cpu),
+        max_size=max(args.global_batch_size, args.eval_global_batch_size),
+        max_length=max(args.seq_length, args.decoder_seq_length or 0),
+    )
+
+
+def describe(costs: CostFile | AnalyticCosts) -> str:
+    """Where a run's costs come from, for its log."""
+    if isinstance(costs, CostFile):
+        return f"{costs.load().name}, from {costs.path}"
+    return (
+        "computed from the model's shape for a common device; to predict this one, measure it with `megatron-dynapipe"
+        " profile` and pass --dynapipe-cost-model, or add --dynapipe-recalibrate"
+    )
+
+
+def _rates(args: argparse.Namespace, *, on_cpu: bool) -> DeviceRates:
+    """Only ratios of costs decide a plan, so the rates of a common device of the kind serve."""
+    rates = CPU_RATES if on_cpu else A100_RATES
+    return msgspec.structs.replace(rates, element_bytes=args.params_dtype.itemsize)
+
+
+def device_memory_bytes(*, on_cpu: bool) -> int:
+    """Memory that plans may use where no limit is given: a share of this rank's part of the device, or of the host.
+
+    Raises:
+        ConfigError: the host does not say how much memory it has.
+    """
+    if not on_cpu:
+        device = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return int(device / placement.ranks_per_device(torch.cuda.device_count()) * MEMORY_SHARE)
+    try:
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            "this host does not say how much memory it has", hint="pass --dynapipe-device-memory-limit MB"
+        ) from error
+    return int(host / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * MEMORY_SHARE)

@@ -1,0 +1,1 @@
+"""What is put into Megatron's modules while a planned run is active, and reverted at its end."""

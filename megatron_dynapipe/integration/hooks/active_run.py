@@ -1,0 +1,78 @@
+"""The planned run that is active in this process, and what Megatron's training loop asks of it.
+
+At most one run is active. Without one, every function here answers as Megatron alone would, so that a patched
+checkout without `--use-dynapipe` trains as before. Imports nothing of Megatron: its own modules import this one.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.units import Shape
+
+
+class PlannedRun(Protocol):
+    """What Megatron's training loop needs of a run.
+
+    Attributes:
+        shape: of the micro-batch that is running; None before the first.
+    """
+
+    shape: Shape | None
+
+    @property
+    def samples(self) -> int:
+        """Samples of the latest training iteration."""
+
+    @property
+    def forward_backward(self) -> Callable[..., Any]:
+        """Megatron's schedule function: runs one planned iteration."""
+
+    def log_text(self) -> str:
+        """The latest training iteration's plan, for Megatron's log line."""
+
+
+_run: PlannedRun | None = None
+
+
+def activate(run: PlannedRun) -> None:
+    """Make a run the active one; raises ConfigError if there is one already."""
+    global _run
+    if _run is not None:
+        raise ConfigError("expected no planned run to be active yet, got a second one")
+    _run = run
+
+
+def deactivate() -> None:
+    """No run is active from now on."""
+    global _run
+    _run = None
+
+
+def is_active() -> bool:
+    """Whether a run is active."""
+    return _run is not None
+
+
+def schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The schedule function that `train` and `evaluate` call: the active run's, else Megatron's own."""
+    return stock if _run is None else _run.forward_backward
+
+
+def micro_batch_shape(size: int, length: int) -> tuple[int, int]:
+    """Samples and positions of the micro-batch that is running, else the nominal ones."""
+    if _run is None or _run.shape is None:
+        return size, length
+    return _run.shape.size, _run.shape.input_length
+
+
+def count_samples(args: argparse.Namespace) -> None:
+    """Correct Megatron's count of samples, which adds `--global-batch-size` per iteration, to the plan's number."""
+    if _run is not None:
+        args.consumed_train_samples += _run.samples - args.global_batch_size
+
+
+def log_text() -> str:
+    """What is added to Megatron's line of an iteration."""
+    return "" if _run is None else _run.log_text()

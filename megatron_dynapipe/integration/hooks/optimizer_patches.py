@@ -1,0 +1,169 @@
+"""Patches of Megatron's distributed optimizer while DynaPipe trains, on every device.
+
+A run could not be resumed, or would resume with another optimizer than it saved. The table is all there is; each row
+goes when upstream's own code passes `tests/integration/models/test_checkpoints.py` without it.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_dynapipe.megatron_version import check_version
+
+
+def with_padding(sharded_state: Callable[..., Any]) -> Callable[..., Any]:
+    """`sharded_param_state_fully_reshardable` that finds every parameter's state.
+
+    The original gathers the state without the padding after each bucket, then looks for parameters at their places with
+    it: behind the first padded bucket it saves the state of others, or zeros.
+    """
+
+    @functools.wraps(sharded_state)
+    def padded(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        gathered = [(buffer, buffer.numel) for buffer in self.buffers]
+        gathered += [(bucket, bucket.grad_data.numel()) for buffer in self.buffers for bucket in buffer.buckets]
+        unpadded = [owner.numel_unpadded for owner, _ in gathered]
+        for owner, elements in gathered:
+            owner.numel_unpadded = elements
+        try:
+            return sharded_state(self, *arguments, **keywords)
+        finally:
+            for (owner, _), elements in zip(gathered, unpadded, strict=True):
+                owner.numel_unpadded = elements
+
+    return padded
+
+
+def with_optimizer_state(state_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """`state_dict` that makes Adam's state, as of no step, where there is none yet.
+
+    Loading asks for the state's form before the first step.
+    """
+
+    @functools.wraps(state_dict)
+    def with_state(self: Any) -> dict[str, Any]:
+        for group in self.optimizer.param_groups if _is_pytorchs_adam(self) else ():
+            for parameter in group["params"]:
+                if not self.optimizer.state[parameter]:
+                    moments = {key: torch.zeros_like(parameter) for key in self.optimizer_state_keys}
+                    self.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        return state_dict(self)
+
+    return with_state
+
+
+def with_steps_apart(load_state_dict: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """`load_state_dict` that gives every parameter a count of steps of its own.
+
+    The original gives all of them one tensor, which then counts a step for every parameter.
+    """
+
+    @functools.wraps(load_state_dict)
+    def load(self: Any, state: Any) -> None:
+        load_state_dict(self, state)
+        for parameter_state in self.optimizer.state.values() if _is_pytorchs_adam(self) else ():
+            parameter_state["step"] = parameter_state["step"].clone()
+
+    return load
+
+
+def without_step(set_states: Callable[[Any, Any, dict[str, Any]], None]) -> Callable[[Any, Any, dict[str, Any]], None]:
+    """`_set_main_param_and_optimizer_states` that leaves the count of steps as it was loaded.
+
+    One checkpoint format has no step here (KeyError), the other the template's, which is 0. The parameter it copies
+    into is a leaf that requires gradients.
+    """
+
+    @functools.wraps(set_states)
+    def set_without_step(self: Any, model_parameter: Any, tensors: dict[str, Any]) -> None:
+        if not _is_pytorchs_adam(self):
+            return set_states(self, model_parameter, tensors)
+        with torch.no_grad():
+            return set_states(self, model_parameter, {**tensors, "step": None})  # what is no tensor is passed over
+
+    return set_without_step
+
+
+def _is_pytorchs_adam(optimizer: Any) -> bool:
+    """Whether a distributed optimizer wraps the Adam that Megatron takes without fused ones.
+
+    Those of Transformer Engine and apex keep one count of steps elsewhere, as Megatron's code expects.
+    """
+    return isinstance(optimizer.optimizer, torch.optim.Adam)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodPatch:
+    """One replaced method of Megatron's `DistributedOptimizer`.
+
+    Attributes:
+        name: of the method.
+        make: from the original to its replacement.
+        parameters: of the original, in order; tested on every supported version.
+        why: what goes wrong without it.
+    """
+
+    name: str
+    make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    parameters: tuple[str, ...]
+    why: str
+
+
+MODULE, CLASS = "megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"
+PATCHES: tuple[MethodPatch, ...] = (
+    MethodPatch(
+        name="sharded_param_state_fully_reshardable",
+        make=with_padding,
+        parameters=("self", "model_sharded_state_dict", "is_loading", "metadata"),
+        why="saves zeros or another parameter's state behind a bucket that was padded (its own warning: a bug in the"
+        " parameter ranges)",
+    ),
+    MethodPatch(
+        name="state_dict",
+        make=with_optimizer_state,
+        parameters=("self",),
+        why="asserts on the empty state of PyTorch's Adam about to load",
+    ),
+    MethodPatch(
+        name="load_state_dict",
+        make=with_steps_apart,
+        parameters=("self", "state_dict"),
+        why="shares one count of steps of PyTorch's Adam among all parameters",
+    ),
+    MethodPatch(
+        name="_set_main_param_and_optimizer_states",
+        make=without_step,
+        parameters=("self", "model_param", "tensors"),
+        why="loses the count of steps of PyTorch's Adam, and copies into a leaf that requires gradients",
+    ),
+)
+"""Everything that is patched."""
+
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def apply() -> None:
+    """Apply the patches; a second call changes nothing.
+
+    Raises:
+        UnsupportedMegatronError: Megatron is not of a known version.
+    """
+    if _originals:
+        return
+    check_version()
+    owner = getattr(importlib.import_module(MODULE), CLASS)
+    for patch in PATCHES:
+        _originals[patch.name] = getattr(owner, patch.name)
+        setattr(owner, patch.name, patch.make(_originals[patch.name]))
+
+
+def revert() -> None:
+    """Restore Megatron's own methods; does nothing if none is patched."""
+    owner = getattr(importlib.import_module(MODULE), CLASS) if _originals else None
+    while _originals:
+        name, original = _originals.popitem()
+        setattr(owner, name, original)

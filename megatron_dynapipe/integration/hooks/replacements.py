@@ -1,0 +1,141 @@
+"""What is replaced in Megatron's modules at run time: one table of names, on request, reversibly.
+
+Each replacement calls the function of `active_run` that a patched checkout calls at the same place (`patches/`).
+"""
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
+from megatron_dynapipe.integration.hooks.active_run import PlannedRun
+from megatron_dynapipe.megatron_version import check_version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """One replaced name.
+
+    Attributes:
+        owner: module that defines the name, or the one whose own import of it alone is replaced.
+        name: of a function.
+        make: from the original to its replacement.
+        parameters: those of the original that the replacement relies on; tested on every supported version.
+        everywhere: also rebind it in Megatron's modules that imported it by value.
+        why: what goes through it.
+    """
+
+    owner: str
+    name: str
+    make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    parameters: tuple[str, ...]
+    everywhere: bool
+    why: str
+
+
+def _planning(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def get_forward_backward_func(*arguments: Any, **keywords: Any) -> Callable[..., Any]:
+        return active_run.schedule(factory(*arguments, **keywords))
+
+    return get_forward_backward_func
+
+
+def _counting(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(train_step)
+    def counted_step(*arguments: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args
+
+        result = train_step(*arguments, **keywords)
+        active_run.count_samples(get_args())
+        return result
+
+    return counted_step
+
+
+def _logging(print_rank_last: Callable[[str], None]) -> Callable[[str], None]:
+    @functools.wraps(print_rank_last)
+    def print_line(message: str) -> None:
+        is_of_iteration = " iteration " in message and " elapsed time per iteration" in message
+        print_rank_last(message + active_run.log_text() if is_of_iteration else message)
+
+    return print_line
+
+
+TABLE: tuple[Replacement, ...] = (
+    Replacement(
+        owner="megatron.core.pipeline_parallel.schedules",
+        name="get_forward_backward_func",
+        make=_planning,
+        parameters=(),
+        everywhere=True,
+        why="the factory by which train and evaluate pick a schedule function",
+    ),
+    Replacement(
+        owner="megatron.training.training",
+        name="train_step",
+        make=_counting,
+        parameters=("forward_step_func", "data_iterator", "model", "forward_backward_func"),
+        everywhere=False,
+        why="a nominal number of samples is counted after it",
+    ),
+    Replacement(
+        owner="megatron.training.training",
+        name="print_rank_last",
+        make=_logging,
+        parameters=("message",),
+        everywhere=False,
+        why="prints the line of an iteration",
+    ),
+)
+"""Everything that is replaced in Megatron while a planned run trains."""
+
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def install(run: PlannedRun) -> None:
+    """Make a run the active one: Megatron's training loop takes its schedule, and logs and counts what it did.
+
+    Raises:
+        UnsupportedMegatronError: Megatron is not of a known version.
+        ConfigError: a run is active already.
+    """
+    check_version()
+    active_run.activate(run)
+    optimizer_patches.apply()
+    for row in TABLE:
+        owner = importlib.import_module(row.owner)
+        original = getattr(owner, row.name)
+        replacement = row.make(original)
+        for module in [owner, *(_importers(row.name, original) if row.everywhere else ())]:
+            _replaced.append((module, row.name, getattr(module, row.name)))
+            setattr(module, row.name, replacement)
+
+
+def _importers(name: str, original: Any) -> list[Any]:
+    """Megatron's modules that hold the original under its name."""
+    modules = [module for path, module in sys.modules.items() if path.startswith("megatron.") and module is not None]
+    return [module for module in modules if vars(module).get(name) is original]
+
+
+def uninstall() -> None:
+    """Put Megatron's own names back; nothing happens if none was replaced."""
+    while _replaced:
+        module, name, original = _replaced.pop()
+        setattr(module, name, original)
+    optimizer_patches.revert()
+    active_run.deactivate()
+
+
+@contextlib.contextmanager
+def installed(run: PlannedRun) -> Iterator[None]:
+    """`install` for the length of a block."""
+    install(run)
+    try:
+        yield
+    finally:
+        uninstall()

@@ -1,0 +1,66 @@
+"""Planned iterations that begin on all ranks together, or on none."""
+
+from collections.abc import Callable
+from typing import Self
+
+from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
+from megatron_dynapipe.errors import DynaPipeError
+from megatron_dynapipe.integration.supply.control_group import Agreement, ControlGroup
+
+
+class AgreedIterator:
+    """One split's iterations on this rank. Before one is returned, all ranks have it, or all raise the same error.
+
+    Args:
+        planned: this rank's prefetching iterator.
+        control: the group on which ranks agree.
+        first_iteration: number of the first iteration.
+        announce: called with the number of an iteration about to begin; its failure counts as this rank's.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedIterator,
+        control: ControlGroup,
+        *,
+        first_iteration: int,
+        announce: Callable[[int], None],
+    ) -> None:
+        self._planned = planned
+        self._control = control
+        self._next_iteration = first_iteration
+        self._announce = announce
+        self._agreement: Agreement | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> PlannedIteration:
+        """The next iteration.
+
+        Raises:
+            StopIteration: there are no more.
+            DynaPipeError: some rank cannot run it; the same message on all of them.
+        """
+        self.prepare()
+        assert self._agreement is not None
+        agreement, self._agreement = self._agreement, None
+        agreement.wait()
+        self._next_iteration += 1
+        return next(self._planned)
+
+    def prepare(self) -> None:
+        """Start to agree on the next iteration while the device still runs the present one."""
+        if self._agreement is None:
+            self._agreement = self._control.start_agreement(self._error())
+
+    def _error(self) -> Exception | None:
+        """What keeps this rank from the next iteration, once its plan has arrived or failed to; None if it can run."""
+        error = self._planned.await_next()
+        if error is not None:
+            return error if isinstance(error, Exception) else DynaPipeError(f"prefetching ended with {error!r}")
+        try:
+            self._announce(self._next_iteration)
+        except DynaPipeError as failure:
+            return failure
+        return None

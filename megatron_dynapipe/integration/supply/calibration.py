@@ -1,0 +1,88 @@
+"""Calibration while training: this rank's measured passes, published for the planners to correct the cost model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dynapipe.cost.correct import PassSample
+from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.plan.instructions import Backward, Forward, Load, Payload, SendStart
+from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.service.recalibration import Recalibration, encode_passes
+from megatron_dynapipe.store import PlanKeys, PlanStore
+
+_SAVE_DEADLINE_S = 1.0
+
+
+class PassPublisher:
+    """Collects measured passes, and publishes them when the rule says that a version is fitted to them.
+
+    Args:
+        rule: when versions are made.
+        store: where passes go.
+        keys: names in it.
+        rank: of this process.
+    """
+
+    def __init__(self, rule: Recalibration, store: PlanStore, keys: PlanKeys, *, rank: int) -> None:
+        self._rule = rule
+        self._store = store
+        self._keys = keys
+        self._rank = rank
+        self._passes: list[PassSample] = []
+        self._version = 1
+
+    def version(self, iteration: int) -> int:
+        """The version of the cost model that an iteration was planned with."""
+        return self._rule.version(iteration)
+
+    def add(self, entry: StageEntry, events: Sequence[Event]) -> None:
+        """Take the passes of an iteration that has run; the first of a run pays for starting up and is left out."""
+        if entry.iteration > self._rule.first_iteration:
+            self._passes += measured_passes(entry, events)
+        if entry.iteration + 1 == self._rule.measured_until(self._version):
+            self._store.put(self._keys.passes(self._version, self._rank), encode_passes(self._passes))
+            self._passes = []
+            self._version += 1
+
+    def save_versions(self, folder: Path, last_iteration: int) -> None:
+        """Write every version that planned an iteration of this run beside its records, for planning again."""
+        for version in range(1, self.version(last_iteration) + 1):
+            what = f"version {version} of the cost model"
+            try:
+                data = self._store.wait_any([self._keys.costs(version)], timeout_s=_SAVE_DEADLINE_S, what=what)[1]
+            except StoreError:
+                return  # training ended before it was made
+            (folder / f"cost-model-{version}.json").write_bytes(data)
+
+
+def measured_passes(entry: StageEntry, events: Sequence[Event]) -> list[PassSample]:
+    """One sample per micro-batch and chunk that ran on this rank.
+
+    A pass is charged with what its stage does for it besides: loading before a forward, issuing the sends after.
+    """
+    times: dict[tuple[int, int], dict[type, int]] = {}
+    kind: type[Forward | Backward]
+    for event in events:
+        instruction = event.instruction
+        if isinstance(instruction, Load):
+            of, kind = (instruction.micro_batch, 0), Forward
+        elif isinstance(instruction, Forward | Backward):
+            of, kind = (instruction.micro_batch, instruction.chunk), type(instruction)
+        elif isinstance(instruction, SendStart):
+            of = instruction.micro_batch, instruction.chunk
+            kind = Forward if instruction.payload is Payload.ACTIVATION else Backward
+        else:
+            continue
+        passes = times.setdefault(of, {})
+        passes[kind] = passes.get(kind, 0) + event.end_ns - event.start_ns
+    return [
+        PassSample(
+            stage=chunk * entry.pipeline_stages + entry.stage_plan.stage,
+            shape=entry.micro_batches[index].shape,
+            recompute=entry.micro_batches[index].recompute,
+            forward_ns=passes.get(Forward, 0),
+            backward_ns=passes.get(Backward, 0),
+        )
+        for (index, chunk), passes in times.items()
+    ]

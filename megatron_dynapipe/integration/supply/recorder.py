@@ -1,0 +1,173 @@
+"""What this rank keeps of each iteration, and how rank 0 gathers it for the report at the run's end."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.integration.hooks.metrics import MetricsWriter
+from megatron_dynapipe.integration.supply.calibration import PassPublisher
+from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.report.records import IterationRecord, Record, TimelineRecord, append_records, read_records
+from megatron_dynapipe.report.summary import format_summary, summarise
+from megatron_dynapipe.report.timeline import Panel, draw
+from megatron_dynapipe.report.trace import write_trace
+from megatron_dynapipe.runtime import Trace
+from megatron_dynapipe.store import PlanKeys, PlanStore
+from megatron_dynapipe.units import NS_PER_MS, Shape
+
+
+class Recorder:
+    """Records of one rank.
+
+    The first stage of each replica records every iteration; every rank records the timeline of the last one. Traces
+    are read one iteration late, so that reading one never waits for the device.
+
+    Args:
+        folder: where records and pictures go; the records of an earlier run are replaced.
+        store: by which records reach rank 0 from nodes that share no folder with it.
+        keys: names in it.
+        rank: of this process.
+        world_size: number of ranks.
+        replica: data-parallel replica of this rank.
+        stage: pipeline stage of this rank.
+        tensor_rank: tensor-parallel rank of this rank; one rank of a stage speaks for it.
+        metrics: takes what Megatron's writers are given.
+        maximum: the lengths that a run without planning would pad every sample to.
+        timeout_s: how long rank 0 waits for a rank's records.
+        publisher: takes the measured passes, where the cost model is calibrated by them.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        store: PlanStore,
+        keys: PlanKeys,
+        rank: int,
+        world_size: int,
+        replica: int,
+        stage: int,
+        tensor_rank: int,
+        metrics: MetricsWriter,
+        maximum: Shape,
+        timeout_s: float,
+        publisher: PassPublisher | None = None,
+    ) -> None:
+        self._folder = folder
+        self._store = store
+        self._keys = keys
+        self._rank = rank
+        self._world_size = world_size
+        self._replica = replica
+        self._stage = stage
+        self._tensor_rank = tensor_rank
+        self._metrics = metrics
+        self._maximum = maximum
+        self._timeout_s = timeout_s
+        self._publisher = publisher
+        self._latest: tuple[PlannedIteration, Trace] | None = None
+        self._last_iteration: int | None = None
+        self._file.unlink(missing_ok=True)
+
+    def add(self, item: PlannedIteration, trace: Trace) -> None:
+        """Keep an iteration that has been issued to the device."""
+        self._flush()
+        self._latest = item, trace
+        self._last_iteration = item.entry.iteration
+
+    def report(self) -> str | None:
+        """Hand in this rank's records; on rank 0 gather all, draw the last iteration, and return the summary."""
+        self._flush(last=True)
+        if self._rank != 0:
+            data = self._file.read_bytes() if self._file.exists() else b"\n"
+            self._store.put(self._keys.report(self._rank), data)
+            return None
+        if self._publisher is not None and self._last_iteration is not None:
+            self._publisher.save_versions(self._folder, self._last_iteration)
+        return self._summary([record for rank in range(self._world_size) for record in self._records(rank)])
+
+    @property
+    def _file(self) -> Path:
+        return self._folder / f"rank-{self._rank}.jsonl"
+
+    def _flush(self, *, last: bool = False) -> None:
+        """Write the iteration that was added last."""
+        if self._latest is None:
+            return
+        (item, trace), self._latest = self._latest, None
+        events = trace.events()
+        self._metrics.write(item, events)
+        records: list[Record] = []
+        version = 0
+        if self._publisher is not None:
+            version = self._publisher.version(item.entry.iteration)
+            self._publisher.add(item.entry, events)
+        if self._stage == 0 and self._tensor_rank == 0:
+            record = _iteration_record(item, events, version)
+            records.append(record)
+            if self._rank == 0:
+                print(prediction_line(record), flush=True)
+        if last and self._tensor_rank == 0:
+            entry = item.entry
+            records.append(
+                TimelineRecord(
+                    iteration=entry.iteration,
+                    replica=self._replica,
+                    stage=self._stage,
+                    planned=entry.stage_plan.predicted,
+                    measured=events,
+                )
+            )
+        append_records(self._file, records)
+
+    def _records(self, rank: int) -> list[Record]:
+        if rank == self._rank:
+            return read_records(self._file) if self._file.exists() else []
+        key = self._keys.report(rank)
+        _, data = self._store.wait_any([key], timeout_s=self._timeout_s, what=f"the records of rank {rank}")
+        path = self._folder / f"rank-{rank}.jsonl"
+        path.write_bytes(data.lstrip())
+        return read_records(path)
+
+    def _summary(self, records: Sequence[Record]) -> str | None:
+        iterations = [record for record in records if isinstance(record, IterationRecord)]
+        if not iterations:
+            return None
+        pictures = self._draw([r for r in records if isinstance(r, TimelineRecord) and r.replica == 0])
+        return format_summary(summarise(iterations, maximum=self._maximum, pictures=pictures))
+
+    def _draw(self, records: Sequence[TimelineRecord]) -> list[Path]:
+        """The last iteration of replica 0: planned above measured, as a picture and as a trace."""
+        stages = sorted(records, key=lambda record: record.stage)
+        if not any(record.measured for record in stages):
+            return []
+        start = min(event.start_ns for record in stages for event in record.measured)
+        planned = tuple(record.planned for record in stages)
+        measured = tuple(
+            tuple(Event(e.instruction, e.start_ns - start, e.end_ns - start) for e in record.measured)
+            for record in stages
+        )
+        what = f"iteration {stages[0].iteration + 1}"  # Megatron counts from 1
+        panels = [Panel(f"{what}: planned", planned), Panel(f"{what}: measured", measured)]
+        return [draw(panels, self._folder / "timeline.png"), write_trace(panels, self._folder / "timeline.trace.json")]
+
+
+def prediction_line(record: IterationRecord) -> str:
+    """One iteration's predicted and measured time, for the log."""
+    error = f", {record.predicted_ns / record.measured_ns - 1:+.1%}" if record.measured_ns else ""
+    return (
+        f" dynapipe iteration {record.iteration + 1}: predicted {record.predicted_ns / NS_PER_MS:.1f} ms,"
+        f" measured {record.measured_ns / NS_PER_MS:.1f} ms{error}; cost model version {record.cost_model_version}"
+    )
+
+
+def _iteration_record(item: PlannedIteration, events: Sequence[Event], version: int) -> IterationRecord:
+    return IterationRecord(
+        iteration=item.entry.iteration,
+        measured_ns=events[-1].end_ns - events[0].start_ns if events else 0,
+        predicted_ns=item.entry.totals.predicted_ns,
+        plan_wait_ns=round(item.waited_seconds * 1e9),
+        totals=item.entry.totals,
+        shapes=tuple(batch.shape for batch in item.entry.micro_batches),
+        cost_model_version=version,
+    )
