@@ -32,10 +32,18 @@ class Recompute(enum.StrEnum):
     FULL = "full"
 
 
-class Shape(NamedTuple):
-    """The padded shape of a micro-batch: samples × input positions (× target positions).
+class BatchLayout(enum.StrEnum):
+    """How the samples of a micro-batch lie: each in a row of its own, padded, or one after another in a single row."""
 
-    `target_length` is 0 for decoder-only models.
+    PADDED = "padded"
+    PACKED = "packed"
+
+
+class Shape(NamedTuple):
+    """The shape of a micro-batch: rows × input positions (× target positions).
+
+    A padded micro-batch has a row for each sample, a packed one a single row. `target_length` is 0 for decoder-only
+    models.
     """
 
     size: int

@@ -52,7 +52,8 @@ def _text(plan: "IterationPlan", replica: int) -> str:
     lines = [f"# iteration {plan.iteration}, replica {replica}: predicted {share.predicted_ns / 1e6:.3f} ms"]
     for row, micro_batch in enumerate(share.micro_batches):
         samples = ",".join(map(str, micro_batch.sample_ids))
-        lines.append(f"# micro-batch {row}: shape {micro_batch.shape}, recompute {micro_batch.recompute}: {samples}")
+        shape = f"{micro_batch.layout} shape {micro_batch.shape}"
+        lines.append(f"# micro-batch {row}: {shape}, recompute {micro_batch.recompute}: {samples}")
     return "\n".join([*lines, format_stages(stage.instructions for stage in share.stages)])
 
 

@@ -14,32 +14,40 @@ import msgspec
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Instruction
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """Samples that run together in one padded shape.
+    """Samples that run together: a row each, padded to the longest, or packed one after another in a single row.
 
     Lengths are in tokens after truncation, so that every stage can build its masks without reading the data:
     decoder-only samples have their whole sequence in `input_lengths` and 0 in `target_lengths`. Bytes are per virtual
-    stage in model order: what its forward keeps until its backward, and the high-water mark of
-    its forward (of its backward too, if the plan's `peak_covers_backward`) above what others keep.
+    stage in model order: what its forward keeps until its backward, and the high-water mark of its forward (of its
+    backward too, if the plan's `peak_covers_backward`) above what others keep. Where the samples of a packed row begin
+    follows from their lengths, see `plan.packing`.
     """
 
     sample_ids: tuple[int, ...]
     input_lengths: tuple[int, ...]
     target_lengths: tuple[int, ...]
     shape: Shape
+    layout: BatchLayout = BatchLayout.PADDED
     recompute: Recompute
     stored_bytes: tuple[int, ...]
     peak_bytes: tuple[int, ...]
 
     def __post_init__(self) -> None:
         counts = (len(self.sample_ids), len(self.input_lengths), len(self.target_lengths))
-        if set(counts) != {self.shape.size} or self.shape.size == 0:
+        packed = self.layout is BatchLayout.PACKED
+        if packed and self.shape.size != 1:
             raise PlanError(
-                f"expected {self.shape.size} ≥ 1 samples with their lengths in a micro-batch of shape {self.shape}, "
-                f"got {counts[0]} sample ids, {counts[1]} input lengths, {counts[2]} target lengths"
+                f"expected a packed micro-batch of 1 row, got shape {self.shape} with {self.shape.size} rows"
+            )
+        samples = counts[0] if packed else self.shape.size
+        if set(counts) != {samples} or samples == 0:
+            raise PlanError(
+                f"expected {max(samples, 1)} samples with their lengths in a {self.layout} micro-batch of shape "
+                f"{self.shape}, got {counts[0]} sample ids, {counts[1]} input lengths, {counts[2]} target lengths"
             )
         if len(self.stored_bytes) != len(self.peak_bytes):
             raise PlanError(
@@ -71,7 +79,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_
     real_tokens: int
     """Tokens of all samples, without padding."""
     padded_positions: int
-    """Positions of all micro-batches, with padding."""
+    """Positions of all micro-batches, with padding and what fills packed rows up."""
     micro_batches: tuple[int, ...]
     """Micro-batches per replica."""
     predicted_ns: int
@@ -93,6 +101,8 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     """Parameters, gradients and optimizer state per pipeline rank."""
     peak_covers_backward: bool
     """Whether a micro-batch's peak counts while its backward runs, too."""
+    layouts: tuple[BatchLayout, ...] = (BatchLayout.PADDED,)
+    """Layouts that the run's settings allow its micro-batches."""
     replicas: tuple[ReplicaPlan, ...]
 
     @property
@@ -100,7 +110,7 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
         """Sums over the replicas."""
         batches = [mb for replica in self.replicas for mb in replica.micro_batches]
         return Totals(
-            samples=sum(mb.shape.size for mb in batches),
+            samples=sum(len(mb.sample_ids) for mb in batches),
             real_tokens=sum(sum(mb.input_lengths) + sum(mb.target_lengths) for mb in batches),
             padded_positions=sum(mb.shape.positions for mb in batches),
             micro_batches=tuple(len(replica.micro_batches) for replica in self.replicas),

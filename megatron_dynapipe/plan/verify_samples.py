@@ -1,11 +1,12 @@
-"""Verify: every sample once over all replicas, in micro-batches whose shapes hold their samples."""
+"""Verify: every sample once over all replicas, in micro-batches of allowed layouts whose shapes hold their samples."""
 
 from collections import Counter
 from collections.abc import Collection
 
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
-from megatron_dynapipe.units import ModelFamily, input_positions, target_positions
+from megatron_dynapipe.plan.packing import packed_shape, row_offsets
+from megatron_dynapipe.units import BatchLayout, ModelFamily, input_positions, target_positions
 
 
 def check_samples(plan: IterationPlan, expected: Collection[int] | None) -> None:
@@ -16,7 +17,14 @@ def check_samples(plan: IterationPlan, expected: Collection[int] | None) -> None
     virtual_stages = plan.pipeline_stages * plan.chunks
     for index, replica in enumerate(plan.replicas):
         for row, micro_batch in enumerate(replica.micro_batches):
-            _check_micro_batch(plan.family, f"replica {index}, micro-batch {row}", micro_batch, virtual_stages)
+            where = f"replica {index}, micro-batch {row}"
+            if micro_batch.layout not in plan.layouts:
+                raise PlanError(
+                    f"{where}: expected a layout that the settings allow ({', '.join(plan.layouts)}), got "
+                    f"{micro_batch.layout}",
+                    hint="plan again with the run's own settings",
+                )
+            _check_micro_batch(plan.family, where, micro_batch, virtual_stages)
     if expected is None:
         return
     samples = [sample for replica in plan.replicas for mb in replica.micro_batches for sample in mb.sample_ids]
@@ -34,6 +42,20 @@ def _check_micro_batch(family: ModelFamily, where: str, micro_batch: MicroBatch,
         raise PlanError(f"{where}: shape {shape} is not of a {family} model")
     if family is ModelFamily.GPT and any(micro_batch.target_lengths):
         raise PlanError(f"{where}: expected target lengths of 0 for a gpt model, got {micro_batch.target_lengths}")
+    if micro_batch.layout is BatchLayout.PACKED:
+        _check_row(family, where, micro_batch)
+    else:
+        _check_padding(family, where, micro_batch)
+    if len(micro_batch.stored_bytes) != virtual_stages:
+        raise PlanError(
+            f"{where}: expected stored and peak bytes for {virtual_stages} virtual stages, got "
+            f"{len(micro_batch.stored_bytes)}"
+        )
+
+
+def _check_padding(family: ModelFamily, where: str, micro_batch: MicroBatch) -> None:
+    """Every sample fits into its row."""
+    shape = micro_batch.shape
     need_input = input_positions(family, max(micro_batch.input_lengths))
     need_target = target_positions(family, max(micro_batch.target_lengths))
     if need_input > shape.input_length or need_target > shape.target_length:
@@ -41,10 +63,16 @@ def _check_micro_batch(family: ModelFamily, where: str, micro_batch: MicroBatch,
             f"{where}: shape {shape} does not hold its samples, which need {need_input} input and {need_target} "
             "target positions"
         )
-    if len(micro_batch.stored_bytes) != virtual_stages:
+
+
+def _check_row(family: ModelFamily, where: str, micro_batch: MicroBatch) -> None:
+    """The samples' offsets cover the row, but for what rounds it up."""
+    expected = packed_shape(family, micro_batch.input_lengths, micro_batch.target_lengths)
+    if micro_batch.shape != expected:
+        ends = row_offsets(family, micro_batch)
         raise PlanError(
-            f"{where}: expected stored and peak bytes for {virtual_stages} virtual stages, got "
-            f"{len(micro_batch.stored_bytes)}"
+            f"{where}: expected a packed row of shape {expected} for samples that end at input position "
+            f"{ends.inputs[-1]} and target position {ends.targets[-1]}, got {micro_batch.shape}"
         )
 
 

@@ -48,7 +48,7 @@ def test_a_missing_file_is_2(tmp_path, capsys, command):
 def test_show_prints_a_plan_that_parses_back(file, capsys):
     assert main(["show", str(file), "--replica", "0"]) == 0
     text = capsys.readouterr().out
-    assert "# micro-batch 1: shape 2x24, recompute none: 2,3" in text
+    assert "# micro-batch 1: padded shape 2x24, recompute none: 2,3" in text
     assert parse_stages(text) == tuple(stage.instructions for stage in PLAN.replicas[0].stages)
     assert main(["show", str(file)]) == 0
     both = capsys.readouterr().out

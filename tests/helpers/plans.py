@@ -3,12 +3,13 @@
 import numpy as np
 
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
+from megatron_dynapipe.plan.packing import packed_shape
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.lowering import Pipeline, lower
 from megatron_dynapipe.planning.problem import PipelineProblem
 from megatron_dynapipe.planning.schedules import SCHEDULES
 from megatron_dynapipe.planning.simulate import simulate
-from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
 
 NO_LIMIT = 10**9
 
@@ -57,8 +58,12 @@ def make_plan(
     forward_only: bool = False,
     method: str = "1f1b",
     seed: int = 0,
+    layouts: tuple[BatchLayout, ...] = (BatchLayout.PADDED,),
 ) -> IterationPlan:
-    """A valid plan; one number of micro-batches per replica. Micro-batch i has two samples of up to 16 + 8 i tokens."""
+    """A valid plan; one number of micro-batches per replica. Micro-batch i has two samples of up to 16 + 8 i tokens.
+
+    The layouts are given to the micro-batches in turn.
+    """
     t5 = family is ModelFamily.T5
     virtual = stages * chunks
     boundaries = BoundarySettings(
@@ -72,13 +77,18 @@ def make_plan(
         run = simulate(problem, order)
         batches = []
         for row in range(count):
-            shape = Shape(2, 16 + 8 * row, 8 if t5 else 0)
+            layout = layouts[row % len(layouts)]
+            inputs, targets = (10, 16 + 8 * row), (3, 6) if t5 else (0, 0)
+            shape = Shape(2, inputs[1], 8 if t5 else 0)
+            if layout is BatchLayout.PACKED:
+                shape = packed_shape(family, inputs, targets)
             batches.append(
                 MicroBatch(
                     sample_ids=(sample, sample + 1),
-                    input_lengths=(10, shape.input_length),
-                    target_lengths=(3, 6) if t5 else (0, 0),
+                    input_lengths=inputs,
+                    target_lengths=targets,
                     shape=shape,
+                    layout=layout,
                     recompute=Recompute.NONE,
                     stored_bytes=tuple(problem.stored_bytes[row].tolist()),
                     peak_bytes=tuple(problem.peak_bytes[row].tolist()),
@@ -106,6 +116,7 @@ def make_plan(
         memory_limit_bytes=NO_LIMIT,
         model_state_bytes=(10,) * stages,
         peak_covers_backward=False,
+        layouts=tuple(dict.fromkeys(layouts)),
         replicas=tuple(replicas),
     )
 

@@ -33,12 +33,12 @@ GOLDEN_STAGE_1 = (
     "9505020000009408050000"
 )
 GOLDEN_PLAN = (
-    "44594e41504c00027fc55c062a52439dcf52db3dfb87bb259a07a3677074c2a4356537370201cd03e8920a0bc39193919792"
-    "0409920a1092000093021000a973656c6563746976659205069207089293009a960602000001919310020492010093020000"
-    "96040100000191931002049408010000950702000001950501000001940803000093030000940804000092939302000000cd"
-    "012c9393030000cd0384cd05dc93019a96060100000091931002049201009507010000009302000094080100009303000094"
-    "0802000096040200000091931002049505020000009408050000929393020000cd0136cd01f49393030000cd01f4cd037acd"
-    "05dc"
+    "44594e41504c00037d1084b4c5f38095055a44592dde27a39b07a3677074c2a4356537370201cd03e8920a0bc391a6706164"
+    "64656491939198920409920a1092000093021000a6706164646564a973656c6563746976659205069207089293009a960602"
+    "0000019193100204920100930200009604010000019193100204940801000095070200000195050100000194080300009303"
+    "0000940804000092939302000000cd012c9393030000cd0384cd05dc93019a96060100000091931002049201009507010000"
+    "0093020000940801000093030000940802000096040200000091931002049505020000009408050000929393020000cd0136"
+    "cd01f49393030000cd01f4cd037acd05dc"
 )
 
 
@@ -116,7 +116,14 @@ def test_something_else():
 def test_another_version():
     data = bytearray(codec.encode(golden_plan()))
     data[6:8] = struct.pack(">H", codec.VERSION + 1)
-    with pytest.raises(PlanDecodeError, match=r"expected plan format version 2, got 3\nhint: plan again"):
+    with pytest.raises(PlanDecodeError, match=r"expected plan format version 3, got 4\nhint: plan again"):
+        codec.decode_plan(bytes(data))
+
+
+def test_plans_of_before_layouts_are_refused():
+    data = bytearray(codec.encode(golden_plan()))
+    data[6:8] = struct.pack(">H", 2)
+    with pytest.raises(PlanDecodeError, match=r"expected plan format version 3, got 2\nhint: plan again"):
         codec.decode_plan(bytes(data))
 
 
@@ -160,9 +167,9 @@ def test_a_field_of_the_wrong_form_is_named(position, value, message):
 
 def test_short_and_long_records_and_unknown_instructions_are_refused():
     fields = msgspec.to_builtins(golden_plan())
-    with pytest.raises(PlanDecodeError, match="Expected `array` of at least length 10, got 9"):
+    with pytest.raises(PlanDecodeError, match="Expected `array` of at least length 11, got 10"):
         codec.decode_plan(_sealed(fields[:-1]))
-    with pytest.raises(PlanDecodeError, match="Expected `array` of at most length 10, got 11"):
+    with pytest.raises(PlanDecodeError, match="Expected `array` of at most length 11, got 12"):
         codec.decode_plan(_sealed([*fields, 0]))
     fields[-1][0][1][0][1][0][0] = 99  # the opcode of the first instruction of stage 0 of replica 0
     with pytest.raises(PlanDecodeError, match="Invalid value 99"):

@@ -8,7 +8,7 @@ from megatron_dynapipe.plan.text import format_stages, parse_instruction, parse_
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.plan.verify import verify, verify_lists
 from megatron_dynapipe.planning.lowering import Pipeline, lower
-from megatron_dynapipe.units import ModelFamily, Shape
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.helpers.plans import make_plan, samples_of
 
 replace = msgspec.structs.replace
@@ -171,6 +171,36 @@ def test_a_t5_target_needs_its_start_and_end():
     plan = make_plan((2,), 2, family=ModelFamily.T5)
     with pytest.raises(PlanError, match="does not hold its samples, which need 16 input and 9 target"):
         verify(plan_with(plan, target_lengths=(3, 7)))
+
+
+MIXED = (BatchLayout.PACKED, BatchLayout.PADDED)
+
+
+@pytest.mark.parametrize("family", ModelFamily)
+def test_packed_and_padded_micro_batches_are_accepted_beside_one_another(family):
+    verify(make_plan((3, 2), 2, family=family, layouts=MIXED))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        (ModelFamily.GPT, {"shape": Shape(1, 16)}, r"row of shape 1x24 for samples that end at input position 24"),
+        (ModelFamily.GPT, {"shape": Shape(1, 32)}, r"expected a packed row of shape 1x24 .*, got 1x32"),
+        (ModelFamily.GPT, {"input_lengths": (10, 17)}, r"end at input position 25 and target position 0, got 1x24"),
+        (ModelFamily.T5, {"target_lengths": (3, 10)}, r"of shape 1x32[+]24 .* target position 17, got 1x32[+]16"),
+    ],
+)
+def test_the_offsets_of_a_packed_row_cover_it(family, changes, message):
+    with pytest.raises(PlanError, match=f"replica 0, micro-batch 0: .*{message}"):
+        verify(plan_with(make_plan((2,), 2, family=family, layouts=MIXED), **changes))
+
+
+def test_a_layout_that_the_settings_do_not_allow_is_refused():
+    plan = replace(make_plan((2,), 2, layouts=MIXED), layouts=(BatchLayout.PADDED,))
+    with pytest.raises(
+        PlanError, match=r"micro-batch 0: expected a layout .* allow \(padded\), got packed\nhint: plan"
+    ):
+        verify(plan)
 
 
 def test_every_sample_is_planned_once():

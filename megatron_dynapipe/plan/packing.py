@@ -1,0 +1,40 @@
+"""Where the samples of a packed row lie.
+
+    input    a a a b b c c c c . . . .      offsets 0 3 5 9, shape [1, 16, …]: rounded up to 8
+    target   a a b b b c c . …              offsets 0 2 5 7, positions counted as in `units.target_positions`
+
+Sample i has positions offsets[i] to offsets[i + 1]; what is left fills the row up, and trains on nothing.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from megatron_dynapipe.plan.iteration import MicroBatch
+from megatron_dynapipe.units import ModelFamily, Shape, input_positions, round_up, target_positions
+
+
+class RowOffsets(NamedTuple):
+    """First position of every sample of a packed row, and the end of the last: one more than there are samples."""
+
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+    """All 0 for decoder-only models."""
+
+
+def row_offsets(family: ModelFamily, micro_batch: MicroBatch) -> RowOffsets:
+    """Where the samples of a packed micro-batch begin in its input and its target row."""
+    return _offsets(family, micro_batch.input_lengths, micro_batch.target_lengths)
+
+
+def packed_shape(family: ModelFamily, input_tokens: Sequence[int], target_tokens: Sequence[int]) -> Shape:
+    """The shape of samples packed into one row, given their lengths in tokens: `[1, inputs, targets]`."""
+    offsets = _offsets(family, input_tokens, target_tokens)
+    return Shape(1, round_up(offsets.inputs[-1]), round_up(offsets.targets[-1]))
+
+
+def _offsets(family: ModelFamily, input_tokens: Sequence[int], target_tokens: Sequence[int]) -> RowOffsets:
+    return RowOffsets(
+        inputs=tuple(accumulate((input_positions(family, tokens) for tokens in input_tokens), initial=0)),
+        targets=tuple(accumulate((target_positions(family, tokens) for tokens in target_tokens), initial=0)),
+    )
