@@ -35,6 +35,7 @@ def room(layer: int, *outside: str) -> Room:
 ROOMS = {
     "__init__": room(9),  # the package's face: loads what it offers when it is used
     "errors": room(1),
+    "files": room(1),
     "units": room(1),
     "megatron_version": room(2),
     "cost": room(2, "numpy"),
@@ -58,7 +59,7 @@ ROOMS = {
 }
 INTEGRATION = {"models": 1, "hooks": 1, "flags": 2, "supply": 3, "execution": 4, "profiling": 5, "entry": 6}
 """The rooms inside `integration/`, by layer."""
-TORCH_FREE = ("errors", "units", "cost", "plan", "sampling", "planning", "store", "service")
+TORCH_FREE = ("errors", "files", "units", "cost", "plan", "sampling", "planning", "store", "service")
 MODULES_OF_CPU_WITH_MEGATRON = 1
 
 

@@ -1,6 +1,6 @@
 """How good the cost models are: every figure from one command.
 
-    python benchmarks/cost_accuracy/run.py --output FOLDER [--models t5] [--published ../shared/data/a100]
+    python benchmarks/cost_accuracy/run.py --output FOLDER [--models t5]
 
 Published profiles: a random quarter of the points predicts the rest; the analytic model, calibrated on five points.
 This machine: profiles of the two demo models, then planned iterations over two stages, predicted against measured; in
@@ -59,7 +59,6 @@ def main() -> None:
     """Run what is asked for; print a table and write figures.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--published", type=Path, default=ROOT.parent / "shared/data/a100", metavar="FOLDER")
     parser.add_argument("--minutes", type=float, default=8.0, help="for all of it (%(default)s)")
     parser.add_argument("--budget-minutes", type=float, default=1.0, help="of each profile (%(default)s)")
     parser.add_argument("--iterations", type=int, default=50)
@@ -70,8 +69,8 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.minutes * 60
     figures: dict[str, Any] = {}
-    for name in PUBLISHED if args.published.is_dir() else ():
-        figures[name] = published(args.published / f"{name}.json", name)
+    for name in PUBLISHED:
+        figures[name] = published(ROOT / f"benchmarks/data/a100/{name}.json.gz", name)
         report(name, figures[name])
     models = [model for model in args.models.split(",") if model]
     for index, model in enumerate(models):

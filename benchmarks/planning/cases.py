@@ -1,5 +1,6 @@
 """What the planning benchmarks plan: the two measured models, their layouts, the batches of one size."""
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,16 +14,17 @@ from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
-"""Data and tools, beside the checkout."""
-COSTS = {"gpt": "gpt_6.7b.json", "t5": "t5_11b.json"}
+DATA = Path(__file__).resolve().parents[1] / "data"
+COSTS = {"gpt": DATA / "a100/gpt_6.7b.json.gz", "t5": DATA / "a100/t5_11b.json.gz"}
+BATCHES = DATA / "batches/flan_like.json.gz"
+PUBLISHED = DATA / "published/planner.json"
 LAYERS = {"gpt": (32, 0, 4096), "t5": (24, 24, 1024)}
 """Encoder layers, decoder layers, hidden size."""
 MEMORY_BYTES = 36_000 * 10**6
 TOKENS = 65_536
 
 
-def planner(shared: Path, setting: str, **changes: Any) -> Planner:
+def planner(setting: str, **changes: Any) -> Planner:
     """A planner for a setting, "model:data,tensor,pipeline parallel", with other settings besides."""
     model, _, layout = setting.partition(":")
     data, tensor, pipeline = map(int, layout.split(","))
@@ -39,12 +41,24 @@ def planner(shared: Path, setting: str, **changes: Any) -> Planner:
         distributed_optimizer=True,
         **changes,
     )
-    return Planner(settings, TableCostModel.load(shared / "data/a100" / COSTS[model]))
+    return Planner(settings, TableCostModel.load(COSTS[model]))
 
 
-def batches(shared: Path, model: str, *, longest: int | None = None) -> Iterator[GlobalBatch]:
+def recorded_batches() -> list[dict[str, Any]]:
+    """Every batch of the batches file, as it stands there."""
+    found: list[dict[str, Any]] = json.loads(gzip.decompress(BATCHES.read_bytes()))["batches"]
+    return found
+
+
+def published_results() -> list[dict[str, Any]]:
+    """What the published planner came to, an entry per layout and batch."""
+    found: list[dict[str, Any]] = json.loads(PUBLISHED.read_text())["results"]
+    return found
+
+
+def batches(model: str, *, longest: int | None = None) -> Iterator[GlobalBatch]:
     """A model's batches of `TOKENS` tokens, of samples cut at `longest` or less."""
-    for batch in json.loads((shared / "data/batches/flan_like.json").read_text())["batches"]:
+    for batch in recorded_batches():
         if batch["model"] == model and batch["tokens"] == TOKENS and batch["max_seq_len"] <= (longest or 2**31):
             inputs = np.array(batch["input"], np.int32)
             targets = np.array(batch.get("target") or np.zeros(len(inputs)), np.int32)

@@ -1,14 +1,13 @@
 """How fast ordering, partition and balance are, and how good the cuts, against the published planner.
 
-    python benchmarks/planning/core.py [--shared FOLDER] [--settings t5:1,4,2 …] [--large] [--quality]
+    python benchmarks/planning/core.py [--settings t5:1,4,2 …] [--large] [--quality]
 
 One core. Times are medians of processor time; ratios are the published planner's whole planning time over ours for the
-same batch and layout (its figures are in the shared data). `--quality` holds objectives against the published order and
+same batch and layout (`benchmarks/data/published`). `--quality` holds objectives against the published order and
 partition, re-implemented in `published.py`.
 """
 
 import argparse
-import json
 import resource
 import statistics
 import sys
@@ -18,64 +17,44 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from cases import BATCHES, planner, published_results
 from published import published_cut, published_order
 
 from megatron_dynapipe.cli.batches import NamedBatch, read_batches
-from megatron_dynapipe.cost import TableCostModel
 from megatron_dynapipe.planning.balance import deal
 from megatron_dynapipe.planning.ordering import sweeps
 from megatron_dynapipe.planning.partition import Cut, cut
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.samples import Samples
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import ModelFamily
 
-MODELS = {
-    ModelFamily.GPT: ("gpt_6.7b.json", {"encoder_layers": 32, "hidden_size": 4096}),
-    ModelFamily.T5: ("t5_11b.json", {"encoder_layers": 24, "decoder_layers": 24, "hidden_size": 1024}),
-}
 SETTINGS = (
     *("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "gpt:4,2,4"),
     *("t5:1,1,8", "t5:1,2,4", "t5:1,4,2", "t5:2,2,2"),
 )
-MEMORY_BYTES = 36_000_000_000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    beside = Path(__file__).resolve().parents[3] / "shared"
-    parser.add_argument("--shared", type=Path, default=beside, help="the folder of shared data")
     parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
     parser.add_argument("--large", action="store_true", help="also batches of 262,144 and 1,048,576 tokens")
     parser.add_argument("--quality", action="store_true", help="objectives against the published order and partition")
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
-    data = args.shared / "data"
     published = {
         (r["model"], r["data_parallel"], r["tensor_parallel"], r["pipeline_parallel"], r["batch"]): r
-        for r in json.loads((data / "published" / "planner.json").read_text())["results"]
+        for r in published_results()
     }
     for setting in args.settings:
         model, _, numbers = setting.partition(":")
-        family = ModelFamily(model)
-        data_parallel, tensor_parallel, pipeline_parallel = layout = tuple(map(int, numbers.split(",")))
-        file, shape = MODELS[family]
-        settings = PlannerSettings(
-            family=family,
-            data_parallel=data_parallel,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-            memory_limit_bytes=MEMORY_BYTES,
-            distributed_optimizer=True,
-            **shape,
-        )
-        planner = Planner(settings, TableCostModel.load(data / "a100" / file))
-        named = read_batches(data / "batches" / "flan_like.json", family)
+        layout = tuple(map(int, numbers.split(",")))
+        planned_by = planner(setting)
+        named = read_batches(BATCHES, ModelFamily(model))
         for tokens in (65536, 262144, 1048576) if args.large else (65536,):
             chosen = [batch for batch in named if f"-t{tokens}-" in batch.id]
-            speed(planner, layout, tokens, chosen, published, args.repeat)
+            speed(planned_by, layout, tokens, chosen, published, args.repeat)
             if args.quality and tokens == 65536:
-                quality(planner, chosen)
+                quality(planned_by, chosen)
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
 
 

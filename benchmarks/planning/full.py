@@ -1,10 +1,9 @@
 """Full planning, order to verified plan, held against the published planner on the same batches.
 
-    python benchmarks/planning/full.py [--shared FOLDER] [--tokens 65536] [--settings t5:1,1,8 …] [--split auto]
-        [--markdown]
+    python benchmarks/planning/full.py [--tokens 65536] [--settings t5:1,1,8 …] [--split auto] [--markdown]
 
-Every setting's batches are planned by `megatron-dynapipe plan --json` in one process on one core, and scored by the
-shared tool `score_plans.py`, which rebuilds time and memory from the cost model file alone. Columns:
+Every setting's batches are planned by `megatron-dynapipe plan --json` in one process on one core, and scored by
+`score_plans.py`, which rebuilds time and memory from the cost model file alone. Columns:
 
     ms          median planning time of a batch, order to encoded plan, wall-clock
     CPU ms      the same in processor time, which other work on the machine changes less
@@ -29,12 +28,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from cases import COSTS, published_results, recorded_batches
+
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY_MB = 36_000
 MODELS = {
-    "gpt": {"cost": "gpt_6.7b.json", "plan": ["--layers", "32"], "score": ["--layers", "32"], "hidden": "4096"},
+    "gpt": {"plan": ["--layers", "32"], "score": ["--layers", "32"], "hidden": "4096"},
     "t5": {
-        "cost": "t5_11b.json",
         "plan": ["--encoder-layers", "24", "--decoder-layers", "24"],
         "score": ["--encoder-layers", "24", "--decoder-layers", "24"],
         "hidden": "1024",
@@ -51,15 +51,13 @@ WIDTHS = (-12, 7, 7, 7, 6, 7, 6, 6, 5, 6)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data and tools")
     parser.add_argument("--tokens", type=int, default=65_536, help="size of the batches to plan")
     parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
     parser.add_argument("--split", choices=("equal", "auto"), default="equal", help="layers per stage")
     parser.add_argument("--evaluations", type=int, help="of the search; default: the planner's")
     parser.add_argument("--markdown", action="store_true", help="print rows of the README's tables")
     args = parser.parse_args()
-    every = json.loads((args.shared / "data/batches/flan_like.json").read_text())["batches"]
-    results = json.loads((args.shared / "data/published/planner.json").read_text())["results"]
+    every, results = recorded_batches(), published_results()
     _print(COLUMNS, args.markdown)
     if args.markdown:
         print("|---" * len(COLUMNS) + "|")
@@ -96,7 +94,7 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
     """Plan some batches of a setting and score them; one dictionary per batch."""
     about = MODELS[model]
     data, tensor, pipeline = layout.split(",")
-    cost = args.shared / "data/a100" / about["cost"]
+    cost = COSTS[model]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -121,7 +119,7 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
         if planned.returncode == 2:
             return [{"id": batch["id"], "error": planned.stderr.strip().splitlines()[0]} for batch in batches]
         files["report"].write_text(planned.stdout)
-        score = [sys.executable, args.shared / "tools/score_plans.py", files["report"], files["plan"], cost]
+        score = [sys.executable, ROOT / "benchmarks/planning/score_plans.py", files["report"], files["plan"], cost]
         score += ["--model", model, *about["score"], "--hidden", about["hidden"], "--split", args.split]
         score += ["--dp", data, "--tp", tensor, "--pp", pipeline, "--memory-mb", str(MEMORY_MB)]
         scored = subprocess.run(score, check=False, capture_output=True, text=True)

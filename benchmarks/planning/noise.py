@@ -1,6 +1,6 @@
 """How searched plans hold up when passes take other times than predicted, against 1F1B over the same micro-batches.
 
-    python benchmarks/planning/noise.py [--shared FOLDER] [--settings t5:1,1,8 …]
+    python benchmarks/planning/noise.py [--settings t5:1,1,8 …]
 
 Every pass of every draw takes up to 10% (30%) more or less than predicted, 100 draws per batch. Printed, as means over
 the batches, for the searched order and for 1F1B's: the time lost against what the same order predicts, on average and
@@ -10,10 +10,9 @@ in the worst draw, in ms and in percent; and the searched order's predicted and 
 import argparse
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
-from cases import SHARED, batches, planner
+from cases import batches, planner
 
 from megatron_dynapipe.plan.instructions import Backward, Forward
 from megatron_dynapipe.planning.problem import IntArray, PassOrder, PipelineProblem
@@ -27,7 +26,6 @@ DRAWS = 100
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shared", type=Path, default=SHARED, help="folder of data and tools")
     parser.add_argument("--settings", nargs="*", default=("gpt:1,1,8", "gpt:1,2,4", "t5:1,1,8", "t5:1,2,4"))
     args = parser.parse_args()
     print(f"{'':18}   {'searched loses':>37}   {'1F1B loses':>37}   {'searched / 1F1B':>15}")
@@ -37,7 +35,7 @@ def main() -> None:
         + "predicted   real"
     )
     for setting in args.settings:
-        cases = list(orders(args.shared, setting))
+        cases = list(orders(setting))
         for spread in (0.1, 0.3):
             lost, ratios = (
                 np.mean(each, axis=0)
@@ -47,12 +45,12 @@ def main() -> None:
             print(f"{setting:12} {spread:5.0%}   {words}   {ratios[0]:9.3f} {ratios[1]:6.3f}", flush=True)
 
 
-def orders(shared: Path, setting: str) -> Iterator[tuple[PipelineProblem, tuple[PassOrder, PassOrder]]]:
+def orders(setting: str) -> Iterator[tuple[PipelineProblem, tuple[PassOrder, PassOrder]]]:
     """Of every batch, its planned micro-batches with the planned order and 1F1B's."""
-    planned_by = planner(shared, setting)
+    planned_by = planner(setting)
     settings = planned_by.settings
     assert settings.data_parallel == 1, "one replica"
-    for batch in batches(shared, settings.family, longest=LONGEST):
+    for batch in batches(settings.family, longest=LONGEST):
         replica = planned_by.plan(batch, 0).replicas[0]
         modes = np.array([settings.recompute.index(mb.recompute) for mb in replica.micro_batches])
         problem = planned_by.pipeline_problem([mb.shape for mb in replica.micro_batches], modes)

@@ -1,6 +1,6 @@
 """What the order search gains where ranks hold two chunks of the model each.
 
-    python benchmarks/planning/virtual_stages.py [--shared FOLDER] [--settings t5:1,2,4 …] [--chunks 2]
+    python benchmarks/planning/virtual_stages.py [--settings t5:1,2,4 …] [--chunks 2]
 
 Printed are predicted times of searched plans with several chunks, over those of interleaved 1F1B (the best of the same
 cuts) and over those of searched plans with one chunk: geometric means over the batches, and the worst batch.
@@ -9,9 +9,8 @@ cuts) and over those of searched plans with one chunk: geometric means over the 
 import argparse
 import statistics
 import time
-from pathlib import Path
 
-from cases import SHARED, batches, planner
+from cases import batches, planner
 
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.schedules import ScheduleSettings
@@ -21,7 +20,6 @@ SETTINGS = ("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "t5:1,2,4", "t5:1,4,2")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shared", type=Path, default=SHARED, help="folder of data and tools")
     parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
     parser.add_argument("--chunks", type=int, default=2, help="of every rank")
     args = parser.parse_args()
@@ -31,12 +29,12 @@ def main() -> None:
     )
     for setting in args.settings:
         planners = [
-            planner(args.shared, setting, chunks=args.chunks, schedule=adaptive),
-            planner(args.shared, setting, chunks=args.chunks, schedule=plain),
-            planner(args.shared, setting, schedule=adaptive),
+            planner(setting, chunks=args.chunks, schedule=adaptive),
+            planner(setting, chunks=args.chunks, schedule=plain),
+            planner(setting, schedule=adaptive),
         ]
         rows, seconds = [], []
-        for given in batches(args.shared, setting.partition(":")[0]):
+        for given in batches(setting.partition(":")[0]):
             try:
                 start = time.process_time()
                 times = [planners[0].plan(given, 0).totals.predicted_ns]

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.files import read_unpacked
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily
 
@@ -42,7 +43,7 @@ def read_batches(path: Path, family: ModelFamily, *, max_seq_len: int | None = N
     """The batches of a file that are of the given kind: with targets for T5, without for decoder-only models.
 
     Args:
-        path: the file.
+        path: the file (`.gz`: compressed).
         family: kind of model.
         max_seq_len: longer inputs and targets are truncated to it.
 
@@ -50,7 +51,7 @@ def read_batches(path: Path, family: ModelFamily, *, max_seq_len: int | None = N
         DataError: no such file, not of this format, input and target of different numbers, or none of this kind.
     """
     try:
-        file = msgspec.json.decode(path.read_bytes(), type=_File)
+        file = msgspec.json.decode(read_unpacked(path), type=_File)
     except OSError as error:
         raise DataError(f"cannot read the batches {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:

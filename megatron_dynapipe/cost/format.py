@@ -15,6 +15,7 @@ import msgspec
 
 from megatron_dynapipe.cost.tables import LARGEST, Row
 from megatron_dynapipe.errors import CostModelError
+from megatron_dynapipe.files import read_unpacked
 from megatron_dynapipe.units import NS_PER_MS, ModelFamily, Recompute
 
 FORMAT = "dynapipe-cost-model/1"
@@ -127,9 +128,9 @@ def key_of(tensor_parallel: int, recompute: Recompute) -> str:
 
 
 def read_file(path: Path) -> tuple[CostFile, bytes]:
-    """A cost model file and its bytes; raises `CostModelError`."""
+    """A cost model file (`.gz`: compressed) and its bytes, unpacked; raises `CostModelError`."""
     try:
-        data = path.read_bytes()
+        data = read_unpacked(path)
     except OSError as error:
         raise CostModelError(
             f"cannot read the cost model {path}: {error.strerror}", hint="`megatron-dynapipe profile` makes one"

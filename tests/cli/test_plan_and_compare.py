@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_dynapipe.cli.main import main
-from tests.helpers.shared_data import shared_data
+from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
 
 
 def table(value: float, *, keys: list[str]) -> dict[str, list[list[float]]]:
@@ -228,12 +228,11 @@ def test_batches_that_cannot_be_read(
 
 def test_a_plan_where_the_published_planner_finds_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """T5 at maximum length 4096 on (data, tensor, pipeline) = (2, 2, 2)."""
-    public, cost = shared_data("batches", "flan_like.json"), shared_data("a100", "t5_11b.json")
-    chosen = [batch for batch in json.loads(public.read_text())["batches"] if batch["id"] == "t5-s4096-t65536-b0"]
+    chosen = [flan_like_batches()["t5-s4096-t65536-b0"]]
     batches = tmp_path / "one.json"
     batches.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": chosen}))
     command = [
-        *("plan", "--batches", str(batches), "--cost-model", str(cost), "--model", "t5", "--json", "--limit", "1"),
+        *("plan", "--batches", str(batches), "--cost-model", str(A100_COSTS["t5"]), "--model", "t5", "--json"),
         *("--encoder-layers", "24", "--decoder-layers", "24", "--hidden-size", "1024", "--distributed-optimizer"),
         *("--data-parallel", "2", "--tensor-parallel", "2", "--pipeline-parallel", "2", "--device-memory-mb", "36000"),
     ]

@@ -1,6 +1,5 @@
 """Every run file in configs/ passes Megatron's own validation, and plans batches that fit the device it names."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -9,8 +8,8 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.helpers.benchmark_data import flan_like_batches
 from tests.helpers.processes import run_ranks
-from tests.helpers.shared_data import shared_folder
 from tests.integration.entry import make_dataset
 
 ROOT = Path(__file__).parents[2]
@@ -46,17 +45,8 @@ def family(path: Path) -> str:
 
 def batches(kind: str) -> list[dict]:
     """Three global batches of a FLAN-like mixture."""
-    folder = shared_folder()
-    if folder is not None and (file := folder / "data" / "batches" / "flan_like.json").exists():
-        by_id = {batch["id"]: batch for batch in json.loads(file.read_text())["batches"]}
-        return [by_id[f"{kind}-s{longest}-t65536-b0"] for longest in (512, 1024, 2048)]
-    draw = np.random.default_rng(1)
-    made = []
-    for _ in range(3):
-        inputs = np.clip(np.exp(draw.normal(4.5, 1.3, 256)), 2, 2000).astype(int).tolist()
-        targets = np.clip(np.exp(draw.normal(2.5, 1.0, 256)), 1, 400).astype(int).tolist()
-        made.append({"input": inputs, "target": targets} if kind == "t5" else {"input": inputs})
-    return made
+    by_id = flan_like_batches()
+    return [by_id[f"{kind}-s{longest}-t65536-b0"] for longest in (512, 1024, 2048)]
 
 
 def parse_and_plan(*, rank: int, world_size: int, config: str, gpus: int, data: str, batches: list[dict]) -> dict:

@@ -11,7 +11,7 @@ from megatron_dynapipe.cost.work import LayerWork
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute, Shape
 from tests.cost.models import gpt_file
-from tests.helpers.shared_data import shared_data
+from tests.helpers.benchmark_data import A100_COSTS
 
 GPT = ModelShape(family=ModelFamily.GPT, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=1000)
 T5 = ModelShape(family=ModelFamily.T5, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=1000)
@@ -147,7 +147,7 @@ def test_calibration_needs_points_that_were_measured() -> None:
 
 
 def test_five_points_of_a_published_profile_predict_its_times() -> None:
-    file, _ = read_file(shared_data("a100", "gpt_6.7b.json"))
+    file, _ = read_file(A100_COSTS["gpt"])
     shape = ModelShape(family=ModelFamily.GPT, hidden=4096, heads=32, kv_channels=128, ffn=16384, vocabulary=50304)
     at = [("tp1_none", 16, 64), ("tp1_none", 16, 512), ("tp1_full", 4, 1024), ("tp8_selective", 8, 1024),
           ("tp4_none", 4, 256)]  # fmt: skip

@@ -1,6 +1,7 @@
 """Cost model files: strict reading, exact writing, what their tables answer."""
 
 import dataclasses
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,21 @@ def test_a_pickle_is_refused_unread() -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CostModelError, match=r"cannot read the cost model .*absent.json.*\nhint: .*profile"):
         read_file(tmp_path / "absent.json")
+
+
+def test_a_compressed_file_is_the_same_model(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_bytes(encode_file(gpt_file()))
+    (tmp_path / "costs.json.gz").write_bytes(gzip.compress(encode_file(gpt_file())))
+    plain, packed = (TableCostModel.load(tmp_path / name) for name in ("costs.json", "costs.json.gz"))
+    assert packed.file == plain.file and packed.digest == plain.digest
+
+
+@pytest.mark.parametrize("content", [b"{}", gzip.compress(b"{}")[:-1]], ids=["not compressed", "cut off"])
+def test_a_damaged_compressed_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "costs.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(CostModelError, match=r"cannot read the cost model .*costs.json.gz: expected a whole gzip file"):
+        read_file(path)
 
 
 def test_units_are_ms_and_mb() -> None:

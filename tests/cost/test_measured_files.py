@@ -9,15 +9,12 @@ import pytest
 
 from megatron_dynapipe.cost import PipelineLayout, TableCostModel, boundary_bytes, stage_costs
 from megatron_dynapipe.units import ModelFamily, Recompute
-from tests.helpers.shared_data import shared_data, shared_folder
+from tests.helpers.benchmark_data import A100_COSTS, SCORER
 
 
 @pytest.fixture
 def scorer() -> ModuleType:
-    folder = shared_folder()
-    if folder is None:
-        pytest.skip("no shared folder beside the checkout")
-    spec = importlib.util.spec_from_file_location("score_plans", folder / "tools" / "score_plans.py")
+    spec = importlib.util.spec_from_file_location("score_plans", SCORER)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -25,13 +22,11 @@ def scorer() -> ModuleType:
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 8])
-@pytest.mark.parametrize(
-    ("file", "encoder", "decoder", "hidden"), [("gpt_6.7b", 32, 0, 4096), ("t5_11b", 24, 24, 1024)]
-)
+@pytest.mark.parametrize(("kind", "encoder", "decoder", "hidden"), [("gpt", 32, 0, 4096), ("t5", 24, 24, 1024)])
 def test_equal_to_the_scorer(
-    scorer: ModuleType, file: str, encoder: int, decoder: int, hidden: int, tensor_parallel: int
+    scorer: ModuleType, kind: str, encoder: int, decoder: int, hidden: int, tensor_parallel: int
 ) -> None:
-    path = shared_data("a100", f"{file}.json")
+    path = A100_COSTS[kind]
     model, theirs = TableCostModel.load(path), scorer.Cost(path)
     layers = encoder + decoder
     split = (layers // 4 - 3, layers // 4 + 5, layers // 4 + 1, layers // 4 - 3)
@@ -70,5 +65,5 @@ def test_equal_to_the_scorer(
 
 
 def test_family() -> None:
-    assert TableCostModel.load(shared_data("a100", "gpt_6.7b.json")).family is ModelFamily.GPT
-    assert TableCostModel.load(shared_data("a100", "t5_11b.json")).family is ModelFamily.T5
+    assert TableCostModel.load(A100_COSTS["gpt"]).family is ModelFamily.GPT
+    assert TableCostModel.load(A100_COSTS["t5"]).family is ModelFamily.T5

@@ -1,5 +1,7 @@
 """Fits to measured costs: physics by hand, holes, single points, monotonicity, the published profiles."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.cost.nnls import nonnegative_least_squares
 from megatron_dynapipe.cost.surface import Quantity, cross_validate, fit_surface, monotone
 from megatron_dynapipe.errors import CostModelError
-from tests.helpers.shared_data import shared_data
+from tests.helpers.benchmark_data import A100_COSTS
 
 SIZES, LENGTHS, TARGETS = (1, 2, 4, 8, 16), (16, 64, 256, 1024), (8, 32, 128)
 
@@ -103,9 +105,9 @@ def test_nonnegative_least_squares_meets_the_optimality_conditions(seed: int) ->
     assert gradient.max() < 1e-6 and np.abs(gradient[x > 0]).max(initial=0) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["gpt_6.7b", "t5_11b"])
-def test_a_quarter_of_a_published_profile_predicts_its_times(name: str) -> None:
-    file, _ = read_file(shared_data("a100", f"{name}.json"))
+@pytest.mark.parametrize("path", A100_COSTS.values(), ids=A100_COSTS)
+def test_a_quarter_of_a_published_profile_predicts_its_times(path: Path) -> None:
+    file, _ = read_file(path)
     errors = held_out_errors(file, keep=0.25, seed=11)
     assert errors["time_ms"].median <= 0.04 and errors["time_ms"].p90 <= 0.10
     assert errors["stored_activation_mb"].median <= 0.04 and errors["stored_activation_mb"].p90 <= 0.10

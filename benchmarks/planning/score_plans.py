@@ -1,0 +1,385 @@
+"""Independent score of `plan --json`: rebuilds every plan's time and memory from the cost model file alone.
+
+    score_plans.py REPORT.json BATCHES.json COST.json --model gpt --layers 32 --hidden 4096 --dp 1 --tp 2 --pp 4
+        [--memory-mb 36000] [--split equal] [--reference planner.json]
+
+Rules: benchmarks/data/a100/README.md (costs, memory, distributed optimizer), 8 devices per node, 4800 Gbps inside a
+node, 100 Gbps and 4 ms between nodes, transfers beside compute. Prints a line per batch (tokens/s, peak, share of the
+time its stages work, how near the bound) and the geometric mean of the ratio to the published planner on the same
+batches. Exits 1 on a broken plan: samples lost, a shape too small, passes that cannot progress, memory exceeded.
+Imports nothing of the package. Files whose names end in .gz are unpacked.
+
+A micro-batch with "layout": "packed" holds all its samples in one row without padding ("samples": [[i, j, …]], shape
+[1, sum of input positions, sum of target positions], each sum rounded up to 8 and not larger; the samples' own lengths
+are not rounded). From tables that were measured on padded micro-batches alone its cost is derived, in every table
+(times, stored and peak activations, postprocess): sample i is charged 1/b of a padded micro-batch of b samples of its
+own lengths, b = (positions of the row) / (positions of the sample), positions counting encoder and decoder together, b
+at least 1 and not rounded; where size b was not measured or not feasible for these lengths, the largest size of the
+grid below it that was. So a packed row runs as efficiently as a padded micro-batch of as many positions, and long
+samples pay for their attention. A sample's share depends on the row's total; it is a constant once b is capped.
+"""
+
+import argparse
+import bisect
+import gzip
+import json
+import math
+import sys
+from pathlib import Path
+
+REFERENCE = Path(__file__).resolve().parents[1] / "data" / "published" / "planner.json"
+
+
+def load(path):
+    data = Path(path).read_bytes()
+    return json.loads(gzip.decompress(data) if str(path).endswith(".gz") else data)
+
+
+class Grid:
+    """Multilinear table over (micro-batch size, lengths); infinite where a needed corner was never measured."""
+
+    def __init__(self, table):
+        cells = {}
+        for key, rows in table.items():
+            lengths = tuple(int(x) for x in key.split(","))
+            for size, value in rows:
+                cells[(size, *lengths)] = value
+        self.cells = cells
+        self.axes = [sorted({c[i] for c in cells}) for i in range(len(next(iter(cells))))]
+
+    def __call__(self, *x):
+        lows, weights = [], []
+        for axis, xi in zip(self.axes, x, strict=True):
+            xi = max(xi, axis[0])
+            if xi > axis[-1]:
+                return math.inf
+            i = min(max(bisect.bisect_right(axis, xi) - 1, 0), len(axis) - 2)
+            lows.append(i)
+            weights.append((xi - axis[i]) / (axis[i + 1] - axis[i]))
+        total = 0.0
+        for corner in range(1 << len(x)):
+            factor, key = 1.0, []
+            for d in range(len(x)):
+                high = corner >> d & 1
+                factor *= weights[d] if high else 1 - weights[d]
+                key.append(self.axes[d][lows[d] + high])
+            if factor:
+                total += factor * self.cells.get(tuple(key), math.inf)
+        return total
+
+
+class Shared:
+    """One sample's share of a padded micro-batch of b samples like it: value at b, divided by b."""
+
+    def __init__(self, grid):
+        self.grid = grid
+
+    def __call__(self, b, *lengths):
+        value = self.grid(b, *lengths)
+        for size in reversed([n for n in self.grid.axes[0] if n < b]):
+            if not math.isinf(value):
+                break
+            value, b = self.grid(size, *lengths), size
+        return value / b
+
+
+class Cost:
+    def __init__(self, path):
+        self.data, self.grids = load(path), {}
+
+    def packed(self, tp, recompute, table, part, lengths, total):
+        """Sum of the samples' shares; lengths: one tuple per sample (what the table is indexed by)."""
+        self(tp, recompute, table, part, 1, *lengths[0])
+        share, memo = Shared(self.grids[tp, recompute, table, part]), {}
+        for one, own in zip(lengths, total[1], strict=True):
+            if (one, own) not in memo:
+                memo[one, own] = share(max(total[0] / own, 1.0), *one)
+        return sum(memo[one, own] for one, own in zip(lengths, total[1], strict=True))
+
+    def __call__(self, tp, recompute, table, part, size, *lengths):
+        key = (tp, recompute, table, part)
+        if key not in self.grids:
+            self.grids[key] = Grid(self.data["keys"][f"tp{tp}_{recompute}"][table][part])
+        return self.grids[key](size, *lengths)
+
+
+def layer_costs(cost, a, mb):
+    """[(forward, backward, stored, peak, kind)] per layer in model order for one micro-batch."""
+    size, e, d = mb["shape"]
+    rc, tp = mb["recompute"], a.tp
+    if mb.get("layout") == "packed":
+        own = mb["positions"]  # (input, target) positions of every sample
+        total = (e + d, [x + y for x, y in own])
+        at = {
+            "encoder": [(x,) for x, _ in own],
+            "decoder": own,
+            "postprocess": [((y if a.model == "t5" else x),) for x, y in own],
+        }
+
+        def charged(table, part):
+            return cost.packed(tp, rc, table, part, at[part.split(".")[0]], total)
+
+        kinds = ["encoder"] * (a.layers or a.encoder_layers) + (
+            ["decoder"] * a.decoder_layers if a.model == "t5" else []
+        )
+        of = {
+            k: (
+                charged("time_ms", k + ".forward"),
+                charged("time_ms", k + ".backward"),
+                charged("stored_activation_mb", k),
+                charged("peak_activation_mb", k),
+                k[0],
+            )
+            for k in set(kinds)
+        }
+        layers = [of[k] for k in kinds]
+        last = layers[-1]
+        layers[-1] = (
+            last[0] + charged("time_ms", "postprocess.forward"),
+            last[1] + charged("time_ms", "postprocess.backward"),
+            *last[2:],
+        )
+        return layers
+    enc = (
+        cost(tp, rc, "time_ms", "encoder.forward", size, e),
+        cost(tp, rc, "time_ms", "encoder.backward", size, e),
+        cost(tp, rc, "stored_activation_mb", "encoder", size, e),
+        cost(tp, rc, "peak_activation_mb", "encoder", size, e),
+        "e",
+    )
+    n_enc = a.layers or a.encoder_layers
+    layers = [enc] * n_enc
+    if a.model == "t5":
+        dec = (
+            cost(tp, rc, "time_ms", "decoder.forward", size, e, d),
+            cost(tp, rc, "time_ms", "decoder.backward", size, e, d),
+            cost(tp, rc, "stored_activation_mb", "decoder", size, e, d),
+            cost(tp, rc, "peak_activation_mb", "decoder", size, e, d),
+            "d",
+        )
+        layers = [*layers, *[dec] * a.decoder_layers]
+    q = d if a.model == "t5" else e
+    last = layers[-1]
+    layers[-1] = (
+        last[0] + cost(tp, rc, "time_ms", "postprocess.forward", size, q),
+        last[1] + cost(tp, rc, "time_ms", "postprocess.backward", size, q),
+        *last[2:],
+    )
+    return layers
+
+
+def stage_costs(layers, split, mb, hidden):
+    out, start = [], 0
+    size, e, d = mb["shape"]
+    me, md = 2 * size * e * hidden / 1e6, 2 * size * d * hidden / 1e6
+    for n in split:
+        part = layers[start : start + n]
+        stored = peak = 0.0
+        for layer in part:
+            peak = max(peak, stored + layer[3])
+            stored += layer[2]
+        out.append(
+            (
+                sum(layer[0] for layer in part),
+                sum(layer[1] for layer in part),
+                stored,
+                peak,
+                me + (md if part[-1][4] == "d" else 0),
+                me + (md if part[0][4] == "d" else 0),
+            )
+        )
+        start += n
+    return out
+
+
+def transfer_ms(mb, a, i, j):
+    def node(s):
+        return s * a.dp * a.tp // 8
+
+    return mb * 8 / 4800 if node(i) == node(j) else 4.0 + mb * 8 / 100
+
+
+def model_state(cost, a, split, recompute):
+    state = cost.data["keys"][f"tp{a.tp}_{recompute}"]["model_state_mb"]
+    factor = 2 + 6 / a.dp
+    n_enc = a.layers or a.encoder_layers
+    layers = [state["encoder"]] * n_enc + [state.get("decoder", 0)] * (a.decoder_layers or 0)
+    layers[0] += state["embedding"]
+    if a.decoder_layers:
+        layers[n_enc] += state["embedding"]
+    out, start = [], 0
+    for n in split:
+        out.append(factor * sum(layers[start : start + n]))
+        start += n
+    return out
+
+
+def replay(a, costs, stages, state):
+    """Makespan (ms) and peak memory (MB) per stage of one replica, or None where it cannot progress."""
+    pp = len(stages)
+    pos, free, mem, peak = [0] * pp, [0.0] * pp, list(state), list(state)
+    done = {}
+    left = sum(map(len, stages))
+    while left:
+        moved = False
+        for s in range(pp):
+            while pos[s] < len(stages[s]):
+                op, k = stages[s][pos[s]][0], int(stages[s][pos[s]][1:])
+                if op == "F":
+                    if s == 0:
+                        ready = 0.0
+                    elif ("F", k, s - 1) in done:
+                        ready = done["F", k, s - 1] + transfer_ms(costs[k][s - 1][4], a, s - 1, s)
+                    else:
+                        break
+                    end = max(free[s], ready) + costs[k][s][0]
+                    peak[s] = max(peak[s], mem[s] + costs[k][s][3])
+                    mem[s] += costs[k][s][2]
+                else:
+                    if ("F", k, s) not in done:
+                        break
+                    if s == pp - 1:
+                        ready = done["F", k, s]
+                    elif ("B", k, s + 1) in done:
+                        ready = done["B", k, s + 1] + transfer_ms(costs[k][s + 1][5], a, s, s + 1)
+                    else:
+                        break
+                    end = max(free[s], ready) + costs[k][s][1]
+                    peak[s] = max(peak[s], mem[s])
+                    mem[s] -= costs[k][s][2]
+                done[op, k, s] = free[s] = end
+                pos[s] += 1
+                left -= 1
+                moved = True
+        if not moved:
+            return None
+    return max(free), peak
+
+
+def ceil8(n):
+    return -(-n // 8) * 8
+
+
+def check_and_score(a, cost, batch, plan):
+    used, worst, peak_all, work, bound = [], 0.0, 0.0, 0.0, 0.0
+    if plan.get("error"):
+        return {"error": plan["error"]}
+    if len(plan["replicas"]) != a.dp:
+        return {"error": f"{len(plan['replicas'])} replicas, {a.dp} asked"}
+    for r in plan["replicas"]:
+        mbs, split = r["micro_batches"], r["layers_per_stage"]
+        total_layers = (a.layers or 0) + (a.encoder_layers or 0) + (a.decoder_layers or 0)
+        if len(split) != a.pp or sum(split) != total_layers or (a.split == "equal" and len(set(split)) != 1):
+            return {"error": f"layer split {split}"}
+        for mb in mbs:
+            rows = [row if isinstance(row, list) else [row] for row in mb["samples"]]
+            if mb.get("layout", "padded") not in ("padded", "packed") or (
+                mb.get("layout") == "packed" and len(rows) != 1
+            ):
+                return {"error": f"layout {mb.get('layout')} with {len(rows)} rows"}
+            if mb.get("layout") == "packed":
+                mb["positions"] = [
+                    (max(batch["input"][i] - (a.model == "gpt"), 1), batch["target"][i] + 2 if a.model == "t5" else 0)
+                    for i in rows[0]
+                ]
+            used += [i for row in rows for i in row]
+            size, e, d = mb["shape"]
+            need_e = max(ceil8(sum(max(batch["input"][i] - (a.model == "gpt"), 1) for i in row)) for row in rows)
+            need_d = max(ceil8(sum(batch["target"][i] + 2 for i in row)) for row in rows) if a.model == "t5" else 0
+            if (
+                e < need_e
+                or d < need_d
+                or size != len(rows)
+                or (mb.get("layout") == "packed" and (e, d) != (need_e, need_d))
+            ):
+                return {"error": f"shape {mb['shape']} does not hold its samples (needs {len(rows)},{need_e},{need_d})"}
+        passes = {f"{o}{k}" for o in "FB" for k in range(len(mbs))}
+        for s, ops in enumerate(r["stages"]):
+            if len(ops) != len(passes) or set(ops) != passes:
+                return {"error": f"stage {s} runs the wrong passes"}
+        costs = [stage_costs(layer_costs(cost, a, mb), split, mb, a.hidden) for mb in mbs]
+        if any(math.isinf(v) for c in costs for st in c for v in st):
+            return {"error": "a micro-batch outside the measured, feasible grid"}
+        state = [
+            max(x)
+            for x in zip(*(model_state(cost, a, split, rc) for rc in {mb["recompute"] for mb in mbs}), strict=True)
+        ]
+        out = replay(a, costs, r["stages"], state)
+        if out is None:
+            return {"error": "passes cannot progress"}
+        worst, peak_all = max(worst, out[0]), max(peak_all, max(out[1]))
+        busy = [sum(c[s][0] + c[s][1] for c in costs) for s in range(a.pp)]
+        work += sum(busy) / a.pp
+        bound = max(
+            bound, max(busy[s] + min(sum(c[q][0] + c[q][1] for q in range(s)) for c in costs) for s in range(a.pp))
+        )
+    if sorted(used) != list(range(len(batch["input"]))):
+        return {"error": "samples lost or repeated"}
+    if peak_all > a.memory_mb * 1.0001:
+        return {"error": f"peak {peak_all:.0f} MB over {a.memory_mb}"}
+    tokens = sum(batch["input"]) + sum(batch.get("target") or [])
+    return {
+        "ms": worst,
+        "tok_s": tokens / worst * 1e3,
+        "peak": peak_all,
+        "busy": work / a.dp / worst,
+        "of_bound": bound / worst,
+        "n": sum(len(r["micro_batches"]) for r in plan["replicas"]),
+        "said": plan["predicted_ms"] / worst,
+    }
+
+
+def geomean(values):
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def main():
+    p = argparse.ArgumentParser()
+    p.add_argument("report")
+    p.add_argument("batches")
+    p.add_argument("cost")
+    p.add_argument("--model", required=True)
+    p.add_argument("--layers", type=int)
+    p.add_argument("--encoder-layers", type=int)
+    p.add_argument("--decoder-layers", type=int)
+    p.add_argument("--hidden", type=int, required=True)
+    for n in ("dp", "tp", "pp"):
+        p.add_argument("--" + n, type=int, required=True)
+    p.add_argument("--memory-mb", type=float, default=36000)
+    p.add_argument("--split", default="equal")
+    p.add_argument("--reference", default=REFERENCE)
+    a = p.parse_args()
+    cost = Cost(a.cost)
+    batches = {b["id"]: b for b in load(a.batches)["batches"]}
+    layout = (a.model, a.dp, a.tp, a.pp)
+    ref = {
+        r["batch"]: r
+        for r in load(a.reference)["results"]
+        if (r["model"], r["data_parallel"], r["tensor_parallel"], r["pipeline_parallel"]) == layout
+    }
+    bad, ratios, faster = 0, [], []
+    for plan in load(a.report)["iterations"]:
+        out = check_and_score(a, cost, batches[plan["id"]], plan)
+        line = {
+            "id": plan["id"],
+            **{k: round(v, 4) if isinstance(v, float) else v for k, v in out.items()},
+            "plan_s": round(plan["planning_seconds"]["total"], 4),
+        }
+        r = ref.get(plan["id"])
+        if "error" in out:
+            bad += not (r and "error" in r)
+        elif r and "tokens_per_second" in r:
+            ratios.append(out["tok_s"] / r["tokens_per_second"])
+            faster.append(r["planning_seconds"] / plan["planning_seconds"]["total"])
+            line["ratio"] = round(ratios[-1], 4)
+        print(json.dumps(line))
+    worst = min(ratios, default=math.nan)
+    print(
+        f"tokens/s over published: geomean {geomean(ratios):.4f} min {worst:.4f};"
+        f" planning faster x{geomean(faster):.1f}; broken plans {bad}"
+    )
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()
