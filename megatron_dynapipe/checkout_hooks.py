@@ -11,7 +11,7 @@ from megatron_dynapipe.integration.entry.checkout import (
     finish,
     schedule,
 )
-from megatron_dynapipe.integration.hooks.active_run import count_samples, log_text, micro_batch_shape
+from megatron_dynapipe.integration.hooks.active_run import count_samples, log_line, micro_batch_shape
 
 __all__ = [
     "add_arguments",
@@ -19,7 +19,7 @@ __all__ = [
     "count_samples",
     "dataset_provider",
     "finish",
-    "log_text",
+    "log_line",
     "micro_batch_shape",
     "schedule",
 ]

@@ -114,6 +114,17 @@ class Sampler:
         """Samples drawn in one epoch; all usable ones once, unless a mixture temperature is set."""
         return len(self._usable.sample_ids)
 
+    def longest(self, samples: int) -> GlobalBatch:
+        """A batch of so many samples that repeats the two of the longest input and the longest target."""
+        usable = self._usable
+        rows = np.resize([int(usable.input_lengths.argmax()), int(usable.target_lengths.argmax())], samples)
+        return GlobalBatch(
+            iteration=0,
+            sample_ids=usable.sample_ids[rows],
+            input_lengths=usable.input_lengths[rows],
+            target_lengths=usable.target_lengths[rows],
+        )
+
     def batch(self, iteration: int) -> GlobalBatch:
         """The global batch of `iteration` (from 0).
 

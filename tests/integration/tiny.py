@@ -32,9 +32,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape  # noqa: E402
 from megatron_dynapipe.data.collate import Collator, Needs  # noqa: E402
-from megatron_dynapipe.integration.execution.forward_backward import LOSS_NAME, run_iteration  # noqa: E402
+from megatron_dynapipe.integration.execution.forward_backward import run_iteration  # noqa: E402
 from megatron_dynapipe.integration.execution.process_groups import make_groups, warm_up  # noqa: E402
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step  # noqa: E402
+from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME  # noqa: E402
 from megatron_dynapipe.integration.models.layers import T5Split  # noqa: E402
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, T5StageInputs  # noqa: E402
 from megatron_dynapipe.plan.instructions import Backward, Forward  # noqa: E402

@@ -1,6 +1,6 @@
 """What happens before Megatron is imported, and what a user sees when a run cannot start or go on.
 
-Imports no Megatron: on a machine without a GPU, the CPU platform must be in force before Megatron's modules are.
+Imports no Megatron: on a machine without a GPU, the CPU platform must be active before Megatron's modules are imported.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
+from megatron_dynapipe.integration.entry import launch
 
 
 def run(main: Callable[[], None]) -> None:
@@ -27,16 +28,22 @@ def reported() -> Iterator[None]:
     """A `DynaPipeError` of the block ends the process with a message and no traceback. Also a decorator.
 
     Exit status 2 means that the run could not start as it was asked to, 1 that it failed later. What keeps a run from
-    starting is found, or agreed on, by all ranks alike: rank 0 alone prints it.
+    starting is the same on all ranks, or agreed on by them: one rank prints it.
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
         yield
     except (ConfigError, CostModelError, DataError, UnsupportedMegatronError) as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if not (launch.reports_for_all() or getattr(error, launch.REPORTED_HERE, False)):
+            launch.leave_report_to_another_rank(2)
+        _report(error, "" if rank == 0 else f"[rank {rank}] ")
         sys.exit(2)
     except DynaPipeError as error:
-        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        print(f"[rank {rank}] error: {error}{notes}", file=sys.stderr, flush=True)
+        _report(error, f"[rank {rank}] ")
         sys.exit(1)
+
+
+def _report(error: DynaPipeError, prefix: str) -> None:
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    print(f"{prefix}error: {error}{notes}", file=sys.stderr, flush=True)
+    launch.write_error_file(str(error))

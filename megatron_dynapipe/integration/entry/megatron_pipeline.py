@@ -28,11 +28,12 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_dynapipe.data.collate import Collator, Needs, SpecialTokens
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.integration.execution.forward_backward import LOSS_NAME, run_iteration
+from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
 from megatron_dynapipe.integration.execution.transport import open_transport
 from megatron_dynapipe.integration.hooks import optimizer_patches
+from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
 from megatron_dynapipe.integration.supply.control_group import ControlGroup
 from megatron_dynapipe.plan.iteration import IterationPlan

@@ -1,10 +1,13 @@
 """What the entry scripts hand to Megatron's `pretrain`: checked arguments, providers, a step function, a session."""
 
 import argparse
+import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +19,16 @@ from megatron.training.arguments import add_megatron_arguments, parse_and_valida
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.collate import HostMicroBatch, Needs
 from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.entry import launch
 from megatron_dynapipe.integration.entry.session import MakeBatch, Session
 from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch
 from megatron_dynapipe.integration.execution.step_functions import StepFunction, gpt_batch, gpt_step, t5_batch, t5_step
 from megatron_dynapipe.integration.flags import arguments, placement
 from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
 from megatron_dynapipe.integration.flags.model_state import StateBytes
-from megatron_dynapipe.integration.flags.plan_inputs import chosen_layer_split, plan_inputs
+from megatron_dynapipe.integration.flags.plan_inputs import chosen_layer_split, plan_inputs, preview_inputs
+from megatron_dynapipe.integration.flags.preflight import check_run
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
@@ -60,8 +66,7 @@ class Run:
 
 def t5_run() -> Run:
     """A T5 staged over the pipeline, from the command line; raises ConfigError and DataError."""
-    args = parse(ModelFamily.T5)
-    _plan_layer_split(args, ModelFamily.T5)
+    args, _ = _checked(ModelFamily.T5)
     split = t5_split(args)
 
     def needs() -> Needs:
@@ -79,8 +84,7 @@ def t5_run() -> Run:
 
 def gpt_run() -> Run:
     """Megatron's own GPT, from the command line; raises ConfigError and DataError."""
-    args = parse(ModelFamily.GPT)
-    chosen = _plan_layer_split(args, ModelFamily.GPT)
+    args, chosen = _checked(ModelFamily.GPT)
     if chosen is not None:  # Megatron has checked the arguments with an even split of the same form.
         args.pipeline_model_parallel_layout = model_flags.megatron_layout(chosen)
 
@@ -97,6 +101,24 @@ def gpt_run() -> Run:
         model_provider=gpt_provider(args),
         forward_step=partial(gpt_step, check_for_nan=args.check_for_nan_in_loss_and_grad),
     )
+
+
+def _checked(family: ModelFamily) -> tuple[argparse.Namespace, tuple[int, ...] | None]:
+    """Megatron's arguments and the planned layer split, if one was asked for; every rank has them, or none goes on."""
+
+    def check() -> tuple[argparse.Namespace, tuple[int, ...] | None]:
+        args = parse(family)
+        chosen = _plan_layer_split(args, family)
+        _preflight(args, family)
+        return args, chosen
+
+    return launch.start_together(check, timeout_s=float(config.value_of(sys.argv[1:], "dynapipe-timeout-s", "300")))
+
+
+def _preflight(args: argparse.Namespace, family: ModelFamily) -> None:
+    if launch.checks_for_all():
+        settings = arguments.RunSettings.from_args(args)
+        check_run(args, settings, preview_inputs(args, settings, family, on_cpu=cpu.is_enabled()))
 
 
 def _plan_layer_split(args: argparse.Namespace, family: ModelFamily) -> tuple[int, ...] | None:
@@ -117,6 +139,8 @@ def patched_session(args: argparse.Namespace) -> Session:
     That script takes a batch on the first tensor-parallel rank alone and broadcasts it, with the attention mask if
     `--create-attention-mask-in-dataloader` (the default) asks for one.
     """
+
+    launch.start_together(partial(_preflight, args, ModelFamily.GPT), timeout_s=args.dynapipe_timeout_s)
 
     def needs() -> Needs:
         takes = parallel_state.get_tensor_model_parallel_rank() == 0
@@ -148,14 +172,18 @@ def parse(family: ModelFamily) -> argparse.Namespace:
     parser = _extend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     sys.argv[1:] = config.expand(sys.argv[1:], arguments.switches(parser))
     sys.argv[1:] = [word for word in sys.argv[1:] if word != "--use-dynapipe"]  # it is for patched checkouts alone
+    prepare_help(parser)
     early = parser.parse_args()
     settings = arguments.check(early, family)
     sys.argv += arguments.layer_split_words(early, family)
     sys.argv += model_flags.words_for_megatron(parser.parse_args(), family)
     tokenizer = settings.data / read_meta(settings.data).tokenizer
-    args: argparse.Namespace = parse_and_validate_args(
-        extra_args_provider=_extend, args_defaults={"tokenizer_model": str(tokenizer)}
-    )
+    try:
+        args: argparse.Namespace = parse_and_validate_args(
+            extra_args_provider=_extend, args_defaults={"tokenizer_model": str(tokenizer)}
+        )
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(_refusal(error), hint="--help lists all flags") from error
     if not cpu.is_enabled():
         args.local_rank = placement.device_index(
             args.local_rank or 0, devices=torch.cuda.device_count(), backend=args.distributed_backend
@@ -164,6 +192,23 @@ def parse(family: ModelFamily) -> argparse.Namespace:
     if family is ModelFamily.T5:
         take_t5_layout(args)
     return args
+
+
+def _refusal(error: Exception) -> str:
+    """What Megatron's check of its arguments says, which may be no more than the line that fails."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"Megatron refuses these arguments: {error or place.line} ({Path(place.filename).name}:{place.lineno})"
+
+
+def prepare_help(parser: argparse.ArgumentParser) -> None:
+    """Make `--help` print: on rank 0, and with the help texts of Megatron's in which a percent sign stands alone."""
+    if os.environ.get("RANK", "0") != "0":
+        parser.print_help = lambda file=None: None  # type: ignore[method-assign]
+    for action in parser._actions:  # argparse has no public list of its options
+        try:
+            (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = (action.help or "").replace("%", "%%")
 
 
 def _extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

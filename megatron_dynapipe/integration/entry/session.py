@@ -36,7 +36,6 @@ from megatron_dynapipe.integration.supply.control_group import ControlGroup
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.runtime import PipelineExecutor, platform_of, watched
-from megatron_dynapipe.sampling import LengthTable, Sampler
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import Shape, input_positions, target_positions
 
@@ -190,7 +189,6 @@ class Session:
     def _start(self) -> None:
         self._control = ControlGroup(timeout_s=self._settings.timeout_s)
         inputs = self._with_model_state(self._control.run_on_all(self._make_inputs))
-        self._control.run_on_all(lambda: self._check_samples(inputs))
         timeout_s = self._settings.timeout_s
         link = open_transport(self._control, inputs.planner, device=self._device, timeout_s=timeout_s)
         self._stage, self._stages = link.stage, len(link.ranks)
@@ -241,15 +239,6 @@ class Session:
             held[stage] = max(held[stage], size)
         planner = msgspec.structs.replace(inputs.planner, model_state_bytes=tuple(held))
         return msgspec.structs.replace(inputs, planner=planner)
-
-    def _check_samples(self, inputs: PlanInputs) -> None:
-        """On rank 0: refuse samples that cannot be trained on before anything is started, and say what is left out."""
-        if self._control.rank != 0:
-            return
-        for split in inputs.splits:
-            sampler = Sampler(LengthTable.read(self._settings.data, split.name), split.sampler)
-            if sampler.report.long_samples:
-                print(f"{split.name}: {sampler.report}", flush=True)
 
 
 def _maximum(inputs: PlanInputs) -> Shape:

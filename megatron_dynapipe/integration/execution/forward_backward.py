@@ -21,13 +21,12 @@ from megatron_dynapipe.integration.execution.stage_handlers import (
     PrepareMicroBatch,
     StageHandlers,
 )
+from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.hooks.timers import without_timers
 from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
 from megatron_dynapipe.plan.instructions import Backward, Instruction
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import PipelineExecutor, Trace
-
-LOSS_NAME = "lm loss"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_dynapipe.data.collate import HostMicroBatch
 from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
-from megatron_dynapipe.integration.execution.forward_backward import LOSS_NAME
 from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch
+from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.t5_stage import T5StageInputs
 
 LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]

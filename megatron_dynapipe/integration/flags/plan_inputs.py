@@ -36,6 +36,12 @@ def plan_inputs(args: argparse.Namespace, settings: RunSettings, family: ModelFa
     )
 
 
+def preview_inputs(args: argparse.Namespace, settings: RunSettings, family: ModelFamily, *, on_cpu: bool) -> PlanInputs:
+    """`plan_inputs` before Megatron is initialised: of a run that starts anew."""
+    started = argparse.Namespace(**vars(args) | {"iteration": 0, "consumed_valid_samples": 0})
+    return plan_inputs(started, settings, family, on_cpu=on_cpu)
+
+
 def _splits(args: argparse.Namespace, settings: RunSettings, family: ModelFamily) -> tuple[SplitSettings, ...]:
     """Train, and where there is evaluation, valid and test; a resumed run goes on where its counters stand."""
     train = SplitSettings(

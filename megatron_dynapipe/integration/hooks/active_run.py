@@ -33,15 +33,20 @@ class PlannedRun(Protocol):
         """The latest training iteration's plan, for Megatron's log line."""
 
 
+LOSS_NAME = "lm loss"
+"""Under which Megatron logs the loss."""
+
 _run: PlannedRun | None = None
+_logged_loss = False
+"""Whether the active run has logged a loss. Until an iteration was not skipped, Megatron has none to log."""
 
 
 def activate(run: PlannedRun) -> None:
     """Make a run the active one; raises ConfigError if there is one already."""
-    global _run
+    global _run, _logged_loss
     if _run is not None:
         raise ConfigError("expected no planned run to be active yet, got a second one")
-    _run = run
+    _run, _logged_loss = run, False
 
 
 def deactivate() -> None:
@@ -73,6 +78,17 @@ def count_samples(args: argparse.Namespace) -> None:
         args.consumed_train_samples += _run.samples - args.global_batch_size
 
 
-def log_text() -> str:
-    """What is added to Megatron's line of an iteration."""
-    return "" if _run is None else _run.log_text()
+def log_line(line: str) -> str:
+    """Megatron's line of an iteration, with the plan's numbers at its end, and the loss where it is not a number.
+
+    Megatron leaves a loss out that does not compare with 0, so that a run without its check for NaN would train on
+    with no loss in its log.
+    """
+    global _logged_loss
+    if _run is None:
+        return line
+    has_loss = f" {LOSS_NAME}: " in line
+    if not has_loss and (_logged_loss or " number of skipped iterations:   0 |" in line):
+        line = line.replace(" loss scale: ", f" {LOSS_NAME}: nan | loss scale: ", 1)
+    _logged_loss = _logged_loss or has_loss
+    return line + _run.log_text()

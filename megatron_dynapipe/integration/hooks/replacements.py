@@ -61,7 +61,7 @@ def _logging(print_rank_last: Callable[[str], None]) -> Callable[[str], None]:
     @functools.wraps(print_rank_last)
     def print_line(message: str) -> None:
         is_of_iteration = " iteration " in message and " elapsed time per iteration" in message
-        print_rank_last(message + active_run.log_text() if is_of_iteration else message)
+        print_rank_last(active_run.log_line(message) if is_of_iteration else message)
 
     return print_line
 

@@ -1,0 +1,103 @@
+"""Ranks start together or not at all, before any process group exists.
+
+torchrun's agent hosts a key-value store at MASTER_ADDR:MASTER_PORT and tells its workers so. Over it one rank with an
+error reports it for all, and no rank goes on into Megatron's initialisation, where it would wait for that rank.
+"""
+
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron_dynapipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+_READY, _VERDICT, _GO = "ready", "verdict", "go"
+REPORTED_HERE = "reported_here"
+"""Attribute of an error that this rank reports, whichever it is."""
+_GRACE_S = 5.0
+"""torchrun ends the other ranks once one has failed; one that failed too waits for that, so as not to be first."""
+
+
+def start_together[T](check: Callable[[], T], *, timeout_s: float) -> T:
+    """Run `check` on every rank; return its value once it has succeeded on all.
+
+    A rank whose check fails raises its error if it is the first to fail, else it exits with status 2 and leaves the
+    report to that one. Without torchrun's store every rank stands for itself.
+
+    Raises:
+        ConfigError: some rank did not finish its check within `timeout_s`.
+    """
+    store = _agent_store(timeout_s)
+    if store is None:
+        return check()
+    rank, world = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
+    try:
+        value = check()
+    except Exception as error:
+        if store.compare_set(_VERDICT, "", rank) != rank.encode():
+            leave_report_to_another_rank(2)
+        setattr(error, REPORTED_HERE, True)
+        raise
+    if store.add(_READY, 1) == world:
+        store.compare_set(_VERDICT, "", _GO)
+    try:
+        store.wait([_VERDICT], datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"rank {rank} waited {timeout_s:.0f} s for all {world} ranks to check their arguments",
+            hint="look for a rank that did not start; --dynapipe-timeout-s allows more time",
+        ) from error
+    if store.get(_VERDICT) != _GO.encode():
+        leave_report_to_another_rank(2)
+    return value
+
+
+def _has_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _agent_store(timeout_s: float) -> "Store | None":
+    """A client of torchrun's store, with keys of this launch's own; None where another launcher started the ranks."""
+    if not _has_agent_store() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # late: importing torch takes a second
+
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    return PrefixStore(f"dynapipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def checks_for_all() -> bool:
+    """Whether this rank checks what one rank can check for all: rank 0, and every rank that cannot hear of it."""
+    return os.environ.get("RANK", "0") == "0" or not _has_agent_store()
+
+
+def reports_for_all() -> bool:
+    """Whether this rank prints an error that all ranks have: the first of each node, in case nodes differ."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def leave_report_to_another_rank(status: int) -> NoReturn:
+    """Exit without a word once the rank that reports the error has had time to do so."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(_GRACE_S)
+    sys.exit(status)
+
+
+def write_error_file(message: str) -> None:
+    """Give torchrun the message for its summary, in the form in which it reads a worker's error file."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": details}), encoding="utf-8")

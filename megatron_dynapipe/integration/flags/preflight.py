@@ -1,0 +1,74 @@
+"""What can be known of a run before Megatron is initialised: its data, its costs, its memory, its folders.
+
+Checked on rank 0 for all ranks, after Megatron has accepted its arguments. Otherwise it would be found once the model is
+built, by every rank.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_dynapipe.cost import CostModel
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
+from megatron_dynapipe.integration.flags.arguments import RunSettings
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.sampling import LengthTable, Sampler
+from megatron_dynapipe.service.settings import PlanInputs
+
+
+def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInputs) -> None:
+    """Refuse a run that cannot train; say in one line what would surprise.
+
+    Raises:
+        ConfigError: the report folder cannot be written, or the model or a sample does not fit the memory limit.
+        CostModelError: the cost model is of another model, or does not reach as far as the data.
+        DataError: the dataset is damaged, of another vocabulary, or holds samples that cannot be trained on.
+    """
+    _check_report_folder(settings.report_folder)
+    _check_vocabulary(settings.data, args.padded_vocab_size)
+    costs = inputs.costs.load()
+    for split in inputs.splits:
+        sampler = Sampler(LengthTable.read(settings.data, split.name), split.sampler)
+        for line in _surprises(sampler) if args.rank == 0 else ():
+            print(f"{split.name}: {line}", flush=True)
+        _check_longest_samples(sampler, inputs, costs, forward_only=split.forward_only)
+
+
+def _surprises(sampler: Sampler) -> Iterator[str]:
+    if sampler.report.long_samples:
+        yield str(sampler.report)
+    wanted, there = sampler.settings.samples_per_iteration, sampler.samples_per_epoch
+    if wanted > there:
+        yield f"an iteration of {wanted} samples repeats some of the split's {there}"
+
+
+def _check_report_folder(folder: Path) -> None:
+    probe = folder / ".dynapipe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"expected a report folder that can be written, got {folder}: {error.strerror or error}",
+            hint="pass --dynapipe-report-dir DIR",
+        ) from error
+
+
+def _check_vocabulary(data: Path, vocabulary: int) -> None:
+    held = read_meta(data).vocabulary_size
+    if held > vocabulary:
+        raise DataError(
+            f"expected token ids below {vocabulary}, the model's vocabulary; those of {data} are below {held}",
+            hint="train with the dataset's own tokenizer: leave --tokenizer-model and --vocab-size out",
+        )
+
+
+def _check_longest_samples(sampler: Sampler, inputs: PlanInputs, costs: CostModel, *, forward_only: bool) -> None:
+    """Plan the samples of the longest input and the longest target: what fits them fits all."""
+    longest = sampler.longest(max(2, inputs.planner.data_parallel))
+    try:
+        Planner(inputs.planner, costs).plan(longest, 0, forward_only=forward_only)
+    except PlanningError as error:
+        raise ConfigError(error.message, hint=error.hint) from error
