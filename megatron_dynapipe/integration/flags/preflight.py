@@ -1,6 +1,6 @@
 """What can be known of a run before Megatron is initialised: its data, its costs, its memory, its folders.
 
-Checked on rank 0 for all ranks, after Megatron has accepted its arguments. Otherwise it would be found once the model is
+Checked on rank 0 for all ranks, after Megatron has accepted its arguments; otherwise it is found once the model is
 built, by every rank.
 """
 
