@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.entry import make_dataset, train
+from tests.helpers.entry_scripts import train
+from tests.helpers.random_dataset import make_dataset
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.entry_scripts import COMMON, ROOT, SMALL
 from tests.helpers.processes import run_ranks
-from tests.integration.entry import COMMON, ROOT, SMALL, make_dataset
+from tests.helpers.random_dataset import make_dataset
 
 
 class Board:

@@ -80,8 +80,8 @@ def test_patches_are_applied_in_a_patched_checkout_before_it_loads():
 
 
 def step_alone(*, rank: int, world_size: int) -> bool:
-    from tests.integration.layout_ranks import Trainer
-    from tests.integration.layouts import Layout
+    from tests.helpers.layouts.layout import Layout
+    from tests.helpers.layouts.trainer import Trainer
 
     return in_force(type(Trainer(Layout(distributed_optimizer=True)).optimizer.chained_optimizers[0]))
 

@@ -1,4 +1,4 @@
-"""Running the entry scripts on forked ranks, with a small dataset and every iteration's loss.
+"""Running the entry scripts on forked ranks, with every iteration's loss.
 
 Ranks are forked with Megatron imported: a run of two starts in a second. Losses are taken from Megatron's own
 `training_log`, per step: its log lines average the first two after a start.
@@ -8,19 +8,14 @@ import contextlib
 import io
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import psutil
 
-from megatron_dynapipe.data.indexed import IndexedWriter
-from megatron_dynapipe.data.meta import DatasetMeta, write_meta
 from tests.helpers.processes import run_ranks
 
 ROOT = Path(__file__).parents[2]
-VOCABULARY = 512
-
 SMALL = {
     "t5": "--encoder-num-layers 2 --decoder-num-layers 2 --seq-length 64 --decoder-seq-length 24",
     "gpt": "--num-layers 4 --seq-length 96",
@@ -32,39 +27,6 @@ TRAINING = (
 )
 """Flags of Megatron."""
 COMMON = f"{TRAINING} --dynapipe-timeout-s 30"
-
-
-def make_dataset(folder: Path, samples: int = 64, *, lengths: Sequence[int] = (1, 60), target: int = 20) -> Path:
-    """A dataset folder of random tokens with a tokenizer of single characters."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    folder.mkdir(parents=True)
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    fast.save_pretrained(folder / "tokenizer")
-    draw = np.random.default_rng(5)
-    for split in ("train", "valid", "test"):
-        with IndexedWriter(folder / split, VOCABULARY) as writer:
-            for _ in range(samples):
-                given, wanted = (draw.integers(3, 40, draw.integers(*ends)) for ends in (lengths, (1, target)))
-                writer.add(given.tolist(), wanted.tolist())
-        np.save(folder / f"{split}.tasks.npy", np.zeros(samples, np.int16))
-    meta = DatasetMeta(
-        format="dynapipe-dataset/1",
-        source="random tokens",
-        tasks=("random",),
-        samples=dict.fromkeys(("train", "valid", "test"), samples),
-        vocabulary_size=VOCABULARY,
-        pad_id=0,
-        bos_id=1,
-        eos_id=2,
-        max_input_length=max(lengths),
-        max_target_length=target,
-    )
-    write_meta(folder, meta)
-    return folder
 
 
 def train(

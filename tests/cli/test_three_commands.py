@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 LAYERS = {"t5": ["--encoder-layers", "4", "--decoder-layers", "4"], "gpt": ["--layers", "8"]}
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, train
 from tests.helpers.processes import run_ranks
-from tests.integration.entry import COMMON, ROOT, SMALL, make_dataset, train
+from tests.helpers.random_dataset import make_dataset
 
 SIGNALLED = 3
 

@@ -13,9 +13,10 @@ from megatron_dynapipe.integration.flags import arguments, legacy, placement
 from megatron_dynapipe.integration.flags import plan_inputs as inputs
 from megatron_dynapipe.store import server
 from tests.cost.models import gpt_file
-from tests.integration.entry import make_dataset, train
+from tests.helpers.entry_scripts import train
+from tests.helpers.random_dataset import make_dataset
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 OURS = """
 --dynapipe-config --dynapipe-cost-model --dynapipe-data --dynapipe-device --dynapipe-device-memory-limit

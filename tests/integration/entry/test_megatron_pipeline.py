@@ -4,15 +4,11 @@ import runpy
 from pathlib import Path
 
 import pytest
-import torch
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from megatron_dynapipe.integration.entry.megatron_pipeline import takes_mask
-from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from tests.helpers.layouts.layout import Layout, on_ranks
 from tests.helpers.processes import run_ranks
-from tests.integration.test_matrix import call, layout
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_steps.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt_steps.py"
 
 
 def run_example(rank: int, world_size: int) -> list[float]:
@@ -27,14 +23,13 @@ def test_the_example_learns(ranks):
 
 
 def test_evaluation_gives_the_loss_and_leaves_gradients_and_masks_alone():
-    wanted = layout("t5", stages=2, dropout=0.1)
-    for result in run_ranks(call, 2, {"function": "evaluate", "layout": wanted}):
+    for result in on_ranks("probes.evaluate", Layout(family="t5", stages=2, dropout=0.1)):
         assert result["first"] == result["second"]
         assert result["training"] and result["untouched"]
 
 
 def test_a_batch_can_be_planned_before_it_is_run():
-    for result in run_ranks(call, 2, {"function": "planned_before", "layout": layout("gpt", stages=2)}):
+    for result in on_ranks("probes.planned_before", Layout(stages=2)):
         first, second = result["losses"]
         assert first == second and result["same_plan"] and result["ran_the_list"]
 
@@ -50,14 +45,27 @@ def test_a_batch_can_be_planned_before_it_is_run():
     ],
 )
 def test_what_cannot_be_run_is_refused(wanted, said):
-    assert said in run_ranks(call, 1, {"function": "refused", "wanted": wanted})[0]
+    assert said in on_ranks("probes.refused", Layout(), wanted=wanted)[0]
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(DotProductAttention, True), (SdpaCoreAttention, False)])
-def test_a_mask_is_made_only_for_attention_that_does_not_know_causality(kind, expected):
-    attention = kind.__new__(kind)
-    torch.nn.Module.__init__(attention)
-    assert takes_mask([torch.nn.Sequential(torch.nn.Linear(1, 1), attention)]) is expected
+def take_masks(rank: int, world_size: int) -> list[bool]:
+    """Whether masks are made for Megatron's attention, and for ours."""
+    import torch
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from megatron_dynapipe.integration.entry.megatron_pipeline import takes_mask
+    from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+
+    answers = []
+    for kind in (DotProductAttention, SdpaCoreAttention):
+        attention = kind.__new__(kind)
+        torch.nn.Module.__init__(attention)
+        answers.append(takes_mask([torch.nn.Sequential(torch.nn.Linear(1, 1), attention)]))
+    return answers
+
+
+def test_a_mask_is_made_only_for_attention_that_does_not_know_causality():
+    assert run_ranks(take_masks, 1) == [[True, False]]
 
 
 def watch(rank: int, world_size: int) -> dict[str, object]:
@@ -65,8 +73,8 @@ def watch(rank: int, world_size: int) -> dict[str, object]:
     import contextlib
     import gc
 
-    from tests.integration.layout_ranks import Trainer
-    from tests.integration.layouts import Layout
+    from megatron_dynapipe.integration.entry import megatron_pipeline
+    from tests.helpers.layouts.trainer import Trainer
 
     seen, ended = [], []
 
@@ -74,8 +82,6 @@ def watch(rank: int, world_size: int) -> dict[str, object]:
     def watched(device, *, deadline_s, rank):
         yield lambda plan, trace: seen.append((plan.stage, len(trace)))
         ended.append(deadline_s)
-
-    from megatron_dynapipe.integration.entry import megatron_pipeline
 
     megatron_pipeline.watched = watched
     trainer = Trainer(Layout(stages=2))

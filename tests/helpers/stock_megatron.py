@@ -4,35 +4,31 @@ Of this project it has the stand-ins for CUDA, and the dataset's sampler and rea
 iteration. A micro-batch is two whole samples, which all have one length.
 """
 
-from megatron_dynapipe import cpu
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
-cpu.quieten()
-cpu.enable()
-
-import contextlib  # noqa: E402
-import io  # noqa: E402
-import sys  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
-from pathlib import Path  # noqa: E402
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.training import get_args, pretrain, training  # noqa: E402
-from megatron.training.argument_utils import (  # noqa: E402
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.training import get_args, pretrain, training
+from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     pretrain_cfg_container_from_args,
 )
-from megatron.training.arguments import parse_and_validate_args  # noqa: E402
+from megatron.training.arguments import parse_and_validate_args
 
-from megatron_dynapipe.data.indexed import IndexedReader  # noqa: E402
-from megatron_dynapipe.integration.hooks import optimizer_patches  # noqa: E402
-from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings  # noqa: E402
-from megatron_dynapipe.units import ModelFamily  # noqa: E402
-from tests.integration.entry import record_losses  # noqa: E402
+from megatron_dynapipe import cpu
+from megatron_dynapipe.data.indexed import IndexedReader
+from megatron_dynapipe.integration.hooks import optimizer_patches
+from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings
+from megatron_dynapipe.units import ModelFamily
+from tests.helpers.entry_scripts import record_losses
 
 SIZE = 2
 

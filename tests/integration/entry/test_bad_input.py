@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.integration import entry
-from tests.integration.entry import make_dataset, train
+from tests.helpers import entry_scripts
+from tests.helpers.entry_scripts import train
+from tests.helpers.random_dataset import make_dataset
 
 TWO_STAGES = "--pipeline-model-parallel-size 2 --train-iters 8"
 
@@ -111,7 +112,7 @@ def test_options_that_a_planned_run_cannot_honour(flags, said, data, tmp_path):
 
 
 def test_a_run_without_per_token_loss_is_refused(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(entry, "COMMON", entry.COMMON.replace("--calculate-per-token-loss", ""))
+    monkeypatch.setattr(entry_scripts, "COMMON", entry_scripts.COMMON.replace("--calculate-per-token-loss", ""))
     assert "hint: add --calculate-per-token-loss" in refused("", data, tmp_path)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import entry_scripts
 from tests.helpers.processes import run_ranks
-from tests.integration import entry
+from tests.helpers.random_dataset import make_dataset
 
 TWO = "--pipeline-model-parallel-size 2"
 LENGTH = "--seq-length 40"
@@ -31,23 +32,23 @@ def row(ranks: int, flags: str, schedule: str, when: str) -> object:
 def data(tmp_path_factory) -> Path:
     """Samples of 41 tokens: inputs of 40, targets of one."""
     folder = tmp_path_factory.mktemp("data") / "one-length"
-    return entry.make_dataset(folder, samples=160, lengths=(40, 41), target=2)
+    return make_dataset(folder, samples=160, lengths=(40, 41), target=2)
 
 
 def stock(*, rank: int, world_size: int, **arguments: object) -> dict:
-    """`stock.train`, whose import of Megatron only the ranks should see."""
-    from tests.integration import stock
+    """`stock_megatron.train`, whose import of Megatron only the ranks should see."""
+    from tests.helpers import stock_megatron
 
-    return stock.train(rank=rank, world_size=world_size, **arguments)
+    return stock_megatron.train(rank=rank, world_size=world_size, **arguments)
 
 
 def train_stock(data: Path, flags: str, ranks: int, *, patched: bool = False) -> list[dict]:
-    argv = f"{entry.SMALL['gpt']} {entry.TRAINING} {LENGTH} {flags}".split()
+    argv = f"{entry_scripts.SMALL['gpt']} {entry_scripts.TRAINING} {LENGTH} {flags}".split()
     return run_ranks(stock, ranks, {"argv": argv, "data": str(data), "patched": patched}, deadline_s=200)
 
 
 def train_planned(data: Path, flags: str, ranks: int, report: Path) -> list[dict]:
-    return entry.train("gpt", data, f"{LENGTH} {flags}", ranks=ranks, report=report, deadline_s=200)
+    return entry_scripts.train("gpt", data, f"{LENGTH} {flags}", ranks=ranks, report=report, deadline_s=200)
 
 
 @pytest.fixture(scope="module")

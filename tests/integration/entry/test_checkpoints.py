@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration import entry
+from tests.helpers import entry_scripts
+from tests.helpers.random_dataset import make_dataset
 
 # flags of the model, for all layouts
 MODELS = {
@@ -73,7 +74,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return entry.make_dataset(tmp_path_factory.mktemp("data") / "set")
+    return make_dataset(tmp_path_factory.mktemp("data") / "set")
 
 
 DAILY = ("t5, relative, one rank to two stages of two chunks", "gpt, rotary, layers 3 + 1 to sequence parallelism")
@@ -95,5 +96,7 @@ def test_a_run_resumes_under_another_layout(data, tmp_path, model, optimizer, sa
 
 def losses(model: str, data: Path, flags: str, ranks: int, report: Path) -> dict[str, float]:
     """By iteration, from the last stage."""
-    found: dict[str, float] = entry.train(model.split(",")[0], data, flags, ranks=ranks, report=report)[-1]["losses"]
+    found: dict[str, float] = entry_scripts.train(model.split(",")[0], data, flags, ranks=ranks, report=report)[-1][
+        "losses"
+    ]
     return found

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.errors import ConfigError
+from tests.helpers.layouts.layout import Layout
 from tests.helpers.processes import run_ranks
-from tests.integration.test_matrix import layout
 
 SAID = "ranks share a GPU: messages between stages go by way of the host"
 
@@ -40,20 +40,22 @@ def test_ranks_on_one_gpu_are_noticed(devices, shared):
     assert run_ranks(notice, 2, {"devices": devices}) == [shared, shared]
 
 
-def train(*, rank: int, world_size: int, layout: dict, staged: bool) -> dict:
+def train(*, rank: int, world_size: int, layout: Layout, staged: bool) -> dict:
     from megatron_dynapipe.integration.execution import transport
-    from tests.integration import layout_ranks
+    from tests.helpers.layouts import trainer
 
     if staged:
         transport.share_a_device = lambda control, device: True
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        result = layout_ranks.train(rank, world_size, layout, steps=2)
+        result = trainer.train(layout, steps=2)
     return {"losses": result["losses"], "gradients": result["gradients"], "said": output.getvalue()}
 
 
 @pytest.mark.parametrize(
-    "wanted", [layout("t5", stages=2), layout("gpt", stages=2, chunks=2, dtype="bf16")], ids=["t5", "gpt, two chunks"]
+    "wanted",
+    [Layout(family="t5", stages=2), Layout(family="gpt", stages=2, chunks=2, dtype="bf16")],
+    ids=["t5", "gpt, two chunks"],
 )
 def test_messages_by_way_of_the_host_change_nothing(wanted):
     staged, direct = (run_ranks(train, 2, {"layout": wanted, "staged": staged}) for staged in (True, False))
@@ -65,11 +67,11 @@ def test_messages_by_way_of_the_host_change_nothing(wanted):
 
 def divide_staged(*, rank: int, world_size: int) -> str:
     from megatron_dynapipe.integration.execution import transport
-    from tests.integration import layout_ranks
+    from tests.helpers.layouts import trainer
 
     transport.share_a_device = lambda control, device: True
     with pytest.raises(ConfigError) as told:
-        layout_ranks.train(rank, world_size, layout("gpt", stages=2, tensor=2, scatter_gather="on"))
+        trainer.train(Layout(family="gpt", stages=2, tensor=2, scatter_gather="on"))
     return told.value.message
 
 
