@@ -110,7 +110,7 @@ def main() -> None:
     options = parser.parse_args()
     with overhead.processes() as device:
         shapes = draw_shapes(options)
-        theirs, ours = overhead.runners(options, shapes, device, varying=True)
+        theirs, ours = overhead.runners(overhead.build(options, device, varying=True), options, shapes, device)
         counts = {"megatron": count(theirs), "executor": count(ours)}
         result = overhead.measure(options, theirs, ours)
         overhead.report(options, {"shapes": [tuple(s)[:2] for s in shapes], "counts": counts, **result})

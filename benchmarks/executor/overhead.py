@@ -113,10 +113,10 @@ def one_f_one_b(shapes: Sequence[Shape], hidden: int, stages: int, stage: int) -
 
 
 def runners(
-    options: argparse.Namespace, shapes: Sequence[Shape], device: torch.device, *, varying: bool = False
+    model: DistributedDataParallel, options: argparse.Namespace, shapes: Sequence[Shape], device: torch.device
 ) -> tuple[Iteration, Iteration]:
     """One iteration by Megatron's schedule, and one by the executor, over micro-batches of these shapes."""
-    model, generator = build(options, device, varying=varying), torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     batches = [make_batch(shape, generator, device) for shape in shapes]
     step = partial(gpt_step, check_for_nan=False)
     groups = connect(ControlGroup(timeout_s=300), chunks=1, device=device, timeout_s=300)
@@ -217,7 +217,7 @@ def main() -> None:
     options = parser.parse_args()
     with processes() as device:
         shapes = [Shape(options.size, options.length)] * options.micro_batches
-        report(options, measure(options, *runners(options, shapes, device)))
+        report(options, measure(options, *runners(build(options, device), options, shapes, device)))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import torch  # noqa: E402
 from machine import ROOT, Budget, NotRunError, ProcessFailedError, free_port, provenance, run  # noqa: E402
 
-from tests.integration.test_matrix import deviation  # noqa: E402
+from tests.helpers.layouts.compare import deviation  # noqa: E402
 
 EXACT = 1e-4
 """How far fp32 may be from one process with samples one by one, relative: the bound of docs/parallelism.md."""
@@ -40,7 +40,7 @@ LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 
 Figures = dict[str, float | int | str]
 Layout = dict[str, Any]
-"""Fields of `tests.integration.layouts.Layout`."""
+"""Fields of `tests.helpers.layouts.layout.Layout`."""
 Bounds = tuple[float, float]
 """Of the relative distances of gradients and of losses."""
 

@@ -17,7 +17,7 @@ from megatron_dynapipe import cpu
 
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--device", choices=("cpu", "cuda"), required=True)
-PARSER.add_argument("--layout", type=json.loads, required=True, help="fields of tests.integration.layouts.Layout")
+PARSER.add_argument("--layout", type=json.loads, required=True, help="fields of the tests' `Layout`")
 PARSER.add_argument("--reference", action="store_true", help="samples one by one, by plain autograd")
 PARSER.add_argument("--steps", type=int, default=5)
 PARSER.add_argument("--output", type=Path, required=True)
@@ -30,11 +30,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megatron_dynapipe.integration.execution import transport  # noqa: E402
-from tests.integration import layout_ranks  # noqa: E402
+from tests.helpers.layouts import reference, trainer  # noqa: E402
+from tests.helpers.layouts.layout import Layout  # noqa: E402
 
 
 def main() -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    world_size, layout = int(os.environ["WORLD_SIZE"]), Layout.of(OPTIONS.layout)
     if OPTIONS.device == "cuda":
         torch.cuda.set_device(0)
     elif world_size > 1:
@@ -42,11 +43,11 @@ def main() -> None:
         transport.share_a_device = lambda control, device: True
     try:
         if OPTIONS.reference:
-            found = layout_ranks.train_one_by_one(rank, world_size, OPTIONS.layout, OPTIONS.steps)
+            found = reference.train_one_by_one(layout, steps=OPTIONS.steps)
         else:
             backend = "nccl" if OPTIONS.device == "cuda" and world_size == 1 else "gloo"
             where = {"device": OPTIONS.device, "backend": backend}
-            found = layout_ranks.train(rank, world_size, OPTIONS.layout, OPTIONS.steps, **where)
+            found = trainer.train(layout, steps=OPTIONS.steps, **where)
         torch.save(found, OPTIONS.output)
     finally:
         if dist.is_initialized():

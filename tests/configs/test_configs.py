@@ -10,7 +10,7 @@ import yaml
 
 from tests.helpers.benchmark_data import flan_like_batches
 from tests.helpers.processes import run_ranks
-from tests.integration.entry import make_dataset
+from tests.helpers.random_dataset import make_dataset
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

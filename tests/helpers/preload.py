@@ -4,6 +4,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import importlib
+import pkgutil
+
 import torch
 import torch.distributed
 
@@ -13,5 +16,10 @@ torch.set_num_threads(1)
 cpu.quieten()
 cpu.enable()
 
-import megatron.training  # noqa: E402  (after the platform: its modules take what is replaced by value)
-import megatron.training.training  # noqa: E402, F401
+# After the platform: Megatron's modules take what is replaced by value.
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402, F401
+
+import megatron_dynapipe.integration  # noqa: E402
+
+for found in pkgutil.walk_packages(megatron_dynapipe.integration.__path__, "megatron_dynapipe.integration."):
+    importlib.import_module(found.name)

@@ -11,8 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_dynapipe import patching
+from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, train
 from tests.helpers.megatron_wheels import VERSIONS, unpack
-from tests.integration.entry import COMMON, ROOT, SMALL, make_dataset, train
+from tests.helpers.random_dataset import make_dataset
 
 BY_HAND = Path(__file__).with_name("pretrain_gpt_by_hand.py")
 LAYOUTS = {

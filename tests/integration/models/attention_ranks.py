@@ -1,25 +1,20 @@
 """What the rank of the attention tests runs: our core attention beside Megatron's local one, and beside the formula."""
 
-from megatron_dynapipe import cpu
+import math
+from collections.abc import Callable
 
-cpu.quieten()
-cpu.enable()
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-import math  # noqa: E402
-from collections.abc import Callable  # noqa: E402
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
-from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-
-from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask  # noqa: E402
-from megatron_dynapipe.errors import ConfigError  # noqa: E402
-from megatron_dynapipe.integration.models.attention import SdpaCoreAttention  # noqa: E402
+from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 
 SIZE, QUERIES, HEADS, CHANNELS = 3, 16, 4, 8
 LENGTHS = torch.tensor([16, 9, 1])

@@ -2,24 +2,19 @@
 
 import sys
 
+import torch
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
 from megatron_dynapipe import cpu
-
-cpu.quieten()
-cpu.enable()
-cpu.silence_prints()
-
-import torch  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.enums import ModelType  # noqa: E402
-from megatron.training import get_args, pretrain  # noqa: E402
-from megatron.training.argument_utils import pretrain_cfg_container_from_args  # noqa: E402
-from megatron.training.arguments import parse_and_validate_args  # noqa: E402
-
-from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask  # noqa: E402
-from megatron_dynapipe.integration.flags import arguments as arguments_of_ours  # noqa: E402
-from megatron_dynapipe.integration.hooks import optimizer_patches  # noqa: E402
-from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider, t5_split  # noqa: E402
-from megatron_dynapipe.integration.models.t5_stage import T5StageInputs  # noqa: E402
+from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
+from megatron_dynapipe.integration.flags import arguments as arguments_of_ours
+from megatron_dynapipe.integration.hooks import optimizer_patches
+from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider, t5_split
+from megatron_dynapipe.integration.models.t5_stage import T5StageInputs
 
 ARGUMENTS = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2"
@@ -48,6 +43,7 @@ class RandomTokens:
 
 def run_pretrain(rank: int, world_size: int, model: str, arguments: str) -> list[float]:
     """Train; on the last stage, the loss of every micro-batch of training and of the evaluations at the end."""
+    cpu.silence_prints()
     sys.argv = ["pretrain", *ARGUMENTS.split(), *arguments.split()]
     args = parse_and_validate_args(
         extra_args_provider=lambda parser: cpu.set_args_defaults(arguments_of_ours.add_arguments(parser))

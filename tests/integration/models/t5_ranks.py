@@ -1,40 +1,35 @@
 """What the ranks of the T5 tests run: tiny T5s over real process groups, without Megatron's arguments or executor."""
 
-from megatron_dynapipe import cpu
-
-cpu.quieten()
-cpu.enable()
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.T5.t5_model import T5Model  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dynapipe.data.masks import cross_mask, decoder_mask, encoder_mask  # noqa: E402
-from megatron_dynapipe.errors import ConfigError  # noqa: E402
-from megatron_dynapipe.integration.models.layers import T5Split  # noqa: E402
-from megatron_dynapipe.integration.models.positions import Positions  # noqa: E402
-from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients  # noqa: E402
-from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer  # noqa: E402
-from megatron_dynapipe.integration.models.t5_stage import (  # noqa: E402
+from megatron_dynapipe.data.masks import cross_mask, decoder_mask, encoder_mask
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.integration.models.positions import Positions
+from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
+from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
+from megatron_dynapipe.integration.models.t5_stage import (
     T5Options,
     T5Stage,
     T5StageInputs,
     share_weights,
 )
-from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors  # noqa: E402
-from megatron_dynapipe.units import ModelFamily, Shape  # noqa: E402
-from tests.integration.models.compare import assert_close, relative_error  # noqa: E402
+from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
+from megatron_dynapipe.units import ModelFamily, Shape
+from tests.helpers.layouts.compare import assert_close, relative_error
 
 HIDDEN, VOCABULARY, MAX_LENGTH = 32, 512, 24
 SHAPES = (Shape(2, 8, 16), Shape(3, 16, 8), Shape(1, 24, 8))

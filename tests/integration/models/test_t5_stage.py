@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.layouts.compare import assert_close
 from tests.helpers.processes import run_ranks
-from tests.integration.models.compare import assert_close
 
 SPLITS = {
     "2 + 2": (2, 2, [[2, 2], [1, 1, 1, 1], [1, 2, 1], [3, 1]]),

@@ -1,0 +1,52 @@
+"""The executor beside Megatron's own schedule on micro-batches of varying shape: equal gradients, fewer messages."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.layouts.compare import relative_error
+from tests.helpers.processes import run_ranks
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "executor"
+
+
+def run_both(*, rank: int, world_size: int) -> dict[str, object]:
+    """What Megatron's schedule and the executor sent in one iteration, and the gradients that each left."""
+    sys.path.insert(0, str(BENCHMARK))
+    import messages
+    import overhead
+
+    parser = argparse.ArgumentParser()
+    overhead.add_arguments(parser)
+    options = parser.parse_args(["--hidden", "16", "--length", "32", "--size", "2", "--micro-batches", "5"])
+    options.seed = 0
+    with overhead.processes() as device:
+        shapes = messages.draw_shapes(options)
+        assert len(set(shapes)) > 1
+        model = overhead.build(options, device, varying=True)
+        found = {}
+        for name, iteration in zip(("theirs", "ours"), overhead.runners(model, options, shapes, device), strict=True):
+            counts = messages.count(iteration)
+            found[name] = counts, [parameter.main_grad.clone() for parameter in model.parameters()]
+        return found
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_as_megatrons_schedule_without_shapes_in_messages(stages):
+    """Megatron sends every tensor's shape ahead of it and waits for the device to read it; a plan's are known."""
+    results = run_ranks(run_both, stages)
+    for result in results:
+        for actual, expected in zip(result["ours"][1], result["theirs"][1], strict=True):
+            assert torch.equal(actual, expected) or relative_error(actual, expected) < 1e-5
+    (theirs, ours), *others = ((result["theirs"][0], result["ours"][0]) for result in results)
+    assert all(other == (theirs, ours) for other in others)
+    assert ours["tensor messages"] == theirs["tensor messages"] == 2 * 5 * (stages - 1)
+    assert ours["tensor bytes"] == theirs["tensor bytes"]
+    assert (ours["shape messages"], theirs["shape messages"]) == (0, theirs["tensor messages"])
+    assert ours["device synchronisations"] == 0
+    assert theirs["device synchronisations"] >= theirs["shape messages"]
+    assert theirs["reads of tensors"] - ours["reads of tensors"] == theirs["shape messages"]
+    assert stages == 1 or ours["waits for transfers"] < theirs["waits for transfers"]

@@ -1,0 +1,102 @@
+"""Running the entry scripts on forked ranks, with every iteration's loss.
+
+Ranks are forked with Megatron imported: a run of two starts in a second. Losses are taken from Megatron's own
+`training_log`, per step: its log lines average the first two after a start.
+"""
+
+import contextlib
+import io
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from tests.helpers.processes import run_ranks
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "t5": "--encoder-num-layers 2 --decoder-num-layers 2 --seq-length 64 --decoder-seq-length 24",
+    "gpt": "--num-layers 4 --seq-length 96",
+}
+TRAINING = (
+    "--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --max-position-embeddings 96 "
+    "--attention-dropout 0 --hidden-dropout 0 --calculate-per-token-loss --lr 1e-3 --lr-decay-style constant "
+    "--seed 7 --log-interval 1 --eval-interval 100 --eval-iters 0 --global-batch-size 16"
+)
+"""Flags of Megatron."""
+COMMON = f"{TRAINING} --dynapipe-timeout-s 30"
+
+
+def train(
+    family: str,
+    data: Path,
+    flags: str,
+    *,
+    ranks: int,
+    report: Path,
+    status: int = 0,
+    kill: str | None = None,
+    deadline_s: float = 150,
+) -> list[dict]:
+    """Run an entry script; per rank its losses by iteration (last stage), stdout and stderr.
+
+    Every rank must end with exit status `status`. At the third iteration the children of rank 0 whose command line
+    has the word `kill` are killed.
+    """
+    words = [
+        *SMALL[family].split(),
+        *COMMON.split(),
+        "--dynapipe-data",
+        str(data),
+        "--dynapipe-report-dir",
+        str(report),
+    ]
+    arguments = {"script": f"pretrain_{family}_multitask.py", "argv": [*words, *flags.split()], "kill": kill}
+    runs = run_ranks(_run_entry, ranks, arguments, deadline_s=deadline_s)
+    for rank, run in enumerate(runs):
+        assert run["status"] == status, f"rank {rank} ended with {run['status']}:\n{run['stderr'][-3000:]}"
+    return runs
+
+
+def _run_entry(*, rank: int, world_size: int, script: str, argv: list[str], kill: str | None) -> dict:
+    """On one rank: the script as `python script argv…` would run it."""
+
+    def after(iteration: int) -> None:
+        if kill is not None and rank == 0 and iteration == 3:
+            _kill_children(kill)
+
+    losses = record_losses(after)
+    sys.argv = [script, *argv]
+    output, errors, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as leaving:
+            status = leaving.code or 0
+    return {"status": status, "losses": losses, "stdout": output.getvalue(), "stderr": errors.getvalue()}
+
+
+def record_losses(after: Callable[[int], None] = lambda _: None) -> dict[str, float]:
+    """Losses by iteration, filled on the last stage while Megatron trains in this process."""
+    from megatron.training import training
+
+    losses: dict[str, float] = {}
+    log = training.training_log
+
+    def logged(loss_dict: dict, total: dict, learning_rate: float, iteration: int, *rest: object, **named: object):
+        if "lm loss" in loss_dict:
+            losses[str(iteration)] = loss_dict["lm loss"].item()
+        after(iteration)
+        return log(loss_dict, total, learning_rate, iteration, *rest, **named)
+
+    training.training_log = logged
+    return losses
+
+
+def _kill_children(word: str) -> None:
+    victims = [p for p in psutil.Process().children(recursive=True) if word in " ".join(p.cmdline()[:5])]
+    assert victims, f"no child process with {word} in its command line"
+    for victim in victims:
+        victim.kill()

@@ -1,0 +1,106 @@
+"""What a layout is, the samples that all layouts train on, and running a function of this package on its ranks."""
+
+import functools
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.units import ModelFamily
+from tests.helpers.processes import run_ranks
+
+HIDDEN, HEADS, VOCABULARY, MAX_LENGTH = 32, 4, 512, 64
+INPUTS = (3, 40, 7, 55, 12, 1, 30, 5, 22, 9, 48, 2)
+TARGETS = (2, 5, 9, 1, 14, 3, 6, 2, 11, 1, 4, 8)
+ALL = tuple(range(len(INPUTS)))
+"""The samples."""
+MIXED = ("full", "selective", "none")
+"""Modes of recomputation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to train: the fields are those of the tables in the tests."""
+
+    family: str = "gpt"
+    tensor: int = 1
+    stages: int = 1
+    replicas: int = 1
+    chunks: int = 1
+    sequence: bool = False  # sequence parallelism
+    positions: str = "learned_absolute"
+    tied: bool = True  # embeddings and head
+    attention: str = "sdpa"
+    depth: int = 4  # layers in all; half of a T5's are the encoder's
+    split: tuple[int, ...] | None = None  # layers per virtual stage
+    recompute: tuple[str, ...] = ("none",)  # given to the micro-batches in turn
+    dtype: str = "fp32"
+    distributed_optimizer: bool = False
+    overlap: bool = False
+    dropout: float = 0.0
+    learning_rate: float = 1e-2
+    loss_scale: float | None = None  # of fp16, to begin with
+    samples: tuple[int, ...] = ALL
+    layer_overhead_us: float = 5.0  # the less, the more micro-batches
+    scatter_gather: str = "off"
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Layout":
+        """From fields as JSON has them: lists for tuples."""
+        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.stages * self.replicas
+
+    @property
+    def kind(self) -> ModelFamily:
+        return ModelFamily(self.family)
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """Encoder and decoder layers."""
+        return (self.depth, 0) if self.kind is ModelFamily.GPT else (self.depth // 2, self.depth - self.depth // 2)
+
+    @property
+    def model(self) -> "Layout":
+        """The same model and samples on one rank: what the layout's reference trains."""
+        kept = ("family", "positions", "tied", "depth", "samples")
+        return Layout(**{field.name: getattr(self, field.name) for field in fields(self) if field.name in kept})
+
+
+def samples(numbers: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Tokens of input and target."""
+    found = []
+    for number in numbers:
+        draw = np.random.default_rng(number)
+        parts = [draw.integers(3, VOCABULARY, n).tolist() for n in (INPUTS[number], TARGETS[number])]
+        found.append((parts[0], parts[1]))
+    return found
+
+
+def on_ranks(function: str, layout: Layout, *, deadline_s: float = 120, **arguments: object) -> list[Any]:
+    """What "module.function" of this package returns on each rank of a layout, given the layout."""
+    given = {"function": function, "layout": layout, "arguments": arguments}
+    return run_ranks(_call, layout.ranks, given, deadline_s=deadline_s)
+
+
+def _call(*, rank: int, world_size: int, function: str, layout: Layout, arguments: dict[str, Any]) -> Any:
+    module, _, name = function.rpartition(".")
+    return getattr(importlib.import_module(f"tests.helpers.layouts.{module}"), name)(layout, **arguments)
+
+
+@functools.cache
+def reference(model: Layout) -> dict[str, Any]:
+    """`reference.train_one_by_one` of a model: loss and gradients, losses and norms of five steps."""
+    found: dict[str, Any] = on_ranks("reference.train_one_by_one", model)[0]
+    return found
+
+
+def table(layouts: Mapping[str, Layout]) -> list[Any]:
+    """Parameters of a test: a layout whose name ends with * runs every day, the others are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(row, id=name, marks=() if name.endswith("*") else slow) for name, row in layouts.items()]

@@ -1,0 +1,142 @@
+"""The model of a layout: process groups, this rank's chunks, and weights by their names in the whole model.
+
+Weights are drawn from their names and places in the whole model, so that every layout starts from the same ones.
+"""
+
+import zlib
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.integration.models.norms import local_norm
+from megatron_dynapipe.integration.models.positions import Positions
+from megatron_dynapipe.integration.models.specs import CoreAttention, local_layer
+from megatron_dynapipe.integration.models.t5_stage import T5Options, T5Stage, share_weights
+from megatron_dynapipe.units import ModelFamily
+from tests.helpers.layouts.layout import HEADS, HIDDEN, MAX_LENGTH, VOCABULARY, Layout
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def config(layout: Layout) -> TransformerConfig:
+    encoder, _ = layout.layers
+    uneven = layout.split is not None
+    rows = [["decoder"] * n for n in layout.split or ()]
+    if uneven:
+        rows[0].insert(0, "embedding")
+        rows[-1].append("loss")
+    interleaved = layout.chunks > 1 or uneven
+    return TransformerConfig(
+        num_layers=encoder,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        attention_dropout=layout.dropout,
+        hidden_dropout=layout.dropout,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.sequence,
+        pipeline_model_parallel_size=layout.stages,
+        virtual_pipeline_model_parallel_size=layout.chunks if interleaved and layout.chunks > 1 else None,
+        pipeline_model_parallel_layout=rows if uneven and layout.kind is ModelFamily.GPT else None,
+        pipeline_dtype=DTYPES[layout.dtype],
+        params_dtype=DTYPES[layout.dtype],
+        fp16=layout.dtype == "fp16",
+        bf16=layout.dtype == "bf16",
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        deallocate_pipeline_outputs=True,  # Megatron's default in training
+        transformer_impl="local",
+    )
+
+
+def start(layout: Layout, split: T5Split | None, backend: str = "gloo") -> None:
+    """Process groups and seeds, as Megatron sets them up."""
+    dist.init_process_group(backend, init_method="env://")
+    ranks = {}
+    if split is not None:
+        ranks = {
+            "get_embedding_ranks": split.embedding_ranks,
+            "get_position_embedding_ranks": split.position_embedding_ranks,
+        }
+    parallel_state.initialize_model_parallel(
+        layout.tensor, layout.stages, layout.chunks if layout.chunks > 1 else None, **ranks
+    )
+    model_parallel_cuda_manual_seed(1)
+
+
+def t5_split(layout: Layout) -> T5Split | None:
+    if layout.kind is not ModelFamily.T5:
+        return None
+    return T5Split.of(*layout.layers, layout.stages, layout.split, chunks=layout.chunks)
+
+
+def build(layout: Layout, split: T5Split | None) -> list[torch.nn.Module]:
+    """This rank's chunks, with weights drawn from their names."""
+    stage, model_config = parallel_state.get_pipeline_model_parallel_rank(), config(layout)
+    chunks: list[torch.nn.Module] = []
+    for chunk in range(layout.chunks):
+        if split is not None:
+            model = T5Stage(
+                model_config,
+                split=split,
+                stage=chunk * layout.stages + stage,
+                vocab_size=VOCABULARY,
+                max_sequence_length=MAX_LENGTH,
+                options=T5Options(
+                    positions=Positions(kind=layout.positions, relative_buckets=8),
+                    attention=CoreAttention(layout.attention),
+                    tied=layout.tied,
+                ),
+            )
+        else:
+            model = GPTModel(
+                config=model_config,
+                transformer_layer_spec=gpt_layers(layout, model_config, chunk),
+                vocab_size=VOCABULARY,
+                max_sequence_length=MAX_LENGTH,
+                pre_process=stage == 0 and chunk == 0,
+                post_process=stage == layout.stages - 1 and chunk == layout.chunks - 1,
+                share_embeddings_and_output_weights=layout.tied,
+                position_embedding_type=layout.positions,
+                vp_stage=chunk if layout.chunks > 1 else None,
+            )
+        draw_weights(model)
+        chunks.append(model)
+    if split is not None and layout.chunks > 1:
+        share_weights(chunks)
+    return chunks
+
+
+def gpt_layers(layout: Layout, model_config: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
+    """Those of a chunk of this rank, as the entry script's provider makes them."""
+    norm = local_norm(normalization="LayerNorm", sequence_parallel=layout.sequence)
+    layer = local_layer(get_gpt_layer_local_spec(), norm, CoreAttention(layout.attention))
+    number = get_num_layers_to_build(
+        model_config, chunk if layout.chunks > 1 else None, parallel_state.get_pipeline_model_parallel_rank()
+    )
+    return TransformerBlockSubmodules([layer] * number, layer_norm=norm)
+
+
+def draw_weights(model: torch.nn.Module) -> None:
+    for entry, parameter in entries(model):
+        generator = torch.Generator().manual_seed(zlib.crc32(entry.key.encode()))
+        whole = torch.randn(entry.global_shape, generator=generator) * 0.2
+        whole += "norm" in entry.key and "weight" in entry.key
+        parameter.data.copy_(whole[entry.global_slice()])
+
+
+def entries(model: torch.nn.Module) -> list[tuple[ShardedTensor, torch.nn.Parameter]]:
+    """A chunk's parameters with their names and places in the whole model; copies of a tied weight share them."""
+    parameters = dict(model.named_parameters())
+    found = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+    pairs = [(e, parameters[n]) for n, e in found.items() if isinstance(e, ShardedTensor) and n in parameters]
+    assert len(pairs) == len(parameters)
+    return pairs

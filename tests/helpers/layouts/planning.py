@@ -1,0 +1,54 @@
+"""The planner of a layout."""
+
+import msgspec
+
+from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, ScatterGather
+from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.units import Recompute
+from tests.helpers.layouts.layout import HEADS, HIDDEN, MAX_LENGTH, VOCABULARY, Layout
+
+
+class TurnPlanner(Planner):
+    """A planner that gives the micro-batches of a replica the layout's modes of recomputation in turn."""
+
+    modes: tuple[Recompute, ...] = (Recompute.NONE,)
+
+    def plan(self, batch: object, iteration: int, *, forward_only: bool = False) -> IterationPlan:
+        plan = super().plan(batch, iteration, forward_only=forward_only)
+        replicas = []
+        for replica in plan.replicas:
+            micro_batches = tuple(
+                msgspec.structs.replace(micro_batch, recompute=self.modes[index % len(self.modes)])
+                for index, micro_batch in enumerate(replica.micro_batches)
+            )
+            replicas.append(msgspec.structs.replace(replica, micro_batches=micro_batches))
+        return msgspec.structs.replace(plan, replicas=tuple(replicas))
+
+
+def planner(layout: Layout) -> TurnPlanner:
+    encoder, decoder = layout.layers
+    settings = PlannerSettings(
+        family=layout.kind,
+        encoder_layers=encoder,
+        decoder_layers=decoder,
+        hidden_size=HIDDEN,
+        data_parallel=layout.replicas,
+        tensor_parallel=layout.tensor,
+        sequence_parallel=layout.sequence,
+        pipeline_parallel=layout.stages,
+        chunks=layout.chunks,
+        layers_per_stage=layout.split,
+        memory_limit_bytes=10**9,
+        recompute=(Recompute.NONE,),
+        element_bytes=4,
+        schedule=ScheduleSettings(search_evaluations=0),
+        scatter_gather=ScatterGather(layout.scatter_gather),
+    )
+    shape = ModelShape(family=layout.kind, hidden=HIDDEN, heads=HEADS, kv_channels=8, ffn=128, vocabulary=VOCABULARY)
+    rates = msgspec.structs.replace(CPU_RATES, layer_overhead_us=layout.layer_overhead_us)
+    made = TurnPlanner(settings, AnalyticCostModel(shape, rates, max_size=64, max_length=MAX_LENGTH))
+    made.modes = tuple(map(Recompute, layout.recompute))
+    return made

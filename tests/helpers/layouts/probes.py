@@ -1,0 +1,136 @@
+"""What tests ask of a trainer besides training: replays, overflows, evaluation, refusals, what stays in memory."""
+
+import gc
+import tracemalloc
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_dynapipe.errors import DynaPipeError
+from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
+from megatron_dynapipe.units import Recompute
+from tests.helpers.layouts.compare import Part
+from tests.helpers.layouts.layout import Layout
+from tests.helpers.layouts.planning import planner
+from tests.helpers.layouts.trainer import Trainer
+
+
+def replay(layout: Layout, *, modes: list[list[str]]) -> list[dict[str, object]]:
+    """Loss and gradients of one iteration, run once for each list of modes of recomputation, from the same state."""
+    trainer = Trainer(layout)
+    results = []
+    for wanted in modes:
+        trainer.pipeline.planner.modes = tuple(map(Recompute, wanted))
+        loss, gradients = trainer.gradients()
+        results.append({"loss": loss, "gradients": gradients})
+    trainer.pipeline.iteration += 1
+    loss, gradients = trainer.gradients()
+    results.append({"loss": loss, "gradients": gradients})
+    return results
+
+
+def overflow(layout: Layout) -> list[dict[str, object]]:
+    """The gradients of each rank in turn become infinite: whether this rank updates, and its weights after it."""
+    trainer = Trainer(layout)
+    return [_overflow_on(poisoned, trainer) for poisoned in range(layout.ranks)]
+
+
+def _overflow_on(poisoned: int, trainer: Trainer) -> dict[str, object]:
+    before = trainer.weights()
+    trainer.gradients()
+    if dist.get_rank() == poisoned:
+        next(trainer.models[0].parameters()).main_grad[..., 0] = torch.inf
+    updated, _, _ = trainer.optimizer.step()
+    unchanged = _equal(trainer.weights(), before)
+    scale = float(trainer.optimizer.get_loss_scale())
+    after = trainer.pipeline.step(trainer.batch)
+    return {
+        "updated": updated,
+        "unchanged": unchanged,
+        "scale": scale,
+        "overflowed_next": after.overflowed,
+        "changed_next": not _equal(trainer.weights(), before),
+    }
+
+
+def _equal(some: list[Part], others: list[Part]) -> bool:
+    return all(torch.equal(one[3], other[3]) for one, other in zip(some, others, strict=True))
+
+
+def evaluate(layout: Layout) -> dict[str, object]:
+    trainer = Trainer(layout)
+    losses = [trainer.pipeline.evaluate(trainer.batch).loss for _ in range(2)]
+    buffers = [parameter.main_grad for model in trainer.models for parameter in model.parameters()]
+    return {
+        "first": losses[0],
+        "second": losses[1],
+        "training": all(model.training for model in trainer.models),
+        "untouched": trainer.pipeline.iteration == 0 and not any(buffer.any() for buffer in buffers),
+    }
+
+
+def planned_before(layout: Layout) -> dict[str, object]:
+    """A batch run by a plan made before, and by one made in the step."""
+    trainer = Trainer(layout)
+    plan = trainer.pipeline.plan(trainer.batch)
+    given = trainer.pipeline.run(trainer.batch, plan)
+    trainer.pipeline.iteration = 0
+    made = trainer.pipeline.run(trainer.batch)
+    passes = [event.instruction for event in given.trace.events()]
+    return {
+        "same_plan": given.plan is plan and made.plan == plan,
+        "losses": (given.loss, made.loss),
+        "ran_the_list": passes == list(plan.replicas[0].stages[dist.get_rank()].instructions),
+    }
+
+
+def refused(layout: Layout, *, wanted: str) -> str:
+    """What a pipeline says of something that it cannot run."""
+    trainer = Trainer(layout)
+    models, plans, batch = trainer.models, planner(layout), trainer.batch
+    if wanted == "layout":
+        plans = planner(Layout(stages=2))
+    if wanted == "loss":
+        models[0].config.calculate_per_token_loss = False
+    if wanted == "modules":
+        models[0].config.recompute_modules = ["core_attn", "layernorm"]
+    try:
+        MegatronPipeline(models, None if wanted == "optimizer" else trainer.optimizer, plans).step(
+            [] if wanted == "batch" else batch
+        )
+    except DynaPipeError as error:
+        return str(error)
+    return "nothing"
+
+
+def count_tensors(layout: Layout, *, iterations: int) -> dict[str, object]:
+    """Live tensors, their bytes and Python's memory after a quarter of the iterations, and after each further one."""
+    trainer = Trainer(layout)
+    draw, seen = np.random.default_rng(3), set()
+    tensors, held, python_kb = [], [], []
+    for iteration in range(iterations):
+        shortened = [(i[: draw.integers(1, len(i) + 1)], t) for i, t in trainer.batch[: draw.integers(3, 13)]]
+        measures = (iteration + 1) % (iterations // 4) == 0
+        plan = trainer.pipeline.step(trainer.batch if measures else shortened).plan
+        seen |= {tuple(mb.shape) for replica in plan.replicas for mb in replica.micro_batches}
+        if iteration == iterations // 8:
+            tracemalloc.start()  # what is made before, by first uses, does not count
+        if measures:
+            del plan, shortened
+            gc.collect()
+            alive = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+            tensors.append(len(alive))
+            held.append(sum(tensor.untyped_storage().nbytes() for tensor in alive))
+            del alive
+            python_kb.append(tracemalloc.get_traced_memory()[0] // 1000)
+    return {"tensors": tensors, "bytes": held, "python_kb": python_kb, "shapes": len(seen)}
+
+
+def held_graphs(layout: Layout) -> int:
+    """How many tensors with a graph behind them an iteration leaves."""
+    trainer = Trainer(layout)
+    trainer.pipeline.step(trainer.batch)
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+    return sum(tensor.grad_fn is not None for tensor in tensors)

@@ -1,0 +1,70 @@
+"""The reference: one process, samples one at a time, unpadded, by plain autograd and PyTorch's Adam."""
+
+from dataclasses import replace
+
+import torch
+
+from megatron_dynapipe.integration.models.t5_stage import T5StageInputs
+from megatron_dynapipe.units import ModelFamily
+from tests.helpers.layouts.layout import Layout, samples
+from tests.helpers.layouts.model import build, entries, start, t5_split
+
+BOS, EOS = 1, 2
+"""What collation adds to a target."""
+
+
+def train_one_by_one(layout: Layout, *, steps: int = 5) -> dict[str, object]:
+    """Loss and gradients of the first step, losses and gradient norms of all, of a layout's model and samples."""
+    attention = "megatron" if layout.positions != "relative" else "sdpa"  # theirs has no relative positions
+    alone = replace(layout.model, attention=attention)
+    split = t5_split(alone)
+    start(alone, split)
+    model = build(alone, split)[0]
+    optimizer = torch.optim.Adam(model.parameters(), lr=alone.learning_rate)
+    losses, norms, first = [], [], []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss, tokens = _backward_all(model, alone)
+        for parameter in model.parameters():
+            parameter.grad /= tokens
+        if not first:
+            first = [(e.key, list(e.global_offset), list(e.global_shape), p.grad.clone()) for e, p in entries(model)]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        losses.append(loss / tokens)
+    return {"loss": losses[0], "gradients": first, "losses": losses, "norms": norms, "tokens": tokens}
+
+
+def _backward_all(model: torch.nn.Module, layout: Layout) -> tuple[float, int]:
+    total, tokens = 0.0, 0
+    for parts in samples(layout.samples):
+        given, wanted = (torch.tensor(part)[None] for part in parts)
+        losses = (t5_losses if layout.kind is ModelFamily.T5 else gpt_losses)(model, given, wanted)
+        losses.sum().backward()
+        total, tokens = total + losses.sum().item(), tokens + losses.numel()
+    return total, tokens
+
+
+def t5_losses(model: torch.nn.Module, given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    start_token, end = torch.tensor([[BOS]]), torch.tensor([[EOS]])
+    decoder, labels = torch.cat([start_token, wanted], 1), torch.cat([wanted, end], 1)
+    s, t = given.size(1), decoder.size(1)
+    model.set_input_tensor([None])
+    return model(
+        T5StageInputs(
+            tokens=given,
+            decoder_tokens=decoder,
+            encoder_mask=torch.zeros(1, 1, s, s, dtype=torch.bool),
+            decoder_mask=torch.ones(t, t, dtype=torch.bool).triu(1)[None, None],
+            cross_mask=torch.zeros(1, 1, t, s, dtype=torch.bool),
+            labels=labels,
+        )
+    )
+
+
+def gpt_losses(model: torch.nn.Module, given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    sequence = torch.cat([given, wanted], 1)
+    tokens, labels = sequence[:, :-1], sequence[:, 1:]
+    length = tokens.size(1)
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    return model(tokens, torch.arange(length)[None], mask, labels=labels)

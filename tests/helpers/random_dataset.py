@@ -1,0 +1,44 @@
+"""A small dataset folder of random tokens, with a tokenizer of as many words."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dynapipe.data.indexed import IndexedWriter
+from megatron_dynapipe.data.meta import DatasetMeta, write_meta
+
+VOCABULARY = 512
+
+
+def make_dataset(folder: Path, samples: int = 64, *, lengths: Sequence[int] = (1, 60), target: int = 20) -> Path:
+    """Write it; `lengths` are the ends of the inputs' range, targets have fewer than `target` tokens."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder.mkdir(parents=True)
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder / "tokenizer")
+    draw = np.random.default_rng(5)
+    for split in ("train", "valid", "test"):
+        with IndexedWriter(folder / split, VOCABULARY) as writer:
+            for _ in range(samples):
+                given, wanted = (draw.integers(3, 40, draw.integers(*ends)) for ends in (lengths, (1, target)))
+                writer.add(given.tolist(), wanted.tolist())
+        np.save(folder / f"{split}.tasks.npy", np.zeros(samples, np.int16))
+    meta = DatasetMeta(
+        format="dynapipe-dataset/1",
+        source="random tokens",
+        tasks=("random",),
+        samples=dict.fromkeys(("train", "valid", "test"), samples),
+        vocabulary_size=VOCABULARY,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        max_input_length=max(lengths),
+        max_target_length=target,
+    )
+    write_meta(folder, meta)
+    return folder

@@ -1,0 +1,141 @@
+"""Bad input gets one clear error on rank 0 and the right exit status; failures reach every rank; nothing is lost."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers import entry_scripts
+from tests.helpers.entry_scripts import train
+from tests.helpers.random_dataset import make_dataset
+
+TWO_STAGES = "--pipeline-model-parallel-size 2 --train-iters 8"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "random")
+
+
+def refused(flags: str, data: Path, tmp_path: Path, *, ranks: int = 1) -> str:
+    """What one rank says of a run that cannot start; the others say nothing."""
+    runs = train("t5", data, f"--train-iters 2 {flags}", ranks=ranks, report=tmp_path / "report", status=2)
+    for run in runs:
+        assert "Traceback" not in run["stderr"]
+    (said,) = [run["stderr"].partition("error: ")[2] for run in runs if "error: " in run["stderr"]]
+    return said
+
+
+def test_samples_longer_than_the_maximum_stop_the_run(data, tmp_path):
+    said = refused("--seq-length 32 --pipeline-model-parallel-size 2", data, tmp_path, ranks=2)
+    assert "32" in said and "--dynapipe-long-samples" in said, said
+
+
+@pytest.mark.parametrize(("policy", "done"), [("truncate", "truncated"), ("skip", "skipped")])
+def test_longer_samples_are_cut_or_left_out_on_request_and_counted(policy, done, data, tmp_path):
+    flags = f"--train-iters 2 --seq-length 32 --dynapipe-long-samples {policy}"
+    runs = train("t5", data, flags, ranks=1, report=tmp_path)
+    assert f"longer than the maximum and were {done}" in runs[0]["stdout"]
+
+
+def test_an_empty_input_stops_the_run(data, tmp_path):
+    folder = shutil.copytree(data, tmp_path / "data")
+    _empty_input(folder / "train.idx", sample=3)
+    assert "sample 3" in refused("", folder, tmp_path)
+
+
+def _empty_input(index: Path, sample: int) -> None:
+    """Give all tokens of a sample's input to the target after it: the writer refuses to write such a sample."""
+    content, header = bytearray(index.read_bytes()), 34
+    count = int(np.frombuffer(content, np.int64, 1, offset=18)[0])
+    lengths = np.frombuffer(content, np.int32, count, offset=header)
+    pointers = np.frombuffer(content, np.int64, count, offset=header + 4 * count)
+    lengths[2 * sample + 1] += lengths[2 * sample]
+    lengths[2 * sample] = 0
+    pointers[2 * sample + 1] = pointers[2 * sample]
+    index.write_bytes(content)
+
+
+def test_a_missing_dataset_is_named(tmp_path):
+    said = refused("", tmp_path / "nowhere", tmp_path)
+    assert str(tmp_path / "nowhere") in said and "hint:" in said
+
+
+def test_a_data_file_shorter_than_its_index_is_refused(data, tmp_path):
+    folder = shutil.copytree(data, tmp_path / "data")
+    whole = (folder / "train.bin").read_bytes()
+    (folder / "train.bin").write_bytes(whole[:-10])
+    said = refused("", folder, tmp_path)
+    assert str(len(whole)) in said and str(len(whole) - 10) in said
+
+
+def test_a_number_of_ranks_that_the_layout_does_not_divide(data, tmp_path):
+    said = refused("--pipeline-model-parallel-size 2", data, tmp_path, ranks=3)
+    assert "(2), got 3" in said and "hint:" in said
+
+
+def test_a_batch_that_replicas_do_not_divide(data, tmp_path):
+    said = refused("--global-batch-size 15", data, tmp_path, ranks=2)
+    assert "multiple of the 2 data-parallel replicas, got 15" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "said"),
+    [
+        ("", 1, "no tensor-parallel ranks to divide messages over"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 2, "every rank sends its own part already"),
+        ("--tensor-model-parallel-size 2", 2, "one stage sends no messages"),
+    ],
+)
+def test_messages_that_there_is_no_way_to_divide(flags, ranks, said, data, tmp_path):
+    assert said in refused(f"--dynapipe-scatter-gather on {flags}", data, tmp_path, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--cuda-graph-impl local",
+            "--cuda-graph-impl local cannot be used with DynaPipe: a graph is captured for one",
+        ),
+        ("--enable-cuda-graph", "--enable-cuda-graph cannot be used with DynaPipe: a graph is captured for one shape"),
+        ("--iterations-to-skip 3", "an item is a whole planned iteration"),
+        ("--micro-batch-size 4", "--micro-batch-size 1"),
+        ("--dataloader-type cyclic", "--dataloader-type external"),
+        ("--dynapipe-lookahead 0", "--dynapipe-lookahead above 0, got 0"),
+        ("--seq-length 60", "--seq-length to be a multiple of 8, got 60"),
+    ],
+)
+def test_options_that_a_planned_run_cannot_honour(flags, said, data, tmp_path):
+    assert said in refused(flags, data, tmp_path)
+
+
+def test_a_run_without_per_token_loss_is_refused(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(entry_scripts, "COMMON", entry_scripts.COMMON.replace("--calculate-per-token-loss", ""))
+    assert "hint: add --calculate-per-token-loss" in refused("", data, tmp_path)
+
+
+def test_a_plan_that_does_not_fit_memory_says_what_is_needed(data, tmp_path):
+    said = refused(f"{TWO_STAGES} --dynapipe-device-memory-limit 0.6", data, tmp_path, ranks=2)
+    assert "MB" in said and "stage" in said
+
+
+def test_a_store_that_cannot_be_reached(data, tmp_path):
+    flags = f"{TWO_STAGES} --dynapipe-store-url redis://127.0.0.1:9/0"
+    runs = train("t5", data, flags, ranks=2, report=tmp_path, status=1)
+    for run in runs:
+        assert "redis://127.0.0.1:9/0" in run["stderr"]
+
+
+@pytest.mark.parametrize(("killed", "said"), [("valkey", "plan store"), ("megatron_dynapipe.service", "killed")])
+def test_a_store_or_planner_that_dies_stops_every_rank_and_keeps_the_checkpoint(killed, said, data, tmp_path):
+    folder = tmp_path / "checkpoint"
+    flags = f"--pipeline-model-parallel-size 2 --save {folder} --save-interval 2 --dynapipe-lookahead 2"
+    flags += " --train-iters 200"
+    runs = train("t5", data, flags, ranks=2, report=tmp_path / "report", status=1, kill=killed)
+    for run in runs:
+        assert said in run["stderr"].partition("error: ")[2], run["stderr"]
+    resume = f"{flags} --load {folder} --exit-interval 6"
+    resumed = train("t5", data, resume, ranks=2, report=tmp_path / "again")
+    assert min(map(int, resumed[-1]["losses"])) > 2

@@ -1,0 +1,50 @@
+"""`--exit-signal-handler`: a signal to any rank ends all of them after a checkpoint, and the run can be resumed."""
+
+import contextlib
+import io
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, train
+from tests.helpers.processes import run_ranks
+from tests.helpers.random_dataset import make_dataset
+
+SIGNALLED = 3
+
+
+def run_signalled(rank: int, world_size: int, argv: list[str], victim: int) -> object:
+    from megatron.training import training
+
+    log = training.training_log
+
+    def logged(loss_dict: dict, total: dict, learning_rate: float, iteration: int, *rest: object, **named: object):
+        if rank == victim and iteration == SIGNALLED:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return log(loss_dict, total, learning_rate, iteration, *rest, **named)
+
+    training.training_log = logged
+    sys.argv = ["pretrain_t5_multitask.py", *argv]
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            runpy.run_path(str(ROOT / "pretrain_t5_multitask.py"), run_name="__main__")
+        except SystemExit as leaving:
+            return leaving.code
+    return None
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_signal_saves_and_ends_every_rank(victim, tmp_path):
+    data, saved = make_dataset(tmp_path / "data"), tmp_path / "saved"
+    flags = f"--pipeline-model-parallel-size 2 --train-iters 8 --save {saved} --save-interval 100"
+    words = f"{SMALL['t5']} {COMMON} {flags} --exit-signal-handler".split()
+    argv = [*words, "--dynapipe-data", str(data), "--dynapipe-report-dir", str(tmp_path / "report")]
+    statuses = run_ranks(run_signalled, 2, {"argv": argv, "victim": victim})
+    assert all(status in (None, 0) for status in statuses)
+    assert int(Path(saved, "latest_checkpointed_iteration.txt").read_text()) == SIGNALLED
+    runs = train("t5", data, f"{flags} --load {saved}", ranks=2, report=tmp_path / "rest")
+    assert list(runs[-1]["losses"]) == [str(i) for i in range(SIGNALLED + 1, 9)]

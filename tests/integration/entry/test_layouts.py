@@ -1,0 +1,121 @@
+"""Entry scripts under layouts of every kind, from one checkpoint, against one process; resuming the optimizer."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.entry_scripts import train
+from tests.helpers.random_dataset import make_dataset
+
+OPTIMIZER = "--use-distributed-optimizer"
+OVERLAP = f"{OPTIMIZER} --overlap-grad-reduce --overlap-param-gather"
+TENSOR = "--tensor-model-parallel-size 2"
+TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
+TWO_CHUNKS = f"{TWO} --num-layers-per-virtual-pipeline-stage 1"
+
+LAYOUTS = [
+    # family, ranks, flags; the last word says whether it runs every day
+    ("gpt", 2, TENSOR, "core"),
+    ("gpt", 2, TWO_CHUNKS, "core"),
+    ("gpt", 2, f"{TWO} --pipeline-model-parallel-layout Et|t|t|tL --dynapipe-limit-rc-type full", "core"),
+    ("gpt", 2, f"{TWO} --pipeline-model-parallel-layout E|tt|tt|L", "core"),
+    ("gpt", 4, f"{FOUR} --pipeline-model-parallel-layout E|tt|tt|L", "slow"),
+    ("gpt", 2, f"{TWO} --decoder-first-pipeline-num-layers 3", "slow"),
+    ("gpt", 4, f"{TENSOR} {TWO} --dynapipe-limit-rc-type selective", "core"),
+    ("gpt", 4, f"{TENSOR} {TWO_CHUNKS}", "slow"),
+    ("gpt", 4, f"{TWO_CHUNKS} {OVERLAP}", "core"),
+    ("gpt", 4, f"{TWO_CHUNKS} {OVERLAP} --dynapipe-limit-rc-type none,full", "slow"),
+    ("gpt", 8, f"{TENSOR} {TWO} {OPTIMIZER}", "slow"),
+    ("t5", 4, f"{TENSOR} {TWO}", "core"),
+    ("t5", 4, f"{TWO} {OVERLAP}", "core"),
+    ("t5", 2, f"{TWO} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "slow"),
+    ("t5", 8, f"{TENSOR} {TWO} {OPTIMIZER}", "slow"),
+]
+
+
+def row(family: str, ranks: int, flags: str, when: str) -> object:
+    marks = () if when == "core" else pytest.mark.slow
+    return pytest.param(family, ranks, flags, id=f"{family}, {ranks} ranks, {flags.replace('--', '')}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "random")
+
+
+@pytest.fixture(scope="module")
+def started(data, tmp_path_factory):
+    """By family: a checkpoint of one iteration in one process, and the losses of the four that follow there."""
+    made: dict[str, tuple[Path, dict[str, float]]] = {}
+
+    def start(family: str) -> tuple[Path, dict[str, float]]:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            report = folder / "report"
+            first = f"--train-iters 1 --save-interval 1 --save {folder / 'weights'}"
+            train(family, data, first, ranks=1, report=report)
+            flags = f"--train-iters 4 --load {folder / 'weights'} --finetune"
+            made[family] = folder / "weights", train(family, data, flags, ranks=1, report=report)[0]["losses"]
+        return made[family]
+
+    return start
+
+
+@pytest.mark.parametrize(("family", "ranks", "flags"), [row(*fields) for fields in LAYOUTS])
+def test_a_layout_goes_on_from_a_checkpoint_as_one_process_does(family, ranks, flags, started, data, tmp_path):
+    weights, expected = started(family)
+    runs = train(family, data, f"--train-iters 4 --load {weights} --finetune {flags}", ranks=ranks, report=tmp_path)
+    assert list(runs[-1]["losses"]) == ["1", "2", "3", "4"]
+    for run in runs:
+        for iteration, loss in run["losses"].items():
+            assert loss == pytest.approx(expected[iteration], rel=1e-4), iteration
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt", "t5"])
+def test_three_tensor_parallel_ranks(family, data, tmp_path):
+    """Heads and widths that three divides, and a vocabulary that is padded to the same 516 words on one rank."""
+    size = "--hidden-size 48 --num-attention-heads 6 --ffn-hidden-size 96 --make-vocab-size-divisible-by"
+    weights = tmp_path / "weights"
+    train(family, data, f"{size} 12 --train-iters 1 --save-interval 1 --save {weights}", ranks=1, report=tmp_path)
+    goes_on = f"--train-iters 4 --load {weights} --finetune"
+    alone = train(family, data, f"{size} 12 {goes_on}", ranks=1, report=tmp_path)[0]["losses"]
+    three = f"--tensor-model-parallel-size 3 {TWO} --dynapipe-scatter-gather on"
+    runs = train(family, data, f"{size} 4 {goes_on} {three}", ranks=6, report=tmp_path)
+    assert runs[-1]["losses"] == pytest.approx(alone, rel=1e-4)
+    assert len(alone) == 4
+
+
+RESUMED = [
+    ("gpt", f"{TWO} {OPTIMIZER}", TWO + " " + OPTIMIZER, "core"),
+    ("gpt", f"{TWO} {OVERLAP}", f"{TENSOR} {TWO} {OPTIMIZER}", "slow"),
+    ("t5", f"{TWO} {OPTIMIZER} --async-save", f"{FOUR} {OPTIMIZER}", "slow"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [pytest.param(*fields, marks=() if when == "core" else pytest.mark.slow) for *fields, when in RESUMED],
+)
+def test_a_run_resumes_with_its_optimizer_also_in_another_layout(family, before, after, data, tmp_path):
+    flags = "--train-iters 6 --dist-ckpt-optim-fully-reshardable"
+    whole = train(family, data, f"{flags} {before}", ranks=4, report=tmp_path / "whole")[-1]["losses"]
+    save = f"--exit-interval 3 --save {tmp_path / 'saved'} --save-interval 3"
+    train(family, data, f"{flags} {before} {save}", ranks=4, report=tmp_path / "first")
+    runs = train(family, data, f"{flags} {after} --load {tmp_path / 'saved'}", ranks=4, report=tmp_path / "rest")
+    assert list(runs[-1]["losses"]) == ["4", "5", "6"]
+    for iteration, loss in runs[-1]["losses"].items():
+        assert loss == pytest.approx(whole[iteration], rel=1e-4), iteration
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("gpt", f"{TWO_CHUNKS} --bf16 {OPTIMIZER}"),
+        ("t5", f"{TWO} --fp16 --initial-loss-scale 64 --clip-grad 1.0 --hidden-dropout 0.1 --attention-dropout 0.1"),
+    ],
+)
+def test_entry_scripts_train_in_half_precision(family, flags, data, tmp_path):
+    runs = train(family, data, f"{flags} --train-iters 8", ranks=4, report=tmp_path)
+    losses = list(runs[-1]["losses"].values())
+    assert losses[-1] < losses[0]

@@ -1,0 +1,97 @@
+"""Stepping a pipeline without Megatron's loop: the example, evaluation, and what is refused."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.layouts.layout import Layout, on_ranks
+from tests.helpers.processes import run_ranks
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt_steps.py"
+
+
+def run_example(rank: int, world_size: int) -> list[float]:
+    return runpy.run_path(str(EXAMPLE))["main"]()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_learns(ranks):
+    losses, *others = run_ranks(run_example, ranks)
+    assert all(other == losses for other in others), "every rank is told the loss"
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_evaluation_gives_the_loss_and_leaves_gradients_and_masks_alone():
+    for result in on_ranks("probes.evaluate", Layout(family="t5", stages=2, dropout=0.1)):
+        assert result["first"] == result["second"]
+        assert result["training"] and result["untouched"]
+
+
+def test_a_batch_can_be_planned_before_it_is_run():
+    for result in on_ranks("probes.planned_before", Layout(stages=2)):
+        first, second = result["losses"]
+        assert first == second and result["same_plan"] and result["ran_the_list"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ("layout", "layout of data × tensor × pipeline parallel ranks × chunks 1 × 1 × 2 × 1, got 1 × 1 × 1 × 1"),
+        ("loss", "calculate_per_token_loss"),
+        ("optimizer", "expected an optimizer to step with, got none"),
+        ("batch", "expected a batch of at least one sample, got none"),
+        ("modules", "expected --recompute-modules among core_attn, mlp, got layernorm"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(wanted, said):
+    assert said in on_ranks("probes.refused", Layout(), wanted=wanted)[0]
+
+
+def take_masks(rank: int, world_size: int) -> list[bool]:
+    """Whether masks are made for Megatron's attention, and for ours."""
+    import torch
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from megatron_dynapipe.integration.entry.megatron_pipeline import takes_mask
+    from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+
+    answers = []
+    for kind in (DotProductAttention, SdpaCoreAttention):
+        attention = kind.__new__(kind)
+        torch.nn.Module.__init__(attention)
+        answers.append(takes_mask([torch.nn.Sequential(torch.nn.Linear(1, 1), attention)]))
+    return answers
+
+
+def test_a_mask_is_made_only_for_attention_that_does_not_know_causality():
+    assert run_ranks(take_masks, 1) == [[True, False]]
+
+
+def watch(rank: int, world_size: int) -> dict[str, object]:
+    """What a pipeline on a device that needs watching tells its watchdog, and when that ends."""
+    import contextlib
+    import gc
+
+    from megatron_dynapipe.integration.entry import megatron_pipeline
+    from tests.helpers.layouts.trainer import Trainer
+
+    seen, ended = [], []
+
+    @contextlib.contextmanager
+    def watched(device, *, deadline_s, rank):
+        yield lambda plan, trace: seen.append((plan.stage, len(trace)))
+        ended.append(deadline_s)
+
+    megatron_pipeline.watched = watched
+    trainer = Trainer(Layout(stages=2))
+    trainer.pipeline.step(trainer.batch)
+    before = list(ended)
+    del trainer
+    gc.collect()
+    return {"seen": seen, "before": before, "after": ended}
+
+
+def test_a_pipelines_lists_are_watched_for_as_long_as_it_lives():
+    for rank, found in enumerate(run_ranks(watch, 2)):
+        assert found == {"seen": [(rank, 0)], "before": [], "after": [300.0]}

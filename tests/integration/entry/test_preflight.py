@@ -1,0 +1,118 @@
+"""What is found before Megatron is initialised: on rank 0, in one message, with exit status 2."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_dynapipe.cost.format import encode_file
+from megatron_dynapipe.data.meta import read_meta, write_meta
+from megatron_dynapipe.errors import ConfigError
+from tests.cost.models import gpt_file
+from tests.helpers.entry_scripts import train
+from tests.helpers.processes import run_ranks
+from tests.helpers.random_dataset import make_dataset
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "random")
+
+
+@pytest.fixture(scope="module")
+def other_vocabulary(data, tmp_path_factory) -> Path:
+    folder = make_dataset(tmp_path_factory.mktemp("data") / "larger")
+    write_meta(folder, msgspec.structs.replace(read_meta(folder), vocabulary_size=4096))
+    return folder
+
+
+def refused(family: str, flags: str, data: Path, tmp_path: Path) -> str:
+    """What a rank says of a run that must not reach Megatron's initialisation."""
+    (run,) = train(family, data, f"--train-iters 2 {flags}", ranks=1, report=tmp_path / "report", status=2)
+    assert "Traceback" not in run["stderr"] and "time to initialize megatron" not in run["stdout"]
+    return run["stderr"].partition("error: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "said"),
+    [
+        ("t5", "--dynapipe-device-memory-limit 1", "parameters, gradients and optimizer state, of 1 MB"),
+        ("gpt", "--dynapipe-device-memory-limit 1", "of activations on stage 0"),
+        (
+            "t5",
+            "--dynapipe-report-dir /proc/nowhere",
+            "expected a report folder that can be written",
+        ),
+        ("gpt", "--hidden-size 30", "Megatron refuses these arguments: "),
+    ],
+)
+def test_what_cannot_train_is_refused_before_megatron_starts(family, flags, said, data, tmp_path):
+    told = refused(family, flags, data, tmp_path)
+    assert said in told and "hint:" in told
+
+
+def test_costs_of_another_kind_of_model_are_refused(data, tmp_path):
+    (tmp_path / "costs.json").write_bytes(encode_file(gpt_file()))
+    told = refused("t5", f"--dynapipe-cost-model {tmp_path / 'costs.json'}", data, tmp_path)
+    assert "expected a cost model of a t5 model" in told
+
+
+def test_token_ids_beyond_the_models_vocabulary_are_refused(data, other_vocabulary, tmp_path):
+    told = refused("gpt", "", other_vocabulary, tmp_path)
+    assert "expected token ids below 512" in told and "below 4096" in told
+
+
+def test_a_batch_larger_than_the_dataset_is_said(data, tmp_path):
+    (run,) = train("gpt", data, "--train-iters 1 --global-batch-size 80", ranks=1, report=tmp_path / "report")
+    assert "train: an iteration of 80 samples repeats some of the split's 64" in run["stdout"]
+
+
+def start(*, rank: int, world_size: int, failing: list[int]) -> str:
+    from megatron_dynapipe.integration.entry import launch
+
+    def check() -> int:
+        if rank in failing:
+            raise ConfigError(f"rank {rank} cannot")
+        return rank
+
+    try:
+        return f"value {launch.start_together(check, timeout_s=20)}"
+    except ConfigError as error:
+        return f"reports: {error} {getattr(error, launch.REPORTED_HERE)}"
+    except SystemExit as end:
+        return f"leaves with {end.code}"
+
+
+@pytest.mark.parametrize(
+    ("failing", "outcomes"),
+    [
+        ([], ["value 0", "value 1", "value 2"]),
+        ([1], ["leaves with 2", "reports: rank 1 cannot True", "leaves with 2"]),
+    ],
+)
+def test_ranks_start_together_or_one_reports(failing, outcomes):
+    assert run_ranks(start, 3, {"failing": failing}) == outcomes
+
+
+def test_of_several_failing_ranks_one_reports():
+    outcomes = run_ranks(start, 3, {"failing": [0, 1, 2]})
+    assert sorted(outcome.split(" ")[0] for outcome in outcomes) == ["leaves", "leaves", "reports:"]
+
+
+@pytest.mark.parametrize("skipped", [0, 3])
+def test_a_loss_that_is_not_a_number_is_logged(skipped):
+    from megatron_dynapipe.integration.hooks import active_run
+    from tests.integration.hooks.test_replacements import FakeSession
+
+    lost = f" iteration 4/ 9 | loss scale: 1.0 | number of skipped iterations: {skipped:3d} |"
+    good = lost.replace(" loss scale", " lm loss: 2.5E+00 | loss scale")
+    plan = FakeSession().log_text()
+    assert active_run.log_line(lost) == lost
+    active_run.activate(FakeSession())
+    try:
+        said = lost if skipped else lost.replace(" loss scale", " lm loss: nan | loss scale")
+        assert active_run.log_line(lost) == said + plan
+        assert active_run.log_line(good) == good + plan
+        assert " lm loss: nan | loss scale: " in active_run.log_line(lost)  # it had one before: this one is lost
+    finally:
+        active_run.deactivate()

@@ -1,0 +1,91 @@
+"""DynaPipe as a switch: a GPT on samples of one length, with DynaPipe and with stock Megatron, has the same losses.
+
+Stock is Megatron's own `pretrain`, model, attention and schedules (`stock`). The samples of every iteration and the
+initial weights (a checkpoint's) are the same; micro-batches are the plan's on one side, pairs of samples on the other.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import entry_scripts
+from tests.helpers.processes import run_ranks
+from tests.helpers.random_dataset import make_dataset
+
+TWO = "--pipeline-model-parallel-size 2"
+LENGTH = "--seq-length 40"
+LAYOUTS = [
+    # ranks, flags, Megatron's schedule; the last word says whether it runs every day
+    (2, TWO, "without_interleaving", "core"),
+    (4, f"{TWO} --tensor-model-parallel-size 2", "without_interleaving", "slow"),
+    (4, f"{TWO} --use-distributed-optimizer --overlap-grad-reduce", "without_interleaving", "slow"),
+    (2, f"{TWO} --num-layers-per-virtual-pipeline-stage 1", "with_interleaving", "slow"),
+]
+
+
+def row(ranks: int, flags: str, schedule: str, when: str) -> object:
+    marks = () if when == "core" else pytest.mark.slow
+    return pytest.param(ranks, flags, schedule, id=f"{ranks} ranks, {flags.replace('--', '')}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Samples of 41 tokens: inputs of 40, targets of one."""
+    folder = tmp_path_factory.mktemp("data") / "one-length"
+    return make_dataset(folder, samples=160, lengths=(40, 41), target=2)
+
+
+def stock(*, rank: int, world_size: int, **arguments: object) -> dict:
+    """`stock_megatron.train`, whose import of Megatron only the ranks should see."""
+    from tests.helpers import stock_megatron
+
+    return stock_megatron.train(rank=rank, world_size=world_size, **arguments)
+
+
+def train_stock(data: Path, flags: str, ranks: int, *, patched: bool = False) -> list[dict]:
+    argv = f"{entry_scripts.SMALL['gpt']} {entry_scripts.TRAINING} {LENGTH} {flags}".split()
+    return run_ranks(stock, ranks, {"argv": argv, "data": str(data), "patched": patched}, deadline_s=200)
+
+
+def train_planned(data: Path, flags: str, ranks: int, report: Path) -> list[dict]:
+    return entry_scripts.train("gpt", data, f"{LENGTH} {flags}", ranks=ranks, report=report, deadline_s=200)
+
+
+@pytest.fixture(scope="module")
+def start(data, tmp_path_factory) -> str:
+    """The flags to begin with the weights that one process has after an iteration."""
+    folder = tmp_path_factory.mktemp("weights")
+    train_stock(data, f"--train-iters 1 --save {folder} --save-interval 1", 1)
+    return f"--load {folder} --finetune"
+
+
+@pytest.mark.parametrize(("ranks", "flags", "schedule"), [row(*fields) for fields in LAYOUTS])
+def test_fifty_iterations_have_the_losses_of_stock_megatron(ranks, flags, schedule, start, data, tmp_path):
+    flags += f" {start} --train-iters 50"
+    theirs = train_stock(data, flags, ranks)
+    assert {name for run in theirs for name in run["schedules"]} == {f"forward_backward_pipelining_{schedule}"}
+    expected = theirs[-1]["losses"]
+    ours = train_planned(data, flags, ranks, tmp_path)[-1]["losses"]
+    assert list(ours) == list(expected) == [str(iteration) for iteration in range(1, 51)]
+    for iteration, loss in ours.items():
+        assert loss == pytest.approx(expected[iteration], rel=1e-5), iteration
+    assert expected["50"] < expected["1"] - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_first", [True, False], ids=["on, then off", "off, then on"])
+@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+def test_a_run_goes_on_with_dynapipe_switched(optimizer, on_first, start, data, tmp_path):
+    flags = f"{TWO} {optimizer} --train-iters 6"
+    saving = f"{flags} {start} --save {tmp_path / 'saved'} --save-interval 3 --exit-interval 3"
+    loading = f"{flags} --load {tmp_path / 'saved'}"
+    whole = train_stock(data, f"{flags} {start}", 2)[-1]["losses"]
+    if on_first:
+        train_planned(data, saving, 2, tmp_path / "report")
+        rest = train_stock(data, loading, 2, patched=True)[-1]["losses"]
+    else:
+        train_stock(data, saving, 2)
+        rest = train_planned(data, loading, 2, tmp_path / "report")[-1]["losses"]
+    assert list(rest) == ["4", "5", "6"]
+    for iteration, loss in rest.items():
+        assert loss == pytest.approx(whole[iteration], rel=1e-5), iteration

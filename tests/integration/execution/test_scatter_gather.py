@@ -1,0 +1,73 @@
+"""Training with messages divided over tensor-parallel ranks: bit by bit what it is without, at the bytes of a share."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import entry_scripts
+from tests.helpers.layouts.layout import Layout, table
+from tests.helpers.processes import run_ranks
+from tests.helpers.random_dataset import make_dataset
+
+LAYOUTS = {
+    # a * marks those that run every day
+    "gpt 2x2x1": Layout(family="gpt", tensor=2, stages=2),
+    "gpt 2x2x1, two chunks *": Layout(family="gpt", tensor=2, stages=2, chunks=2, layer_overhead_us=0.5),
+    "t5 2x2x1 *": Layout(family="t5", tensor=2, stages=2, recompute=("full", "none")),
+    "t5 2x4x1, bf16": Layout(family="t5", tensor=2, stages=4, dtype="bf16"),
+}
+
+
+def train(*, rank: int, world_size: int, layout: Layout) -> dict:
+    """Losses and gradients of two steps, and what was sent in them (warming up sends one element per connection)."""
+    from tests.helpers.layouts import trainer
+
+    sent: list[int] = []
+    isend = dist.isend
+
+    def counted(tensor: torch.Tensor, *rest: object, **named: object):
+        sent.append(tensor.nbytes)
+        return isend(tensor, *rest, **named)
+
+    dist.isend = counted
+    result = trainer.train(layout, steps=2)
+    kept = {name: result[name] for name in ("losses", "norms", "gradients")}
+    return {"learned": kept, "sent": sent}
+
+
+@pytest.mark.parametrize("wanted", table(LAYOUTS))
+def test_divided_messages_change_nothing_but_their_size(wanted):
+    whole, divided = (
+        run_ranks(train, wanted.ranks, {"layout": replace(wanted, scatter_gather=choice)}) for choice in ("off", "on")
+    )
+    for one, other in zip(whole, divided, strict=True):
+        assert one["sent"] and [2 * size for size in other["sent"]] == one["sent"]
+        assert one["learned"]["losses"] == other["learned"]["losses"]
+        assert one["learned"]["norms"] == other["learned"]["norms"]
+        for (name, *place, gradient), (other_name, *other_place, other_gradient) in zip(
+            one["learned"]["gradients"], other["learned"]["gradients"], strict=True
+        ):
+            assert (name, place) == (other_name, other_place)
+            assert gradient.equal(other_gradient), name
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("data") / "random")
+
+
+def test_a_run_divides_messages_between_nodes_on_its_own(data, tmp_path):
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --train-iters 3"
+    said = "messages between stages are divided over 2 tensor-parallel ranks, where that is faster"
+    losses = {}
+    for name, choice in {
+        "two nodes": "--dynapipe-device-to-node 0:0,1:0,2:1,3:1",
+        "off": "--dynapipe-scatter-gather off --dynapipe-device-to-node 0:0,1:0,2:1,3:1",
+    }.items():
+        runs = entry_scripts.train("gpt", data, f"{flags} {choice}", ranks=4, report=tmp_path / name)
+        assert (said in runs[0]["stdout"]) == (name == "two nodes")
+        losses[name] = list(runs[-1]["losses"].values())
+    assert len(losses["off"]) == 3
+    assert losses["two nodes"] == pytest.approx(losses["off"], rel=1e-4)

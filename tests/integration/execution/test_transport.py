@@ -1,0 +1,79 @@
+"""Several ranks on one GPU are noticed, said, and exchange tensors by way of the host; here on CPU tensors."""
+
+import contextlib
+import io
+import uuid
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dynapipe.errors import ConfigError
+from tests.helpers.layouts.layout import Layout
+from tests.helpers.processes import run_ranks
+
+SAID = "ranks share a GPU: messages between stages go by way of the host"
+
+
+def notice(*, rank: int, world_size: int, devices: list[str | None]) -> bool:
+    """Whether ranks whose devices have these identities are on one; None is a CPU."""
+    from megatron_dynapipe.integration.execution.transport import share_a_device
+    from megatron_dynapipe.integration.supply.control_group import ControlGroup
+
+    dist.init_process_group("gloo")
+    identity = devices[rank]
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=identity)
+    device = torch.device("cpu") if identity is None else torch.device("cuda", 0)
+    return share_a_device(ControlGroup(timeout_s=30), device)
+
+
+@pytest.mark.parametrize(
+    ("devices", "shared"),
+    [
+        ([str(uuid.UUID(int=5)), str(uuid.UUID(int=6))], False),
+        ([str(uuid.UUID(int=5)), str(uuid.UUID(int=5))], True),
+        ([None, None], False),
+    ],
+)
+def test_ranks_on_one_gpu_are_noticed(devices, shared):
+    assert run_ranks(notice, 2, {"devices": devices}) == [shared, shared]
+
+
+def train(*, rank: int, world_size: int, layout: Layout, staged: bool) -> dict:
+    from megatron_dynapipe.integration.execution import transport
+    from tests.helpers.layouts import trainer
+
+    if staged:
+        transport.share_a_device = lambda control, device: True
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        result = trainer.train(layout, steps=2)
+    return {"losses": result["losses"], "gradients": result["gradients"], "said": output.getvalue()}
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [Layout(family="t5", stages=2), Layout(family="gpt", stages=2, chunks=2, dtype="bf16")],
+    ids=["t5", "gpt, two chunks"],
+)
+def test_messages_by_way_of_the_host_change_nothing(wanted):
+    staged, direct = (run_ranks(train, 2, {"layout": wanted, "staged": staged}) for staged in (True, False))
+    assert [result["said"].count(SAID) for result in (*staged, *direct)] == [1, 0, 0, 0]
+    for one, other in zip(staged, direct, strict=True):
+        assert one["losses"] == other["losses"]
+        assert all(a[3].equal(b[3]) for a, b in zip(one["gradients"], other["gradients"], strict=True))
+
+
+def divide_staged(*, rank: int, world_size: int) -> str:
+    from megatron_dynapipe.integration.execution import transport
+    from tests.helpers.layouts import trainer
+
+    transport.share_a_device = lambda control, device: True
+    with pytest.raises(ConfigError) as told:
+        trainer.train(Layout(family="gpt", stages=2, tensor=2, scatter_gather="on"))
+    return told.value.message
+
+
+def test_messages_by_way_of_the_host_cannot_be_divided():
+    assert all("they cannot be divided there" in message for message in run_ranks(divide_staged, 4))

@@ -1,0 +1,83 @@
+"""Layers per stage that a run plans for itself."""
+
+import re
+from argparse import Namespace
+
+import pytest
+
+from megatron_dynapipe.errors import ConfigError
+from tests.helpers import entry_scripts
+from tests.helpers.random_dataset import make_dataset
+
+
+def test_a_t5_plans_its_split(tmp_path):
+    """Inputs of one or two tokens: the stage of the decoder and the head gives a layer to the encoder's."""
+    data = make_dataset(tmp_path / "data", lengths=(1, 3), target=20)
+    flags = "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage auto --train-iters 2"
+    runs = entry_scripts.train("t5", data, flags, ranks=2, report=tmp_path / "report")
+    assert runs[-1]["losses"].keys() == {"1", "2"}
+    split = re.search(r"layers per stage: (\d+),(\d+)", runs[0]["stdout"])
+    assert split is not None and (split[1], split[2]) == ("3", "1")
+
+
+def test_a_gpt_plans_its_split(tmp_path):
+    """Five layers over two stages: the stage with the head and the loss, of many words, has the fewer."""
+    data = make_dataset(tmp_path / "data")
+    flags = "--num-layers 5 --pipeline-model-parallel-size 2 --dynapipe-layers-per-stage auto --train-iters 2"
+    runs = entry_scripts.train("gpt", data, flags, ranks=2, report=tmp_path / "report")
+    assert runs[-1]["losses"].keys() == {"1", "2"}
+    split = re.search(r"layers per stage: (\d+),(\d+)", runs[0]["stdout"])
+    assert split is not None and int(split[1]) + int(split[2]) == 5 and int(split[1]) > int(split[2])
+
+
+def test_one_stage_has_all_layers(tmp_path):
+    data = make_dataset(tmp_path / "data")
+    flags = "--dynapipe-layers-per-stage auto --train-iters 1"
+    runs = entry_scripts.train("gpt", data, flags, ranks=1, report=tmp_path / "report")
+    assert "layers per stage: 4" in runs[0]["stdout"]
+
+
+def test_a_t5s_layout_in_megatrons_letters(tmp_path):
+    """Two chunks on each of two ranks."""
+    data = make_dataset(tmp_path / "data")
+    flags = "--decoder-num-layers 4 --pipeline-model-parallel-size 2 --train-iters 2 --pipeline-model-parallel-layout "
+    runs = entry_scripts.train("t5", data, flags + "Et*2|t|t|(t)*2L", ranks=2, report=tmp_path / "report")
+    assert runs[-1]["losses"].keys() == {"1", "2"}
+
+
+def asked(**given: object) -> Namespace:
+    from_the_ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    whole = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    names = ("dynapipe_layers_per_stage", "pipeline_model_parallel_layout")
+    return Namespace(**{**dict.fromkeys([*names, *from_the_ends]), **dict.fromkeys(whole, False), **given})
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers"), [("EttL", "2"), ("Ett|tL", "2,1"), ("Et*3|(t|)*2ttL", "3,1,1,2"), (None, None)]
+)
+def test_a_layout_becomes_layers_per_stage(layout, layers):
+    from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
+
+    args = asked(pipeline_model_parallel_layout=layout)
+    take_t5_layout(args)
+    assert args.dynapipe_layers_per_stage == layers
+    assert args.pipeline_model_parallel_layout is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"pipeline_model_parallel_layout": "tEt|tL"}, "expected --pipeline-model-parallel-layout .* got 'tEt|tL'"),
+        ({"pipeline_model_parallel_layout": "Et|t"}, "as E, layers and L"),
+        ({"pipeline_model_parallel_layout": "Et|tmL"}, "as E, layers and L"),
+        ({"decoder_first_pipeline_num_layers": 1}, "--decoder-first-pipeline-num-layers does not say"),
+        ({"decoder_last_pipeline_num_layers": 1}, "--decoder-last-pipeline-num-layers does not say"),
+        ({"account_for_embedding_in_pipeline_split": True}, "--account-for-embedding-in-pipeline-split does not"),
+        ({"account_for_loss_in_pipeline_split": True}, "--account-for-loss-in-pipeline-split does not say"),
+    ],
+)
+def test_a_t5_has_no_other_way_to_split(given, message):
+    from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
+
+    with pytest.raises(ConfigError, match=message):
+        take_t5_layout(asked(**given))

@@ -1,0 +1,109 @@
+"""DynaPipe's numbers in Megatron's writers, and real lengths in its count of FLOPs."""
+
+import contextlib
+import io
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.entry_scripts import COMMON, ROOT, SMALL
+from tests.helpers.processes import run_ranks
+from tests.helpers.random_dataset import make_dataset
+
+
+class Board:
+    """A TensorBoard writer that remembers; `log` is that of Weights & Biases."""
+
+    def __init__(self) -> None:
+        self.config: dict[str, object] = {}
+        self.scalars: dict[str, dict[str, float]] = {}
+        self.logged: dict[str, dict[str, float]] = {}
+        self.last_step = 0
+
+    def add_scalar(self, name: str, value: float, iteration: int) -> None:
+        self.scalars.setdefault(str(iteration), {})[name] = float(value)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        assert step >= self.last_step, "Weights & Biases drops what comes out of order"
+        self.last_step = step
+        self.logged.setdefault(str(step), {}).update({name: float(value) for name, value in values.items()})
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_, **__: None
+
+
+def run_with_writers(rank: int, world_size: int, argv: list[str]) -> dict:
+    from megatron.core import timers
+    from megatron.training import global_vars, training
+
+    timers.SummaryWriter = Board  # Megatron's timers look at the writer's class, which None is without TensorBoard
+    board, flops = Board(), []
+    if rank == world_size - 1:
+        global_vars._set_tensorboard_writer = lambda _: setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", board)
+        global_vars._set_wandb_writer = lambda _: setattr(global_vars, "_GLOBAL_WANDB_WRITER", board)
+    consume = training.consume_seqlen_stats_in_iteration
+
+    def consumed() -> tuple:
+        result = consume()
+        flops.append(list(result))
+        return result
+
+    training.consume_seqlen_stats_in_iteration = consumed
+    sys.argv = ["pretrain_gpt_multitask.py", *argv]
+    with contextlib.redirect_stdout(io.StringIO()):
+        runpy.run_path(str(ROOT / "pretrain_gpt_multitask.py"), run_name="__main__")
+    return {"scalars": board.scalars, "logged": board.logged, "flops": flops}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("metrics")
+    data = make_dataset(folder / "data", 48)
+    flags = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --train-iters 4 --log-throughput"
+    flags += " --timing-log-level 2 --log-timers-to-tensorboard"
+    words = f"{SMALL['gpt']} {COMMON} {flags} --tensorboard-log-interval 2"
+    argv = [*words.split(), "--dynapipe-data", str(data), "--dynapipe-report-dir", str(folder / "report")]
+    return [*run_ranks(run_with_writers, 4, {"argv": argv}), {"report": str(folder / "report")}]
+
+
+def test_both_writers_get_the_numbers_of_every_interval(runs):
+    for written in (runs[3]["scalars"], runs[3]["logged"]):
+        ours = {i: {n: v for n, v in of.items() if n.startswith("dynapipe/")} for i, of in written.items()}
+        assert [i for i, of in ours.items() if of] == ["2", "4"]
+        for numbers in (ours["2"], ours["4"]):
+            assert 0 < numbers["dynapipe/padding efficiency"] <= 1
+            assert numbers["dynapipe/micro-batches"] >= 1
+            assert numbers["dynapipe/predicted time (ms)"] > 0
+            assert numbers["dynapipe/measured time (ms)"] > 0
+            assert numbers["dynapipe/plan wait (ms)"] >= 0
+            assert 0 <= numbers["dynapipe/bubbles"] < 1
+
+
+def test_megatrons_timers_get_the_times_of_the_trace(runs):
+    names = ("batch-generator", "forward-compute", "backward-compute", "forward-recv", "forward-send", "backward-recv")
+    for iteration in ("2", "3", "4"):  # Megatron writes none for the first
+        times = {name: value for name, value in runs[3]["scalars"][iteration].items() if name.endswith("-time")}
+        assert {f"{name}-time" for name in (*names, "backward-send", "forward-backward")} <= times.keys()
+        for name in names:
+            assert times[f"{name}-time"] > 0, name
+        assert times["forward-compute-time"] < times["forward-backward-time"]
+        assert times["backward-compute-time"] < times["forward-backward-time"]
+
+
+def test_the_count_of_flops_takes_real_lengths(runs):
+    for run in runs[:4]:
+        assert run["flops"] == runs[0]["flops"]
+        assert len(run["flops"]) == 4
+        for tokens, squares in run["flops"]:
+            assert 16 <= tokens < 16 * 80, "sixteen samples, unpadded"
+            assert tokens < squares
+
+
+def test_one_tensor_parallel_rank_records_for_all(runs):
+    records = {path.name: path.read_text() for path in Path(runs[4]["report"]).glob("rank-*.jsonl")}
+    recorded = [name for name, text in records.items() if '"type":"iteration"' in text]
+    timelines = [name for name, text in records.items() if '"type":"timeline"' in text]
+    assert recorded == ["rank-0.jsonl"]
+    assert len(timelines) == 2

@@ -1,0 +1,142 @@
+"""Patches of Megatron's distributed optimizer: applied while DynaPipe trains, whatever the device.
+
+That runs resume as they were saved is held by `models/test_checkpoints.py` and `test_entry_layouts.py`.
+"""
+
+import ast
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_dynapipe import megatron_version
+from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
+from megatron_dynapipe.integration.entry import checkout
+from megatron_dynapipe.integration.hooks import optimizer_patches, replacements
+from tests.helpers.megatron_wheels import VERSIONS, source
+from tests.helpers.processes import run_ranks
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("patch", optimizer_patches.PATCHES, ids=lambda patch: patch.name)
+def test_methods_have_the_parameters_relied_on(patch, version):
+    (owner,) = (
+        n
+        for n in ast.parse(source(version, optimizer_patches.MODULE)).body
+        if getattr(n, "name", "") == optimizer_patches.CLASS
+    )
+    (method,) = (n for n in owner.body if isinstance(n, ast.FunctionDef) and n.name == patch.name)
+    assert tuple(argument.arg for argument in method.args.args) == patch.parameters
+
+
+def in_force(owner: type) -> bool:
+    """Of all patches or none."""
+    (found,) = {hasattr(getattr(owner, patch.name), "__wrapped__") for patch in optimizer_patches.PATCHES}
+    return found
+
+
+def switch(*, rank: int, world_size: int) -> list[bool]:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    seen = [in_force(DistributedOptimizer)]
+    with replacements.installed(SimpleNamespace()):
+        seen.append(in_force(DistributedOptimizer))
+        before = DistributedOptimizer.state_dict
+        optimizer_patches.apply()
+        seen.append(DistributedOptimizer.state_dict is before)
+    seen.append(in_force(DistributedOptimizer))
+    optimizer_patches.revert()
+    return seen
+
+
+def test_patches_are_applied_and_reverted_with_the_run():
+    assert run_ranks(switch, 1) == [[False, True, True, False]]
+
+
+def test_an_unknown_megatron_is_left_alone(monkeypatch):
+    monkeypatch.setattr(megatron_version, "find_version", lambda: "0.99.0")
+    with pytest.raises(UnsupportedMegatronError, match=r"found 0\.99\.0"):
+        optimizer_patches.apply()
+    assert not optimizer_patches._originals
+
+
+def refuse(*_: object) -> None:
+    raise ConfigError("the arguments are looked at after this")
+
+
+def refused_in_a_patched_checkout(*, rank: int, world_size: int) -> list[bool]:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    checkout.check_arguments(SimpleNamespace(use_dynapipe=False))
+    stock = in_force(DistributedOptimizer)
+    checkout.arguments.check = refuse
+    with pytest.raises(SystemExit):
+        checkout.check_arguments(SimpleNamespace(use_dynapipe=True))
+    return [stock, in_force(DistributedOptimizer)]
+
+
+def test_patches_are_applied_in_a_patched_checkout_before_it_loads():
+    assert run_ranks(refused_in_a_patched_checkout, 1) == [[False, True]]
+
+
+def step_alone(*, rank: int, world_size: int) -> bool:
+    from tests.helpers.layouts.layout import Layout
+    from tests.helpers.layouts.trainer import Trainer
+
+    return in_force(type(Trainer(Layout(distributed_optimizer=True)).optimizer.chained_optimizers[0]))
+
+
+def test_patches_are_applied_for_steps_without_megatrons_loop():
+    assert run_ranks(step_alone, 1) == [True]
+
+
+def distributed(optimizer: type[torch.optim.Optimizer]) -> SimpleNamespace:
+    """As much of a distributed optimizer as the patches look at."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    return SimpleNamespace(optimizer=optimizer([weight], lr=0.1), optimizer_state_keys=("exp_avg", "exp_avg_sq"))
+
+
+class Fused(torch.optim.SGD):
+    """Stands for an optimizer that keeps its own state, as fused ones do."""
+
+
+@pytest.mark.parametrize(("optimizer", "made"), [(torch.optim.AdamW, 1), (torch.optim.Adam, 1), (Fused, 0)])
+def test_state_is_made_for_pytorchs_adam_alone(optimizer, made):
+    of = distributed(optimizer)
+    assert optimizer_patches.with_optimizer_state(lambda self: {"mine": len(self.optimizer.state)})(of) == {
+        "mine": made
+    }
+    for state in of.optimizer.state.values():
+        assert sorted(state) == ["exp_avg", "exp_avg_sq", "step"] and not any(t.any() for t in state.values())
+
+
+def test_every_parameter_counts_its_own_steps():
+    of = distributed(torch.optim.AdamW)
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+
+    def load(self, state):
+        for weight in weights:
+            self.optimizer.state[weight] = {"step": state}
+
+    optimizer_patches.with_steps_apart(load)(of, torch.tensor(3.0))
+    one, other = (of.optimizer.state[weight]["step"] for weight in weights)
+    one += 1
+    assert (one.item(), other.item()) == (4.0, 3.0)
+
+
+@pytest.mark.parametrize(("optimizer", "given"), [(torch.optim.AdamW, None), (Fused, 7)])
+def test_the_count_of_steps_stays_as_it_was_loaded(optimizer, given):
+    seen = {}
+    optimizer_patches.without_step(lambda self, parameter, tensors: seen.update(tensors))(
+        distributed(optimizer), None, {"exp_avg": 1, "step": 7}
+    )
+    assert seen == {"exp_avg": 1, "step": given}
+
+
+def test_a_state_is_gathered_with_its_padding_and_sizes_are_put_back():
+    bucket = SimpleNamespace(grad_data=torch.zeros(128), numel_unpadded=100)
+    buffer = SimpleNamespace(numel=256, numel_unpadded=228, buckets=[bucket])
+    of = SimpleNamespace(buffers=[buffer])
+    seen = optimizer_patches.with_padding(lambda self: (buffer.numel_unpadded, bucket.numel_unpadded))(of)
+    assert seen == (256, 128)
+    assert (buffer.numel_unpadded, bucket.numel_unpadded) == (228, 100)
