@@ -118,7 +118,8 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, tuple[int, ...] |
 def _preflight(args: argparse.Namespace, family: ModelFamily) -> None:
     if launch.checks_for_all():
         settings = arguments.RunSettings.from_args(args)
-        check_run(args, settings, preview_inputs(args, settings, family, on_cpu=cpu.is_enabled()))
+        on_cpu = cpu.is_enabled()
+        check_run(args, settings, preview_inputs(args, settings, family, on_cpu=on_cpu), on_cpu=on_cpu)
 
 
 def _plan_layer_split(args: argparse.Namespace, family: ModelFamily) -> tuple[int, ...] | None:

@@ -27,7 +27,6 @@ from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, 
 from megatron_dynapipe.integration.execution.transport import open_transport
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.flags.model_state import StateBytes
-from megatron_dynapipe.integration.flags.plan_inputs import describe
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreed_iterator import AgreedIterator
@@ -197,8 +196,6 @@ class Session:
         self._executor = PipelineExecutor(link.transport, platform, stages=self._stages, dtype=self._dtype, watch=watch)
         supply = self._resources.enter_context(PlanSupply(self._settings, self._control, inputs))
         replica, rank = parallel_state.get_data_parallel_rank(), self._control.rank
-        if rank == 0:
-            print(f"cost model: {describe(inputs.costs)}", flush=True)
         needs = self._make_needs()
         for split in inputs.splits:
             self._iterators[split.name] = supply.iterator(split, needs=needs, replica=replica, stage=self._stage)

@@ -8,6 +8,7 @@ import msgspec
 import torch
 
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, Network
+from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import placement
@@ -174,20 +175,34 @@ def _costs(
     )
 
 
-def describe(costs: CostFile | AnalyticCosts) -> str:
-    """Where a run's costs come from, for its log."""
+def describe_costs(args: argparse.Namespace, costs: CostFile | AnalyticCosts, *, on_cpu: bool) -> str:
+    """Where a run's costs come from, and what they assume, for its log."""
     if isinstance(costs, CostFile):
         return f"{costs.load().name}, from {costs.path}"
+    device = _assumed_device(args, on_cpu=on_cpu)
     return (
-        "computed from the model's shape for a common device; to predict this one, measure it with `megatron-dynapipe"
+        f"computed from the model's shape for {device}; to predict this machine, measure it with `megatron-dynapipe"
         " profile` and pass --dynapipe-cost-model, or add --dynapipe-recalibrate"
     )
 
 
 def _rates(args: argparse.Namespace, *, on_cpu: bool) -> DeviceRates:
-    """Only ratios of costs decide a plan, so the rates of a common device of the kind serve."""
-    rates = CPU_RATES if on_cpu else A100_RATES
+    """Rates of this device by its name, else of a common one: micro-batches follow from them, and times in ms too."""
+    rates = CPU_RATES if on_cpu else rates_of(torch.cuda.get_device_name(_device_index(args))) or A100_RATES
     return msgspec.structs.replace(rates, element_bytes=args.params_dtype.itemsize)
+
+
+def _assumed_device(args: argparse.Namespace, *, on_cpu: bool) -> str:
+    """The device that computed costs are for."""
+    if on_cpu:
+        return "a common server CPU's core (assumed)"
+    name = torch.cuda.get_device_name(_device_index(args))
+    return name if rates_of(name) else f"an A100 (assumed: {name} is not in the table of devices)"
+
+
+def _device_index(args: argparse.Namespace) -> int:
+    """The GPU of this rank, also before it is current: asking for the current one makes a context on GPU 0."""
+    return int(args.local_rank or 0)
 
 
 def device_memory_bytes(*, on_cpu: bool) -> int:
