@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_dynapipe.integration.entry.session import Session
 
 _session: "Session | None" = None
-"""The run that was started here; those of the entry scripts end themselves."""
+"""The run that this module started; an entry script's run is closed by its own `with`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -118,7 +118,7 @@ def schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def finish() -> None:
-    """At the end of `pretrain`: print the summary of a run that was started here, and stop what it has started."""
+    """At the end of `pretrain`: print the summary of a run that this module started, and close it."""
     if _session is not None:
         with reported():
             _session.print_report()

@@ -79,7 +79,7 @@ def _agent_store(timeout_s: float) -> "Store | None":
 
 
 def checks_for_all() -> bool:
-    """Whether this rank checks what one rank can check for all: rank 0, and every rank that cannot hear of it."""
+    """Whether this rank runs the checks that one rank can run for all: rank 0, or every rank without a launch store."""
     return os.environ.get("RANK", "0") == "0" or not _has_agent_store()
 
 

@@ -57,7 +57,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one iteration came to, the same on every rank but for the trace.
+    """The result of one iteration, the same on every rank except for the trace.
 
     Attributes:
         loss: mean over the target tokens of the global batch.
@@ -300,7 +300,7 @@ def global_batch(batch: Sequence[Sample], family: ModelFamily, iteration: int) -
 
 
 def takes_mask(models: Sequence[torch.nn.Module]) -> bool:
-    """Whether a GPT's attention is to be given a causal mask: Megatron's unfused one; others know causality."""
+    """Whether a GPT's attention needs a causal mask: only Megatron's unfused one does."""
     return any(isinstance(module, DotProductAttention) for model in models for module in model.modules())
 
 

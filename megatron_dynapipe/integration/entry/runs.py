@@ -104,7 +104,7 @@ def gpt_run() -> Run:
 
 
 def _checked(family: ModelFamily) -> tuple[argparse.Namespace, tuple[int, ...] | None]:
-    """Megatron's arguments and the planned layer split, if one was asked for; every rank has them, or none goes on."""
+    """Megatron's arguments and the planned layer split, if one was asked for; raises on all ranks or on none."""
 
     def check() -> tuple[argparse.Namespace, tuple[int, ...] | None]:
         args = parse(family)

@@ -1,4 +1,4 @@
-"""One run's share of DynaPipe on this rank: supply of plans, executor, records; opened, used, closed.
+"""One run on this rank: plan supply, executor, records; a context manager.
 
     with Session(args, family, …) as session, replacements.installed(session):
         pretrain(…, session.datasets, …)

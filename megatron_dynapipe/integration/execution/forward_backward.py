@@ -1,4 +1,4 @@
-"""One iteration through Megatron: what its schedule functions owe the training loop, with our executor inside.
+"""Megatron's schedule function with our executor inside: one iteration through the models.
 
 Megatron 0.19's `train_step` and `evaluate` call the schedule with a step function, an iterator and the model chunks;
 in return it wants gradients accumulated and finalized and the loss reports of the last stage

@@ -1,5 +1,6 @@
-"""Process groups of transfers: one per channel of a pipeline, so that those of one never wait for another's; and one
-over the tensor-parallel ranks of a stage, for messages that are divided over them.
+"""Process groups for transfers: one per channel of a pipeline, so that channels never wait for one another.
+
+And one over the tensor-parallel ranks of a stage, for sharded messages.
 """
 
 import datetime
@@ -66,7 +67,7 @@ def make_groups(
 def connect(
     control: ControlGroup, *, chunks: int, device: torch.device, timeout_s: float, staged: bool = False
 ) -> PipelineGroups:
-    """Find the pipelines of the job, make the groups of all of them, and warm up those of this rank's.
+    """Find the pipelines of the job, make the groups of all of them, and warm up this rank's.
 
     Every rank calls it, at the same point.
 

@@ -1,4 +1,4 @@
-"""Step functions as Megatron wants them, and the device batches they take.
+"""Step functions in Megatron's form, and the device batches they take.
 
 A step function takes one micro-batch from its iterator, runs the model, and returns the model's output with the
 function that turns it into a loss. The loss of a micro-batch is a sum over its target tokens; Megatron divides the
@@ -97,7 +97,7 @@ def t5_step(
 
 
 def _moved(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """A host tensor on the device, by way of pinned memory: a copy from any other waits for the device's work."""
+    """A host tensor on the device, through pinned memory: other copies wait for the device's work."""
     if tensor is None or device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

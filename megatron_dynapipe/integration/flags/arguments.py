@@ -27,7 +27,7 @@ ARGS_DEFAULTS: dict[str, Any] = {
     "micro_batch_size": 1,  # nominal: makes an iteration N samples for --global-batch-size N, whatever the plan cuts
     "tokenizer_type": "HuggingFaceTokenizer",
 }
-"""Defaults of Megatron's arguments, by destination, that every planned run wants."""
+"""Defaults of Megatron's arguments, by destination, for every planned run."""
 
 REPORT_FOLDER = Path("dynapipe-report")
 """Where records and pictures go if no other folder is given."""
@@ -214,7 +214,7 @@ def switches(parser: argparse.ArgumentParser) -> dict[str, bool]:
 
 
 def check(args: argparse.Namespace, family: ModelFamily) -> RunSettings:
-    """Everything that can be checked of parsed flags before anything is started; the settings they come to.
+    """Check parsed flags before anything is started, and return the settings they give.
 
     Raises:
         ConfigError: a flag or variable is refused, or a value cannot be.

@@ -170,7 +170,7 @@ SCHEDULE_NAMES: Mapping[str, str] = {name: name for name in SCHEDULES} | {
     "wait-free-cyclic": "adaptive",
     "dynamic": "adaptive",
 }
-"""Schedules by our name and by those of the fork."""
+"""Schedules by this project's names and by the fork's."""
 
 PARTITION_NAMES = tuple(name for name in PartitionAlgorithm if name is not PartitionAlgorithm.PACKING)
 """Ways to make micro-batches that can be trained with."""

@@ -1,4 +1,4 @@
-"""Where ranks and layers lie: the defaults that torchrun tells, and the lists that say otherwise."""
+"""Placement of ranks on nodes and of layers on stages: torchrun's defaults, or lists from the command line."""
 
 import os
 from itertools import groupby
@@ -41,7 +41,7 @@ def ranks_per_device(devices: int) -> int:
 
 
 def device_index(local_rank: int, *, devices: int, backend: str) -> int:
-    """The GPU of a rank of this node: one of its own, or, over gloo, the ranks in turn.
+    """The GPU of a rank of this node: its own, or over gloo a shared one, round robin.
 
     Args:
         local_rank: of the node's ranks.
@@ -91,7 +91,7 @@ def layers_per_stage(given: str, *, layers: int, stages: int, chunks: int) -> tu
 
 
 def chunks(given: str, stages: int) -> int:
-    """Virtual stages per rank that a list of every layer's stage comes to; 1 if it comes to no whole number."""
+    """Virtual stages per rank in a list of every layer's stage; 1 if ranks have different numbers of them."""
     runs = len(list(groupby(given.split(","))))
     return runs // stages if stages > 1 and runs % stages == 0 else 1
 

@@ -1,4 +1,4 @@
-"""From Megatron's arguments to what the planner is told: model, layout, memory, splits, costs."""
+"""From Megatron's arguments to the planner's inputs: model, layout, memory, splits, costs."""
 
 import argparse
 import os
@@ -44,7 +44,7 @@ def preview_inputs(args: argparse.Namespace, settings: RunSettings, family: Mode
 
 
 def _splits(args: argparse.Namespace, settings: RunSettings, family: ModelFamily) -> tuple[SplitSettings, ...]:
-    """Train, and where there is evaluation, valid and test; a resumed run goes on where its counters stand."""
+    """Train, and with evaluation valid and test; a resumed run continues from Megatron's counters."""
     train = SplitSettings(
         name="train",
         sampler=_sampler(args, settings, family, args.global_batch_size),
@@ -122,7 +122,7 @@ def _layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> tuple[in
 def chosen_layer_split(
     args: argparse.Namespace, settings: RunSettings, family: ModelFamily, *, on_cpu: bool
 ) -> tuple[int, ...]:
-    """The layers per stage under which the run's first iterations are predicted to be fastest, alike on every rank.
+    """The layers per stage under which the run's first iterations are predicted to be fastest, the same on every rank.
 
     Every sample of the data that fits under the even split fits under the chosen one.
 

@@ -19,7 +19,7 @@ from megatron_dynapipe.service.settings import PlanInputs
 
 
 def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInputs, *, on_cpu: bool) -> None:
-    """Refuse a run that cannot train; say what its costs assume, and what would surprise.
+    """Refuse a run that cannot train; print what its costs assume and which samples are left out or repeated.
 
     Raises:
         ConfigError: the report folder cannot be written, or the model or a sample does not fit the memory limit.

@@ -1,4 +1,4 @@
-"""Flags of the models, and what Megatron is told in their place. Imports no Megatron: flags are added before it is."""
+"""Flags of the models, and the flags of Megatron that replace them. Imports no Megatron: flags are added first."""
 
 import argparse
 from argparse import Namespace
@@ -80,7 +80,7 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _check_split_is_alone(args: Namespace, *, planned: bool) -> None:
-    """Refuse Megatron's flags beside ours that say, or would have to follow, how layers lie over the stages."""
+    """Refuse Megatron's flags that split layers over stages beside ours."""
     others = {"--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout}
     if planned:
         others["--num-layers-per-virtual-pipeline-stage"] = args.num_layers_per_virtual_pipeline_stage

@@ -1,4 +1,4 @@
-"""Attention masks in the forms that layers want, from those of `data.masks`: True where attention is forbidden."""
+"""Attention masks in the form that layers expect, from those of `data.masks`: True where attention is forbidden."""
 
 from typing import Any
 

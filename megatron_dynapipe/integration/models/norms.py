@@ -1,4 +1,4 @@
-"""The norm of Megatron's local layers, also where sequences are divided over tensor-parallel ranks."""
+"""The norm of Megatron's local layers, also under sequence parallelism."""
 
 from typing import Any
 

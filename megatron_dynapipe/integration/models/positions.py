@@ -1,4 +1,4 @@
-"""How a T5's layers come to know positions, besides learned embeddings: rotations, biases from relative distances."""
+"""Positions in a T5's layers, besides learned embeddings: rotary embeddings and relative position biases."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -205,7 +205,7 @@ def gpt_layer(args: Namespace) -> ModuleSpec:
 
 
 def gpt_takes_mask(args: Namespace) -> bool:
-    """Whether a GPT's attention is to be given a causal mask; the others know causality, and are faster without."""
+    """Whether a GPT's attention needs a causal mask; other attentions are causal by themselves, and faster without."""
     return bool(args.transformer_impl == "local" and args.dynapipe_attention == "megatron")
 
 

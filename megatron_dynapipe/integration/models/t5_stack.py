@@ -1,4 +1,4 @@
-"""The layers of one stack (encoder or decoder) that lie on one stage."""
+"""The layers of one stack (encoder or decoder) on one stage."""
 
 import copy
 from collections.abc import Mapping

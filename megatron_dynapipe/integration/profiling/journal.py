@@ -1,4 +1,4 @@
-"""What has been measured so far, on disk, so that an interrupted profile goes on where it stopped.
+"""The measured points, on disk, so that an interrupted profile continues where it stopped.
 
 {"settings": "…"}                                                            what the measurements are of
 {"part": "encoder", "recompute": "none", "point": [1, 8], "forward_ns": …}   one measurement to a line

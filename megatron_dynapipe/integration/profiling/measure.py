@@ -47,7 +47,7 @@ class ThreadClock(CpuPlatform):
 
 
 def clock_of(device: torch.device, *, shared: bool) -> DevicePlatform:
-    """How time is told on a device when layers are measured, `shared` by several ranks or not."""
+    """The clock for measuring layers on a device; `shared`: several ranks share each layer."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1 and not shared
     return ThreadClock() if alone else platform_of(device)
 

@@ -28,7 +28,7 @@ Surface = tuple[str, Recompute]
 
 @dataclass(slots=True, kw_only=True)
 class Profiler:
-    """One profile under way.
+    """One running profile.
 
     Attributes:
         parts: what is measured, by name.

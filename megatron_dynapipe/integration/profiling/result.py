@@ -76,7 +76,7 @@ def cost_file(
 
 
 def describe(setup: ProfileSetup) -> Provenance:
-    """Where and with what it is measured; the same on all ranks."""
+    """Machine and versions of the measurement; the same on all ranks."""
     args, cuda = setup.args, setup.device.type == "cuda"
     device = torch.cuda.get_device_name(setup.device) if cuda else _processor()
     attention = args.dynapipe_attention if args.transformer_impl == "local" else args.attention_backend.name

@@ -1,4 +1,4 @@
-"""What all ranks agree on, over a gloo group of its own: one text for all, one error for all."""
+"""Agreement of all ranks over a gloo group of its own: one text for all, one error for all."""
 
 import datetime
 from collections.abc import Callable
