@@ -212,4 +212,8 @@ def gpt_takes_mask(args: Namespace) -> bool:
 
 
 def _norm(args: Namespace) -> Any:
-    return local_norm(normalization=args.normalization, sequence_parallel=args.sequence_parallel)
+    return local_norm(
+        normalization=args.normalization,
+        sequence_parallel=args.sequence_parallel,
+        fp32_residual=args.fp32_residual_connection,
+    )

@@ -10,7 +10,7 @@ GROUPS = (
         --use-cpu-initialization --fp16 --bf16 --deterministic-mode --cross-entropy-loss-fusion
         --cross-entropy-fusion-impl --num-layers --account-for-embedding-in-pipeline-split
         --account-for-loss-in-pipeline-split --hidden-size --num-attention-heads --softmax-type --num-query-groups
-        --ffn-hidden-size --kv-channels --hidden-dropout --attention-dropout --fp32-residual-connection
+        --ffn-hidden-size --kv-channels --hidden-dropout --attention-dropout
         --apply-residual-connection-post-layernorm --norm-epsilon --apply-layernorm-1p --disable-bias-linear
         --add-qkv-bias --glu-linear-offset --activation-func-clamp-value --rotary-interleaved --normalization
         --qk-layernorm --attention-output-gate --calculate-per-token-loss --init-method-std
@@ -77,6 +77,12 @@ GROUPS = (
             """,
         },
         refused_for_t5={
+            (
+                "its encoder's output is of the weights' type and its decoder's state of fp32, and a message has "
+                "one type"
+            ): """
+            --fp32-residual-connection
+            """,
             "weights that stages share are made equal as they are built": """
             --init-model-with-meta-device
             """,
