@@ -127,6 +127,11 @@ class PipelineExecutor:
         shapes = tuple(tuple(t.shape) for t in tensors)
         if shapes != instruction.shapes:
             raise ExecutionError(f"expected to send tensors of shapes {instruction.shapes}, got {shapes}")
+        if other := {tensor.dtype for tensor in tensors} - {self._dtype}:
+            raise ExecutionError(
+                f"expected to send tensors of {self._dtype}, as which they are received, got {other.pop()}",
+                hint="give the executor the type of the states between stages (Megatron's `pipeline_dtype`)",
+            )
         channel = channel_of(instruction.payload, self._stage, instruction.peer, self._stages)
         self._sending[_move(instruction)] = self._transport.start_send(channel, instruction.peer, tensors)
 

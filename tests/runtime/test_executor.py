@@ -128,6 +128,17 @@ def test_a_list_that_cannot_run_is_refused(words, said):
         executor([]).execute(plan(words))
 
 
+def test_a_message_has_the_type_that_the_other_stage_receives():
+    """bf16 states sent to a stage that allocates fp32 would arrive as half of other numbers."""
+
+    def forward(instruction: Forward, buffers: BufferTable) -> None:
+        buffers.put(Buffer.OUTPUT, instruction.micro_batch, 0, (torch.ones(2, 3, dtype=torch.bfloat16),))
+
+    with pytest.raises(ExecutionError, match=r"to send tensors of torch.float32, .*, got torch.bfloat16") as refused:
+        executor([]).execute(plan("LOAD0 F0 SEND_F0>1[2x3]"), {Forward: forward})
+    assert "step 2: LOAD0 F0 --> SEND_F0" in refused.value.__notes__[0]
+
+
 def test_an_instruction_without_a_handler_is_refused_before_anything_runs():
     made = PipelineExecutor(Loopback(), CpuPlatform(), stages=2, dtype=torch.float32)
     made.register_handler(Load, lambda instruction, buffers: pytest.fail("ran"))

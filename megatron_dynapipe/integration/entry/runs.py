@@ -27,7 +27,12 @@ from megatron_dynapipe.integration.execution.step_functions import StepFunction,
 from megatron_dynapipe.integration.flags import arguments, placement
 from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
 from megatron_dynapipe.integration.flags.model_state import StateBytes
-from megatron_dynapipe.integration.flags.plan_inputs import chosen_layer_split, plan_inputs, preview_inputs
+from megatron_dynapipe.integration.flags.plan_inputs import (
+    chosen_layer_split,
+    plan_inputs,
+    preview_inputs,
+    state_dtype,
+)
 from megatron_dynapipe.integration.flags.preflight import check_run
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.integration.models.providers import (
@@ -227,7 +232,7 @@ def _session(
         inputs=lambda: plan_inputs(args, settings, family, on_cpu=on_cpu),
         needs=needs,
         make_batch=make_batch,
-        dtype=args.params_dtype,
+        dtype=state_dtype(args),
         device=torch.device("cpu") if on_cpu else torch.device("cuda", args.local_rank or 0),
         seed=args.seed,
         metrics_interval=args.tensorboard_log_interval,

@@ -15,6 +15,7 @@ from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import legacy, placement
+from megatron_dynapipe.integration.flags.megatron import check as megatron_check
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.planning.baselines import PartitionSettings
 from megatron_dynapipe.planning.schedules import ScheduleSettings
@@ -223,7 +224,7 @@ def check(args: argparse.Namespace, family: ModelFamily) -> RunSettings:
     legacy.check(args, os.environ)
     legacy.set_log_level(os.environ)
     check_layout(args, world_size())
-    check_supported(args)
+    check_supported(args, family)
     maximum_lengths(args, family)
     settings = RunSettings.from_args(args)
     if settings.cost_model is not None:
@@ -277,8 +278,10 @@ def check_layout(args: argparse.Namespace, world_size: int) -> None:
         )
 
 
-def check_supported(args: argparse.Namespace) -> None:
-    """Refuse Megatron options under which a planned run would not do what they say.
+def check_supported(args: argparse.Namespace, family: ModelFamily) -> None:
+    """Refuse Megatron options under which a planned run would not do what they say; say which have no effect.
+
+    `megatron` has the decision on every one of them; here are those that hang on a value or on several flags.
 
     Raises:
         ConfigError: names the option, the reason and what to do.
@@ -286,6 +289,9 @@ def check_supported(args: argparse.Namespace) -> None:
     for refused, flag, reason in _refusals(args):
         if refused:
             raise ConfigError(f"{flag} cannot be used with DynaPipe: {reason}", hint=f"remove {flag}")
+    without_effect = megatron_check.check(args, family, megatron_check.actions())
+    if without_effect and os.environ.get("RANK", "0") == "0":
+        print(f"without effect on a planned run: {', '.join(without_effect)}", flush=True)
     if not args.calculate_per_token_loss:
         raise ConfigError(
             "DynaPipe needs --calculate-per-token-loss: micro-batches hold different numbers of tokens, and only a sum "
@@ -302,7 +308,7 @@ def check_supported(args: argparse.Namespace) -> None:
 
 def _refusals(args: argparse.Namespace) -> list[tuple[bool, str, str]]:
     divide = args.dynapipe_scatter_gather == ScatterGather.ON
-    one_shape = "a graph is captured for one shape, and micro-batches have many"
+    positions, layers = args.position_embedding_type, args.transformer_impl
     return [
         (
             divide and args.tensor_model_parallel_size == 1,
@@ -319,23 +325,13 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str, str]]:
             "--dynapipe-scatter-gather on",
             "one stage sends no messages",
         ),
+        (positions == "mrope", f"--position-embedding-type {positions}", "samples have one position per token"),
+        (layers not in ("local", "transformer_engine"), f"--transformer-impl {layers}", "its layers do not train"),
         (
-            bool(args.iterations_to_skip),
-            "--iterations-to-skip",
-            "Megatron skips by taking one item per micro-batch, and an item is a whole planned iteration",
+            args.optimizer not in ("adam", "sgd"),
+            f"--optimizer {args.optimizer}",
+            "plans leave room for the states of adam and sgd",
         ),
-        (args.rampup_batch_size is not None, "--rampup-batch-size", "a plan's number of samples is fixed"),
-        (args.context_parallel_size > 1, "--context-parallel-size", "plans do not divide a sequence over ranks"),
-        (args.full_validation, "--full-validation", "evaluation runs --eval-iters planned iterations"),
-        (args.multiple_validation_sets, "--multiple-validation-sets", "there is one validation split"),
-        (args.num_experts is not None, "--num-experts", "auxiliary losses are averaged over micro-batches"),
-        (args.mtp_num_layers is not None, "--mtp-num-layers", "its loss is averaged over micro-batches"),
-        (args.sft, "--sft", "its dataset packs sequences; plans do not"),
-        (args.cuda_graph_impl != "none", f"--cuda-graph-impl {args.cuda_graph_impl}", one_shape),
-        (bool(getattr(args, "enable_cuda_graph", False)), "--enable-cuda-graph", one_shape),  # gone after Megatron 0.19
-        (bool(getattr(args, "external_cuda_graph", False)), "--external-cuda-graph", one_shape),
-        (args.overlap_moe_expert_parallel_comm, "--overlap-moe-expert-parallel-comm", "it brings its own schedule"),
-        (bool(args.phase_transition_iterations), "--phase-transition-iterations", "samples are counted from the start"),
     ]
 
 

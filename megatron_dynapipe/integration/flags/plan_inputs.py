@@ -26,6 +26,12 @@ MEMORY_SHARE = 0.9
 fragments, communication buffers and kernels' workspaces."""
 
 
+def state_dtype(args: argparse.Namespace) -> torch.dtype:
+    """Type of the states that cross stage boundaries: that of Megatron's `pipeline_dtype`."""
+    dtype: torch.dtype = torch.float32 if args.fp32_residual_connection else args.params_dtype
+    return dtype
+
+
 def plan_inputs(args: argparse.Namespace, settings: RunSettings, family: ModelFamily, *, on_cpu: bool) -> PlanInputs:
     """Everything plans are made from, the same on every rank."""
     return PlanInputs(
@@ -102,7 +108,7 @@ def _planner(
         scatter_gather=settings.scatter_gather,
         partition=settings.partition,
         schedule=settings.schedule,
-        element_bytes=args.params_dtype.itemsize,
+        element_bytes=state_dtype(args).itemsize,
         sequence_parallel=args.sequence_parallel,
     )
 

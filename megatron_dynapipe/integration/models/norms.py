@@ -1,4 +1,4 @@
-"""The norm of Megatron's local layers, also under sequence parallelism."""
+"""The norm of Megatron's local layers, also under sequence parallelism and with residuals in fp32."""
 
 from typing import Any
 
@@ -6,18 +6,37 @@ import torch
 from megatron.core.models.T5.t5_spec import LNImpl
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import layer_norm, rms_norm
 
 from megatron_dynapipe.errors import ConfigError
 
 _NORMS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
 
 
-class SequenceParallelNorm:
-    """PyTorch's LayerNorm or RMSNorm, as `config.normalization` says, for use with sequence parallelism.
+class _Fp32LayerNorm(torch.nn.LayerNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (torch names it so)
+        weight, bias = self.weight.float(), self.bias.float()
+        return layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
+
+
+class _Fp32RMSNorm(torch.nn.RMSNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (torch names it so)
+        normed = rms_norm(input.float(), list(self.normalized_shape), self.weight.float(), self.eps)
+        return normed.to(self.weight.dtype)
+
+
+_FP32_NORMS = {"LayerNorm": _Fp32LayerNorm, "RMSNorm": _Fp32RMSNorm}
+
+
+class LocalNorm:
+    """PyTorch's LayerNorm or RMSNorm, as `config.normalization` says, where Megatron's wrapper of them does not serve.
 
     Each rank norms its part of a sequence, so that the gradients of the norm's weights are to be summed over the
     tensor-parallel ranks. Megatron's finalisation does this for parameters with the attribute `sequence_parallel`;
     its own wrapper of these norms does not set it and refuses sequence parallelism instead.
+
+    With `config.fp32_residual_connection` the input is fp32: it is normed so, and the result has the weights' type,
+    as that of apex's and Transformer Engine's norms. PyTorch's want weights of their input's type.
 
     Raises:
         ConfigError: another kind of norm, or weights centred around zero, which PyTorch's norms do not have.
@@ -33,13 +52,14 @@ class SequenceParallelNorm:
                 f"expected --normalization LayerNorm or RMSNorm, got {config.normalization}{centred}",
                 hint="use --transformer-impl transformer_engine for other norms",
             )
-        norm: torch.nn.Module = _NORMS[config.normalization](hidden_size, eps=eps)
+        kinds = _FP32_NORMS if config.fp32_residual_connection else _NORMS
+        norm: torch.nn.Module = kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
             vars(parameter)["sequence_parallel"] = config.sequence_parallel
         return norm
 
 
-def local_norm(*, normalization: str, sequence_parallel: bool) -> Any:
+def local_norm(*, normalization: str, sequence_parallel: bool, fp32_residual: bool = False) -> Any:
     """The class of norms for local layers: Megatron's choice (apex's, if installed), ours where that would refuse."""
     theirs = WrappedTorchNorm if normalization == "RMSNorm" else LNImpl
-    return SequenceParallelNorm if sequence_parallel and theirs is WrappedTorchNorm else theirs
+    return LocalNorm if (sequence_parallel or fp32_residual) and theirs is WrappedTorchNorm else theirs

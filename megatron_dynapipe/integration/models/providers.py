@@ -182,6 +182,8 @@ def gpt_provider(args: Namespace) -> ModelProvider:
             position_embedding_type=args.position_embedding_type,
             rotary_percent=args.rotary_percent,
             rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
             seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
             pg_collection=groups,
             vp_stage=vp_stage,
@@ -210,4 +212,8 @@ def gpt_takes_mask(args: Namespace) -> bool:
 
 
 def _norm(args: Namespace) -> Any:
-    return local_norm(normalization=args.normalization, sequence_parallel=args.sequence_parallel)
+    return local_norm(
+        normalization=args.normalization,
+        sequence_parallel=args.sequence_parallel,
+        fp32_residual=args.fp32_residual_connection,
+    )

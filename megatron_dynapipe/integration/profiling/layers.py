@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.integration.execution.recompute import RecomputeSwitch
+from megatron_dynapipe.integration.flags.plan_inputs import state_dtype
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.providers import gpt_provider, gpt_takes_mask, t5_options
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, T5StageInputs
@@ -200,7 +201,7 @@ class _Inputs:
         """[length, size, hidden] that a gradient is wanted of; this rank's part under sequence parallelism."""
         ways = self._args.tensor_model_parallel_size if self._args.sequence_parallel else 1
         shape = (length // ways, size, self._args.hidden_size)
-        return torch.randn(shape, dtype=self._args.params_dtype, device=self._beside.device).requires_grad_()
+        return torch.randn(shape, dtype=state_dtype(self._args), device=self._beside.device).requires_grad_()
 
     def tokens(self, size: int, length: int) -> Tensor:
         """[size, length] of the vocabulary."""

@@ -15,25 +15,28 @@ def check(rank: int, world_size: int, normalization: str) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_dynapipe.errors import ConfigError
-    from megatron_dynapipe.integration.models.norms import SequenceParallelNorm, local_norm
+    from megatron_dynapipe.integration.models.norms import LocalNorm, local_norm
 
     def config(**changes: object) -> TransformerConfig:
         made = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "normalization": normalization}
         return TransformerConfig(**(made | changes))
 
     divided = config(sequence_parallel=True, tensor_model_parallel_size=2)
-    norm, theirs = SequenceParallelNorm(divided, 8, 1e-3), WrappedTorchNorm(config(), 8, 1e-3)
+    norm, theirs = LocalNorm(divided, 8, 1e-3), WrappedTorchNorm(config(), 8, 1e-3)
     state = torch.randn(3, 2, 8)
     assert type(norm) is type(theirs) and torch.equal(norm(state), theirs(state))
     assert norm.state_dict().keys() == theirs.state_dict().keys()
     assert all(parameter.sequence_parallel for parameter in norm.parameters())
-    assert not any(parameter.sequence_parallel for parameter in SequenceParallelNorm(config(), 8).parameters())
+    assert not any(parameter.sequence_parallel for parameter in LocalNorm(config(), 8).parameters())
     assert local_norm(normalization=normalization, sequence_parallel=False) in (WrappedTorchNorm, LNImpl)
-    assert local_norm(normalization="RMSNorm", sequence_parallel=True) is SequenceParallelNorm
+    assert local_norm(normalization="RMSNorm", sequence_parallel=True) is LocalNorm
+    assert local_norm(normalization="RMSNorm", sequence_parallel=False, fp32_residual=True) is LocalNorm
+    wide = LocalNorm(config(fp32_residual_connection=True), 8, 1e-3).bfloat16()
+    assert wide(state).dtype == torch.bfloat16 and torch.equal(wide(state), theirs(state).bfloat16())
     for refused, said in (({"layernorm_zero_centered_gamma": True}, "centred around zero"), ({}, "got L2Norm")):
         kind = normalization if refused else "L2Norm"
         with pytest.raises(ConfigError, match=f"expected --normalization LayerNorm or RMSNorm.*{said}"):
-            SequenceParallelNorm(config(**refused, normalization=kind), 8)
+            LocalNorm(config(**refused, normalization=kind), 8)
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

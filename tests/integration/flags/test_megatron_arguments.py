@@ -1,0 +1,171 @@
+"""All of Megatron's arguments have a decision, and the decisions are kept."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.megatron import IGNORED, REFUSED, TABLE, check
+from megatron_dynapipe.units import ModelFamily
+from tests.helpers.megatron_wheels import VERSIONS, unpack
+from tests.helpers.processes import run_ranks
+from tests.integration.entry import make_dataset, train
+
+OLDER = {"--rl-generation-batch-size", "--rl-parallel-generation-tasks"}
+OLDER |= {"--rl-num-parallel-generation-batches", "--rl-num-parallel-generations"}
+"""Flags of Megatron 0.18 that 0.19 does not have."""
+
+
+def groups_of_megatron(rank: int = 0, world_size: int = 1) -> dict[str, list[str]]:
+    """The flags of the Megatron that this process imports, by group."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False))
+    return {group.title: [check.flag_of(a) for a in group._group_actions] for group in parser._action_groups}
+
+
+def undecided(groups: dict[str, list[str]]) -> dict[str, str]:
+    decided = {flag: group.title for group in TABLE for flag in group.flags()}
+    return {flag: title for title, flags in groups.items() for flag in flags if decided.get(flag) != title}
+
+
+def test_every_argument_of_the_installed_megatron_has_a_decision():
+    """A flag that is new in Megatron fails here until someone writes down what is done with it."""
+    groups = run_ranks(groups_of_megatron, 1)[0]
+    missing = undecided(groups)
+    assert not missing, f"decide in integration/flags/megatron what a planned run does with {missing}"
+    found = {flag for flags in groups.values() for flag in flags}
+    assert {flag for group in TABLE for flag in group.flags()} - found <= OLDER
+
+
+PRINT = """
+from megatron_dynapipe import cpu
+cpu.quieten()
+cpu.enable("cpu")
+import json, sys
+from tests.integration.flags.test_megatron_arguments import groups_of_megatron
+json.dump(groups_of_megatron(), open(sys.argv[1], "w"))
+"""
+
+
+@pytest.mark.slow  # 20 s for each
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_argument_of_a_supported_megatron_has_a_decision(version, tmp_path):
+    folder = unpack(version, tmp_path / "megatron")
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{Path(__file__).parents[3]}"}
+    subprocess.run([sys.executable, "-c", PRINT, tmp_path / "found.json"], check=True, env=environment)
+    assert undecided(json.loads((tmp_path / "found.json").read_text())) == {}
+
+
+def test_every_flag_stands_once():
+    flags = Counter(flag for group in TABLE for flag in group.flags())
+    assert [flag for flag, times in flags.items() if times > 1] == []
+    assert all(flag.startswith("--") for flag in flags)
+    assert len({group.title for group in TABLE}) == len(TABLE)
+
+
+def parser() -> argparse.ArgumentParser:
+    """A few of Megatron's arguments, in its own forms."""
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    made.add_argument("--context-parallel-size", type=int, default=1)
+    made.add_argument("--tp-comm-overlap", action="store_true")
+    made.add_argument("--defer-embedding-wgrad-compute", action="store_true")
+    made.add_argument("--fine-grained-activation-offloading", action="store_true")
+    made.add_argument("--fp8-format", dest="fp8", default=None)
+    made.add_argument("--data-path", nargs="*", default=None)
+    made.add_argument("--vocab-size", type=int, default=None)
+    made.add_argument("--split", default=None)
+    made.add_argument("--no-tp-comm-split-ag", action="store_false", dest="tp_comm_split_ag", default=True)
+    made.add_argument("--yarn-correction-range-round-to-int", action="store_true", dest="rounds", default=None)
+    made.add_argument("--no-yarn-correction-range-round-to-int", action="store_false", dest="rounds", default=True)
+    made.add_argument("--transformer-impl", default="transformer_engine")
+    made.add_argument("--attention-backend", default="auto")
+    made.add_argument("--multi-latent-attention", action="store_true")
+    made.add_argument("--rl-partial-rollouts", action=argparse.BooleanOptionalAction, default=False)
+    made.add_argument("--flag-of-another", default=None)
+    return made
+
+
+def checked(flags: str, family: ModelFamily = ModelFamily.GPT, *, use_dynapipe: bool = False) -> list[str]:
+    made = parser()
+    args = made.parse_args(flags.split())
+    args.use_dynapipe = use_dynapipe
+    return check.check(args, family, [action for action in made._actions if action.dest != "help"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--context-parallel-size 2", "--context-parallel-size cannot be used with DynaPipe: plans do not shard"),
+        ("--tp-comm-overlap", "buffers are made once, for --seq-length"),
+        ("--defer-embedding-wgrad-compute", "they would be lost"),
+        ("--fine-grained-activation-offloading", "in the order of Megatron's own schedules"),
+        ("--fp8-format hybrid", "replicas have different numbers"),
+        ("--data-path a b", "samples come from --dynapipe-data"),
+        ("--vocab-size 512", "that of the dataset's tokenizer"),
+        ("--transformer-impl local --attention-backend flash", "local layers do not look at it"),
+        ("--multi-latent-attention", "outside a patched checkout: the entry scripts build plain attention"),
+    ],
+)
+def test_refused(flags, said):
+    with pytest.raises(ConfigError) as told:
+        checked(flags)
+    assert said in told.value.message and "\n" not in told.value.message
+    assert told.value.hint is not None and told.value.hint.startswith("remove --")
+
+
+def test_refused_for_one_family_alone():
+    flags = "--no-yarn-correction-range-round-to-int"
+    assert checked("") == [] and checked("", ModelFamily.T5) == []
+    with pytest.raises(ConfigError, match=r"--yarn-correction-range-round-to-int .* for a T5"):
+        checked("--yarn-correction-range-round-to-int", ModelFamily.T5)
+    assert checked(flags) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--context-parallel-size 1",
+        "--transformer-impl local",
+        "--attention-backend flash",
+        "--flag-of-another x",
+    ],
+)
+def test_defaults_and_supported_flags_pass(flags):
+    assert checked(flags) == []
+
+
+def test_a_patched_checkout_builds_its_own_model():
+    assert checked("--multi-latent-attention", use_dynapipe=True) == []
+
+
+def test_flags_without_effect_are_named_with_the_reason():
+    assert checked("--split 9,1,0 --no-tp-comm-split-ag --rl-partial-rollouts") == [
+        "--split (samples come from --dynapipe-data)",
+        "--no-tp-comm-split-ag (it goes with --tp-comm-overlap, which is refused)",
+        "--rl-partial-rollouts (it goes with --perform-rl-step, which is refused)",
+    ]
+
+
+def test_reasons_that_name_a_flag_are_true():
+    """A flag that "goes with" a refused one is without effect only if that one is refused, or has no effect itself."""
+    for flag, reason in IGNORED.items():
+        named = [word.strip(",") for word in reason.split() if word.startswith("--")]
+        if reason.startswith("it goes with --") and "--optimizer" not in named:
+            assert all(name in REFUSED or name in IGNORED for name in named), flag
+
+
+def test_an_entry_script_says_what_has_no_effect_once(tmp_path):
+    data = make_dataset(tmp_path / "data")
+    flags = "--train-iters 1 --pipeline-model-parallel-size 2 --split 9,1,0 --moe-router-topk 3"
+    first, second = train("gpt", data, flags, ranks=2, report=tmp_path / "report")
+    line = (
+        "without effect on a planned run: --moe-router-topk (it goes with --num-experts, which is refused), --split ("
+    )
+    assert line in first["stdout"] and "without effect" not in second["stdout"]
