@@ -60,6 +60,12 @@ def train(
     return runs
 
 
+def reported(runs: list[dict]) -> str:
+    """The error of a run that could not start: one rank says it, whichever, and it alone."""
+    (message,) = [run["stderr"].partition("error: ")[2] for run in runs if "error: " in run["stderr"]]
+    return message
+
+
 def _run_entry(*, rank: int, world_size: int, script: str, argv: list[str], kill: str | None) -> dict:
     """On one rank: the script as `python script argv…` would run it."""
 

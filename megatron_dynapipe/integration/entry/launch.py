@@ -4,6 +4,7 @@ torchrun's agent hosts a key-value store at MASTER_ADDR:MASTER_PORT and tells it
 error reports it for all, and no rank goes on into Megatron's initialisation, where it would wait for that rank.
 """
 
+import contextlib
 import datetime
 import json
 import os
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _READY, _VERDICT, _GO = "ready", "verdict", "go"
 REPORTED_HERE = "reported_here"
 """Attribute of an error that this rank reports, whichever it is."""
+_RANK_0_FIRST_S = 2.0
 _GRACE_S = 5.0
 """torchrun ends the other ranks once one has failed; one that failed too waits for that, so as not to be first."""
 
@@ -28,8 +30,8 @@ _GRACE_S = 5.0
 def start_together[T](check: Callable[[], T], *, timeout_s: float) -> T:
     """Run `check` on every rank; return its value once it has succeeded on all.
 
-    A rank whose check fails raises its error if it is the first to fail, else it exits with status 2 and leaves the
-    report to that one. Without torchrun's store every rank stands for itself.
+    Of the ranks whose check fails one raises its error, rank 0 if it is among them; the others exit with status 2 and
+    leave the report to it. Without torchrun's store every rank stands for itself.
 
     Raises:
         ConfigError: some rank did not finish its check within `timeout_s`.
@@ -41,6 +43,8 @@ def start_together[T](check: Callable[[], T], *, timeout_s: float) -> T:
     try:
         value = check()
     except Exception as error:
+        if rank != "0":
+            _wait_for_rank_0(store)
         if store.compare_set(_VERDICT, "", rank) != rank.encode():
             leave_report_to_another_rank(2)
         setattr(error, REPORTED_HERE, True)
@@ -57,6 +61,12 @@ def start_together[T](check: Callable[[], T], *, timeout_s: float) -> T:
     if store.get(_VERDICT) != _GO.encode():
         leave_report_to_another_rank(2)
     return value
+
+
+def _wait_for_rank_0(store: "Store") -> None:
+    """Give rank 0 a moment to report the error if it has it too."""
+    with contextlib.suppress(RuntimeError):
+        store.wait([_VERDICT], datetime.timedelta(seconds=_RANK_0_FIRST_S))
 
 
 def _has_agent_store() -> bool:

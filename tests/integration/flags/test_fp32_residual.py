@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.integration.entry import make_dataset, train
+from tests.helpers.entry_scripts import train
+from tests.helpers.random_dataset import make_dataset
 
 
 @pytest.mark.slow  # 10 s for each

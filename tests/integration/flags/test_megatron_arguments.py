@@ -13,9 +13,10 @@ import pytest
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.megatron import IGNORED, REFUSED, TABLE, check
 from megatron_dynapipe.units import ModelFamily
+from tests.helpers.entry_scripts import train
 from tests.helpers.megatron_wheels import VERSIONS, unpack
 from tests.helpers.processes import run_ranks
-from tests.integration.entry import make_dataset, train
+from tests.helpers.random_dataset import make_dataset
 
 OLDER = {"--rl-generation-batch-size", "--rl-parallel-generation-tasks"}
 OLDER |= {"--rl-num-parallel-generation-batches", "--rl-num-parallel-generations"}
