@@ -260,6 +260,7 @@ std::tuple<bool, Steps, Steps> run_fast_verify(const nb::bytes& lists, int64_t c
 
 NB_MODULE(_native, module) {
     module.doc() = "The planner's core.";
+    nb::set_leak_warnings(false);  // a problem may well live until the interpreter ends
     nb::class_<BatchProblem>(module, "BatchProblem", "See megatron_dynapipe.planning.problem.BatchProblem.")
         .def(nb::init<const Ints&, const Ints&, std::vector<Mode>, const Ints&, const Ints&, int64_t, const Ints&,
                       int64_t, const Matrix&, int64_t, bool, bool, int64_t, const Array<bool, 1>&,
