@@ -2,7 +2,7 @@
 
 from megatron_dynapipe.cost.analytic import A100_RATES, CPU_RATES, AnalyticCostModel, DeviceRates
 from megatron_dynapipe.cost.file import TableCostModel
-from megatron_dynapipe.cost.layout import PipelineLayout, StageLayers
+from megatron_dynapipe.cost.layout import PipelineLayout, StageLayers, even_split, parse_split
 from megatron_dynapipe.cost.model import CostModel
 from megatron_dynapipe.cost.network import Links, Network, ScatterGather, boundary_bytes
 from megatron_dynapipe.cost.stages import StageCosts, stage_costs
@@ -29,5 +29,7 @@ __all__ = [
     "StageLayers",
     "TableCostModel",
     "boundary_bytes",
+    "even_split",
+    "parse_split",
     "stage_costs",
 ]

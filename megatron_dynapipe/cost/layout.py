@@ -6,9 +6,8 @@
 Virtual stage v is chunk v // stages of pipeline stage v % stages.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 import numpy as np
 
@@ -194,26 +193,17 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(least + (stage < more) for stage in range(stages))
 
 
-def parse_split(text: str, *, name: str) -> tuple[int, ...]:
+def parse_split(text: str, *, expected: str) -> tuple[int, ...]:
     """Layers per virtual stage from "9,8,8,7".
 
     Args:
         text: numbers of layers, separated by commas.
-        name: of the flag, for the message.
+        expected: what is expected of which flag, for the message.
 
     Raises:
         ConfigError: not numbers of at least 0.
     """
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words):
-        raise ConfigError(f"expected {name} as numbers of layers like 9,8,8,7, got {text!r}")
+        raise ConfigError(f"expected {expected}, got {text!r}")
     return tuple(int(word) for word in words)
-
-
-def split_of_assignment(stage_of_layer: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(stage, layers) of each run of consecutive layers: [0, 0, 0, 1] → ((0, 3), (1, 1)).
-
-    Args:
-        stage_of_layer: the pipeline stage of every layer of the model, in model order.
-    """
-    return tuple((stage, len(list(run))) for stage, run in groupby(stage_of_layer))
