@@ -8,8 +8,8 @@ each within all of it. Recompute: the first mode under which there is a cut.
 """
 
 import numpy as np
-from megatron_dynapipe.planning.intervals import UNREACHABLE, CutProblem, Intervals, intervals
 
+from megatron_dynapipe.planning.intervals import UNREACHABLE, CutProblem, Intervals, intervals
 from megatron_dynapipe.planning.partition import Cut, shortest
 from megatron_dynapipe.planning.problem import IntArray
 

@@ -5,7 +5,7 @@ from typing import Self
 
 import numpy as np
 
-from megatron_dynapipe.cost import ABSENT, LARGEST_COST
+from megatron_dynapipe.cost import ABSENT, LARGEST_COST, stage_costs
 from megatron_dynapipe.errors import DataError, InfeasibleError
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.sampling import GlobalBatch
@@ -118,9 +118,9 @@ def _explain_uncovered(where: str, problem: BatchProblem, row: int) -> Infeasibl
             hint="truncate or skip long samples, use more tensor parallelism, or profile longer lengths",
         )
     layers = problem.layout.layers_per_stage
-    stage = layers.index(max(layers)) % problem.layout.stages
+    v = int((stage_costs(problem.modes[0], problem.layout, one, *lengths).forward_ns[0] == ABSENT).argmax())
     return InfeasibleError(
-        f"{where} takes over {LARGEST_COST / 60e9:.0f} minutes or {LARGEST_COST / 1e12:.1f} TB on stage {stage}"
-        f" of {max(layers)} layers",
+        f"{where} takes over {LARGEST_COST / 60e9:.0f} minutes or {LARGEST_COST / 1e12:.1f} TB on stage"
+        f" {v % problem.layout.stages}, which has {layers[v]} layers",
         hint="use more pipeline stages or tensor parallelism, or truncate long samples",
     )
