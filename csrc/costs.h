@@ -1,4 +1,4 @@
-// What micro-batches of neighbouring samples cost, looked up by shape (planning/intervals.py, its twin).
+// The one cache of costs: what micro-batches cost, by recompute mode and shape, computed when first asked for.
 #pragma once
 
 #include <algorithm>
@@ -8,85 +8,83 @@
 #include <vector>
 
 #include "checks.h"
-#include "cut.h"
+#include "problem.h"
 #include "tables.h"
 
 namespace dynapipe {
 
-// A micro-batch that may be made: what it costs, and the options of micro-batches in flight under which it fits.
-struct Candidate {
-    int64_t time, fill;
-    uint32_t options;
+// The padded shape of a micro-batch.
+struct Shape {
+    int64_t size, input, target;
+};
+
+// A micro-batch in the terms of the partition.
+struct Summary {
+    int64_t time;      // forward and backward on its slowest stage
+    int64_t warmup;    // forward and backward on all other stages: the pipeline's warm-up and drain around it
+    uint32_t options;  // of micro-batches in flight under which it fits
     bool known;
 };
 
-// Costs of micro-batches of one padded length under one recompute mode, by size, found when first asked for.
-class Profile {
-public:
-    Profile(const CutProblem& problem, const Grid& grid, const std::vector<StageLayers>& kinds, int64_t input,
-            int64_t target)
-        : sizes_(&grid.sizes) {
-        const std::vector<int64_t> knots = grid.knots(input, target);
-        size_t present = sizes_->points.size();
-        while (present > 0 && knots[present - 1] == kAbsent) --present;
-        if (present == 0) return;
-        by_size_.resize(std::min<int64_t>(problem.inputs.size(), sizes_->points[present - 1]));
-        for (const StageLayers& kind : kinds) append_stage_knots(knots, sizes_->points.size(), kind, rows_);
-    }
-
-    // Sizes above this were not measured, or did not fit.
-    int64_t largest() const { return by_size_.size(); }
-
-    const int64_t* rows() const { return rows_.data(); }
-
-    Candidate& at(int64_t size) { return by_size_[size - 1]; }
-
-    Axis::Cell cell(int64_t size) const { return sizes_->cell(size); }
-
-    size_t knots() const { return sizes_->points.size(); }
-
-private:
-    const Axis* sizes_;
-    std::vector<int64_t> rows_;  // [kinds][kStageRows][sizes]
-    std::vector<Candidate> by_size_;
+// A micro-batch on every virtual stage.
+struct CostRow {
+    std::vector<int64_t> values;  // [6][virtual stages], as PassCosts has them
+    PassCosts costs;
+    bool covered = false;  // by the cost model
+    bool fits = false;     // covered, and its peaks fit beside the model state
 };
 
-// Looks up what micro-batches cost.
-class Costs {
+class CostCache {
 public:
-    explicit Costs(const CutProblem& problem) : problem_(problem), profiles_(problem.modes.size()) {
-        for (const StageLayers& stage : problem.layers) {
-            const auto found = std::find(kinds_.begin(), kinds_.end(), stage);
-            kind_of_.push_back(found - kinds_.begin());
-            if (found == kinds_.end()) kinds_.push_back(stage);
-        }
-        costs_of_kind_.resize(kinds_.size());
-    }
+    // Micro-batches of one pair of padded lengths under one recompute mode, by size.
+    class BySize {
+    public:
+        // Larger sizes were not measured, or did not fit.
+        int64_t largest() const { return summaries_.size(); }
 
-    Profile& profile(size_t mode, int64_t input, int64_t target) {
-        std::unique_ptr<Profile>& slot = profiles_[mode][input << 21 | target];
-        if (!slot) slot = std::make_unique<Profile>(problem_, problem_.modes[mode], kinds_, input, target);
+    private:
+        friend class CostCache;
+        const Axis* sizes_;
+        std::vector<int64_t> stage_costs_;  // [kinds][kStageRows][sizes of the grid]
+        std::vector<Summary> summaries_;
+        std::unordered_map<int64_t, CostRow> rows_;
+    };
+
+    explicit CostCache(const Problem& problem);
+
+    BySize& by_size(size_t mode, int64_t input, int64_t target) {
+        std::unique_ptr<BySize>& slot = by_lengths_[mode][input << 21 | target];
+        if (!slot) slot = make_by_size(mode, input, target);
         return *slot;
     }
 
-    const Candidate& candidate(Profile& profile, int64_t size) {
-        Candidate& slot = profile.at(size);
-        if (!slot.known) slot = compute(profile, size);
+    // For sizes from 1 to `largest()`.
+    const Summary& summary(BySize& by_size, int64_t size) {
+        Summary& slot = by_size.summaries_[size - 1];
+        if (!slot.known) slot = summarize(by_size, size);
         return slot;
     }
 
+    // What is returned lives as long as this object.
+    const CostRow& row(size_t mode, const Shape& shape);
+
 private:
-    struct KindCosts {
+    // Costs of one kind of stage at a size: [kStageRows].
+    using StageCosts = int64_t[kStageRows];
+
+    std::unique_ptr<BySize> make_by_size(size_t mode, int64_t input, int64_t target);
+    Summary summarize(const BySize& by_size, int64_t size);
+    void compute(const BySize& by_size, const Shape& shape, CostRow& row) const;
+    bool interpolate_kind(const BySize& by_size, size_t kind, const Axis::Cell& cell, StageCosts& at) const;
+
+    const Problem& problem_;
+    std::vector<StageLayers> kinds_;  // the distinct stages
+    std::vector<size_t> kind_of_;     // [virtual stages]
+    std::vector<std::unordered_map<int64_t, std::unique_ptr<BySize>>> by_lengths_;  // [modes]
+    struct KindSummary {
         int64_t time, stored, above;
     };
-
-    Candidate compute(const Profile& profile, int64_t size);
-
-    const CutProblem& problem_;
-    std::vector<StageLayers> kinds_;  // distinct stages
-    std::vector<size_t> kind_of_;     // [virtual stages]
-    std::vector<KindCosts> costs_of_kind_;
-    std::vector<std::unordered_map<int64_t, std::unique_ptr<Profile>>> profiles_;  // [modes]{lengths}
+    std::vector<KindSummary> kind_summaries_;  // [kinds], of the micro-batch being summarized
 };
 
 }  // namespace dynapipe

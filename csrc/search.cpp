@@ -5,10 +5,8 @@
 #include <utility>
 
 #include "checks.h"
-#include "interleave.h"
-#include "moves.h"
-#include "noise.h"
-#include "shape_costs.h"
+#include "jitter.h"
+#include "mutations.h"
 
 namespace dynapipe {
 namespace {
@@ -22,7 +20,7 @@ struct Solution {
         for (const ReplicaState& replica : replicas) most = std::max(most, replica.makespan);
         return most;
     }
-    // The slowest replica's makespan first; a faster other replica is room for later moves.
+    // The slowest replica's makespan first; a faster other replica is room for later mutations.
     int64_t objective() const {
         int64_t sum = 0;
         for (const ReplicaState& replica : replicas) sum += replica.makespan;
@@ -32,11 +30,11 @@ struct Solution {
 
 class Search {
 public:
-    Search(const SearchProblem& problem, int64_t evaluations, uint64_t seed)
-        : problem_(problem), costs_(problem), scheduler_(problem.shape), interleaved_(problem.shape),
-          noise_(problem.shape), moves_(problem, seed), left_(evaluations) {}
+    Search(const Problem& problem, CostCache& costs, const Lengths& lengths, int64_t evaluations, uint64_t seed)
+        : problem_(problem), costs_(costs), lengths_(lengths), scheduler_(problem.pipeline),
+          jittered_(problem.pipeline), mutations_(problem, seed), left_(evaluations) {}
 
-    Found run(const std::vector<std::vector<MicroBatch>>& cuts);
+    Found run(const std::vector<std::vector<MicroBatch>>& partitions);
 
 private:
     int64_t evaluate(ReplicaState& replica, int64_t bound, std::vector<uint8_t>* forwards = nullptr);
@@ -46,17 +44,17 @@ private:
     void begin_replica(ReplicaState& replica);
     void improve(Solution& solution, int64_t evaluations);
     bool change(Solution& candidate, int64_t limit);
-    int64_t noisy_total(ReplicaState& replica);
-    void steady_policy(ReplicaState& replica);
-    void steady(Solution& solution, int64_t evaluations);
+    int64_t jittered_total(ReplicaState& replica);
+    void robustify_policy(ReplicaState& replica);
+    void robustify(Solution& solution, int64_t evaluations);
     Policy policy(int64_t extra, Rule rule) const;
 
-    const SearchProblem& problem_;
-    ShapeCosts costs_;
+    const Problem& problem_;
+    CostCache& costs_;
+    const Lengths& lengths_;
     ListScheduler scheduler_;
-    InterleavedScheduler interleaved_;
-    NoisyReplay noise_;
-    Moves moves_;
+    JitteredReplay jittered_;
+    Mutations mutations_;
     int64_t left_;
     std::vector<const PassCosts*> rows_;
     std::vector<uint8_t> forwards_;
@@ -64,8 +62,15 @@ private:
 };
 
 bool Search::look_up(MicroBatch& batch) {
-    if (!batch.costs) batch.costs = costs_.at(batch);
-    return batch.costs;
+    if (batch.costs) return true;
+    Shape shape{batch.size, 0, 0};
+    for (int64_t i = batch.first; i < batch.first + batch.size; ++i) {
+        shape.input = std::max(shape.input, lengths_.inputs[i]);
+        shape.target = std::max(shape.target, lengths_.targets[i]);
+    }
+    const CostRow& row = costs_.row(batch.mode, shape);
+    if (row.fits) batch.costs = &row.costs;
+    return row.fits;
 }
 
 int64_t Search::evaluate(ReplicaState& replica, int64_t bound, std::vector<uint8_t>* forwards) {
@@ -75,13 +80,12 @@ int64_t Search::evaluate(ReplicaState& replica, int64_t bound, std::vector<uint8
         if (!look_up(batch)) return kUnreachable;
         rows_.push_back(batch.costs);
     }
-    return problem_.shape.chunks > 1 ? interleaved_.run(rows_, replica.policy, bound, forwards)
-                                     : scheduler_.run(rows_, replica.policy, bound, forwards);
+    return scheduler_.run(rows_, replica.policy, bound, forwards);
 }
 
-// What fills the pipeline, and `extra` beyond on all ranks but the last.
+// The depths that fill the pipeline, and `extra` beyond them on all stages but the last.
 Policy Search::policy(int64_t extra, Rule rule) const {
-    const int64_t stages = problem_.shape.stages, each = problem_.shape.chunks > 1 ? 2 : 1;
+    const int64_t stages = problem_.pipeline.stages, each = problem_.pipeline.chunks > 1 ? 2 : 1;
     Policy policy{{}, rule};
     for (int64_t s = 0; s + 1 < stages; ++s) policy.depth.push_back(each * (stages - 1 - s) + 1 + extra);
     policy.depth.push_back(1);
@@ -95,7 +99,7 @@ int64_t Search::work(MicroBatch& batch) {
     return sum;
 }
 
-// Orders to begin with: small to large, large to small, small – large – small, and as cut, under a few policies, of
+// Orders to begin with: small to large, large to small, small – large – small, and as partitioned, under a few policies, of
 // which one is plain 1F1B; the best is kept. The micro-batches come small to large.
 void Search::begin_replica(ReplicaState& replica) {
     std::vector<std::vector<MicroBatch>> orders(4);
@@ -120,7 +124,7 @@ void Search::begin_replica(ReplicaState& replica) {
     replica = std::move(best);
 }
 
-// Deals a cut to the replicas, the longest micro-batch first, each to the replica with the least work.
+// Assigns a partition to the replicas, the longest micro-batch first, each to the replica with the least work.
 Solution Search::begin(std::vector<MicroBatch> batches) {
     Solution solution;
     solution.replicas.resize(problem_.replicas);
@@ -147,26 +151,26 @@ Solution Search::begin(std::vector<MicroBatch> batches) {
     return solution;
 }
 
-Found Search::run(const std::vector<std::vector<MicroBatch>>& cuts) {
+Found Search::run(const std::vector<std::vector<MicroBatch>>& partitions) {
     std::vector<Solution> solutions;
-    for (const std::vector<MicroBatch>& cut : cuts) {
-        Solution solution = begin(cut);
+    for (const std::vector<MicroBatch>& partition : partitions) {
+        Solution solution = begin(partition);
         if (solution.slowest() < kUnreachable) solutions.push_back(std::move(solution));
     }
     std::stable_sort(solutions.begin(), solutions.end(),
                      [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
     Found found;
     if (solutions.empty()) return found;
-    // A fifth of what is left is for noise, then a third for each of the two best starts, the rest for the better.
-    // With several chunks nothing is replayed under noise.
-    const int64_t steadying = problem_.shape.chunks > 1 ? 0 : std::max<int64_t>(left_, 0) / 5;
-    left_ -= steadying;
+    // A fifth of what is left is for jitter, then a third for each of the two best starts, the rest for the better.
+    // With several chunks nothing is replayed under jitter.
+    const int64_t robustifying = problem_.pipeline.chunks > 1 ? 0 : std::max<int64_t>(left_, 0) / 5;
+    left_ -= robustifying;
     const size_t contenders = std::min<size_t>(2, solutions.size());
     const int64_t share = left_ / 3;
     for (size_t i = 0; i < contenders && share > 0; ++i) improve(solutions[i], share);
     Solution& best = contenders > 1 && solutions[1].objective() < solutions[0].objective() ? solutions[1] : solutions[0];
     if (left_ > 0) improve(best, left_);
-    if (steadying > 0) steady(best, steadying);
+    if (robustifying > 0) robustify(best, robustifying);
     for (ReplicaState& replica : best.replicas) {
         found.forwards.emplace_back();
         if (!replica.micro_batches.empty()) evaluate(replica, kUnreachable, &found.forwards.back());
@@ -179,7 +183,7 @@ Found Search::run(const std::vector<std::vector<MicroBatch>>& cuts) {
 // touched in `touched_`.
 bool Search::change(Solution& candidate, int64_t limit) {
     touched_.clear();
-    if (!moves_.random(candidate.replicas, touched_)) return false;
+    if (!mutations_.random(candidate.replicas, touched_)) return false;
     for (size_t r : touched_) {
         ReplicaState& replica = candidate.replicas[r];
         replica.makespan = replica.micro_batches.empty() ? 0 : evaluate(replica, limit + 1);
@@ -210,25 +214,25 @@ void Search::improve(Solution& best, int64_t evaluations) {
     }
 }
 
-// The sum over all draws of noise of what the replica's order comes to. A replay costs about half an evaluation.
-int64_t Search::noisy_total(ReplicaState& replica) {
+// The sum of the makespans of the replica's order over all draws of jitter. A replay costs about half an evaluation.
+int64_t Search::jittered_total(ReplicaState& replica) {
     if (replica.micro_batches.empty()) return 0;
     evaluate(replica, kUnreachable, &forwards_);
-    left_ -= kNoiseDraws / 2;
-    return noise_.total(rows_, forwards_);
+    left_ -= kJitterDraws / 2;
+    return jittered_.total(rows_, forwards_);
 }
 
-// Of the policies that predict no longer a time, the one that comes to the least under noise.
-void Search::steady_policy(ReplicaState& replica) {
+// Of the policies that predict no longer a time, the one of the least total under jitter.
+void Search::robustify_policy(ReplicaState& replica) {
     if (replica.micro_batches.empty()) return;
     const int64_t makespan = replica.makespan;
-    int64_t least = noisy_total(replica);
+    int64_t least = jittered_total(replica);
     for (int64_t extra : {0, 1, 2, 3, 4, 5, 8}) {
         for (Rule rule : {Rule::kBackwardFirst, Rule::kForwardFirst, Rule::kStrict}) {
             ReplicaState candidate{replica.micro_batches, policy(extra, rule), 0};
             candidate.makespan = evaluate(candidate, makespan + 1);
             if (candidate.makespan > makespan) continue;
-            const int64_t total = noisy_total(candidate);
+            const int64_t total = jittered_total(candidate);
             if (total >= least) continue;
             least = total;
             replica = std::move(candidate);
@@ -236,12 +240,12 @@ void Search::steady_policy(ReplicaState& replica) {
     }
 }
 
-// Takes what predicts no longer a time and comes to less under noise.
-void Search::steady(Solution& best, int64_t evaluations) {
+// Accepts mutations that predict no longer a time and a smaller total under jitter.
+void Search::robustify(Solution& best, int64_t evaluations) {
     std::vector<int64_t> totals;
     for (ReplicaState& replica : best.replicas) {
-        steady_policy(replica);
-        totals.push_back(noisy_total(replica));
+        robustify_policy(replica);
+        totals.push_back(jittered_total(replica));
     }
     const int64_t limit = best.objective();
     left_ = evaluations;
@@ -252,7 +256,7 @@ void Search::steady(Solution& best, int64_t evaluations) {
         if (left_ < before) idle = 0;
         if (!fits) continue;
         std::vector<int64_t> changed = totals;
-        for (size_t r : touched_) changed[r] = noisy_total(candidate.replicas[r]);
+        for (size_t r : touched_) changed[r] = jittered_total(candidate.replicas[r]);
         if (std::accumulate(changed.begin(), changed.end(), int64_t{0}) >=
             std::accumulate(totals.begin(), totals.end(), int64_t{0}))
             continue;
@@ -263,32 +267,9 @@ void Search::steady(Solution& best, int64_t evaluations) {
 
 }  // namespace
 
-void SearchProblem::check() const {
-    const size_t stages = layers.size();
-    require(!inputs.empty() && inputs.size() < (size_t{1} << 24), "between 1 and 2^24 samples");
-    require(targets.size() == inputs.size(), "as many target lengths as input lengths");
-    for (const auto* lengths : {&inputs, &targets})
-        for (int64_t length : *lengths)
-            require(length >= 0 && length <= kLargestCoordinate, "lengths from 0 to 2^20");
-    require(stages >= 1 && stages <= 4096, "1 to 4096 virtual stages");
-    require(shape.chunks == 1 || shape.stages > 1, "several chunks only on several ranks");
-    require(static_cast<size_t>(shape.virtual_stages()) == stages, "model state for every rank of the virtual stages");
-    for (const auto* flags : {&links.decoder_forward, &links.decoder_backward})
-        require(flags->size() == stages - 1, "links between neighbouring stages");
-    const size_t links_given = links.gbps.size();
-    require(links_given == links.latency_ns.size() && (links_given > 0) == (stages > 1) &&
-                (stages == 1 || links_given % (stages - 1) == 0),
-            "links between neighbouring stages");
-    for (double gbps : links.gbps) require(gbps > 0, "a rate above 0 on every link");
-    for (double latency : links.latency_ns) require(latency >= 0 && latency < 1e15, "latencies from 0 to 1e15 ns");
-    require(links.bytes_per_position >= 0 && links.bytes_per_position <= kLargestCoordinate * 8, "bytes per position");
-    require(replicas >= 1 && replicas <= 65536, "1 to 65536 replicas");
-    require(!modes.empty() && modes.size() <= 16, "between 1 and 16 recompute modes");
-}
-
-Found search(const SearchProblem& problem, const std::vector<std::vector<MicroBatch>>& cuts, int64_t evaluations,
-             uint64_t seed) {
-    return Search(problem, evaluations, seed).run(cuts);
+Found search(const Problem& problem, CostCache& costs, const Lengths& lengths,
+             const std::vector<std::vector<MicroBatch>>& partitions, int64_t evaluations, uint64_t seed) {
+    return Search(problem, costs, lengths, evaluations, seed).run(partitions);
 }
 
 }  // namespace dynapipe

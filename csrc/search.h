@@ -1,35 +1,16 @@
-// Local search over cuts, recompute modes, replicas, order and schedule, on list scheduling's makespan.
+// Local search over partitions, recompute modes, replicas, order and policy, on list scheduling's makespan.
 // The rules are told in planning/search.py.
 #pragma once
 
 #include <cstdint>
-#include <memory>
-#include <unordered_map>
 #include <vector>
 
-#include "simulate.h"
-#include "tables.h"
+#include "costs.h"
+#include "list_schedule.h"
+#include "partition.h"
+#include "problem.h"
 
 namespace dynapipe {
-
-// What crosses the boundary v → v + 1 and how long it takes: [virtual stages - 1] each.
-struct Links {
-    int64_t bytes_per_position;            // of one hidden state
-    std::vector<uint8_t> decoder_forward;  // whether activations hold the decoder's state
-    std::vector<uint8_t> decoder_backward;
-    std::vector<double> latency_ns, gbps;  // [ways][virtual stages - 1]: a message goes the fastest way
-};
-
-struct SearchProblem {
-    std::vector<int64_t> inputs, targets;  // padded lengths in the order that is cut
-    std::vector<Grid> modes;
-    std::vector<StageLayers> layers;
-    PipelineShape shape;
-    Links links;
-    int64_t replicas;
-
-    void check() const;
-};
 
 // A micro-batch: samples [first, first + size) of the order.
 struct MicroBatch {
@@ -45,10 +26,12 @@ struct ReplicaState {
 };
 
 struct Found {
-    std::vector<ReplicaState> replicas;          // empty where no cut fits
+    std::vector<ReplicaState> replicas;          // empty where no partition fits
     std::vector<std::vector<uint8_t>> forwards;  // per replica, see ListScheduler::run
 };
 
-Found search(const SearchProblem& problem, const std::vector<std::vector<MicroBatch>>& cuts, int64_t evaluations, uint64_t seed);
+// The best solution from the given partitions of an order, whose padded lengths are given.
+Found search(const Problem& problem, CostCache& costs, const Lengths& lengths,
+             const std::vector<std::vector<MicroBatch>>& partitions, int64_t evaluations, uint64_t seed);
 
 }  // namespace dynapipe

@@ -15,7 +15,7 @@ Axis::Cell Axis::cell(int64_t x) const {
     return {low, high, part, part > 0 ? points[high] - points[low] : 1};
 }
 
-std::vector<int64_t> Grid::knots(int64_t input, int64_t target) const {
+std::vector<int64_t> Grid::at_lengths(int64_t input, int64_t target) const {
     const size_t n = sizes.points.size(), ni = inputs.points.size(), nt = targets.points.size();
     std::vector<int64_t> out(kRows * n, kAbsent);
     if (!inputs.covers(input) || !targets.covers(target)) return out;
@@ -30,7 +30,7 @@ std::vector<int64_t> Grid::knots(int64_t input, int64_t target) const {
     return out;
 }
 
-void Grid::check(size_t value_count, int64_t layers) const {
+void Grid::check(size_t value_count) const {
     for (const Axis* axis : {&sizes, &inputs, &targets}) {
         const auto& points = axis->points;
         require(!points.empty() && points.front() >= 0 && points.back() <= kLargestCoordinate,
@@ -44,32 +44,33 @@ void Grid::check(size_t value_count, int64_t layers) const {
     for (size_t p = 0; p < points; ++p) {
         for (size_t row = 0; row < kRows; ++row) {
             const int64_t value = values[row * points + p];
-            require(value >= kAbsent && value <= kLargestCost / layers, "costs whose sum over a stage is below 2^42");
+            require(value >= kAbsent && value <= kLargestCost, "costs of a layer from 0 to 2^42");
             require((value == kAbsent) == (values[p] == kAbsent), "grid points absent from all rows or from none");
         }
     }
 }
 
-void append_stage_knots(const std::vector<int64_t>& knots, size_t sizes, const StageLayers& layers,
+void append_stage_costs(const std::vector<int64_t>& layer_costs, size_t sizes, const StageLayers& layers,
                         std::vector<int64_t>& out) {
     const int64_t e = layers.encoder, d = layers.decoder, h = layers.head ? 1 : 0;
     const size_t base = out.size();
-    out.resize(base + kStageRows * sizes);
+    out.resize(base + kStageRows * sizes, kAbsent);
     for (size_t k = 0; k < sizes; ++k) {
-        const auto at = [&](Row row) { return knots[row * sizes + k]; };
-        const auto set = [&](StageRow row, int64_t value) { out[base + row * sizes + k] = value; };
-        if (at(kEncoderForward) == kAbsent) {
-            for (int row = 0; row < kStageRows; ++row) set(static_cast<StageRow>(row), kAbsent);
-            continue;
-        }
-        set(kForward, e * at(kEncoderForward) + d * at(kDecoderForward) + h * at(kHeadForward));
-        set(kBackward, e * at(kEncoderBackward) + d * at(kDecoderBackward) + h * at(kHeadBackward));
+        const auto at = [&](Row row) { return layer_costs[row * sizes + k]; };
+        if (at(kEncoderForward) == kAbsent) continue;
         const int64_t given = e == 0 && d > 0 ? at(kEncodedStored) : 0;
         const int64_t layers_stored = given + e * at(kEncoderStored) + d * at(kDecoderStored);
-        set(kStored, layers_stored + h * at(kHeadStored));
-        set(kEncoderEnd, e > 0 ? (e - 1) * at(kEncoderStored) + at(kEncoderPeak) : 0);
-        set(kDecoderEnd, d > 0 ? given + e * at(kEncoderStored) + (d - 1) * at(kDecoderStored) + at(kDecoderPeak) : 0);
-        set(kHeadEnd, h * (layers_stored + at(kHeadPeak)));
+        int64_t stage[kStageRows] = {};
+        stage[kForward] = e * at(kEncoderForward) + d * at(kDecoderForward) + h * at(kHeadForward);
+        stage[kBackward] = e * at(kEncoderBackward) + d * at(kDecoderBackward) + h * at(kHeadBackward);
+        stage[kStored] = layers_stored + h * at(kHeadStored);
+        if (e > 0) stage[kEncoderEnd] = (e - 1) * at(kEncoderStored) + at(kEncoderPeak);
+        if (d > 0)
+            stage[kDecoderEnd] =
+                given + e * at(kEncoderStored) + (d - 1) * at(kDecoderStored) + at(kDecoderPeak);
+        stage[kHeadEnd] = h * (layers_stored + at(kHeadPeak));
+        if (*std::max_element(stage, stage + kStageRows) > kLargestCost) continue;
+        for (int row = 0; row < kStageRows; ++row) out[base + row * sizes + k] = stage[row];
     }
 }
 

@@ -1,5 +1,5 @@
-// Costs of one layer on a grid of micro-batch shapes, and what they make of a pipeline stage.
-// The Python twin is cost/tables.py and cost/layout.py: equal rounding, so equal plans.
+// Costs of one layer on a grid of micro-batch shapes, and the costs of a stage that follow from them.
+// cost/tables.py and cost/stages.py state the same rules, with the same rounding.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +16,7 @@ enum Row { kEncoderForward, kEncoderBackward, kEncoderStored, kEncoderPeak,
 // A stage's peak is the largest of the last three and `kStored`.
 enum StageRow { kForward, kBackward, kStored, kEncoderEnd, kDecoderEnd, kHeadEnd, kStageRows };
 
-inline int64_t peak_of(const int64_t (&at)[kStageRows]) {
-    return std::max({at[kStored], at[kEncoderEnd], at[kDecoderEnd], at[kHeadEnd]});
-}
+constexpr int64_t kMostLayers = 65536;  // of a kind on a stage
 
 // A strictly increasing grid axis.
 struct Axis {
@@ -48,10 +46,9 @@ struct Grid {
     const int64_t* values;  // [kRows][sizes][inputs][targets]
 
     // Costs at every size of the grid for given lengths: [kRows][sizes], absent outside.
-    std::vector<int64_t> knots(int64_t input, int64_t target) const;
+    std::vector<int64_t> at_lengths(int64_t input, int64_t target) const;
 
-    // Checks axes and values; `layers` is the most costs that one stage sums: of layers, head, encoder's output.
-    void check(size_t value_count, int64_t layers) const;
+    void check(size_t value_count) const;
 };
 
 // Layers of one virtual stage.
@@ -64,8 +61,9 @@ struct StageLayers {
     }
 };
 
-// A stage's costs at every size of the grid, from its layers': [kStageRows][sizes] appended to `out`.
-void append_stage_knots(const std::vector<int64_t>& knots, size_t sizes, const StageLayers& layers,
+// A stage's costs at every size of the grid, from its layers': [kStageRows][sizes] appended to `out`. A size at which
+// a cost is above kLargestCost is absent.
+void append_stage_costs(const std::vector<int64_t>& layer_costs, size_t sizes, const StageLayers& layers,
                         std::vector<int64_t>& out);
 
 }  // namespace dynapipe

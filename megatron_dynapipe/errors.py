@@ -26,6 +26,10 @@ class ConfigError(DynaPipeError):
     """A flag, a setting or a combination of them that cannot be honoured."""
 
 
+class InstallationError(DynaPipeError):
+    """A part of this package, or of what it needs, that is not installed as it should be."""
+
+
 class DataError(DynaPipeError):
     """A dataset that is missing, damaged, or holds samples that cannot be used."""
 

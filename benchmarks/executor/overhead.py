@@ -35,6 +35,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+from megatron_dynapipe.cost import PipelineLayout  # noqa: E402
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration  # noqa: E402
 from megatron_dynapipe.integration.execution.process_groups import connect  # noqa: E402
 from megatron_dynapipe.integration.execution.step_functions import gpt_step  # noqa: E402
@@ -42,7 +43,7 @@ from megatron_dynapipe.integration.supply.control_group import ControlGroup  # n
 from megatron_dynapipe.plan.instructions import Backward, Forward  # noqa: E402
 from megatron_dynapipe.plan.iteration import StagePlan  # noqa: E402
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors  # noqa: E402
-from megatron_dynapipe.planning.lowering import Pipeline, lower  # noqa: E402
+from megatron_dynapipe.planning.lowering import Topology, lower  # noqa: E402
 from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, platform_of  # noqa: E402
 from megatron_dynapipe.units import ModelFamily, Shape  # noqa: E402
 
@@ -106,9 +107,9 @@ def one_f_one_b(shapes: Sequence[Shape], hidden: int, stages: int, stage: int) -
             passes += [Forward(k + ahead)] if k + ahead < len(shapes) else []
             passes.append(Backward(k))
         order.append(tuple(passes))
-    tensors = boundary_tensors(ModelFamily.GPT, [1] * stages)
+    tensors = boundary_tensors(PipelineLayout.equal(ModelFamily.GPT, stages, 0, stages))
     boundaries = BoundarySettings(tensors=tensors, hidden_size=hidden).shapes(shapes)
-    lists = lower(tuple(order), Pipeline(stages=stages, chunks=1, shapes=boundaries))
+    lists = lower(tuple(order), Topology(stages=stages, chunks=1, shapes=boundaries))
     return StagePlan(stage=stage, instructions=lists[stage], predicted=())
 
 

@@ -148,16 +148,13 @@ def _layers(args: argparse.Namespace) -> tuple[int, int]:
 
 def _layers_per_stage(split: str, layers: int, stages: int) -> tuple[int, ...] | None:
     """None for an equal split; for an auto split, a near-equal one to begin with."""
+    from megatron_dynapipe.cost import even_split, parse_split
+
     if split == "equal":
         return None
     if split == "auto":
-        if stages > layers:
-            raise ConfigError(f"{layers} layers cannot be split over {stages} stages", hint="use fewer stages")
-        return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
-    try:
-        return tuple(int(part) for part in split.split(","))
-    except ValueError:
-        raise ConfigError(f"expected --layer-split equal, auto or numbers like 9,8,8,7, got {split!r}") from None
+        return even_split(layers, stages)
+    return parse_split(split, expected="--layer-split equal, auto or numbers like 9,8,8,7")
 
 
 def _recompute(modes: str) -> tuple[Recompute, ...]:

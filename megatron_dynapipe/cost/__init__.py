@@ -2,10 +2,11 @@
 
 from megatron_dynapipe.cost.analytic import A100_RATES, CPU_RATES, AnalyticCostModel, DeviceRates
 from megatron_dynapipe.cost.file import TableCostModel
-from megatron_dynapipe.cost.layout import PipelineLayout, StageCosts, stage_costs
+from megatron_dynapipe.cost.layout import PipelineLayout, StageLayers, even_split, parse_split
 from megatron_dynapipe.cost.model import CostModel
 from megatron_dynapipe.cost.network import Links, Network, ScatterGather, boundary_bytes
-from megatron_dynapipe.cost.tables import ABSENT, LayerState, LayerTables, Row
+from megatron_dynapipe.cost.stages import StageCosts, stage_costs
+from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COST, LayerState, LayerTables, Row
 from megatron_dynapipe.cost.work import ModelShape
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "AnalyticCostModel",
     "CostModel",
     "DeviceRates",
+    "LARGEST_COST",
     "LayerState",
     "LayerTables",
     "Links",
@@ -24,7 +26,10 @@ __all__ = [
     "Row",
     "ScatterGather",
     "StageCosts",
+    "StageLayers",
     "TableCostModel",
     "boundary_bytes",
+    "even_split",
+    "parse_split",
     "stage_costs",
 ]

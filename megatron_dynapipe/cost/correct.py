@@ -121,7 +121,7 @@ def as_file(
 def _unit_costs(sample: PassSample, tables: LayerTables) -> IntArray:
     """One layer of each kind and the head, for a sample's shape: `[len(Row)]`."""
     size, inputs, targets = (np.array([n], np.int64) for n in sample.shape)
-    return np.asarray(tables.at_sizes(tables.knots(inputs, targets), size)[0])
+    return np.asarray(tables.at_sizes(tables.at_lengths(inputs, targets), size)[0])
 
 
 def _fit(

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from megatron_dynapipe.cost.tables import LARGEST, Row
+from megatron_dynapipe.cost.tables import LARGEST_COST, Row
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.files import read_unpacked
 from megatron_dynapipe.units import NS_PER_MS, ModelFamily, Recompute
@@ -217,7 +217,7 @@ def _read_table(table: Table, lengths: int, where: str) -> Points:
         if len(point) != lengths or min(point) < 1:
             raise CostModelError(f"{where}: expected keys of {lengths} positive length(s), got {key!r}")
         for size, value in rows:
-            if not (math.isfinite(value) and 0 <= value * NS_PER_MS <= LARGEST):
+            if not (math.isfinite(value) and 0 <= value * NS_PER_MS <= LARGEST_COST):
                 raise CostModelError(
                     f"{where}: expected a cost of 0 or more at length {key}, size {size}, got {value}",
                     hint="profile again; a cost cannot be negative, infinite or not a number",

@@ -1,26 +1,74 @@
-"""How a model's layers lie over a pipeline, and what that makes each stage cost."""
+"""How a model's layers lie over a pipeline: the one owner of "layers per stage".
+
+    T5, 3 + 4 layers on 4 stages      encoder 0 1 │ encoder 2 decoder 0 │ decoder 1 2 │ decoder 3 head
+    layers_per_stage                       2               2                  2             1
+
+Virtual stage v is chunk v // stages of pipeline stage v % stages.
+"""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
-from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerState, LayerTables, Row
+from megatron_dynapipe.cost.tables import IntArray, LayerState
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayers:
+    """What one virtual stage holds.
+
+    Attributes:
+        encoder, decoder: the stage's layers, by their index in the encoder and in the decoder; either may be empty.
+        encoder_layers, decoder_layers: depths of the whole model.
+    """
+
+    encoder: range
+    decoder: range
+    encoder_layers: int
+    decoder_layers: int
+
+    @property
+    def starts_encoder(self) -> bool:
+        """Whether the input's tokens are embedded here."""
+        return 0 in self.encoder
+
+    @property
+    def ends_encoder(self) -> bool:
+        """Whether the encoder's final norm is here."""
+        return self.encoder_layers - 1 in self.encoder
+
+    @property
+    def starts_decoder(self) -> bool:
+        """Whether the target's tokens are embedded here."""
+        return 0 in self.decoder
+
+    @property
+    def ends_decoder(self) -> bool:
+        """Whether the decoder's final norm and the head are here."""
+        return self.decoder_layers - 1 in self.decoder
+
+    @property
+    def embeds(self) -> bool:
+        """Whether word and position embeddings are here; one copy, also where both stacks start."""
+        return self.starts_encoder or self.starts_decoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLayout:
     """Layers per virtual stage in model order (T5: encoder layers, then decoder layers).
 
-    Virtual stage v is chunk v // stages of pipeline rank v % stages. A stage may hold both kinds of layer.
-
     Attributes:
         family: "gpt" layers all count as encoder layers.
         encoder_layers, decoder_layers: of the whole model.
         layers_per_stage: one number per virtual stage; each at least 1 for a T5, while a GPT's embedding or head may
-            have a stage to itself.
-        chunks: virtual stages per pipeline rank.
+            have a stage to itself. A stage may hold both kinds of layer.
+        chunks: virtual stages per pipeline stage.
+
+    Raises:
+        ConfigError: layers not of the family's kinds, or a split that does not add up to them.
     """
 
     family: ModelFamily
@@ -42,7 +90,7 @@ class PipelineLayout:
                 f"expected a layer split of {layers} layers with at least {least} on every stage, got {list(split)}"
             )
         if self.chunks < 1 or len(split) % self.chunks:
-            raise ConfigError(f"{len(split)} virtual stages cannot be dealt to ranks {self.chunks} each")
+            raise ConfigError(f"{len(split)} virtual stages cannot be assigned to pipeline stages {self.chunks} each")
 
     @classmethod
     def equal(
@@ -69,30 +117,58 @@ class PipelineLayout:
 
     @property
     def virtual_stages(self) -> int:
-        """Virtual stages over all ranks."""
+        """Virtual stages of the whole pipeline."""
         return len(self.layers_per_stage)
 
     @property
     def stages(self) -> int:
-        """Pipeline ranks."""
+        """Pipeline stages, one per rank of the pipeline."""
         return self.virtual_stages // self.chunks
+
+    @property
+    def virtual_stage_layers(self) -> tuple[StageLayers, ...]:
+        """What each virtual stage holds."""
+        encoder_layers = self.encoder_layers
+        ends = accumulate(self.layers_per_stage)
+        return tuple(
+            StageLayers(
+                encoder=range(min(end - count, encoder_layers), min(end, encoder_layers)),
+                decoder=range(max(end - count - encoder_layers, 0), max(end - encoder_layers, 0)),
+                encoder_layers=encoder_layers,
+                decoder_layers=self.decoder_layers,
+            )
+            for end, count in zip(ends, self.layers_per_stage, strict=True)
+        )
 
     @property
     def encoder_split(self) -> tuple[int, ...]:
         """Encoder layers of each virtual stage."""
-        ends = np.minimum(np.cumsum(self.layers_per_stage), self.encoder_layers)
-        return tuple(int(n) for n in np.diff(ends, prepend=0))
+        return tuple(len(layers.encoder) for layers in self.virtual_stage_layers)
 
     @property
     def decoder_split(self) -> tuple[int, ...]:
         """Decoder layers of each virtual stage."""
-        return tuple(n - e for n, e in zip(self.layers_per_stage, self.encoder_split, strict=True))
+        return tuple(len(layers.decoder) for layers in self.virtual_stage_layers)
+
+    @property
+    def decoder_state_forward(self) -> tuple[bool, ...]:
+        """Per boundary v → v + 1, whether activations hold the decoder's state beside the encoder's output."""
+        return tuple(count > 0 for count in self.decoder_split[:-1])
+
+    @property
+    def decoder_state_backward(self) -> tuple[bool, ...]:
+        """Per boundary v → v + 1, whether a cost model charges gradients of both states.
+
+        By the published rule, a stage that begins in the decoder returns both, also where only the encoder's output
+        was handed to it.
+        """
+        return tuple(count == 0 for count in self.encoder_split[1:])
 
     def model_state_bytes(self, state: LayerState, *, data_parallel: int, distributed_optimizer: bool) -> IntArray:
-        """Parameters, gradients and optimizer state per pipeline rank: int64[stages].
+        """Parameters, gradients and optimizer state per pipeline stage: int64[stages].
 
         8 times the parameter bytes (2-byte parameters and gradients, fp32 parameters and two moments), of which the
-        distributed optimizer shares six over the replicas. One embedding lies on the first stage and, for T5, one on
+        distributed optimizer shards six over the replicas. One embedding lies on the first stage and, for T5, one on
         the first decoder stage.
         """
         encoder, decoder = np.array(self.encoder_split), np.array(self.decoder_split)
@@ -100,80 +176,34 @@ class PipelineLayout:
         parameters[0] += state.embedding_bytes
         if self.decoder_layers:
             parameters[int(np.flatnonzero(decoder)[0])] += state.embedding_bytes
-        per_rank = parameters.reshape(self.chunks, self.stages).sum(axis=0)
-        shared = -(-per_rank * 6 // data_parallel) if distributed_optimizer else per_rank * 6
-        return np.asarray(per_rank * 2 + shared, np.int64)
+        per_stage = parameters.reshape(self.chunks, self.stages).sum(axis=0)
+        sharded = -(-per_stage * 6 // data_parallel) if distributed_optimizer else per_stage * 6
+        return np.asarray(per_stage * 2 + sharded, np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageCosts:
-    """What micro-batches cost on every virtual stage: int64 `[queries, virtual stages]`, in ns and bytes.
+def even_split(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers per stage, as equal as can be; the first stages have the layers that are left over.
 
-    Where `feasible` (bool `[queries]`) is False the other values mean nothing.
+    Raises:
+        ConfigError: there are more stages than layers.
     """
-
-    forward_ns: IntArray
-    backward_ns: IntArray
-    stored_bytes: IntArray
-    peak_bytes: IntArray
-    feasible: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    if stages > layers:
+        raise ConfigError(f"{layers} layers cannot be split over {stages} stages", hint="use fewer stages")
+    least, more = divmod(layers, stages)
+    return tuple(least + (stage < more) for stage in range(stages))
 
 
-STAGE_ROWS = 6
-"""Rows of `stage_knots`: forward, backward, stored, and the peaks of the encoder's and the decoder's last layer and the
-head."""
-
-
-def stage_knots(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targets: IntArray) -> IntArray:
-    """Stage costs at every size of the grid: `[queries, virtual stages, STAGE_ROWS, sizes]`, `ABSENT` as the tables.
-
-    A stage's forward (backward) is the sum of its layers', plus the head on the last, and so is what it stores, plus
-    the encoder's output where it has decoder layers alone; its peak is the largest, over its layers and the head, of
-    what those before it stored and that one's own peak.
-    """
-    knots = tables.knots(inputs, targets)
-    e, d = np.array(layout.encoder_split)[:, None], np.array(layout.decoder_split)[:, None]
-    row = {r: knots[:, None, r, :] for r in Row}
-    last = np.zeros_like(e)
-    last[-1] = 1
-    encoder_end = (e - 1) * row[Row.ENCODER_STORED] + row[Row.ENCODER_PEAK]
-    given = ((e == 0) & (d > 0)) * row[Row.ENCODED_STORED]
-    decoder_end = given + e * row[Row.ENCODER_STORED] + (d - 1) * row[Row.DECODER_STORED] + row[Row.DECODER_PEAK]
-    layers_stored = given + e * row[Row.ENCODER_STORED] + d * row[Row.DECODER_STORED]
-    costs = np.stack(
-        [
-            e * row[Row.ENCODER_FORWARD] + d * row[Row.DECODER_FORWARD] + last * row[Row.HEAD_FORWARD],
-            e * row[Row.ENCODER_BACKWARD] + d * row[Row.DECODER_BACKWARD] + last * row[Row.HEAD_BACKWARD],
-            layers_stored + last * row[Row.HEAD_STORED],
-            np.where(e > 0, encoder_end, 0),
-            np.where(d > 0, decoder_end, 0),
-            last * (layers_stored + row[Row.HEAD_PEAK]),
-        ],
-        axis=2,
-    )
-    return np.where(knots[:, None, None, 0, :] == ABSENT, ABSENT, costs)
-
-
-def stage_costs(
-    tables: LayerTables, layout: PipelineLayout, sizes: IntArray, inputs: IntArray, targets: IntArray
-) -> StageCosts:
-    """Costs of micro-batches of the given shapes on every virtual stage.
+def parse_split(text: str, *, expected: str) -> tuple[int, ...]:
+    """Layers per virtual stage from "9,8,8,7".
 
     Args:
-        tables: one layer's costs.
-        layout: layers per virtual stage.
-        sizes: int64[queries], samples of each micro-batch.
-        inputs: int64[queries], padded input lengths.
-        targets: int64[queries], padded target lengths; 0 for decoder-only models.
+        text: numbers of layers, separated by commas.
+        expected: what is expected of which flag, for the message.
+
+    Raises:
+        ConfigError: not numbers of at least 0.
     """
-    knots = stage_knots(tables, layout, inputs, targets)
-    flat = knots.reshape(len(sizes), -1, len(tables.sizes))
-    rows = tables.at_sizes(flat, sizes).reshape(len(sizes), layout.virtual_stages, STAGE_ROWS)
-    stored = rows[:, :, 2]
-    return StageCosts(
-        forward_ns=rows[:, :, 0],
-        backward_ns=rows[:, :, 1],
-        stored_bytes=stored,
-        peak_bytes=np.maximum(rows[:, :, 3:].max(axis=2), stored),
-        feasible=rows[:, 0, 0] != ABSENT,
-    )
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise ConfigError(f"expected {expected}, got {text!r}")
+    return tuple(int(word) for word in words)

@@ -17,13 +17,13 @@ Reals = npt.NDArray[np.float64]
 
 
 class ScatterGather(enum.StrEnum):
-    """Whether the tensor-parallel ranks of a stage, which hold equal outputs, each send a share of a message, which
-    the receiving ranks gather."""
+    """Whether the tensor-parallel ranks of a stage, which hold equal outputs, each send a shard of a message, which
+    the receiving ranks all-gather."""
 
     OFF = "off"
     ON = "on"
     AUTO = "auto"
-    """Each message goes the way that takes less time over its boundary's link."""
+    """Each message takes the faster route over its boundary's link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -149,12 +149,11 @@ def boundary_bytes(
 ) -> tuple[IntArray, IntArray]:
     """Bytes over every boundary: (activations downstream, gradients upstream), each `[queries, virtual stages - 1]`.
 
-    Activations are those that the costs' rules charge: a stage that ends in the decoder passes on the encoder's
-    output and the decoder's state, and one that begins in the decoder returns gradients for both.
+    These are what a cost model charges: see `PipelineLayout.decoder_state_forward` and `decoder_state_backward`.
     """
-    decoder, encoder = np.array(layout.decoder_split), np.array(layout.encoder_split)
-    ends_in_decoder = decoder[:-1] > 0
-    begins_in_decoder = encoder[1:] == 0
     input_state = (sizes * inputs * hidden * element_bytes)[:, None]
     target_state = (sizes * targets * hidden * element_bytes)[:, None]
-    return input_state + ends_in_decoder * target_state, input_state + begins_in_decoder * target_state
+    forward, backward = (
+        np.array(both, np.int64) for both in (layout.decoder_state_forward, layout.decoder_state_backward)
+    )
+    return input_state + forward * target_state, input_state + backward * target_state

@@ -18,8 +18,12 @@ IntArray = npt.NDArray[np.int64]
 ABSENT = -1
 """Marks a grid point that was never measured or did not fit; every other value is at least 0."""
 
-LARGEST = 2**53
-"""No time (ns) or size (bytes) may exceed this: sums over layers and interpolation must stay inside 64 bits."""
+LARGEST_COST = 2**42
+"""The limit on every cost, of a layer and of a stage: 73 minutes in ns, 4.4 TB in bytes. A layer's cost above it is
+refused; a stage's makes the micro-batch infeasible. It keeps sums over layers and interpolation within 64 bits."""
+
+LARGEST_COORDINATE = 2**20
+"""The limit on the grid's axes: samples of a micro-batch, and its padded lengths."""
 
 
 class Row(IntEnum):
@@ -78,18 +82,21 @@ class LayerTables:
             axis = getattr(self, name)
             if axis.ndim != 1 or not len(axis) or (np.diff(axis) <= 0).any() or axis[0] < 0:
                 raise CostModelError(f"the grid's {name} must increase from 0 or more, got {axis.tolist()}")
+            if axis[-1] > LARGEST_COORDINATE:
+                raise CostModelError(f"the grid's {name} must be at most {LARGEST_COORDINATE}, got {axis[-1]}")
         expected = (len(Row), len(self.sizes), len(self.inputs), len(self.targets))
         if self.values.shape != expected:
             raise CostModelError(f"the grid's values must have the shape {expected}, got {self.values.shape}")
-        if self.values.min() < ABSENT or self.values.max() > LARGEST:
+        if self.values.min() < ABSENT or self.values.max() > LARGEST_COST:
             raise CostModelError(
-                f"costs must lie between 0 and {LARGEST}, got {self.values.min()} to {self.values.max()}"
+                f"costs must lie between 0 and {LARGEST_COST} ns or bytes (73 minutes, 4.4 TB),"
+                f" got {self.values.min()} to {self.values.max()}"
             )
         absent = self.values == ABSENT
         if (absent.any(axis=0) != absent.all(axis=0)).any():
             raise CostModelError("a grid point must be absent from all rows or from none")
 
-    def knots(self, inputs: IntArray, targets: IntArray) -> IntArray:
+    def at_lengths(self, inputs: IntArray, targets: IntArray) -> IntArray:
         """Costs at every size of the grid for queries of given lengths: `[queries, len(Row), sizes]`.
 
         Lengths below the grid cost what its smallest does, an upper bound; lengths above it are `ABSENT`.
@@ -104,11 +111,11 @@ class LayerTables:
         outside = (inputs > self.inputs[-1]) | (targets > self.targets[-1])
         return np.where(outside[:, None, None], ABSENT, costs)
 
-    def at_sizes(self, knots: IntArray, sizes: IntArray) -> IntArray:
+    def at_sizes(self, by_size: IntArray, sizes: IntArray) -> IntArray:
         """Costs at the given sizes from `[queries, rows, sizes of the grid]`: `[queries, rows]`, `ABSENT` outside."""
         low, part, width = _locate(self.sizes, sizes)
         query = np.arange(len(sizes))
-        costs = _lerp(knots[query, :, low], knots[query, :, _above(low, self.sizes)], part, width)
+        costs = _lerp(by_size[query, :, low], by_size[query, :, _above(low, self.sizes)], part, width)
         return np.where((sizes > self.sizes[-1])[:, None], ABSENT, costs)
 
 

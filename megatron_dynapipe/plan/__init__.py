@@ -1,1 +1,1 @@
-"""The vocabulary a plan is written in: instructions, plans, their text, their bytes and the proof that they can run."""
+"""The vocabulary of plans: instructions, plans, their text, their bytes, and the verification that they can run."""

@@ -1,29 +1,32 @@
-"""What a rank's passes hold in memory, by the bytes that the plan carries."""
+"""What a stage's passes hold in memory, by the bytes that the plan carries; verified to stay within the device's."""
 
 from collections.abc import Iterator, Sequence
 
+from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Backward, Forward
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
+from megatron_dynapipe.plan.text import point_at
+from megatron_dynapipe.units import BYTES_PER_MB
 
 
-def high_water_marks(plan: IterationPlan, replica: ReplicaPlan, rank: int, passes: Sequence[int]) -> Iterator[int]:
-    """The most bytes that a rank holds while each of its passes runs, model state included.
+def high_water_marks(plan: IterationPlan, replica: ReplicaPlan, stage: int, passes: Sequence[int]) -> Iterator[int]:
+    """The most bytes that a stage holds while each of its passes runs, model state included.
 
     A backward frees what its forward kept; a forward-only plan keeps nothing from pass to pass.
 
     Args:
         plan: of the iteration.
         replica: one of its replicas.
-        rank: one of its pipeline ranks.
+        stage: one of its pipeline stages.
         passes: steps of its forwards and backwards, in order.
     """
-    batches, instructions, stages = replica.micro_batches, replica.stages[rank].instructions, plan.pipeline_stages
-    held = plan.model_state_bytes[rank]
+    batches, instructions, stages = replica.micro_batches, replica.stages[stage].instructions, plan.pipeline_stages
+    held = plan.model_state_bytes[stage]
     for step in passes:
         each = instructions[step]
         assert isinstance(each, Forward | Backward)
-        micro_batch, stage = batches[each.micro_batch], each.chunk * stages + rank
-        stored, peak = micro_batch.stored_bytes[stage], micro_batch.peak_bytes[stage]
+        micro_batch, v = batches[each.micro_batch], each.chunk * stages + stage
+        stored, peak = micro_batch.stored_bytes[v], micro_batch.peak_bytes[v]
         if isinstance(each, Backward):
             yield held if not plan.peak_covers_backward else held - stored + peak
             held -= stored
@@ -32,8 +35,19 @@ def high_water_marks(plan: IterationPlan, replica: ReplicaPlan, rank: int, passe
             held += 0 if plan.forward_only else stored
 
 
-def peak_bytes(plan: IterationPlan, replica: ReplicaPlan, rank: int) -> int:
-    """The most bytes that a rank holds at any time, model state included."""
-    instructions = enumerate(replica.stages[rank].instructions)
+def peak_bytes(plan: IterationPlan, replica: ReplicaPlan, stage: int) -> int:
+    """The most bytes that a stage holds at any time, model state included."""
+    instructions = enumerate(replica.stages[stage].instructions)
     passes = [step for step, each in instructions if isinstance(each, Forward | Backward)]
-    return max([plan.model_state_bytes[rank], *high_water_marks(plan, replica, rank, passes)])
+    return max([plan.model_state_bytes[stage], *high_water_marks(plan, replica, stage, passes)])
+
+
+def check_memory(plan: IterationPlan, replica: ReplicaPlan, stage: int, passes: Sequence[int]) -> None:
+    """Raise a PlanError where a pass's high-water mark passes the limit, given the steps of the stage's passes."""
+    limit = plan.memory_limit_bytes
+    for step, high in zip(passes, high_water_marks(plan, replica, stage, passes), strict=True):
+        if high > limit:
+            raise PlanError(
+                f"stage {stage}: expected at most {limit / BYTES_PER_MB:.0f} MB, got {high / BYTES_PER_MB:.0f} MB at "
+                f"{point_at(replica.stages[stage].instructions, step)}"
+            )

@@ -1,9 +1,9 @@
-"""The proof that a plan can run: made of every plan before it is published.
+"""Verification that a plan can run, of every plan before it is published.
 
 samples    every sample once, in shapes that hold it                                  verify_samples
 buffers    every pass once, nothing used before it is made or after it is freed       verify_buffers
 transfers  sends and receives of equal shapes in equal order; no stall                verify_transfers
-memory     what passes keep, on top of the model state, within the limit              verify_memory
+memory     what passes keep, on top of the model state, within the limit              memory
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -11,22 +11,24 @@ from collections.abc import Callable, Collection, Sequence
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Instruction
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
-from megatron_dynapipe.plan.verify_buffers import Pipeline, Steps, trace_stage
-from megatron_dynapipe.plan.verify_memory import check_memory
+from megatron_dynapipe.plan.memory import check_memory
+from megatron_dynapipe.plan.verify_buffers import Dimensions, Steps, trace_stage
 from megatron_dynapipe.plan.verify_samples import check_samples
 from megatron_dynapipe.plan.verify_transfers import check_pairing, check_progress, check_shapes
 
-Prove = Callable[[Pipeline, Sequence[Sequence[Instruction]]], Steps | None]
-"""Another proof of the same of instruction lists; None where they do not hold, or it cannot tell."""
+FastVerify = Callable[[Dimensions, Sequence[Sequence[Instruction]]], Steps | None]
+"""A faster verification of instruction lists by the same rules; None where they do not hold, or it cannot tell."""
 
 
-def verify(plan: IterationPlan, *, expected_samples: Collection[int] | None = None, prove: Prove | None = None) -> None:
-    """Prove that every rank can run its share of the plan and that no sample is lost.
+def verify(
+    plan: IterationPlan, *, expected_samples: Collection[int] | None = None, fast_verify: FastVerify | None = None
+) -> None:
+    """Verify that every rank can run its share of the plan and that no sample is lost.
 
     Args:
         plan: the whole iteration.
         expected_samples: ids of the global batch, with repetitions; None where the caller does not know them.
-        prove: a faster proof of the instruction lists. Where it gives none, the lists are proven here as ever.
+        fast_verify: of the instruction lists. Where it returns None, the lists are verified here, which says why.
 
     Raises:
         PlanError: what is wrong, naming replica, stage, step and instruction; for a stall, the cycle of waits.
@@ -35,7 +37,7 @@ def verify(plan: IterationPlan, *, expected_samples: Collection[int] | None = No
     check_samples(plan, expected_samples)
     for index, replica in enumerate(plan.replicas):
         try:
-            _verify_replica(plan, replica, prove)
+            _verify_replica(plan, replica, fast_verify)
         except PlanError as error:
             raise PlanError(f"iteration {plan.iteration}, replica {index}: {error.message}", hint=error.hint) from error
 
@@ -43,7 +45,7 @@ def verify(plan: IterationPlan, *, expected_samples: Collection[int] | None = No
 def verify_lists(
     lists: Sequence[Sequence[Instruction]], *, micro_batches: int, chunks: int = 1, forward_only: bool = False
 ) -> Steps:
-    """Prove that instruction lists, one per pipeline rank, run every pass once and never stall.
+    """Verify that instruction lists, one per pipeline rank, run every pass once and never stall.
 
     Returns:
         Where passes and sends stand, for further checks.
@@ -51,17 +53,17 @@ def verify_lists(
     Raises:
         PlanError: as `verify`.
     """
-    pipeline = Pipeline(stages=len(lists), chunks=chunks, micro_batches=micro_batches, forward_only=forward_only)
-    return _verify_lists(pipeline, lists)
+    dimensions = Dimensions(stages=len(lists), chunks=chunks, micro_batches=micro_batches, forward_only=forward_only)
+    return _verify_lists(dimensions, lists)
 
 
-def _verify_lists(pipeline: Pipeline, lists: Sequence[Sequence[Instruction]]) -> Steps:
-    traces = tuple(trace_stage(pipeline, stage, instructions) for stage, instructions in enumerate(lists))
-    check_pairing(pipeline, traces)
-    check_progress(pipeline, traces)
+def _verify_lists(dimensions: Dimensions, lists: Sequence[Sequence[Instruction]]) -> Steps:
+    traces = tuple(trace_stage(dimensions, stage, instructions) for stage, instructions in enumerate(lists))
+    check_pairing(dimensions, traces)
+    check_progress(dimensions, traces)
     return Steps(
         passes=[trace.passes for trace in traces],
-        sends=[[move.step for sent in trace.sends.values() for move in sent] for trace in traces],
+        sends=[[send.step for sent in trace.sends.values() for send in sent] for trace in traces],
     )
 
 
@@ -81,15 +83,15 @@ def _check_form(plan: IterationPlan) -> None:
             raise PlanError(f"replica {index}: expected stages 0 to {plan.pipeline_stages - 1} in order, got {stages}")
 
 
-def _verify_replica(plan: IterationPlan, replica: ReplicaPlan, prove: Prove | None) -> None:
+def _verify_replica(plan: IterationPlan, replica: ReplicaPlan, fast_verify: FastVerify | None) -> None:
     lists = [stage.instructions for stage in replica.stages]
-    pipeline = Pipeline(
+    dimensions = Dimensions(
         stages=len(lists),
         chunks=plan.chunks,
         micro_batches=len(replica.micro_batches),
         forward_only=plan.forward_only,
     )
-    steps = (prove and prove(pipeline, lists)) or _verify_lists(pipeline, lists)
+    steps = (fast_verify and fast_verify(dimensions, lists)) or _verify_lists(dimensions, lists)
     check_shapes(plan, replica, steps.sends)
     for stage, passes in enumerate(steps.passes):
         _check_prediction(replica, stage, [lists[stage][step] for step in passes])

@@ -36,7 +36,7 @@ from megatron_dynapipe.plan.text import format_instruction, point_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class Dimensions:
     """The dimensions a replica's lists are checked against."""
 
     stages: int
@@ -45,7 +45,7 @@ class Pipeline:
     forward_only: bool
 
 
-class Move(msgspec.Struct, frozen=True, gc=False):
+class TransferEnd(msgspec.Struct, frozen=True, gc=False):
     """One end of a transfer: which tensors, and where its start stands."""
 
     micro_batch: int
@@ -72,14 +72,14 @@ class StageTrace:
     instructions: Sequence[Instruction]
     passes: list[int] = field(default_factory=list)
     """Steps."""
-    sends: dict[Payload, list[Move]] = field(default_factory=lambda: {payload: [] for payload in Payload})
-    receives: dict[Payload, list[Move]] = field(default_factory=lambda: {payload: [] for payload in Payload})
+    sends: dict[Payload, list[TransferEnd]] = field(default_factory=lambda: {payload: [] for payload in Payload})
+    receives: dict[Payload, list[TransferEnd]] = field(default_factory=lambda: {payload: [] for payload in Payload})
     waits: list[Wait] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Where the passes and the starts of sends stand in each rank's list, of lists that are proven to run."""
+    """Where the passes and the starts of sends stand in each rank's list, of lists that can run."""
 
     passes: list[list[int]]
     sends: list[list[int]]
@@ -102,19 +102,19 @@ NONE, ABSENT, READY, MOVING, USED, FREED = map(int, State)
 _ACTIVATION, _GRADIENT = Payload.ACTIVATION, Payload.GRADIENT
 
 
-def trace_stage(pipeline: Pipeline, stage: int, instructions: Sequence[Instruction]) -> StageTrace:
+def trace_stage(dimensions: Dimensions, stage: int, instructions: Sequence[Instruction]) -> StageTrace:
     """Walk one rank's list.
 
     Raises:
         PlanError: an instruction stands where it cannot run, or the list ends with work or buffers left.
     """
-    walk = _Walk(pipeline, StageTrace(stage=stage, instructions=instructions))
+    walk = _Walk(dimensions, StageTrace(stage=stage, instructions=instructions))
     handlers = walk.handlers()
     step = -1
     try:
         for step, instruction in enumerate(instructions):
-            if not 0 <= instruction.micro_batch < pipeline.micro_batches:
-                raise PlanError(f"there are {pipeline.micro_batches} micro-batches")
+            if not 0 <= instruction.micro_batch < dimensions.micro_batches:
+                raise PlanError(f"there are {dimensions.micro_batches} micro-batches")
             handlers[type(instruction)](step, instruction)
     except PlanError as error:
         raise PlanError(f"stage {stage}, step {step}: {error.message}, at {point_at(instructions, step)}") from None
@@ -125,13 +125,13 @@ def trace_stage(pipeline: Pipeline, stage: int, instructions: Sequence[Instructi
 class _Walk:
     """States of all buffers of one rank while its list is walked."""
 
-    def __init__(self, pipeline: Pipeline, trace: StageTrace) -> None:
-        self.pipeline, self.trace, self.chunks = pipeline, trace, pipeline.chunks
+    def __init__(self, dimensions: Dimensions, trace: StageTrace) -> None:
+        self.dimensions, self.trace, self.chunks = dimensions, trace, dimensions.chunks
         self.first = trace.stage == 0
-        self.last = trace.stage == pipeline.stages - 1
-        rows, chunks = pipeline.micro_batches, pipeline.chunks
+        self.last = trace.stage == dimensions.stages - 1
+        rows, chunks = dimensions.micro_batches, dimensions.chunks
         full = [ABSENT] * chunks
-        backward = [NONE if pipeline.forward_only else ABSENT] * chunks
+        backward = [NONE if dimensions.forward_only else ABSENT] * chunks
         not_first = [NONE, *full[1:]] if self.first else full
         not_last = [*full[1:], NONE] if self.last else full
         self.data = [ABSENT] * rows
@@ -143,7 +143,7 @@ class _Walk:
             Buffer.OUTPUT_GRAD: list(map(min, not_last, backward)) * rows,
             Buffer.INPUT_GRAD: list(map(min, not_first, backward)) * rows,
         }
-        following, previous = (trace.stage + 1) % pipeline.stages, (trace.stage - 1) % pipeline.stages
+        following, previous = (trace.stage + 1) % dimensions.stages, (trace.stage - 1) % dimensions.stages
         self.receiver = {_ACTIVATION: following, _GRADIENT: previous}
         self.sender = {_ACTIVATION: previous, _GRADIENT: following}
         self.sent: dict[Payload, dict[int, int]] = {payload: {} for payload in Payload}
@@ -175,7 +175,7 @@ class _Walk:
             raise PlanError("the forward pass runs twice")
         self.done[key] = READY
         if self.buffers[Buffer.INPUT][key] != NONE:
-            self.advance(Buffer.INPUT, row, run.chunk, READY, USED if self.pipeline.forward_only else READY)
+            self.advance(Buffer.INPUT, row, run.chunk, READY, USED if self.dimensions.forward_only else READY)
         if self.buffers[Buffer.OUTPUT][key] != NONE:
             self.advance(Buffer.OUTPUT, row, run.chunk, ABSENT, READY)
         self.forwards_left[row] -= 1
@@ -183,7 +183,7 @@ class _Walk:
 
     def backward(self, step: int, run: Backward) -> None:
         key = self.key(run.micro_batch, run.chunk)
-        if self.pipeline.forward_only:
+        if self.dimensions.forward_only:
             raise PlanError("a forward-only plan has no backward passes")
         if self.done[key] != READY:
             raise PlanError("the backward pass runs " + ("twice" if self.done[key] == FREED else "before the forward"))
@@ -202,10 +202,10 @@ class _Walk:
         if send.peer != self.receiver[payload]:
             raise PlanError(f"expected stage {self.receiver[payload]} as peer")
         key = self.advance(SENT_BUFFER[payload], send.micro_batch, send.chunk, READY, MOVING)
-        boundary = send.chunk * self.pipeline.stages + self.trace.stage - (payload is _GRADIENT)
-        moves = self.trace.sends[payload]
-        self.sent[payload][key] = len(moves)
-        moves.append(Move(send.micro_batch, boundary, send.shapes, step))
+        boundary = send.chunk * self.dimensions.stages + self.trace.stage - (payload is _GRADIENT)
+        sends = self.trace.sends[payload]
+        self.sent[payload][key] = len(sends)
+        sends.append(TransferEnd(send.micro_batch, boundary, send.shapes, step))
 
     def send_wait(self, step: int, wait: SendWait) -> None:
         payload = wait.payload
@@ -222,8 +222,8 @@ class _Walk:
             raise PlanError("the channel has a receive already that has not been waited for")
         self.advance(RECEIVED_BUFFER[payload], receive.micro_batch, receive.chunk, ABSENT, MOVING)
         self.receiving.add(payload)
-        boundary = receive.chunk * self.pipeline.stages + self.trace.stage - (payload is _ACTIVATION)
-        self.trace.receives[payload].append(Move(receive.micro_batch, boundary, receive.shapes, step))
+        boundary = receive.chunk * self.dimensions.stages + self.trace.stage - (payload is _ACTIVATION)
+        self.trace.receives[payload].append(TransferEnd(receive.micro_batch, boundary, receive.shapes, step))
 
     def recv_wait(self, step: int, wait: RecvWait) -> None:
         payload = wait.payload
@@ -267,8 +267,8 @@ class _Walk:
         for row, state in enumerate(self.data):
             if state != FREED:
                 raise self.leftover(f"DATA of micro-batch {row}", state)
-        run = READY if self.pipeline.forward_only else FREED
-        chunks = self.pipeline.chunks
+        run = READY if self.dimensions.forward_only else FREED
+        chunks = self.dimensions.chunks
         for key, state in enumerate(self.done):
             if state != run:
                 missing = Forward if state == ABSENT else Backward

@@ -12,15 +12,15 @@ from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Payload, SendStart, TensorShape
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
 from megatron_dynapipe.plan.text import point_at
-from megatron_dynapipe.plan.verify_buffers import Move, Pipeline, StageTrace, Wait
+from megatron_dynapipe.plan.verify_buffers import Dimensions, StageTrace, TransferEnd, Wait
 from megatron_dynapipe.units import Shape
 
 
-def check_pairing(pipeline: Pipeline, traces: Sequence[StageTrace]) -> None:
+def check_pairing(dimensions: Dimensions, traces: Sequence[StageTrace]) -> None:
     """Raise a PlanError where the n-th send of a channel is not what its receiver receives n-th."""
     for sender in traces:
         for payload, sends in sender.sends.items():
-            receiver = traces[_peer(pipeline, sender.stage, payload, sending=True)]
+            receiver = traces[_peer(dimensions, sender.stage, payload, sending=True)]
             for number, (send, receive) in enumerate(zip_longest(sends, receiver.receives[payload])):
                 if send is None or receive is None or _differ(send, receive):
                     raise PlanError(
@@ -29,9 +29,9 @@ def check_pairing(pipeline: Pipeline, traces: Sequence[StageTrace]) -> None:
                     )
 
 
-def check_progress(pipeline: Pipeline, traces: Sequence[StageTrace]) -> None:
+def check_progress(dimensions: Dimensions, traces: Sequence[StageTrace]) -> None:
     """Raise a PlanError that shows the cycle where ranks would wait for each other for ever."""
-    targets = [[_target(pipeline, traces, trace.stage, wait) for wait in trace.waits] for trace in traces]
+    targets = [[_target(dimensions, traces, trace.stage, wait) for wait in trace.waits] for trace in traces]
     done = [0] * len(traces)
     reached = [_next_wait(trace, 0) for trace in traces]
     moved = True
@@ -93,16 +93,16 @@ def _allowed(shape: Shape, parallel: int, hidden: int) -> dict[int, tuple[Tensor
     return {1: (inputs,), 2: (inputs, (shape.target_length // parallel, shape.size, hidden))}
 
 
-def _peer(pipeline: Pipeline, stage: int, payload: Payload, *, sending: bool) -> int:
+def _peer(dimensions: Dimensions, stage: int, payload: Payload, *, sending: bool) -> int:
     downstream = (payload is Payload.ACTIVATION) == sending
-    return (stage + (1 if downstream else -1)) % pipeline.stages
+    return (stage + (1 if downstream else -1)) % dimensions.stages
 
 
-def _differ(send: Move, receive: Move) -> bool:
+def _differ(send: TransferEnd, receive: TransferEnd) -> bool:
     return send.micro_batch != receive.micro_batch or send.boundary != receive.boundary or send.shapes != receive.shapes
 
 
-def _describe(trace: StageTrace, move: Move | None) -> str:
+def _describe(trace: StageTrace, move: TransferEnd | None) -> str:
     return "nothing" if move is None else f"{point_at(trace.instructions, move.step, around=1)} (step {move.step})"
 
 
@@ -111,9 +111,9 @@ def _next_wait(trace: StageTrace, number: int) -> int:
     return trace.waits[number].step if number < len(trace.waits) else len(trace.instructions)
 
 
-def _target(pipeline: Pipeline, traces: Sequence[StageTrace], stage: int, wait: Wait) -> tuple[int, int]:
+def _target(dimensions: Dimensions, traces: Sequence[StageTrace], stage: int, wait: Wait) -> tuple[int, int]:
     """(peer, step of its list that must have run) for a wait to end."""
-    peer = _peer(pipeline, stage, wait.payload, sending=wait.sending)
+    peer = _peer(dimensions, stage, wait.payload, sending=wait.sending)
     others = traces[peer].receives if wait.sending else traces[peer].sends
     return peer, others[wait.payload][wait.number].step
 

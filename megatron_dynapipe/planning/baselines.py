@@ -15,11 +15,9 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import stage_costs
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.planning.intervals import CutProblem, needed_bytes, rank_times
-from megatron_dynapipe.planning.partition import Cut
-from megatron_dynapipe.planning.problem import IntArray
+from megatron_dynapipe.planning.partition import Partition
+from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -65,43 +63,38 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ConfigError(f"a number of micro-batch tokens goes with token_based, not with {self.algorithm}")
 
 
-def baseline_cuts(problem: CutProblem, settings: PartitionSettings) -> list[Cut]:
-    """Every cut of the problem's order that the algorithm offers and that fits with one micro-batch in flight.
+def baseline_partitions(problem: BatchProblem, order: IntArray, settings: PartitionSettings) -> tuple[Partition, ...]:
+    """Every partition of the order that the algorithm offers and that fits with one micro-batch in flight.
 
     Args:
-        problem: samples in the order that is to be cut; option 0 has one micro-batch in flight.
+        problem: samples, costs, memory.
+        order: every sample once.
         settings: an algorithm other than dp.
     """
-    cuts = []
-    for sizes in _offered(problem, settings):
+    inputs, targets = problem.inputs[order], problem.targets[order]
+    memory_bytes = problem.memory_limit_bytes - problem.model_state_bytes
+    partitions = []
+    for sizes in _offered(inputs, targets, settings):
         firsts = np.cumsum(sizes) - sizes
-        inputs, targets = (np.maximum.reduceat(lengths, firsts) for lengths in (problem.inputs, problem.targets))
-        for mode, tables in enumerate(problem.modes):
-            costs = stage_costs(tables, problem.layout, sizes, inputs, targets)
-            if not costs.feasible.all() or (needed_bytes(costs, problem, 0) > problem.memory_bytes).any():
-                continue
-            ranks = rank_times(costs, problem.layout, forward_only=problem.forward_only)
-            slowest = ranks.max(axis=1)
-            cuts.append(
-                Cut(
-                    sizes=sizes,
-                    modes=np.full(len(sizes), mode, np.int64),
-                    fill_ns=int((ranks.sum(axis=1) - slowest).max()),
-                    total_ns=int(slowest.sum()),
-                )
-            )
-    return cuts
+        longest = (np.maximum.reduceat(lengths, firsts) for lengths in (inputs, targets))
+        shapes = np.stack([sizes, *longest], axis=1)
+        for mode in range(len(problem.modes)):
+            modes = np.full(len(sizes), mode, np.int64)
+            costs, covered = problem.costs(shapes, modes)
+            if covered.all() and (costs.bytes_alone <= memory_bytes).all():
+                partitions.append(Partition(sizes=sizes, modes=modes))
+    return tuple(partitions)
 
 
-def _offered(problem: CutProblem, settings: PartitionSettings) -> Iterator[IntArray]:
-    """Sizes of the micro-batches of every cut that the algorithm offers."""
-    samples = len(problem.inputs)
+def _offered(inputs: IntArray, targets: IntArray, settings: PartitionSettings) -> Iterator[IntArray]:
+    """Sizes of the micro-batches of every partition that the algorithm offers, for lengths in the order."""
+    samples = len(inputs)
     if settings.algorithm is PartitionAlgorithm.TOKEN_BASED:
-        positions = problem.inputs + problem.targets
+        positions = inputs + targets
         most = int(positions.max()) * samples
         given = settings.micro_batch_tokens
         for tokens in [given] if given else _powers(int(positions.max()), 2 * most):
-            yield _within(problem, tokens)
+            yield _within(inputs, targets, tokens)
     else:
         given = settings.micro_batch_size
         for size in [given] if given else _powers(1, 2 * samples):
@@ -117,11 +110,11 @@ def _powers(least: int, most: int) -> Iterator[int]:
         power *= 2
 
 
-def _within(problem: CutProblem, tokens: int) -> IntArray:
+def _within(inputs: IntArray, targets: IntArray, tokens: int) -> IntArray:
     """As many samples to each micro-batch as keep its padded positions within `tokens`, at least one."""
     sizes: list[int] = []
     size = longest_input = longest_target = 0
-    for input_length, target_length in zip(problem.inputs.tolist(), problem.targets.tolist(), strict=True):
+    for input_length, target_length in zip(inputs.tolist(), targets.tolist(), strict=True):
         longest = max(longest_input, input_length), max(longest_target, target_length)
         if size and (size + 1) * sum(longest) > tokens:
             sizes.append(size)

@@ -9,11 +9,11 @@ Decoder stages pass on the encoder's output beside their own state, since every 
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import TensorShape
-from megatron_dynapipe.units import ModelFamily, Shape
+from megatron_dynapipe.units import Shape
 
 
 class BoundaryTensor(enum.StrEnum):
@@ -32,18 +32,10 @@ BoundaryShapes = tuple[tuple[tuple[TensorShape, ...], ...], ...]
 """[micro-batch][boundary v → v + 1]: the shape of every tensor that crosses. Gradients cross back in equal shapes."""
 
 
-def boundary_tensors(family: ModelFamily, layers: Sequence[int], *, encoder_layers: int = 0) -> BoundaryTensors:
-    """The tensors at every boundary between virtual stages.
-
-    Args:
-        family: kind of model.
-        layers: layers per virtual stage in model order (T5: encoder layers first, then decoder layers).
-        encoder_layers: number of encoder layers of a T5; not looked at for decoder-only models.
-    """
-    if family is ModelFamily.GPT:
-        return ((BoundaryTensor.ENCODER,),) * (len(layers) - 1)
+def boundary_tensors(layout: PipelineLayout) -> BoundaryTensors:
+    """The tensors at every boundary between virtual stages."""
     both = (BoundaryTensor.ENCODER, BoundaryTensor.DECODER)
-    return tuple(both[:1] if before <= encoder_layers else both for before in list(accumulate(layers))[:-1])
+    return tuple(both if decoder else both[:1] for decoder in layout.decoder_state_forward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +45,7 @@ class BoundarySettings:
     tensors: BoundaryTensors
     hidden_size: int
     sequence_parallel: int = 1
-    """Ranks over which the first dimension is divided: the tensor-parallel size under sequence parallelism, else 1."""
+    """Ranks over which the first dimension is sharded: the tensor-parallel size under sequence parallelism, else 1."""
 
     def __post_init__(self) -> None:
         if self.hidden_size < 1 or self.sequence_parallel < 1:

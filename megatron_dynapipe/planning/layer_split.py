@@ -18,7 +18,8 @@ from megatron_dynapipe.cost import CostModel, PipelineLayout, stage_costs
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.samples import BoolArray, Samples
+from megatron_dynapipe.planning.problem import BoolArray
+from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import Recompute, Shape
@@ -81,7 +82,7 @@ def choose_layer_split(
     best = min([best, evened], key=trials.predicted_ns)
     improved = True
     while improved:
-        trials.learn(best)
+        trials.estimate_with_plans_of(best)
         improved = False
         worst = trials.estimate_ns(best) * TOLERANCE
         for split in sorted(_neighbours(best), key=trials.estimate_ns):
@@ -106,7 +107,7 @@ def _neighbours(split: Split) -> list[Split]:
 
 
 class _Trials:
-    """Splits that were tried, and what is known of the work they share out."""
+    """Splits that were tried, and the micro-batches by which others are estimated."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class _Trials:
                 return split
             split = found
 
-    def learn(self, split: Split) -> None:
+    def estimate_with_plans_of(self, split: Split) -> None:
         """Estimate from now on with the micro-batches of this split's plans."""
         self._work = self.results[split][1]
 
@@ -180,7 +181,7 @@ class _Trials:
         return self.results[split][0]
 
     def estimate_ns(self, split: Split) -> int:
-        """Work of the busiest stage over the known micro-batches, and the longest fill and drain around it."""
+        """Work of the busiest stage over the known micro-batches, and the longest warm-up and drain around it."""
         s = self._settings
         layout = PipelineLayout(
             family=s.family,
@@ -196,16 +197,16 @@ class _Trials:
                 costs = stage_costs(tables, layout, *np.array(shapes, np.int64).T)
                 times.append((costs.forward_ns + costs.backward_ns)[costs.feasible])
         every = np.concatenate(times)
-        fill = (every.sum(axis=1) - every.max(axis=1)).max(initial=0)
-        return int(every.sum(axis=0).max() // s.data_parallel + fill)
+        warmup = (every.sum(axis=1) - every.max(axis=1)).max(initial=0)
+        return int(every.sum(axis=0).max() // s.data_parallel + warmup)
 
     def _alone(self) -> _Work:
-        """Every sample as a micro-batch of its own, for want of plans."""
+        """Every sample as a micro-batch of its own, until there are plans."""
         work: _Work = []
         for batch in self._batches[:BATCHES]:
             samples = Samples.of(batch, self._settings.family)
-            rows = np.arange(len(batch))[:, None]
-            work += [(samples.shape(row), self._settings.recompute[0]) for row in rows]
+            lengths = zip(samples.inputs.tolist(), samples.targets.tolist(), strict=True)
+            work += [(Shape(1, *each), self._settings.recompute[0]) for each in lengths]
         return work
 
     def _fitting(self, split: Split) -> BoolArray:

@@ -46,8 +46,8 @@ _Message = tuple[Payload, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """What lowering needs to know of the pipeline besides the order of passes."""
+class Topology:
+    """What lowering needs to know of a replica's pipeline besides the order of passes."""
 
     stages: int
     chunks: int
@@ -63,15 +63,15 @@ class Pipeline:
         return self.stages * self.chunks - 1
 
 
-def lower(order: PassOrder, pipeline: Pipeline) -> Lists:
+def lower(order: PassOrder, topology: Topology) -> Lists:
     """The instruction lists of all ranks for a pass order that does not stall."""
     lists: Lists = order
     lists = add_data(lists)
-    lists = add_sends(lists, pipeline)
-    lists = add_recv_waits(lists, pipeline)
-    lists = add_send_waits(lists, pipeline)
+    lists = add_sends(lists, topology)
+    lists = add_recv_waits(lists, topology)
+    lists = add_send_waits(lists, topology)
     lists = add_recv_starts(lists)
-    return add_frees(lists, pipeline)
+    return add_frees(lists, topology)
 
 
 def add_data(lists: Lists) -> Lists:
@@ -92,29 +92,29 @@ def _with_data(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
             yield Free(Buffer.DATA, row)
 
 
-def add_sends(lists: Lists, pipeline: Pipeline) -> Lists:
+def add_sends(lists: Lists, topology: Topology) -> Lists:
     """Start sending a pass's result right after the pass."""
-    return tuple(tuple(_with_sends(rank, instructions, pipeline)) for rank, instructions in enumerate(lists))
+    return tuple(tuple(_with_sends(rank, instructions, topology)) for rank, instructions in enumerate(lists))
 
 
-def _with_sends(rank: int, instructions: Sequence[Instruction], pipeline: Pipeline) -> Iterator[Instruction]:
-    downstream, upstream = (rank + 1) % pipeline.stages, (rank - 1) % pipeline.stages
+def _with_sends(rank: int, instructions: Sequence[Instruction], topology: Topology) -> Iterator[Instruction]:
+    downstream, upstream = (rank + 1) % topology.stages, (rank - 1) % topology.stages
     for instruction in instructions:
         yield instruction
         if isinstance(instruction, Forward):
             row, chunk = instruction.micro_batch, instruction.chunk
-            if (stage := chunk * pipeline.stages + rank) < pipeline.last:
-                yield SendStart(Payload.ACTIVATION, row, chunk, downstream, pipeline.shapes[row][stage])
+            if (stage := chunk * topology.stages + rank) < topology.last:
+                yield SendStart(Payload.ACTIVATION, row, chunk, downstream, topology.shapes[row][stage])
         elif isinstance(instruction, Backward):
             row, chunk = instruction.micro_batch, instruction.chunk
-            if (stage := chunk * pipeline.stages + rank) > 0:
-                yield SendStart(Payload.GRADIENT, row, chunk, upstream, pipeline.shapes[row][stage - 1])
+            if (stage := chunk * topology.stages + rank) > 0:
+                yield SendStart(Payload.GRADIENT, row, chunk, upstream, topology.shapes[row][stage - 1])
 
 
-def add_recv_waits(lists: Lists, pipeline: Pipeline) -> Lists:
+def add_recv_waits(lists: Lists, topology: Topology) -> Lists:
     """Wait for a pass's input right before the pass, after whatever its channel carries before it."""
     arrivals = _arrivals(lists)
-    return tuple(tuple(_with_recv_waits(rank, lists[rank], arrivals[rank], pipeline)) for rank in range(len(lists)))
+    return tuple(tuple(_with_recv_waits(rank, lists[rank], arrivals[rank], topology)) for rank in range(len(lists)))
 
 
 _Received = dict[Payload, list[RecvStart]]
@@ -132,12 +132,12 @@ def _arrivals(lists: Lists) -> list[_Received]:
 
 
 def _with_recv_waits(
-    rank: int, instructions: Sequence[Instruction], received: _Received, pipeline: Pipeline
+    rank: int, instructions: Sequence[Instruction], received: _Received, topology: Topology
 ) -> Iterator[Instruction]:
     queues = {payload: iter(queue) for payload, queue in received.items()}
     waited: set[_Message] = set()
     for instruction in instructions:
-        if isinstance(instruction, _PASSES) and not _is_first(rank, instruction, pipeline):
+        if isinstance(instruction, _PASSES) and not _is_first(rank, instruction, topology):
             payload = Payload.ACTIVATION if isinstance(instruction, Forward) else Payload.GRADIENT
             needed = (payload, instruction.micro_batch, instruction.chunk)
             while needed not in waited:
@@ -148,10 +148,10 @@ def _with_recv_waits(
         yield instruction
 
 
-def _is_first(rank: int, step: Pass, pipeline: Pipeline) -> bool:
+def _is_first(rank: int, step: Pass, topology: Topology) -> bool:
     """Whether the pass begins its direction's way through the model, and so receives nothing."""
-    stage = step.chunk * pipeline.stages + rank
-    return stage == (0 if isinstance(step, Forward) else pipeline.last)
+    stage = step.chunk * topology.stages + rank
+    return stage == (0 if isinstance(step, Forward) else topology.last)
 
 
 _AHEAD = 4
@@ -159,7 +159,7 @@ _AHEAD = 4
 predicted to take longer than with no wait; at 2, up to 5%."""
 
 
-def add_send_waits(lists: Lists, pipeline: Pipeline) -> Lists:
+def add_send_waits(lists: Lists, topology: Topology) -> Lists:
     """Wait for each send, and drop what it sent, where the wait cannot hold up the rank.
 
         sender    SEND_F0>1 … WAIT_RECV_B0<1  WAIT_SEND_F0>1 FREE_OUTPUT0
@@ -177,7 +177,7 @@ def add_send_waits(lists: Lists, pipeline: Pipeline) -> Lists:
     """
     ends = tuple(tuple(i for i in instructions if isinstance(i, _ENDS)) for instructions in lists)
     plans = [_answered_sends(rank, ends) for rank in range(len(lists))]
-    if pipeline.forward_only:
+    if topology.forward_only:
         sequences = {tuple(i for i in instructions if isinstance(i, Forward)) for instructions in lists}
         if len(sequences) == 1:
             plans = [_paced(rank, plan, *sequences) for rank, plan in enumerate(plans)]
@@ -283,19 +283,19 @@ def _hoist_recv_starts(instructions: Sequence[Instruction]) -> tuple[Instruction
     return tuple(hoisted)
 
 
-def add_frees(lists: Lists, pipeline: Pipeline) -> Lists:
+def add_frees(lists: Lists, topology: Topology) -> Lists:
     """Drop what was received once it has been used: after the backward, or the forward of a forward-only plan."""
-    return tuple(tuple(_with_frees(rank, instructions, pipeline)) for rank, instructions in enumerate(lists))
+    return tuple(tuple(_with_frees(rank, instructions, topology)) for rank, instructions in enumerate(lists))
 
 
-def _with_frees(rank: int, instructions: Sequence[Instruction], pipeline: Pipeline) -> Iterator[Instruction]:
-    final = Forward if pipeline.forward_only else Backward
+def _with_frees(rank: int, instructions: Sequence[Instruction], topology: Topology) -> Iterator[Instruction]:
+    final = Forward if topology.forward_only else Backward
     for instruction in instructions:
         yield instruction
         if isinstance(instruction, final):
             row, chunk = instruction.micro_batch, instruction.chunk
-            stage = chunk * pipeline.stages + rank
+            stage = chunk * topology.stages + rank
             if stage > 0:
                 yield Free(RECEIVED_BUFFER[Payload.ACTIVATION], row, chunk)
-            if stage < pipeline.last and not pipeline.forward_only:
+            if stage < topology.last and not topology.forward_only:
                 yield Free(RECEIVED_BUFFER[Payload.GRADIENT], row, chunk)

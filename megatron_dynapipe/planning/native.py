@@ -1,21 +1,36 @@
-"""The compiled core, where it was built; every caller has a pure Python twin for where it was not."""
+"""The planner's compiled core (`csrc/`), and the fast verification of instruction lists that it does."""
 
-import importlib
-import logging
-from types import ModuleType
+from collections.abc import Sequence
 
-_logger = logging.getLogger(__name__)
+import msgspec
+
+from megatron_dynapipe.errors import InstallationError
+from megatron_dynapipe.plan.instructions import Instruction
+from megatron_dynapipe.plan.verify_buffers import Dimensions, Steps
+
+try:
+    from megatron_dynapipe.planning import _native as core
+except ImportError as error:
+    raise InstallationError(
+        f"expected the planner's native core, megatron_dynapipe.planning._native, got: {error}",
+        hint="install this package again with this Python (pip install, or make setup in a checkout): that builds it",
+    ) from error
+
+__all__ = ["NEVER", "core", "fast_verify"]
+
+NEVER = 2**61
+"""Above every time that the core predicts; what it returns where there is no time."""
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
-def load() -> ModuleType | None:
-    """`megatron_dynapipe.planning._native`, or None with a notice: planning works without it, but slowly."""
-    try:
-        return importlib.import_module("megatron_dynapipe.planning._native")
-    except ImportError as error:
-        _logger.warning(
-            "notice: the native planner core is not built (%s); planning runs in pure Python, many times slower", error
-        )
-        return None
+def fast_verify(dimensions: Dimensions, lists: Sequence[Sequence[Instruction]]) -> Steps | None:
+    """Where passes and sends stand in lists that can run; None where they cannot.
 
-
-NATIVE = load()
+    For `plan.verify.verify`, which then says why. It reads the lists in the bytes in which they are published, and
+    knows nothing of how they are made.
+    """
+    holds, passes, sends = core.fast_verify(
+        _encode(lists), dimensions.chunks, dimensions.micro_batches, dimensions.forward_only
+    )
+    return Steps(passes=passes, sends=sends) if holds else None

@@ -1,7 +1,7 @@
 """Orders of samples in which neighbours are alike, so that micro-batches of neighbours waste little padding.
 
 Decoder-only samples are sorted. Encoder–decoder samples have two lengths, and no order suits both; two sweeps are
-offered, of which the partition takes the one it cuts better (and then betters it, see `planning.refine`).
+offered; local search improves both, and the partition takes the better one.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ BAND_RATIO = 5
 """Longest over shortest target within a band of `by_bands`."""
 
 
-def sweeps(inputs: IntArray, targets: IntArray) -> list[IntArray]:
+def candidate_orders(inputs: IntArray, targets: IntArray) -> list[IntArray]:
     """The orders to choose from.
 
     Args:

@@ -1,26 +1,128 @@
-"""What the scheduler is given: the costs of one replica's micro-batches on every virtual stage, as integer arrays.
+"""The values that planning hands to the native core: one batch, and one replica's micro-batches to be scheduled.
 
-    micro-batches and shapes ──(cost model, layout)──► PipelineProblem ──(schedule)──► passes per stage
+    samples, cost tables, layout ──► BatchProblem ──(partition, search, costs)──► micro-batches
+    costs of a replica's micro-batches ──► ScheduleProblem ──(schedule)──► passes per stage
 
-Virtual stage v of a pipeline of n ranks is chunk v // n of rank v % n; without interleaving v is the rank.
+Virtual stage v of a pipeline of n stages is chunk v // n of stage v % n; without interleaving v is the stage.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_dynapipe.cost import LayerTables, Links, PipelineLayout
+from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Pass
+from megatron_dynapipe.planning.native import core
+from megatron_dynapipe.units import Shape
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 PassOrder = tuple[tuple[Pass, ...], ...]
-"""Per pipeline rank, its forward and backward passes in the order in which it runs them."""
+"""Per pipeline stage, its forward and backward passes in the order in which it runs them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BatchProblem:
+    """One batch to be planned. All steps share `native`, and with it one cache of costs.
+
+    Attributes:
+        inputs, targets: int64[samples], padded lengths; targets 0 for decoder-only models.
+        modes: one layer's costs under each recompute mode that may be chosen, in order of preference on ties.
+        layout: layers per virtual stage.
+        model_state_bytes: int64[stages].
+        memory_limit_bytes: of one device, model state included.
+        in_flight: int64[options, stages], micro-batches that a stage holds at once, sharing its memory; the order is
+            partitioned for each option.
+        replicas: data-parallel replicas.
+        links: what messages between stages take.
+        bytes_per_position: of one hidden state.
+        forward_only: no backward runs and nothing is kept for it.
+        peak_covers_backward: as in `ScheduleProblem`.
+    """
+
+    inputs: IntArray
+    targets: IntArray
+    modes: tuple[LayerTables, ...]
+    layout: PipelineLayout
+    model_state_bytes: IntArray
+    memory_limit_bytes: int
+    in_flight: IntArray
+    replicas: int
+    links: Links
+    bytes_per_position: int
+    forward_only: bool = False
+    peak_covers_backward: bool = False
+
+    @cached_property
+    def native(self) -> core.BatchProblem:
+        """The problem in the native core.
+
+        Raises:
+            PlanningError: lengths, costs or settings outside what 64-bit sums can hold; the message names which.
+        """
+        layout = self.layout
+        try:
+            return core.BatchProblem(
+                inputs=np.ascontiguousarray(self.inputs),
+                targets=np.ascontiguousarray(self.targets),
+                modes=[(t.sizes, t.inputs, t.targets, np.ascontiguousarray(t.values)) for t in self.modes],
+                encoder_layers=np.array(layout.encoder_split, np.int64),
+                decoder_layers=np.array(layout.decoder_split, np.int64),
+                chunks=layout.chunks,
+                model_state=self.model_state_bytes,
+                memory_limit=self.memory_limit_bytes,
+                in_flight=self.in_flight,
+                replicas=self.replicas,
+                forward_only=self.forward_only,
+                peak_covers_backward=self.peak_covers_backward,
+                bytes_per_position=self.bytes_per_position,
+                decoder_forward=np.array(layout.decoder_state_forward, np.bool_),
+                decoder_backward=np.array(layout.decoder_state_backward, np.bool_),
+                latency_ns=self.links.latency_ns.ravel(),
+                gbps=self.links.gbps.ravel(),
+            )
+        except ValueError as error:
+            raise PlanningError(f"the batch cannot be planned: {error}") from error
+
+    def shape(self, members: IntArray) -> Shape:
+        """The padded shape of a micro-batch of these samples."""
+        return Shape(len(members), int(self.inputs[members].max()), int(self.targets[members].max()))
+
+    def costs(self, shapes: Sequence[Shape] | IntArray, modes: IntArray) -> tuple["ScheduleProblem", BoolArray]:
+        """Costs of micro-batches on every virtual stage, and whether the cost model covers each: bool[micro-batches].
+
+        Args:
+            shapes: of each micro-batch; `[micro-batches, 3]`.
+            modes: int64[micro-batches], its recompute mode as an index of `modes`.
+        """
+        sizes, inputs, targets = (np.ascontiguousarray(column) for column in np.asarray(shapes, np.int64).T)
+        rows, covered = self.native.costs(sizes=sizes, inputs=inputs, targets=targets, modes=modes)
+        forward, backward, stored, peak, forward_transfer, backward_transfer = rows.reshape(6, len(sizes), -1)
+        problem = ScheduleProblem(
+            stages=self.layout.stages,
+            chunks=self.layout.chunks,
+            forward_ns=forward,
+            backward_ns=backward,
+            stored_bytes=stored,
+            peak_bytes=peak,
+            forward_transfer_ns=forward_transfer,
+            backward_transfer_ns=backward_transfer,
+            model_state_bytes=self.model_state_bytes,
+            memory_limit_bytes=self.memory_limit_bytes,
+            forward_only=self.forward_only,
+            peak_covers_backward=self.peak_covers_backward,
+        )
+        return problem, np.array(covered, np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineProblem:
+class ScheduleProblem:
     """One replica's micro-batches on its pipeline. Arrays are int64, [micro-batches, virtual stages] unless said.
 
     Times are nanoseconds, memory is bytes. A send does not hold up its stage; a message arrives its transfer time
@@ -41,7 +143,7 @@ class PipelineProblem:
     backward_transfer_ns: IntArray
     """From virtual stage v to v - 1; the first column is 0."""
     model_state_bytes: IntArray
-    """[ranks]: held throughout."""
+    """[stages]: held throughout."""
     memory_limit_bytes: int
     forward_only: bool = False
     peak_covers_backward: bool = False
@@ -62,8 +164,33 @@ class PipelineProblem:
 
     @property
     def virtual_stages(self) -> int:
-        """Number of virtual stages over all ranks."""
+        """Number of virtual stages of the whole pipeline."""
         return self.stages * self.chunks
+
+    @property
+    def cost_arrays(self) -> list[IntArray]:
+        """The costs as the native core takes them."""
+        return [
+            self.forward_ns,
+            self.backward_ns,
+            self.stored_bytes,
+            self.peak_bytes,
+            self.forward_transfer_ns,
+            self.backward_transfer_ns,
+        ]
+
+    @property
+    def stage_times_ns(self) -> IntArray:
+        """Forward and backward time of each micro-batch per stage, over its chunks: `[micro-batches, stages]`."""
+        both = self.forward_ns if self.forward_only else self.forward_ns + self.backward_ns
+        return np.asarray(both.reshape(-1, self.chunks, self.stages).sum(axis=1))
+
+    @property
+    def bytes_alone(self) -> IntArray:
+        """What each micro-batch needs besides model state, alone in flight: `[micro-batches, stages]`."""
+        stored = self.stored_bytes.reshape(-1, self.chunks, self.stages)
+        peak = self.peak_bytes.reshape(-1, self.chunks, self.stages)
+        return np.asarray(stored.sum(axis=1) + (peak - stored).max(axis=1))
 
     def take(self, order: npt.ArrayLike) -> Self:
         """The same problem over the micro-batches `order` names, in that order."""

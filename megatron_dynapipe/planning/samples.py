@@ -4,16 +4,12 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_dynapipe.cost import StageCosts, stage_costs
+from megatron_dynapipe.cost import ABSENT, LARGEST_COST, stage_costs
 from megatron_dynapipe.errors import DataError, InfeasibleError
-from megatron_dynapipe.planning.intervals import CutProblem, needed_bytes
-from megatron_dynapipe.planning.problem import IntArray
+from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Shape, input_positions, round_up, target_positions
-
-BoolArray = npt.NDArray[np.bool_]
+from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, input_positions, round_up, target_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,35 +64,29 @@ class Samples:
         inputs, targets = np.full_like(self.inputs, wanted[0]), np.full_like(self.targets, wanted[1])
         return replace(self, inputs=inputs, targets=targets)
 
-    def shape(self, members: IntArray) -> Shape:
-        """The padded shape of a micro-batch of these samples."""
-        return Shape(len(members), int(self.inputs[members].max()), int(self.targets[members].max()))
 
-
-def fits_alone(problem: CutProblem) -> BoolArray:
-    """Whether each sample fits as a micro-batch of its own: bool[samples].
-
-    Args:
-        problem: the samples, with one micro-batch in flight under option 0.
-    """
-    fitting = [cost.feasible & (lack <= 0).all(axis=1) for cost, lack in _alone(problem)]
+def fits_alone(problem: BatchProblem) -> BoolArray:
+    """Whether each sample fits as a micro-batch of its own, alone in flight: bool[samples]."""
+    fitting = [covered & (lack <= 0).all(axis=1) for covered, lack in _alone(problem)]
     return np.asarray(np.any(fitting, axis=0))
 
 
-def _alone(problem: CutProblem) -> list[tuple[StageCosts, IntArray]]:
-    """Costs of every sample on its own, and the memory `[samples, ranks]` it lacks, under each recompute mode."""
-    ones = np.ones(len(problem.inputs), np.int64)
-    costs = [stage_costs(mode, problem.layout, ones, problem.inputs, problem.targets) for mode in problem.modes]
-    return [(cost, needed_bytes(cost, problem, 0) - problem.memory_bytes) for cost in costs]
+def _alone(problem: BatchProblem) -> list[tuple[BoolArray, IntArray]]:
+    """Under each recompute mode, of every sample on its own: whether the cost model covers it, and bytes it lacks.
 
-
-def explain_infeasible(samples: Samples, problem: CutProblem) -> InfeasibleError:
-    """Which sample fits no micro-batch even alone, and why: its stage, what it needs, what there is.
-
-    Args:
-        samples: the batch.
-        problem: how it was to be cut, with one micro-batch in flight under option 0.
+    The bytes are `[samples, stages]`.
     """
+    memory_bytes = problem.memory_limit_bytes - problem.model_state_bytes
+    shapes = np.stack([np.ones_like(problem.inputs), problem.inputs, problem.targets], axis=1)
+    found = []
+    for mode in range(len(problem.modes)):
+        costs, covered = problem.costs(shapes, np.full(len(shapes), mode, np.int64))
+        found.append((covered, costs.bytes_alone - memory_bytes))
+    return found
+
+
+def explain_infeasible(samples: Samples, problem: BatchProblem) -> InfeasibleError:
+    """Which sample fits no micro-batch even alone, and why: its stage, what it needs, what there is."""
     impossible = np.flatnonzero(~fits_alone(problem))
     if not len(impossible):
         return InfeasibleError(
@@ -104,18 +94,33 @@ def explain_infeasible(samples: Samples, problem: CutProblem) -> InfeasibleError
             hint="allow more recomputation, use more pipeline stages, or raise the memory limit",
         )
     row = int(impossible[0])
-    where = f"sample {samples.ids[row]} of padded shape {samples.shape(impossible[:1])}"
-    within = [lack[row] for cost, lack in _alone(problem) if cost.feasible[row]]
+    where = f"sample {samples.ids[row]} of padded shape {problem.shape(impossible[:1])}"
+    within = [lack[row] for covered, lack in _alone(problem) if covered[row]]
     if not within:
-        return InfeasibleError(
-            f"{where} lies outside the cost model's lengths, or ran out of memory when they were measured",
-            hint="truncate or skip long samples, use more tensor parallelism, or profile longer lengths",
-        )
+        return _explain_uncovered(where, problem, row)
     lack = min(within, key=lambda by_stage: int(by_stage.max()))
     stage = int(lack.argmax())
-    there = int(problem.memory_bytes[stage])
+    there = int(problem.memory_limit_bytes - problem.model_state_bytes[stage])
     return InfeasibleError(
         f"{where} needs {(there + int(lack[stage])) / BYTES_PER_MB:.0f} MB of activations on stage {stage},"
         f" which has {there / BYTES_PER_MB:.0f} MB besides its model state",
         hint="allow more recomputation, use more pipeline stages or tensor parallelism, or truncate long samples",
+    )
+
+
+def _explain_uncovered(where: str, problem: BatchProblem, row: int) -> InfeasibleError:
+    """Why a sample has no costs: no layer's were measured, or a stage's are above the limit of every cost."""
+    lengths = problem.inputs[row : row + 1], problem.targets[row : row + 1]
+    one = np.ones(1, np.int64)
+    if all((tables.at_sizes(tables.at_lengths(*lengths), one) == ABSENT).any() for tables in problem.modes):
+        return InfeasibleError(
+            f"{where} lies outside the cost model's lengths, or ran out of memory when they were measured",
+            hint="truncate or skip long samples, use more tensor parallelism, or profile longer lengths",
+        )
+    layers = problem.layout.layers_per_stage
+    v = int((stage_costs(problem.modes[0], problem.layout, one, *lengths).forward_ns[0] == ABSENT).argmax())
+    return InfeasibleError(
+        f"{where} takes over {LARGEST_COST / 60e9:.0f} minutes or {LARGEST_COST / 1e12:.1f} TB on stage"
+        f" {v % problem.layout.stages}, which has {layers[v]} layers",
+        hint="use more pipeline stages or tensor parallelism, or truncate long samples",
     )

@@ -1,14 +1,13 @@
 """What a pass order costs: an event simulation in time and memory.
 
-The Python here is the readable statement of the rules and the oracle of the native twin (`csrc/simulate.cpp`), which
-is used where it was built.
+The native core simulates (`csrc/simulate.cpp`). The Python here is the readable statement of the same rules; it says
+where an order stalls.
 
     stage 0  F0 F1 ·· B0 F2 B1 …      a pass starts when its stage is free and its input has arrived;
     stage 1     F0 B0 F1 B1 …         a message arrives its transfer time after the pass that made it ends
 """
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 
@@ -16,8 +15,8 @@ from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Forward, Pass
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import Event, Timeline
-from megatron_dynapipe.planning.native import NATIVE
-from megatron_dynapipe.planning.problem import IntArray, PassOrder, PipelineProblem
+from megatron_dynapipe.planning.native import core
+from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class Simulation:
         return tuple(self.makespan_ns - busy for busy in self.busy_ns)
 
 
-def simulate(problem: PipelineProblem, order: PassOrder, *, queue_links: bool = False) -> Simulation:
+def simulate(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = False) -> Simulation:
     """Run `order` on the problem's costs.
 
     Args:
@@ -49,13 +48,12 @@ def simulate(problem: PipelineProblem, order: PassOrder, *, queue_links: bool = 
         PlanningError: the order stalls: a pass waits for one that can only run after it.
     """
     same_length = len({len(passes) for passes in order}) == 1
-    if NATIVE is None or not same_length:  # an order that leaves passes out on a rank can only stall, or be a test's
-        return simulate_in_python(problem, order, queue_links=queue_links)
-    return _simulate_natively(problem, order, queue_links, NATIVE)
+    run = _simulate_natively(problem, order, queue_links) if same_length else None
+    return run or simulate_in_python(problem, order, queue_links=queue_links)
 
 
-def simulate_in_python(problem: PipelineProblem, order: PassOrder, *, queue_links: bool = False) -> Simulation:
-    """The Python twin of `simulate`."""
+def simulate_in_python(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = False) -> Simulation:
+    """`simulate`, also of orders that leave passes out on a stage; it says where an order stalls."""
     run = _Run(problem, queue_links)
     position = [0] * problem.stages
     events: list[list[Event]] = [[] for _ in range(problem.stages)]
@@ -79,14 +77,15 @@ def simulate_in_python(problem: PipelineProblem, order: PassOrder, *, queue_link
     )
 
 
-def _simulate_natively(problem: PipelineProblem, order: PassOrder, queue_links: bool, native: ModuleType) -> Simulation:
+def _simulate_natively(problem: ScheduleProblem, order: PassOrder, queue_links: bool) -> Simulation | None:
+    """None where the order stalls."""
     chunks = problem.chunks
     codes = np.array(
         [[((p.micro_batch * chunks + p.chunk) << 1) | (type(p) is not Forward) for p in passes] for passes in order],
         np.int64,
     ).reshape(problem.stages, -1)
-    starts, ends, peaks, makespan, stalled = native.simulate(
-        cost_arrays(problem),
+    starts, ends, peaks, makespan, stalled = core.simulate(
+        problem.cost_arrays,
         chunks,
         problem.model_state_bytes,
         problem.forward_only,
@@ -95,7 +94,7 @@ def _simulate_natively(problem: PipelineProblem, order: PassOrder, queue_links: 
         problem.peak_covers_backward,
     )
     if stalled:
-        return simulate_in_python(problem, order)  # which says where
+        return None
     timeline = tuple(
         tuple(map(Event, passes, start, end))
         for passes, start, end in zip(order, starts.tolist(), ends.tolist(), strict=True)
@@ -108,22 +107,10 @@ def _simulate_natively(problem: PipelineProblem, order: PassOrder, queue_links: 
     )
 
 
-def cost_arrays(problem: PipelineProblem) -> list[IntArray]:
-    """A problem's costs as the native core takes them."""
-    return [
-        problem.forward_ns,
-        problem.backward_ns,
-        problem.stored_bytes,
-        problem.peak_bytes,
-        problem.forward_transfer_ns,
-        problem.backward_transfer_ns,
-    ]
-
-
 class _Run:
     """State of a simulation: when each rank is free, what it holds, and when each message arrives."""
 
-    def __init__(self, problem: PipelineProblem, queue_links: bool) -> None:
+    def __init__(self, problem: ScheduleProblem, queue_links: bool) -> None:
         self.problem = problem
         self.queue_links = queue_links
         self.free_ns = [0] * problem.stages

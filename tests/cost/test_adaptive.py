@@ -67,7 +67,7 @@ def test_tables_are_filled_from_measurements() -> None:
     )  # fmt: skip
     file = CostFile(name="n", source="s", device="d", units={}, model={}, keys={"tp1_none": entry})
     tables = TableCostModel.decode(encode_file(file)).tables(tensor_parallel=1, recompute=Recompute.NONE)
-    at = tables.at_sizes(tables.knots(np.array([32, 96, 128]), np.zeros(3, np.int64)), np.array([2, 4, 8]))
+    at = tables.at_sizes(tables.at_lengths(np.array([32, 96, 128]), np.zeros(3, np.int64)), np.array([2, 4, 8]))
     assert at[0, Row.ENCODER_FORWARD] == pytest.approx(6.4e6, rel=0.1)
     assert at[1, Row.ENCODER_STORED] == pytest.approx(384e6, rel=0.05)  # beyond what was measured
     assert (at[2] == ABSENT).all()  # ran out of memory

@@ -104,7 +104,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, content: bytes) -> N
 
 def test_units_are_ms_and_mb() -> None:
     tables = TableCostModel.decode(encode_file(gpt_file())).tables(tensor_parallel=1, recompute=Recompute.NONE)
-    rows = tables.at_sizes(tables.knots(np.array([16]), np.array([0])), np.array([2]))[0]
+    rows = tables.at_sizes(tables.at_lengths(np.array([16]), np.array([0])), np.array([2]))[0]
     assert rows[Row.ENCODER_FORWARD] == 32_000_000  # ns
     assert rows[Row.ENCODER_STORED] == 64_000_000  # bytes
     assert tables.state.embedding_bytes == 4_000_000
@@ -138,7 +138,7 @@ def test_a_hole_is_infeasible_around_it_and_nowhere_else() -> None:
     tables = model.tables(tensor_parallel=1, recompute=Recompute.NONE)
 
     def forward(size: int, length: int) -> int:
-        knots = tables.knots(np.array([length]), np.array([0]))
+        knots = tables.at_lengths(np.array([length]), np.array([0]))
         return int(tables.at_sizes(knots, np.array([size]))[0, Row.ENCODER_FORWARD])
 
     assert forward(4, 32) == forward(3, 32) == forward(4, 24) == forward(3, 24) == ABSENT

@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import (
+    LARGEST_COST,
     LayerState,
     LayerTables,
     PipelineLayout,
     Row,
     boundary_bytes,
+    even_split,
+    parse_split,
     stage_costs,
 )
 from megatron_dynapipe.errors import ConfigError
@@ -123,7 +126,7 @@ def test_boundaries_of_t5() -> None:
         ({"layers_per_stage": (2, 3)}, r"layer split of 4 layers .* got \[2, 3\]"),
         ({"layers_per_stage": (5, -1)}, "at least 0 on every stage"),
         ({"family": ModelFamily.T5, "decoder_layers": 2, "layers_per_stage": (6, 0)}, "at least 1 on every stage"),
-        ({"layers_per_stage": (2, 1, 1), "chunks": 2}, "3 virtual stages cannot be dealt"),
+        ({"layers_per_stage": (2, 1, 1), "chunks": 2}, "3 virtual stages cannot be assigned to pipeline stages 2 each"),
         ({"decoder_layers": 1, "layers_per_stage": (5,)}, "layers of its kinds"),
     ],
 )
@@ -131,6 +134,27 @@ def test_refuses_impossible_layouts(arguments: dict[str, object], message: str) 
     given = {"family": ModelFamily.GPT, "encoder_layers": 4, "layers_per_stage": (4,)} | arguments
     with pytest.raises(ConfigError, match=message):
         PipelineLayout(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("layers", "stages", "split"), [(4, 2, (2, 2)), (7, 3, (3, 2, 2)), (3, 1, (3,))])
+def test_an_even_split(layers: int, stages: int, split: tuple[int, ...]) -> None:
+    assert even_split(layers, stages) == split
+    with pytest.raises(ConfigError, match=f"{layers} layers cannot be split over {layers + 1} stages"):
+        even_split(layers, layers + 1)
+
+
+def test_a_split_is_numbers_of_layers() -> None:
+    assert parse_split("9,8, 8,7", expected="") == (9, 8, 8, 7)
+    for text in ("", "9,", "9,-1", "9.5", "auto"):
+        with pytest.raises(ConfigError, match="expected numbers, got"):
+            parse_split(text, expected="numbers")
+
+
+@pytest.mark.parametrize("row", ["ENCODER_FORWARD", "ENCODER_STORED", "ENCODER_PEAK"])
+def test_a_stage_above_the_limit_makes_the_micro_batch_infeasible(row: str) -> None:
+    tables = flat(**{row: LARGEST_COST // 2})
+    assert stage_costs(tables, t5(2, 4), ONE, EIGHT, EIGHT).feasible.tolist() == [True]
+    assert stage_costs(tables, t5(3, 3), ONE, EIGHT, EIGHT).feasible.tolist() == [row == "ENCODER_PEAK"]
 
 
 def test_an_equal_split_must_divide() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import ABSENT, LayerState, LayerTables, Row
-from megatron_dynapipe.cost.tables import LARGEST, IntArray
+from megatron_dynapipe.cost.tables import LARGEST_COST, IntArray
 from megatron_dynapipe.errors import CostModelError
 
 STATE = LayerState(embedding_bytes=1, encoder_bytes=1)
@@ -24,7 +24,7 @@ def grid(values: IntArray, sizes: list[int], inputs: list[int], targets: list[in
 
 
 def cost(tables: LayerTables, size: int, input_length: int, target_length: int = 0) -> int:
-    knots = tables.knots(np.array([input_length]), np.array([target_length]))
+    knots = tables.at_lengths(np.array([input_length]), np.array([target_length]))
     return int(tables.at_sizes(knots, np.array([size]))[0, 0])
 
 
@@ -79,7 +79,7 @@ def test_two_lengths() -> None:
         ({"sizes": np.array([3, 1])}, "sizes must increase"),
         ({"inputs": np.array([8, 16, 24])}, "must have the shape"),
         ({"values": np.full((len(Row), 2, 2, 1), -2)}, "between 0 and"),
-        ({"values": np.full((len(Row), 2, 2, 1), LARGEST + 1)}, "between 0 and"),
+        ({"values": np.full((len(Row), 2, 2, 1), LARGEST_COST + 1)}, "between 0 and"),
     ],
 )
 def test_refuses_what_is_not_a_grid(change: dict[str, IntArray], message: str) -> None:

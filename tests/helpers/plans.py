@@ -2,11 +2,12 @@
 
 import numpy as np
 
+from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
 from megatron_dynapipe.plan.packing import packed_shape
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
-from megatron_dynapipe.planning.lowering import Pipeline, lower
-from megatron_dynapipe.planning.problem import PipelineProblem
+from megatron_dynapipe.planning.lowering import Topology, lower
+from megatron_dynapipe.planning.problem import ScheduleProblem
 from megatron_dynapipe.planning.schedules import SCHEDULES
 from megatron_dynapipe.planning.simulate import simulate
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
@@ -23,7 +24,7 @@ def random_problem(
     seed: int = 0,
     memory_limit_bytes: int = NO_LIMIT,
     peak_covers_backward: bool = False,
-) -> PipelineProblem:
+) -> ScheduleProblem:
     """Uneven costs; ten bytes of model state, one to nine stored per micro-batch and stage, two more at the peak.
 
     At a peak that covers the backward it is none to two more.
@@ -33,7 +34,7 @@ def random_problem(
     stored = random.integers(1, 10, shape)
     forward_transfer, backward_transfer = random.integers(0, 4, shape), random.integers(0, 4, shape)
     forward_transfer[:, -1] = backward_transfer[:, 0] = 0
-    return PipelineProblem(
+    return ScheduleProblem(
         stages=stages,
         chunks=chunks,
         forward_ns=random.integers(5, 20, shape),
@@ -47,6 +48,13 @@ def random_problem(
         forward_only=forward_only,
         peak_covers_backward=peak_covers_backward,
     )
+
+
+def layout_of(family: ModelFamily, virtual_stages: int, *, encoder_layers: int | None = None) -> PipelineLayout:
+    """A layer to a virtual stage (two to a single one); half of a T5's are in the encoder, unless said otherwise."""
+    layers = max(virtual_stages, 2)
+    decoder = layers - (encoder_layers or layers // 2) if family is ModelFamily.T5 else 0
+    return PipelineLayout.equal(family, layers - decoder, decoder, virtual_stages)
 
 
 def make_plan(
@@ -65,10 +73,7 @@ def make_plan(
     The layouts are given to the micro-batches in turn.
     """
     t5 = family is ModelFamily.T5
-    virtual = stages * chunks
-    boundaries = BoundarySettings(
-        tensors=boundary_tensors(family, [1] * virtual, encoder_layers=virtual // 2), hidden_size=4
-    )
+    boundaries = BoundarySettings(tensors=boundary_tensors(layout_of(family, stages * chunks)), hidden_size=4)
     replicas = []
     sample = 0
     for replica, count in enumerate(micro_batches):
@@ -95,7 +100,7 @@ def make_plan(
                 )
             )
             sample += 2
-        pipeline = Pipeline(
+        topology = Topology(
             stages=stages,
             chunks=chunks,
             shapes=boundaries.shapes([batch.shape for batch in batches]),
@@ -103,7 +108,7 @@ def make_plan(
         )
         stage_plans = tuple(
             StagePlan(stage=stage, instructions=instructions, predicted=run.timeline[stage])
-            for stage, instructions in enumerate(lower(order, pipeline))
+            for stage, instructions in enumerate(lower(order, topology))
         )
         replicas.append(ReplicaPlan(micro_batches=tuple(batches), stages=stage_plans, predicted_ns=run.makespan_ns))
     return IterationPlan(

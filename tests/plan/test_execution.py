@@ -18,13 +18,13 @@ from megatron_dynapipe.plan.instructions import (
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.plan.verify import verify_lists
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
-from megatron_dynapipe.planning.lowering import Pipeline, lower
+from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.schedules import SCHEDULES
 from megatron_dynapipe.planning.schedules.list_scheduling import Policy, Rule, list_schedule
 from megatron_dynapipe.runtime.executor import PipelineExecutor
 from megatron_dynapipe.runtime.platform import CpuPlatform
 from megatron_dynapipe.units import ModelFamily, Shape
-from tests.helpers.plans import random_problem
+from tests.helpers.plans import layout_of, random_problem
 from tests.helpers.processes import run_ranks
 from tests.plan.strict_transport import StrictTransport
 
@@ -42,7 +42,7 @@ class RandomPlan:
         self.forward_only = choose.random() < 0.15
         self.family = choose.choice(list(ModelFamily))
         virtual = stages * self.chunks
-        self.tensors = boundary_tensors(self.family, [1] * virtual, encoder_layers=choose.randint(1, virtual - 1))
+        self.tensors = boundary_tensors(layout_of(self.family, virtual, encoder_layers=choose.randint(1, virtual - 1)))
         t5 = self.family is ModelFamily.T5
         self.shapes = [
             Shape(choose.randint(1, 3), 8 * choose.randint(1, 4), 8 * choose.randint(1, 2) if t5 else 0)
@@ -65,7 +65,7 @@ class RandomPlan:
         boundaries = BoundarySettings(tensors=self.tensors, hidden_size=HIDDEN).shapes(self.shapes)
         self.lists = lower(
             order,
-            Pipeline(stages=stages, chunks=self.chunks, shapes=boundaries, forward_only=self.forward_only),
+            Topology(stages=stages, chunks=self.chunks, shapes=boundaries, forward_only=self.forward_only),
         )
         verify_lists(self.lists, micro_batches=self.micro_batches, chunks=self.chunks, forward_only=self.forward_only)
 

@@ -7,7 +7,7 @@ from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.text import format_stages, parse_instruction, parse_stages
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.plan.verify import verify, verify_lists
-from megatron_dynapipe.planning.lowering import Pipeline, lower
+from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.helpers.plans import make_plan, samples_of
 
@@ -118,10 +118,10 @@ def test_a_send_without_a_receive_is_refused():
 
 def test_a_stall_is_shown_as_a_cycle():
     # Stage 0 turns micro-batch 0 round before it begins 1; stage 1 wants 1 before it turns 0 round.
-    pipeline = Pipeline(stages=2, chunks=1, shapes=((((8, 2, 4),),),) * 2)
+    topology = Topology(stages=2, chunks=1, shapes=((((8, 2, 4),),),) * 2)
     one_by_one = (Forward(0), Backward(0), Forward(1), Backward(1))
     together = (Forward(0), Forward(1), Backward(0), Backward(1))
-    lists = (lower((one_by_one,) * 2, pipeline)[0], lower((together,) * 2, pipeline)[1])
+    lists = (lower((one_by_one,) * 2, topology)[0], lower((together,) * 2, topology)[1])
     with pytest.raises(PlanError) as caught:
         verify_lists(lists, micro_batches=2)
     assert caught.value.message == (

@@ -1,4 +1,4 @@
-"""Other ways to make micro-batches: their cuts, what is not offered, packing, and whole plans."""
+"""Other ways to make micro-batches: their partitions, what is not offered, packing, and whole plans."""
 
 from itertools import chain
 
@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import LayerState, LayerTables, PipelineLayout, Row
+from megatron_dynapipe.cost import LayerState, LayerTables, Network, PipelineLayout, Row
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError
 from megatron_dynapipe.plan.codec import digest
-from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings, baseline_cuts, pack
-from megatron_dynapipe.planning.intervals import CutProblem
+from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings, baseline_partitions, pack
+from megatron_dynapipe.planning.partition import Partition
+from megatron_dynapipe.planning.problem import BatchProblem
 from megatron_dynapipe.units import ModelFamily
 from tests.planning import planner_cases
 
@@ -23,7 +24,7 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def problem(inputs: list[int], targets: list[int] | None = None, *, memory: int = 10**9) -> CutProblem:
+def problem(inputs: list[int], targets: list[int] | None = None, *, memory: int = 10**9) -> BatchProblem:
     """Two stages of one layer; a position costs 1 ns forward, 2 ns backward and 1 byte."""
     family = GPT if targets is None else T5
     axes = ints(1, 64), ints(1, 64), ints(0) if targets is None else ints(1, 64)
@@ -34,15 +35,22 @@ def problem(inputs: list[int], targets: list[int] | None = None, *, memory: int 
             values[Row[f"{kind}_{what}"]] = cost * positions
     state = LayerState(embedding_bytes=0, encoder_bytes=0)
     tables = LayerTables(sizes=axes[0], inputs=axes[1], targets=axes[2], values=values, state=state)
-    return CutProblem(
+    return BatchProblem(
         inputs=ints(*inputs),
         targets=ints(*(targets or [0] * len(inputs))),
         modes=(tables,),
         layout=PipelineLayout.equal(family, *((2, 0) if family is GPT else (1, 1)), 2, 1),
-        memory_bytes=ints(memory, memory),
+        model_state_bytes=ints(0, 0),
+        memory_limit_bytes=memory,
         in_flight=ints(1, 1)[None],
         replicas=1,
+        links=Network().links(virtual_stages=2, stages=2, ranks_per_stage=1),
+        bytes_per_position=1,
     )
+
+
+def offered(given: BatchProblem, **chosen: object) -> tuple[Partition, ...]:
+    return baseline_partitions(given, np.arange(len(given.inputs)), PartitionSettings(**chosen))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -63,25 +71,19 @@ def problem(inputs: list[int], targets: list[int] | None = None, *, memory: int 
         pytest.param({"algorithm": TOKENS}, [12, 12], [[1, 1], [2]], id="powers of two from the longest sample"),
     ],
 )
-def test_cuts(chosen: dict, inputs: list[int], expected: list[list[int]]) -> None:
-    found = [cut.sizes.tolist() for cut in baseline_cuts(problem(inputs), PartitionSettings(**chosen))]
+def test_partitions(chosen: dict, inputs: list[int], expected: list[list[int]]) -> None:
+    found = [partition.sizes.tolist() for partition in offered(problem(inputs), **chosen)]
     assert [sizes for i, sizes in enumerate(found) if sizes not in found[:i]] == expected
 
 
 def test_tokens_count_inputs_and_targets() -> None:
-    cuts = baseline_cuts(problem([16, 8, 8], [8, 8, 8]), PartitionSettings(algorithm=TOKENS, micro_batch_tokens=48))
-    assert [cut.sizes.tolist() for cut in cuts] == [[2, 1]]
+    (found,) = offered(problem([16, 8, 8], [8, 8, 8]), algorithm=TOKENS, micro_batch_tokens=48)
+    assert found.sizes.tolist() == [2, 1]
 
 
-def test_times_of_a_cut() -> None:
-    """Two micro-batches, of 2 × 16 and 1 × 8 positions, at 3 ns a position on each of two stages."""
-    (found,) = baseline_cuts(problem([16, 8, 8]), PartitionSettings(algorithm=UNIFORM, micro_batch_size=2))
-    assert (found.fill_ns, found.total_ns, found.modes.tolist()) == (96, 96 + 24, [0, 0])
-
-
-def test_cuts_that_do_not_fit_are_not_offered() -> None:
-    found = baseline_cuts(problem([16, 16, 16, 16], memory=32), PartitionSettings(algorithm=UNIFORM))
-    assert [cut.sizes.tolist() for cut in found] == [[1, 1, 1, 1], [2, 2]]
+def test_partitions_that_do_not_fit_are_not_offered() -> None:
+    found = offered(problem([16, 16, 16, 16], memory=32), algorithm=UNIFORM)
+    assert [partition.sizes.tolist() for partition in found] == [[1, 1, 1, 1], [2, 2]]
 
 
 @settings(max_examples=100, deadline=None)
@@ -92,11 +94,10 @@ def test_cuts_that_do_not_fit_are_not_offered() -> None:
 )
 def test_every_sample_once(inputs: list[int], algorithm: PartitionAlgorithm, number: int | None) -> None:
     name = "micro_batch_tokens" if algorithm is TOKENS else "micro_batch_size"
-    chosen = PartitionSettings(**{"algorithm": algorithm, name: number})
-    cuts = baseline_cuts(problem(inputs), chosen)
-    assert cuts
-    for cut in cuts:
-        assert cut.sizes.min() >= 1 and cut.sizes.sum() == len(inputs) and len(cut.modes) == len(cut.sizes)
+    found = offered(problem(inputs), **{"algorithm": algorithm, name: number})
+    assert found
+    for each in found:
+        assert each.sizes.min() >= 1 and each.sizes.sum() == len(inputs) and len(each.modes) == len(each.sizes)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import pytest
 
+from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.boundary import BoundarySettings, BoundaryTensor, boundary_tensors
 from megatron_dynapipe.units import ModelFamily, Shape
@@ -18,11 +19,19 @@ E, D = BoundaryTensor.ENCODER, BoundaryTensor.DECODER
     ],
 )
 def test_t5_passes_the_decoders_state_once_it_has_begun(layers, encoder_layers, expected):
-    assert boundary_tensors(ModelFamily.T5, layers, encoder_layers=encoder_layers) == expected
+    decoder_layers = sum(layers) - encoder_layers
+    layout = PipelineLayout(
+        family=ModelFamily.T5,
+        encoder_layers=encoder_layers,
+        decoder_layers=decoder_layers,
+        layers_per_stage=layers,
+    )
+    assert boundary_tensors(layout) == expected
 
 
 def test_gpt_passes_one_tensor():
-    assert boundary_tensors(ModelFamily.GPT, (2, 3, 3)) == ((E,), (E,))
+    layout = PipelineLayout(family=ModelFamily.GPT, encoder_layers=8, layers_per_stage=(2, 3, 3))
+    assert boundary_tensors(layout) == ((E,), (E,))
 
 
 def test_shapes():

@@ -6,7 +6,7 @@ from megatron_dynapipe.plan.instructions import Backward, Forward, RecvStart, Re
 from megatron_dynapipe.plan.text import format_instruction, parse_stages
 from megatron_dynapipe.plan.verify import verify_lists
 from megatron_dynapipe.planning.lowering import (
-    Pipeline,
+    Topology,
     add_data,
     add_frees,
     add_recv_starts,
@@ -21,9 +21,9 @@ from tests.helpers.plans import random_problem
 SHAPE = ((8, 1, 4),)
 
 
-def pipeline(stages: int, micro_batches: int, *, chunks: int = 1, forward_only: bool = False) -> Pipeline:
+def topology(stages: int, micro_batches: int, *, chunks: int = 1, forward_only: bool = False) -> Topology:
     shapes = ((SHAPE,) * (stages * chunks - 1),) * micro_batches
-    return Pipeline(stages=stages, chunks=chunks, shapes=shapes, forward_only=forward_only)
+    return Topology(stages=stages, chunks=chunks, shapes=shapes, forward_only=forward_only)
 
 
 def lines(lists):
@@ -40,9 +40,9 @@ def test_data_comes_before_the_first_pass_and_goes_after_the_last_forward():
 
 
 def test_results_are_sent_right_away():
-    two = add_sends(stages("F0 B0", "F0 B0"), pipeline(2, 1))
+    two = add_sends(stages("F0 B0", "F0 B0"), topology(2, 1))
     assert lines(two) == ["F0 SEND_F0>1[8x1x4] B0", "F0 B0 SEND_B0>0[8x1x4]"]
-    wrapped = add_sends(stages("F0 F0.1", "F0 F0.1"), pipeline(2, 1, chunks=2))
+    wrapped = add_sends(stages("F0 F0.1", "F0 F0.1"), topology(2, 1, chunks=2))
     assert lines(wrapped) == [
         "F0 SEND_F0>1[8x1x4] F0.1 SEND_F0.1>1[8x1x4]",
         "F0 SEND_F0>0[8x1x4] F0.1",
@@ -51,7 +51,7 @@ def test_results_are_sent_right_away():
 
 def test_passes_wait_for_their_input():
     given = stages("F0 SEND_F0>1[8x1x4] B0", "F0 B0 SEND_B0>0[8x1x4]")
-    assert lines(add_recv_waits(given, pipeline(2, 1))) == [
+    assert lines(add_recv_waits(given, topology(2, 1))) == [
         "F0 SEND_F0>1[8x1x4] RECV_B0<1[8x1x4] WAIT_RECV_B0<1 B0",
         "RECV_F0<0[8x1x4] WAIT_RECV_F0<0 F0 B0 SEND_B0>0[8x1x4]",
     ]
@@ -59,7 +59,7 @@ def test_passes_wait_for_their_input():
 
 def test_messages_that_a_channel_carries_first_are_waited_for_first():
     given = stages("F0 SEND_F0>1[8x1x4] F1 SEND_F1>1[8x1x4]", "F1 F0")
-    assert lines(add_recv_waits(given, pipeline(2, 2)))[1] == (
+    assert lines(add_recv_waits(given, topology(2, 2)))[1] == (
         "RECV_F0<0[8x1x4] WAIT_RECV_F0<0 RECV_F1<0[8x1x4] WAIT_RECV_F1<0 F1 F0"
     )
 
@@ -78,7 +78,7 @@ def test_sends_are_waited_for_once_an_answer_proves_them_complete():
         "F0 SEND_F0>1[8x1x4] F1 SEND_F1>1[8x1x4] WAIT_RECV_B0<1 B0 WAIT_RECV_B1<1 B1",
         "WAIT_RECV_F0<0 F0 B0 SEND_B0>0[8x1x4] WAIT_RECV_F1<0 F1 B1 SEND_B1>0[8x1x4]",
     )
-    assert lines(add_send_waits(given, pipeline(2, 2))) == [
+    assert lines(add_send_waits(given, topology(2, 2))) == [
         "F0 SEND_F0>1[8x1x4] F1 SEND_F1>1[8x1x4] WAIT_RECV_B0<1 WAIT_SEND_F0>1 FREE_OUTPUT0 B0 "
         "WAIT_RECV_B1<1 WAIT_SEND_F1>1 FREE_OUTPUT1 B1",
         "WAIT_RECV_F0<0 F0 B0 SEND_B0>0[8x1x4] WAIT_RECV_F1<0 F1 B1 SEND_B1>0[8x1x4] "
@@ -87,17 +87,17 @@ def test_sends_are_waited_for_once_an_answer_proves_them_complete():
 
 
 def test_what_was_received_is_dropped_after_its_last_use():
-    assert lines(add_frees(stages("F0 B0", "F0 B0"), pipeline(2, 1))) == [
+    assert lines(add_frees(stages("F0 B0", "F0 B0"), topology(2, 1))) == [
         "F0 B0 FREE_OUTPUT_GRAD0",
         "F0 B0 FREE_INPUT0",
     ]
-    forward_only = pipeline(2, 1, forward_only=True)
+    forward_only = topology(2, 1, forward_only=True)
     assert lines(add_frees(stages("F0", "F0"), forward_only)) == ["F0", "F0 FREE_INPUT0"]
 
 
 def test_the_whole_way_down():
     order = ((Forward(0), Backward(0)), (Forward(0), Backward(0)))
-    assert lines(lower(order, pipeline(2, 1))) == [
+    assert lines(lower(order, topology(2, 1))) == [
         "RECV_B0<1[8x1x4] LOAD0 F0 SEND_F0>1[8x1x4] FREE_DATA0 WAIT_RECV_B0<1 WAIT_SEND_F0>1 FREE_OUTPUT0 B0 "
         "FREE_OUTPUT_GRAD0",
         "RECV_F0<0[8x1x4] LOAD0 WAIT_RECV_F0<0 F0 FREE_DATA0 B0 FREE_INPUT0 SEND_B0>0[8x1x4] WAIT_SEND_B0>0 "
@@ -106,12 +106,12 @@ def test_the_whole_way_down():
 
 
 def test_a_replica_without_micro_batches_does_nothing():
-    assert lower(((), ()), pipeline(2, 0)) == ((), ())
+    assert lower(((), ()), topology(2, 0)) == ((), ())
 
 
 def test_several_chunks_need_several_ranks():
     with pytest.raises(AssertionError, match="no use for several chunks"):
-        pipeline(1, 1, chunks=2)
+        topology(1, 1, chunks=2)
 
 
 @given(
@@ -125,7 +125,7 @@ def test_several_chunks_need_several_ranks():
 def test_every_schedule_lowers_to_lists_that_verify(micro_batches, ranks, chunks, forward_only, method, seed):
     problem = random_problem(micro_batches, ranks, chunks=chunks, forward_only=forward_only, seed=seed)
     order = SCHEDULES[method](problem)
-    lists = lower(order, pipeline(ranks, micro_batches, chunks=chunks, forward_only=forward_only))
+    lists = lower(order, topology(ranks, micro_batches, chunks=chunks, forward_only=forward_only))
     verify_lists(lists, micro_batches=micro_batches, chunks=chunks, forward_only=forward_only)
     for steps, passes in zip(lists, order, strict=True):
         assert tuple(step for step in steps if isinstance(step, Forward | Backward)) == passes
@@ -135,9 +135,9 @@ def test_every_schedule_lowers_to_lists_that_verify(micro_batches, ranks, chunks
 
 
 @given(micro_batches=st.integers(2, 8), ranks=st.integers(2, 5), seed=st.integers(0, 1000))
-def test_in_a_steady_pipeline_sends_are_not_kept_to_the_end(micro_batches, ranks, seed):
+def test_in_a_full_pipeline_sends_are_not_kept_to_the_end(micro_batches, ranks, seed):
     problem = random_problem(micro_batches, ranks, seed=seed)
-    lists = lower(SCHEDULES["1f1b"](problem), pipeline(ranks, micro_batches))
+    lists = lower(SCHEDULES["1f1b"](problem), topology(ranks, micro_batches))
     for steps in lists:
         last_pass = max(i for i, step in enumerate(steps) if isinstance(step, Forward | Backward))
         left = [s for s in steps[last_pass:] if isinstance(s, SendWait)]
@@ -152,7 +152,7 @@ def test_in_a_steady_pipeline_sends_are_not_kept_to_the_end(micro_batches, ranks
 )
 def test_forward_only_plans_keep_few_outputs(micro_batches, ranks, chunks, method):
     problem = random_problem(micro_batches, ranks, chunks=chunks, forward_only=True)
-    lists = lower(SCHEDULES[method](problem), pipeline(ranks, micro_batches, chunks=chunks, forward_only=True))
+    lists = lower(SCHEDULES[method](problem), topology(ranks, micro_batches, chunks=chunks, forward_only=True))
     verify_lists(lists, micro_batches=micro_batches, chunks=chunks, forward_only=True)
     for rank, steps in enumerate(lists):
         held = most = 0
@@ -165,7 +165,7 @@ def test_forward_only_plans_keep_few_outputs(micro_batches, ranks, chunks, metho
 
 def test_ranks_that_run_forwards_in_different_orders_keep_outputs_to_the_end():
     order = (tuple(map(Forward, range(8))), tuple(map(Forward, (1, 0, 2, 3, 4, 5, 6, 7))))
-    lists = lower(order, pipeline(2, 8, forward_only=True))
+    lists = lower(order, topology(2, 8, forward_only=True))
     verify_lists(lists, micro_batches=8, forward_only=True)
     last = max(i for i, step in enumerate(lists[0]) if isinstance(step, Forward))
     assert not any(isinstance(step, SendWait) for step in lists[0][:last])

@@ -1,5 +1,6 @@
 """What the native core is handed is checked: wrong input raises, it never crashes."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,14 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import ABSENT, Row
-from megatron_dynapipe.cost.tables import LARGEST
+from megatron_dynapipe.cost import ABSENT, LARGEST_COST, Row
 from megatron_dynapipe.errors import PlanningError
-from megatron_dynapipe.planning.native import NATIVE
-from megatron_dynapipe.planning.partition import cut_natively
-from tests.planning.cut_problems import cut_problems
-
-pytestmark = pytest.mark.skipif(NATIVE is None, reason="the native core is not built")
+from megatron_dynapipe.planning.native import core
+from megatron_dynapipe.planning.partition import partition
+from tests.planning.partition_oracle import batch_problems
 
 
 def ints(*values: int) -> np.ndarray:
@@ -22,26 +20,48 @@ def ints(*values: int) -> np.ndarray:
 
 
 def good() -> dict[str, Any]:
-    values = np.ones((len(Row), 2, 1, 1), np.int64)
+    """Three equal samples on two stages of a layer, each pass 1 ns and 1 byte."""
     return {
         "inputs": ints(8, 8, 8),
         "targets": ints(0, 0, 0),
-        "modes": [(ints(1, 4), ints(8), ints(0), values)],
+        "modes": [(ints(1, 4), ints(8), ints(0), np.ones((len(Row), 2, 1, 1), np.int64))],
         "encoder_layers": ints(1, 1),
         "decoder_layers": ints(0, 0),
-        "memory": ints(100, 100),
+        "chunks": 1,
+        "model_state": ints(0, 0),
+        "memory_limit": 100,
         "in_flight": np.array([[2, 1]], np.int64),
         "replicas": 1,
         "forward_only": False,
-        "orders": [ints(0, 1, 2)],
-        "refine": True,
+        "peak_covers_backward": False,
+        "bytes_per_position": 2048,
+        "decoder_forward": np.array([False]),
+        "decoder_backward": np.array([False]),
+        "latency_ns": np.array([0.0]),
+        "gbps": np.array([100.0]),
     }
 
 
+def search_arguments() -> dict[str, Any]:
+    return {"order": ints(0, 1, 2), "partitions": [(ints(1, 2), ints(0, 0))], "evaluations": 50, "seed": 0}
+
+
 def test_good_input() -> None:
-    order, cuts = NATIVE.cut(**good())
+    problem = core.BatchProblem(**good())
+    order, partitions = problem.partition(orders=[ints(0, 1, 2)], improve=True)
     assert sorted(order) == [0, 1, 2]
-    assert cuts == [([3], [0], 2, 4)]
+    assert partitions == [([3], [0], 2, 4)]
+    (replica,) = problem.search(**search_arguments())
+    assert sorted(replica[1]) in ([1, 1, 1], [1, 2], [3])
+    rows, covered = problem.costs(sizes=ints(4, 5), inputs=ints(8, 8), targets=ints(0, 0), modes=ints(0, 0))
+    assert covered == [True, False]
+    assert rows[:8].tolist() == [[1, 2], [0, 0]] * 4  # the last stage has the head besides
+    assert rows[8:].tolist() == [[5243, 0], [0, 0], [0, 5243], [0, 0]]  # 4 · 8 · 2048 bytes at 100 Gbit/s
+
+
+def test_partitions_that_fit_nowhere_are_no_start() -> None:
+    assert core.BatchProblem(**good() | {"memory_limit": 0}).search(**search_arguments()) == []
+    assert core.BatchProblem(**good()).search(**search_arguments() | {"partitions": []}) == []
 
 
 def with_values(change: Any) -> list[Any]:
@@ -65,26 +85,33 @@ def put(index: tuple[int, ...], value: int) -> Any:
         ({"targets": ints(0)}, "as many target lengths as input lengths"),
         ({"inputs": ints(8, -1, 8)}, "lengths from 0 to 2\\^20"),
         ({"inputs": ints(8, 2**62, 8)}, "lengths from 0 to 2\\^20"),
-        ({"encoder_layers": ints(1)}, "of the same stages"),
+        ({"encoder_layers": ints(1)}, "encoder and decoder layers of the same stages"),
         ({"encoder_layers": ints(1, -1)}, "0 to 65536 layers"),
         ({"encoder_layers": ints(1, 2**62)}, "0 to 65536 layers"),
         ({"encoder_layers": ints(1, 2**62), "decoder_layers": ints(0, 2**62)}, "0 to 65536 layers"),
-        ({"encoder_layers": ints(*[1] * 130), "decoder_layers": ints(*[0] * 130)}, "whole chunks, 1 to 64"),
+        ({"chunks": 65}, "between 1 and 64 chunks"),
+        ({"chunks": 0}, "between 1 and 64 chunks"),
+        ({"chunks": 2}, "layers of every virtual stage"),
+        ({"chunks": 2, "model_state": ints(0), "in_flight": np.array([[1]])}, "several chunks only on several stages"),
         ({"in_flight": np.full((1, 2), 2**15, np.int64)}, "1 to 16384 micro-batches in flight"),
-        ({"encoder_layers": ints(1, 1, 1), "decoder_layers": ints(0, 0, 0)}, "whole chunks, 1 to 64, on every rank"),
-        ({"memory": ints()}, "in flight for every rank"),
-        ({"memory": ints(100)}, "in flight for every rank"),
+        ({"encoder_layers": ints(1, 1, 1), "decoder_layers": ints(0, 0, 0)}, "layers of every virtual stage"),
+        ({"model_state": ints()}, "between 1 and 4096 stages"),
+        ({"model_state": ints(0)}, "in flight for every stage"),
+        ({"model_state": ints(0, -1)}, "model state from 0"),
+        ({"memory_limit": -1}, "a memory limit from 0"),
+        ({"bytes_per_position": -1}, "bytes per position"),
+        ({"decoder_forward": np.zeros(2, bool)}, "links between neighbouring stages"),
+        ({"latency_ns": np.zeros(2)}, "links between neighbouring stages"),
+        ({"gbps": np.zeros(0)}, "links between neighbouring stages"),
+        ({"latency_ns": np.array([-1.0])}, "latencies from 0"),
+        ({"latency_ns": np.array([np.nan])}, "latencies from 0"),
+        ({"gbps": np.zeros(1)}, "a rate above 0 on every link"),
         ({"in_flight": np.zeros((0, 2), np.int64)}, "between 1 and 26 options"),
         ({"in_flight": np.zeros((1, 2), np.int64)}, "1 to 16384 micro-batches in flight"),
         ({"replicas": 0}, "1 to 65536 replicas"),
         ({"modes": []}, "between 1 and 16 recompute modes"),
-        ({"orders": []}, "at least one order"),
-        ({"orders": [ints(0, 1)]}, "name every sample once"),
-        ({"orders": [ints(0, 1, 1)]}, "name every sample once"),
-        ({"orders": [ints(0, 1, 3)]}, "name every sample once"),
-        ({"orders": [ints(0, 1, -1)]}, "name every sample once"),
-        ({"modes": with_values(put((0, 0, 0, 0), -2))}, "whose sum over a stage is below"),
-        ({"modes": with_values(put((0, 0, 0, 0), LARGEST))}, "whose sum over a stage is below"),
+        ({"modes": with_values(put((0, 0, 0, 0), -2))}, "costs of a layer from 0"),
+        ({"modes": with_values(put((0, 0, 0, 0), LARGEST_COST + 1))}, "costs of a layer from 0"),
         ({"modes": with_values(put((3, 0, 0, 0), ABSENT))}, "absent from all rows or from none"),
         ({"modes": [(ints(1), ints(8), ints(0), good()["modes"][0][3])]}, "as many grid values"),
         ({"modes": [(ints(4, 1), ints(8), ints(0), good()["modes"][0][3])]}, "strictly increasing"),
@@ -93,9 +120,48 @@ def put(index: tuple[int, ...], value: int) -> Any:
         ({"modes": [(ints(), ints(8), ints(0), np.ones((len(Row), 0, 1, 1), np.int64))]}, "grid axes from 0"),
     ],
 )
-def test_wrong_input_raises(change: dict[str, Any], message: str) -> None:
+def test_wrong_problems_raise(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        NATIVE.cut(**(good() | change))
+        core.BatchProblem(**(good() | change))
+
+
+@pytest.mark.parametrize("orders", [[], [ints(0, 1)], [ints(0, 1, 1)], [ints(0, 1, 3)], [ints(0, 1, -1)]])
+def test_wrong_orders_raise(orders: list[np.ndarray]) -> None:
+    with pytest.raises(ValueError, match=r"at least one order|name every sample once"):
+        core.BatchProblem(**good()).partition(orders=orders, improve=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"order": ints(0, 1)}, "name every sample once"),
+        ({"partitions": [(ints(1, 1), ints(0, 0))]}, "micro-batches that add up to all samples"),
+        ({"partitions": [(ints(1, 3), ints(0, 0))]}, "micro-batches that add up to all samples"),
+        ({"partitions": [(ints(0, 3), ints(0, 0))]}, "micro-batches that add up to all samples"),
+        ({"partitions": [(ints(1, 2), ints(0, 1))]}, "modes that there are"),
+        ({"partitions": [(ints(1, 2), ints(0))]}, "a mode for every micro-batch"),
+        ({"evaluations": -1}, "at least 0 evaluations"),
+    ],
+)
+def test_wrong_searches_raise(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        core.BatchProblem(**good()).search(**(search_arguments() | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sizes": ints(0)}, "sizes from 1"),
+        ({"inputs": ints(-1)}, "lengths from 0"),
+        ({"targets": ints(2**40)}, "lengths from 0"),
+        ({"modes": ints(1)}, "modes that there are"),
+        ({"modes": ints()}, "a mode for every micro-batch"),
+    ],
+)
+def test_wrong_shapes_raise(change: dict[str, Any], message: str) -> None:
+    shapes = {"sizes": ints(1), "inputs": ints(8), "targets": ints(0), "modes": ints(0)}
+    with pytest.raises(ValueError, match=message):
+        core.BatchProblem(**good()).costs(**(shapes | change))
 
 
 @pytest.mark.parametrize(
@@ -104,8 +170,9 @@ def test_wrong_input_raises(change: dict[str, Any], message: str) -> None:
         {"inputs": np.array([8.0, 8.0, 8.0])},
         {"targets": np.array([0.0, 0.0, 0.0])},
         {"inputs": np.array([8, 8, 8], np.int32)},
-        {"orders": [np.array([0.0, 1.0, 2.0])]},
-        {"memory": np.array([100.0, 100.0])},
+        {"model_state": np.array([0.0, 0.0])},
+        {"gbps": ints(100)},
+        {"decoder_forward": ints(0)},
         {"in_flight": np.array([[2.0, 1.0]])},
         {"modes": [(ints(1, 4), ints(8), ints(0), np.ones((len(Row), 2, 1, 1)))]},
         {"modes": [(np.array([1.0, 4.0]), ints(8), ints(0), np.ones((len(Row), 2, 1, 1), np.int64))]},
@@ -117,20 +184,18 @@ def test_wrong_input_raises(change: dict[str, Any], message: str) -> None:
 )
 def test_wrong_types_raise(change: dict[str, Any]) -> None:
     with pytest.raises(TypeError):
-        NATIVE.cut(**(good() | change))
+        core.BatchProblem(**(good() | change))
+    with pytest.raises(TypeError):
+        core.BatchProblem(**good()).partition(orders=[np.array([0.0, 1.0, 2.0])], improve=False)
 
 
-class _Refusing:
-    @staticmethod
-    def cut(**_: object) -> None:
-        raise ValueError("expected something else")
-
-
-@given(cut_problems(most_samples=1))
+@given(batch_problems(most_samples=1))
 @settings(max_examples=1)
 def test_the_package_raises_an_error_of_its_own(problem: Any) -> None:
-    with pytest.raises(PlanningError, match="the batch cannot be cut: expected something else"):
-        cut_natively(problem, [ints(0)], _Refusing, refine=False)  # type: ignore[arg-type]
+    with pytest.raises(PlanningError, match="the batch cannot be planned: expected 1 to 65536 replicas"):
+        partition(replace(problem, replicas=0), [ints(0)])
+    with pytest.raises(PlanningError, match="the batch cannot be partitioned: expected orders that name every sample"):
+        partition(problem, [ints(1)])
 
 
 numbers = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 9)
@@ -153,18 +218,24 @@ def test_fuzz(data: st.DataObject) -> None:
                 arguments[name] = [(data.draw(st.sampled_from([sizes, axis])), inputs, targets, changed)]
             case "in_flight":
                 arguments[name] = data.draw(arrays)[None]
-            case "orders":
-                arguments[name] = data.draw(st.lists(arrays, max_size=2))
-            case "replicas":
-                arguments[name] = data.draw(numbers)
-            case "forward_only" | "refine":
+            case "decoder_forward" | "decoder_backward":
+                arguments[name] = data.draw(arrays) > 0
+            case "latency_ns" | "gbps":
+                arguments[name] = data.draw(arrays).astype(float)
+            case "forward_only" | "peak_covers_backward":
                 arguments[name] = data.draw(st.booleans())
+            case _ if isinstance(arguments[name], int):
+                arguments[name] = data.draw(numbers)
             case _:
                 arguments[name] = data.draw(arrays)
     try:
-        order, cuts = NATIVE.cut(**arguments)
+        problem = core.BatchProblem(**arguments)
+        order, partitions = problem.partition(orders=[np.arange(len(arguments["inputs"]))], improve=True)
     except ValueError:
         return
     samples = len(arguments["inputs"])
     assert sorted(order) == list(range(samples))
-    assert all(sum(sizes) == samples for sizes, *_ in cuts if sizes)
+    found = [(ints(*sizes), ints(*modes)) for sizes, modes, _, _ in partitions if sizes]
+    assert all(sizes.sum() == samples for sizes, _ in found)
+    for replica in problem.search(order=ints(*order), partitions=found, evaluations=20, seed=0):
+        assert len(replica[0]) == len(replica[1]) == len(replica[2])

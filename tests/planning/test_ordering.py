@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.planning.ordering import BAND_RATIO, by_bands, by_length, sweeps
+from megatron_dynapipe.planning.ordering import BAND_RATIO, by_bands, by_length, candidate_orders
 
 
 def ints(values: list[int]) -> np.ndarray:
@@ -44,8 +44,8 @@ def test_by_bands(inputs: list[int], targets: list[int], expected: list[int]) ->
 
 def test_decoder_only_samples_have_one_order() -> None:
     inputs, none = ints([8, 24, 16]), ints([0, 0, 0])
-    assert [order.tolist() for order in sweeps(inputs, none)] == [[1, 2, 0]]
-    assert len(sweeps(inputs, ints([8, 8, 8]))) == 2
+    assert [order.tolist() for order in candidate_orders(inputs, none)] == [[1, 2, 0]]
+    assert len(candidate_orders(inputs, ints([8, 8, 8]))) == 2
 
 
 samples = st.lists(st.tuples(st.integers(1, 600), st.integers(1, 300)), min_size=1, max_size=40)
@@ -55,9 +55,9 @@ samples = st.lists(st.tuples(st.integers(1, 600), st.integers(1, 300)), min_size
 @given(samples)
 def test_every_sample_once_and_the_same_every_time(lengths: list[tuple[int, int]]) -> None:
     inputs, targets = ints([n for n, _ in lengths]), ints([m for _, m in lengths])
-    orders = sweeps(inputs, targets)
+    orders = candidate_orders(inputs, targets)
     assert all(order.dtype == np.int64 and sorted(order.tolist()) == list(range(len(lengths))) for order in orders)
-    again = sweeps(inputs.copy(), targets.copy())
+    again = candidate_orders(inputs.copy(), targets.copy())
     assert [order.tolist() for order in orders] == [order.tolist() for order in again]
 
 
@@ -68,7 +68,7 @@ def test_the_order_given_does_not_matter(lengths: list[tuple[int, int]], random:
     random.shuffle(shuffled)
 
     def sorted_lengths(given: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        orders = sweeps(ints([n for n, _ in given]), ints([m for _, m in given]))
+        orders = candidate_orders(ints([n for n, _ in given]), ints([m for _, m in given]))
         return [[given[row] for row in order] for order in orders]
 
     assert sorted_lengths(shuffled) == sorted_lengths(lengths)

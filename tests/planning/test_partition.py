@@ -1,4 +1,4 @@
-"""The partition is optimal, and the compiled core and its Python twin find the same cut."""
+"""The partition of an order is the best there is, and improving an order costs nothing."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,48 +8,64 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.planning.intervals import UNREACHABLE, CutProblem, Intervals, intervals
-from megatron_dynapipe.planning.native import NATIVE
-from megatron_dynapipe.planning.ordering import sweeps
-from megatron_dynapipe.planning.partition import OrderedCuts, cut_in_python, cut_intervals, cut_natively
-from megatron_dynapipe.planning.problem import IntArray
-from tests.planning.cut_problems import brute_force, cut_problems
+from megatron_dynapipe.cost import LayerTables, Network, PipelineLayout, Row
+from megatron_dynapipe.planning.ordering import candidate_orders
+from megatron_dynapipe.planning.partition import partition
+from megatron_dynapipe.planning.problem import BatchProblem, IntArray
+from megatron_dynapipe.units import ModelFamily
+from tests.planning.partition_oracle import STATE, batch_problems, brute_force
 
-needs_native = pytest.mark.skipif(NATIVE is None, reason="the native core is not built")
+Found = tuple[list[int], list[int], int, int]
+"""Sizes, modes, warm-up and total of a partition, as the native core returns them."""
 
 
-def costs(time: list[list[int]], fill: list[list[int]]) -> Intervals:
-    """Costs under one mode; -1 is infeasible."""
-    arrays = [np.array(rows, np.int64)[:, :, None] for rows in (time, fill)]
-    arrays = [np.where(array < 0, UNREACHABLE, array) for array in arrays]
-    return Intervals(time_ns=arrays[0], fill_ns=arrays[1])
+def by_size(forward: list[int], replicas: int, *, stored: int = 0) -> BatchProblem:
+    """Equal samples on two stages with a layer each; forwards of micro-batches of 1, 2, … samples."""
+    values = np.zeros((len(Row), len(forward), 1, 1), np.int64)
+    values[Row.ENCODER_FORWARD, :, 0, 0] = forward
+    values[Row.ENCODER_STORED, :, 0, 0] = values[Row.ENCODER_PEAK, :, 0, 0] = stored * np.arange(1, len(forward) + 1)
+    one, none = np.array([8]), np.array([0])
+    tables = LayerTables(sizes=np.arange(1, len(forward) + 1), inputs=one, targets=none, values=values, state=STATE)
+    return BatchProblem(
+        inputs=np.full(len(forward), 8),
+        targets=np.zeros(len(forward), np.int64),
+        modes=(tables,),
+        layout=PipelineLayout(family=ModelFamily.GPT, encoder_layers=2, layers_per_stage=(1, 1)),
+        model_state_bytes=np.zeros(2, np.int64),
+        memory_limit_bytes=100,
+        in_flight=np.array([[2, 1]]),
+        replicas=replicas,
+        links=Network().links(virtual_stages=2, stages=2, ranks_per_stage=1),
+        bytes_per_position=1,
+    )
 
 
 @pytest.mark.parametrize(
-    ("time", "fill", "replicas", "expected"),
+    ("problem", "expected"),
     [
-        pytest.param([[5]], [[7]], 1, ([1], 7, 5), id="one sample"),
-        pytest.param([[5, 6], [5, -1]], [[5, 6], [5, -1]], 1, ([2], 6, 6), id="together is cheaper"),
-        pytest.param([[5, 10], [5, -1]], [[5, 10], [5, -1]], 1, ([1, 1], 5, 10), id="a long micro-batch fills slowly"),
-        pytest.param([[5, 8], [5, -1]], [[5, 8], [5, -1]], 1, ([1, 1], 5, 10), id="of ties, the smallest fill"),
-        pytest.param(
-            [[5, 9], [5, -1]], [[0, 2], [0, -1]], 4, ([1, 1], 0, 10), id="replicas share the total, not the fill"
-        ),
-        pytest.param([[5, -1], [5, -1]], [[1, -1], [1, -1]], 1, ([1, 1], 1, 10), id="memory allows one each"),
+        pytest.param(by_size([5], 1), ([1], 5, 5), id="one sample"),
+        pytest.param(by_size([5, 6], 1), ([2], 6, 6), id="together is cheaper"),
+        pytest.param(by_size([5, 10], 1), ([1, 1], 5, 10), id="a long micro-batch warms up slowly"),
+        pytest.param(by_size([6, 9], 1), ([1, 1], 6, 12), id="of ties, the least warm-up"),
+        pytest.param(by_size([5, 9], 4), ([1, 1], 5, 10), id="replicas share the total, not the warm-up"),
+        pytest.param(by_size([5, 6], 1, stored=50), ([1, 1], 5, 10), id="memory allows one each, two in flight"),
     ],
 )
-def test_cut(time: list[list[int]], fill: list[list[int]], replicas: int, expected: tuple[list[int], int, int]) -> None:
-    found = cut_intervals(costs(time, fill), replicas=replicas, chunks=1)
-    assert found is not None
-    assert (found.sizes.tolist(), found.fill_ns, found.total_ns) == expected
+def test_partition(problem: BatchProblem, expected: tuple[list[int], int, int]) -> None:
+    (sizes, _, warmup, total), *_ = found(problem, [as_given(problem)], improve=False)[1]
+    assert (sizes, warmup, total) == expected
 
 
-def test_no_cut_fits() -> None:
-    assert cut_intervals(costs([[5, 6], [-1, -1]], [[5, -1], [-1, -1]]), replicas=1, chunks=1) is None
+def test_no_partition_fits() -> None:
+    assert partition(by_size([5, 6], 1, stored=51), [np.arange(2)]).partitions == ()
 
 
-def as_given(problem: CutProblem) -> list[IntArray]:
-    return [np.arange(len(problem.inputs))]
+def as_given(problem: BatchProblem) -> IntArray:
+    return np.arange(len(problem.inputs))
+
+
+def found(problem: BatchProblem, orders: list[IntArray], *, improve: bool) -> tuple[list[int], list[Found]]:
+    return problem.native.partition(orders=orders, improve=improve)
 
 
 def sizes_of_run(everyday: int, full: int) -> pytest.MarkDecorator:
@@ -57,66 +73,52 @@ def sizes_of_run(everyday: int, full: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("examples", [everyday, pytest.param(full, marks=pytest.mark.slow)])
 
 
-def held(examples: int, problems: st.SearchStrategy[CutProblem], check: Callable[[CutProblem], None]) -> None:
+def held(examples: int, problems: st.SearchStrategy[BatchProblem], check: Callable[[BatchProblem], None]) -> None:
     """Check as many problems."""
     settings(max_examples=examples, deadline=None)(given(problems)(check))()
 
 
 @sizes_of_run(300, 3000)
-def test_python_equals_brute_force(examples: int) -> None:
-    held(examples, cut_problems(most_samples=5), equals_brute_force)
+def test_partition_equals_brute_force(examples: int) -> None:
+    held(examples, batch_problems(most_samples=5), equals_brute_force)
 
 
-def equals_brute_force(problem: CutProblem) -> None:
-    for option, found in enumerate(cut_in_python(problem, as_given(problem), refine=False).cuts):
-        best = brute_force(intervals(problem, option), problem.replicas, problem.layout.chunks)
-        assert (None if found is None else found.objective(problem.replicas, problem.layout.chunks)) == best
+def equals_brute_force(problem: BatchProblem) -> None:
+    order, partitions = found(problem, [as_given(problem)], improve=False)
+    assert order == as_given(problem).tolist()
+    for option, (sizes, modes, warmup, total) in enumerate(partitions):
+        assert (sizes and (sizes, modes, warmup, total)) == (brute_force(problem, option) or [])
 
 
-def assert_equal(ours: OrderedCuts, twin: OrderedCuts) -> None:
-    assert ours.order.tolist() == twin.order.tolist()
-    for mine, its in zip(ours.cuts, twin.cuts, strict=True):
-        assert (mine is None) == (its is None)
-        if mine is not None and its is not None:
-            assert (mine.fill_ns, mine.total_ns) == (its.fill_ns, its.total_ns)
-            assert mine.sizes.tolist() == its.sizes.tolist()
-            assert mine.modes.tolist() == its.modes.tolist()
+@sizes_of_run(100, 1000)
+def test_the_best_of_several_orders_is_partitioned(examples: int) -> None:
+    held(examples, batch_problems(most_samples=6), takes_the_best_order)
 
 
-@needs_native
-@sizes_of_run(200, 1000)
-def test_native_equals_python(examples: int) -> None:
-    held(examples, cut_problems(), native_equals_python)
+def takes_the_best_order(problem: BatchProblem) -> None:
+    orders = [as_given(problem), as_given(problem)[::-1].copy()]
+    order, partitions = found(problem, orders, improve=False)
+    alone = [found(problem, [each], improve=False)[1][-1] for each in orders]
+    best = min((objective(problem, each) for each in alone if each[0]), default=None)
+    assert sorted(order) == as_given(problem).tolist()
+    assert (objective(problem, partitions[-1]) if partitions[-1][0] else None) == best
 
 
-def native_equals_python(problem: CutProblem) -> None:
-    orders = as_given(problem)
-    ours = cut_natively(problem, orders, NATIVE, refine=False)
-    assert_equal(ours, cut_in_python(problem, orders, refine=False))
+def objective(problem: BatchProblem, partition: Found) -> int:
+    return partition[2] * problem.replicas + partition[3] * problem.layout.chunks
 
 
-@needs_native
-@sizes_of_run(60, 300)
-def test_native_equals_python_where_orders_are_bettered(examples: int) -> None:
-    held(examples, cut_problems(most_samples=16), native_equals_python_where_orders_are_bettered)
+@sizes_of_run(100, 500)
+def test_improving_an_order_never_costs_more(examples: int) -> None:
+    held(examples, batch_problems(most_samples=16), improving_costs_no_more)
 
 
-def native_equals_python_where_orders_are_bettered(problem: CutProblem) -> None:
-    orders = sweeps(problem.inputs, problem.targets)
-    ours = cut_natively(problem, orders, NATIVE, refine=True)
-    assert_equal(ours, cut_in_python(problem, orders, refine=True))
-
-
-@sizes_of_run(40, 200)
-def test_refining_never_costs_more(examples: int) -> None:
-    held(examples, cut_problems(most_samples=16), refining_costs_no_more)
-
-
-def refining_costs_no_more(problem: CutProblem) -> None:
-    """For the option that was refined last."""
+def improving_costs_no_more(problem: BatchProblem) -> None:
+    """For the option that was improved last; the other options begin with another order."""
     one = replace(problem, in_flight=problem.in_flight[-1:])
-    before, after = (cut_in_python(one, as_given(one), refine=refine).cuts[0] for refine in (False, True))
-    assert (before is None) == (after is None)
-    if before is not None and after is not None:
-        chunks = problem.layout.chunks
-        assert after.objective(problem.replicas, chunks) <= before.objective(problem.replicas, chunks)
+    for order in candidate_orders(one.inputs, one.targets):
+        before, after = (found(one, [order], improve=improve) for improve in (False, True))
+        assert sorted(after[0]) == as_given(one).tolist()
+        assert bool(before[1][0][0]) == bool(after[1][0][0])
+        if before[1][0][0]:
+            assert objective(one, after[1][0]) <= objective(one, before[1][0])

@@ -7,17 +7,15 @@ from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.plan.instructions import Forward
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.verify import verify_lists
-from megatron_dynapipe.planning.lowering import Pipeline, lower
-from megatron_dynapipe.planning.native import NATIVE
+from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.schedules import SCHEDULES, ScheduleSettings, schedule
 from megatron_dynapipe.planning.schedules.adaptive import policies
 from megatron_dynapipe.planning.schedules.gpipe import gpipe
-from megatron_dynapipe.planning.schedules.list_scheduling import Policy, Rule, list_schedule, list_schedule_in_python
+from megatron_dynapipe.planning.schedules.list_scheduling import Policy, Rule, list_schedule
 from megatron_dynapipe.planning.schedules.one_f_one_b import filling_depths, one_f_one_b, sequences
 from megatron_dynapipe.planning.simulate import simulate
 from tests.helpers.plans import random_problem
-
-needs_native = pytest.mark.skipif(NATIVE is None, reason="the native core is not built")
+from tests.planning.list_schedule_oracle import list_schedule_by_rules
 
 
 def words(passes):
@@ -75,7 +73,7 @@ def test_interleaved_1f1b_runs_with_any_number_of_micro_batches(stages, chunks):
         order = one_f_one_b(problem)
         assert all(len(set(passes)) == 2 * chunks * micro_batches for passes in order)
         shapes = ((((8, 1, 4),),) * (stages * chunks - 1),) * micro_batches
-        lists = lower(order, Pipeline(stages=stages, chunks=chunks, shapes=shapes))
+        lists = lower(order, Topology(stages=stages, chunks=chunks, shapes=shapes))
         verify_lists(lists, micro_batches=micro_batches, chunks=chunks)
 
 
@@ -131,7 +129,7 @@ def test_interleaved_list_schedules_run_everything_in_sequence_within_memory(pro
     stages, chunks = problem.stages, problem.chunks
     forwards, backwards = sequences(problem.micro_batches, stages, chunks)
     shapes = ((((8, 1, 4),),) * (stages * chunks - 1),) * problem.micro_batches
-    pipeline = Pipeline(stages=stages, chunks=chunks, shapes=shapes, forward_only=problem.forward_only)
+    topology = Topology(stages=stages, chunks=chunks, shapes=shapes, forward_only=problem.forward_only)
     for policy in policies(problem)[:6]:
         order = list_schedule(problem, policy)
         if order is None:
@@ -142,7 +140,7 @@ def test_interleaved_list_schedules_run_everything_in_sequence_within_memory(pro
             ran = tuple(step for step in passes if not isinstance(step, Forward))
             assert ran == (() if problem.forward_only else backwards)
         assert max(simulate(problem, order).peak_bytes) <= problem.memory_limit_bytes
-        lists = lower(order, pipeline)
+        lists = lower(order, topology)
         verify_lists(lists, micro_batches=problem.micro_batches, chunks=chunks, forward_only=problem.forward_only)
 
 
@@ -163,12 +161,11 @@ def test_list_schedules_run_everything_in_order_within_memory(problem):
         assert max(simulate(problem, order).peak_bytes) <= problem.memory_limit_bytes
 
 
-@needs_native
 @given(problem=problems | interleaved_problems, rule=st.sampled_from(Rule), extra=st.integers(-1, 4))
-def test_the_native_twin_agrees(problem, rule, extra):
+def test_list_scheduling_follows_its_rules(problem, rule, extra):
     filling = filling_depths(problem.stages, problem.chunks)
     policy = Policy(tuple(max(depth + extra, 1) for depth in filling), rule)
-    assert list_schedule(problem, policy) == list_schedule_in_python(problem, policy)
+    assert list_schedule(problem, policy) == list_schedule_by_rules(problem, policy)
 
 
 @given(problem=problems | interleaved_problems)

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, Network
+from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, Network, even_split
 from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
@@ -141,7 +141,7 @@ def chosen_layer_split(
     batches = [sampler.batch(iteration) for iteration in range(BATCHES)]
     epoch = Sampler(table, _sampler(args, settings, family, sampler.samples_per_epoch)).batch(0)
     stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
-    even = model_flags.even_split(sum(_layers(args, family)), stages)
+    even = even_split(sum(_layers(args, family)), stages)
     planner = _planner(args, settings, family, even, on_cpu=on_cpu)
     costs = _costs(args, settings, family, on_cpu=on_cpu).load()
     return choose_layer_split(planner, costs, batches, to_fit=[epoch])

@@ -4,6 +4,7 @@ import argparse
 from argparse import Namespace
 from collections.abc import Sequence
 
+from megatron_dynapipe.cost import even_split
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
 
@@ -71,12 +72,6 @@ def megatron_layout(split: Sequence[int]) -> str:
     """Layers per virtual stage in the letters of `--pipeline-model-parallel-layout`: (2, 1) is "Ett|tL"."""
     stages = ["t" * layers for layers in split]
     return f"E{'|'.join(stages)}L"
-
-
-def even_split(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as equal as can be; the first stages have the layers that are left over."""
-    least, more = divmod(layers, stages)
-    return tuple(least + (stage < more) for stage in range(stages))
 
 
 def _check_split_is_alone(args: Namespace, *, planned: bool) -> None:

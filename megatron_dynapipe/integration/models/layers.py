@@ -13,55 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from megatron_dynapipe.cost import PipelineLayout, StageLayers
 from megatron_dynapipe.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageLayers:
-    """What one stage holds.
-
-    Attributes:
-        encoder, decoder: the stage's layers, by their index in the encoder and in the decoder; either may be empty.
-        encoder_layers, decoder_layers: depths of the whole model.
-    """
-
-    encoder: range
-    decoder: range
-    encoder_layers: int
-    decoder_layers: int
-
-    @property
-    def starts_encoder(self) -> bool:
-        """Whether the input's tokens are embedded here."""
-        return 0 in self.encoder
-
-    @property
-    def ends_encoder(self) -> bool:
-        """Whether the encoder's final norm is here."""
-        return self.encoder_layers - 1 in self.encoder
-
-    @property
-    def starts_decoder(self) -> bool:
-        """Whether the target's tokens are embedded here."""
-        return 0 in self.decoder
-
-    @property
-    def ends_decoder(self) -> bool:
-        """Whether the decoder's final norm and the head are here."""
-        return self.decoder_layers - 1 in self.decoder
-
-    @property
-    def embeds(self) -> bool:
-        """Whether word and position embeddings are here; one copy, also where both stacks start."""
-        return self.starts_encoder or self.starts_decoder
+from megatron_dynapipe.units import ModelFamily
 
 
 @dataclass(frozen=True, slots=True)
 class T5Split:
-    """The virtual stages of a T5, in model order, and how many of them each pipeline rank holds."""
+    """The virtual stages of a T5, in model order, and which of them hold shared weights."""
 
-    stages: tuple[StageLayers, ...]
-    chunks: int = 1
+    layout: PipelineLayout
 
     @classmethod
     def of(
@@ -73,7 +34,7 @@ class T5Split:
         *,
         chunks: int = 1,
     ) -> Self:
-        """Cut a T5 into `stages` × `chunks` virtual stages.
+        """The layout of a T5 over `stages` × `chunks` virtual stages.
 
         Args:
             encoder_layers: depth of the encoder.
@@ -85,47 +46,34 @@ class T5Split:
         Raises:
             ConfigError: a depth below 1, layers that cannot be split equally, or a split that does not fit.
         """
-        layers = encoder_layers + decoder_layers
-        if encoder_layers < 1 or decoder_layers < 1:
-            raise ConfigError(
-                f"expected a T5 with encoder and decoder layers, got {encoder_layers} and {decoder_layers}"
-            )
-        stages *= chunks
+        virtual = stages * chunks
         if split is None:
-            if layers % stages:
-                raise ConfigError(
-                    f"{layers} layers cannot be split equally over {stages} stages",
-                    hint="give the number of layers of every stage",
-                )
-            split = [layers // stages] * stages
-        if len(split) != stages or sum(split) != layers or min(split) < 1:
-            raise ConfigError(
-                f"expected a layer split of {layers} layers over {stages} stages with at least one on each,"
-                f" got {list(split)}"
-            )
-        ends = [sum(split[: stage + 1]) for stage in range(stages)]
-        return cls(
-            tuple(
-                StageLayers(
-                    encoder=range(min(end - count, encoder_layers), min(end, encoder_layers)),
-                    decoder=range(max(end - count - encoder_layers, 0), max(end - encoder_layers, 0)),
-                    encoder_layers=encoder_layers,
-                    decoder_layers=decoder_layers,
-                )
-                for end, count in zip(ends, split, strict=True)
-            ),
-            chunks,
+            return cls(PipelineLayout.equal(ModelFamily.T5, encoder_layers, decoder_layers, virtual, chunks))
+        if len(split) != virtual:
+            raise ConfigError(f"expected a layer split over {virtual} stages, got {list(split)}")
+        layout = PipelineLayout(
+            family=ModelFamily.T5,
+            encoder_layers=encoder_layers,
+            decoder_layers=decoder_layers,
+            layers_per_stage=tuple(split),
+            chunks=chunks,
         )
+        return cls(layout)
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages per pipeline rank."""
+        return self.layout.chunks
+
+    @property
+    def stages(self) -> tuple[StageLayers, ...]:
+        """What each virtual stage holds."""
+        return self.layout.virtual_stage_layers
 
     @property
     def ranks(self) -> int:
         """Ranks of the pipeline."""
-        return len(self.stages) // self.chunks
-
-    @property
-    def layers_per_stage(self) -> tuple[int, ...]:
-        """Layers of every virtual stage."""
-        return tuple(len(layers.encoder) + len(layers.decoder) for layers in self.stages)
+        return self.layout.stages
 
     def of_rank(self, rank: int) -> tuple[StageLayers, ...]:
         """The chunks of a pipeline rank."""

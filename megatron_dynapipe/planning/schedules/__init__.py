@@ -1,6 +1,6 @@
 """Schedules: from a replica's costs to the order of passes on each of its ranks.
 
-A schedule is a pure function `PipelineProblem → PassOrder`, under a name in `SCHEDULES`.
+A schedule is a pure function `ScheduleProblem → PassOrder`, under a name in `SCHEDULES`.
 See `docs/adding-a-schedule.md`.
 """
 
@@ -10,14 +10,14 @@ from types import MappingProxyType
 
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.plan.timeline import Timeline
-from megatron_dynapipe.planning.problem import PassOrder, PipelineProblem
+from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.planning.schedules.adaptive import adaptive
 from megatron_dynapipe.planning.schedules.gpipe import gpipe
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
 from megatron_dynapipe.planning.simulate import simulate
 from megatron_dynapipe.units import BYTES_PER_MB
 
-SCHEDULES: Mapping[str, Callable[[PipelineProblem], PassOrder]] = MappingProxyType(
+SCHEDULES: Mapping[str, Callable[[ScheduleProblem], PassOrder]] = MappingProxyType(
     {"adaptive": adaptive, "1f1b": one_f_one_b_within_memory, "gpipe": gpipe}
 )
 
@@ -54,7 +54,7 @@ class Schedule:
     """Per rank, model state included."""
 
 
-def schedule(problem: PipelineProblem, settings: ScheduleSettings) -> Schedule:
+def schedule(problem: ScheduleProblem, settings: ScheduleSettings) -> Schedule:
     """Order the passes of one replica.
 
     Raises:
@@ -63,7 +63,7 @@ def schedule(problem: PipelineProblem, settings: ScheduleSettings) -> Schedule:
     return predict(problem, SCHEDULES[settings.method](problem))
 
 
-def predict(problem: PipelineProblem, *orders: PassOrder) -> Schedule:
+def predict(problem: ScheduleProblem, *orders: PassOrder) -> Schedule:
     """What the fastest of some pass orders comes to, of those that fit the memory.
 
     Raises:
@@ -76,7 +76,7 @@ def predict(problem: PipelineProblem, *orders: PassOrder) -> Schedule:
     return Schedule(order=order, timeline=run.timeline, makespan_ns=run.makespan_ns, peak_bytes=run.peak_bytes)
 
 
-def check_memory(problem: PipelineProblem, peak_bytes: tuple[int, ...]) -> None:
+def check_memory(problem: ScheduleProblem, peak_bytes: tuple[int, ...]) -> None:
     """Raise an InfeasibleError naming the first rank whose peak is over the limit."""
     for rank, used in enumerate(peak_bytes):
         if used > problem.memory_limit_bytes:

@@ -3,7 +3,7 @@
 Where the planner also cuts the batch, the order search (`planning.search`) does more: it begins with these.
 """
 
-from megatron_dynapipe.planning.problem import PassOrder, PipelineProblem
+from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.planning.schedules.list_scheduling import Policy, Rule, list_schedule
 from megatron_dynapipe.planning.schedules.one_f_one_b import filling_depths, one_f_one_b_within_memory
 from megatron_dynapipe.planning.simulate import simulate
@@ -12,7 +12,7 @@ DEEPENINGS = (0, 1, 3, 8)
 """Micro-batches in flight beyond those that fill the pipeline, as tried by `adaptive`."""
 
 
-def adaptive(problem: PipelineProblem) -> PassOrder:
+def adaptive(problem: ScheduleProblem) -> PassOrder:
     """The best of (interleaved) 1F1B and the list schedules of a few policies, for the micro-batches in index order."""
     plain = one_f_one_b_within_memory(problem)
     scheduled = [order for policy in policies(problem) if (order := list_schedule(problem, policy)) is not None]
@@ -21,7 +21,7 @@ def adaptive(problem: PipelineProblem) -> PassOrder:
     return min(fitting or runs, key=lambda candidate: candidate[0].makespan_ns)[1]
 
 
-def policies(problem: PipelineProblem) -> list[Policy]:
+def policies(problem: ScheduleProblem) -> list[Policy]:
     """Policies to try: every rule, at 1F1B's depths and deeper; the last rank turns each micro-batch round at once."""
     base = filling_depths(problem.stages, problem.chunks)
     return [Policy((*(depth + extra for depth in base[:-1]), 1), rule) for extra in DEEPENINGS for rule in Rule]

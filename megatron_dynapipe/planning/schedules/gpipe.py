@@ -4,10 +4,10 @@ Each stage holds all micro-batches at once, so this is for small cases; as forwa
 """
 
 from megatron_dynapipe.plan.instructions import Backward, Forward
-from megatron_dynapipe.planning.problem import PassOrder, PipelineProblem
+from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 
 
-def gpipe(problem: PipelineProblem) -> PassOrder:
+def gpipe(problem: ScheduleProblem) -> PassOrder:
     """All forwards chunk by chunk, then all backwards in the same order of micro-batches, last chunk first."""
     rows, chunks = range(problem.micro_batches), range(problem.chunks)
     forwards = tuple(Forward(row, chunk) for chunk in chunks for row in rows)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from megatron_dynapipe.plan.instructions import Backward, Forward, Pass
-from megatron_dynapipe.planning.problem import PassOrder, PipelineProblem
+from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.planning.simulate import simulate
 
 
-def one_f_one_b(problem: PipelineProblem, depths: Sequence[int] | None = None) -> PassOrder:
+def one_f_one_b(problem: ScheduleProblem, depths: Sequence[int] | None = None) -> PassOrder:
     """1F1B over the micro-batches in index order; interleaved where ranks have several chunks.
 
     Args:
@@ -31,7 +31,7 @@ def one_f_one_b(problem: PipelineProblem, depths: Sequence[int] | None = None) -
     return tuple(_alternate(forwards, backwards, depth) for depth in depths)
 
 
-def one_f_one_b_within_memory(problem: PipelineProblem) -> PassOrder:
+def one_f_one_b_within_memory(problem: ScheduleProblem) -> PassOrder:
     """1F1B with as many forwards ahead on each rank as its memory allows, at most the default number.
 
     Interleaved 1F1B has no smaller depths; it comes as it is.
@@ -46,7 +46,7 @@ def one_f_one_b_within_memory(problem: PipelineProblem) -> PassOrder:
         depths = depths[: over[0]] + [min(depth, depths[over[0]] - 1) for depth in depths[over[0] :]]
 
 
-def default_depths(problem: PipelineProblem) -> tuple[int, ...]:
+def default_depths(problem: ScheduleProblem) -> tuple[int, ...]:
     """The depths that keep an even pipeline full: Megatron's, where it allows the number of micro-batches."""
     more = forwards_of_earlier_chunks(problem.micro_batches, problem.stages, problem.chunks)
     return tuple(depth + more for depth in filling_depths(problem.stages, problem.chunks))

@@ -28,7 +28,7 @@ from megatron_dynapipe.integration.models.t5_stage import (
     share_weights,
 )
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
-from megatron_dynapipe.units import ModelFamily, Shape
+from megatron_dynapipe.units import Shape
 from tests.helpers.layouts.compare import assert_close, relative_error
 
 HIDDEN, VOCABULARY, MAX_LENGTH = 32, 512, 24
@@ -301,8 +301,8 @@ def _run_pipelined(
 ) -> None:
     """Forward and backward of one micro-batch, one virtual stage after another, with shapes known on both sides."""
     ranks = dist.get_process_group_ranks(group)
-    last, encoder_layers = len(cut.stages) - 1, cut.stages[0].encoder_layers
-    tensors = boundary_tensors(ModelFamily.T5, cut.layers_per_stage, encoder_layers=encoder_layers)
+    last = len(cut.stages) - 1
+    tensors = boundary_tensors(cut.layout)
     settings = BoundarySettings(tensors=tensors, hidden_size=HIDDEN, sequence_parallel=sequence_parallel)
     shapes = settings.shapes([shape])[0]
     passed: dict[int, tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]] = {}

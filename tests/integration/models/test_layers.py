@@ -29,7 +29,7 @@ def test_splits(encoder, decoder, split, layers, words, positions):
     assert drawn == layers
     assert list(cut.word_embedding_stages) == words
     assert list(cut.embedding_stages) == positions
-    assert cut.layers_per_stage == tuple(split)
+    assert cut.layout.layers_per_stage == tuple(split)
     assert list(cut.encoder_stages) == [i for i, name in enumerate(layers) if name[0] != "|"]
     assert list(cut.decoder_stages) == [i for i, name in enumerate(layers) if name[-1] != "|"]
 
@@ -56,10 +56,10 @@ def test_an_equal_split_is_the_default():
     ("arguments", "message"),
     [
         ((4, 3, 2), "7 layers cannot be split equally over 2 stages"),
-        ((0, 3, 1), "expected a T5 with encoder and decoder layers, got 0 and 3"),
-        ((2, 2, 2, [4]), r"expected a layer split of 4 layers over 2 stages with at least one on each, got \[4\]"),
-        ((2, 2, 2, [4, 0]), r"at least one on each, got \[4, 0\]"),
-        ((2, 2, 2, [2, 3]), r"4 layers over 2 stages .* got \[2, 3\]"),
+        ((0, 3, 1), "expected a t5 model with layers of its kinds, got 0 encoder and 3 decoder layers"),
+        ((2, 2, 2, [4]), r"expected a layer split over 2 stages, got \[4\]"),
+        ((2, 2, 2, [4, 0]), r"at least 1 on every stage, got \[4, 0\]"),
+        ((2, 2, 2, [2, 3]), r"a layer split of 4 layers .* got \[2, 3\]"),
     ],
 )
 def test_splits_that_do_not_fit_are_refused(arguments, message):
@@ -91,6 +91,6 @@ def test_every_layer_lies_on_one_stage_and_the_planner_agrees(case):
         family=ModelFamily.T5, encoder_layers=encoder, decoder_layers=decoder, layers_per_stage=tuple(split)
     )
     assert layout.encoder_split == tuple(len(stage.encoder) for stage in stages)
-    crossing = boundary_tensors(ModelFamily.T5, split, encoder_layers=encoder)
+    crossing = boundary_tensors(layout)
     both = (BoundaryTensor.ENCODER, BoundaryTensor.DECODER)
     assert crossing == tuple(both if stage.decoder else both[:1] for stage in stages[:-1])

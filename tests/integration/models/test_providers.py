@@ -154,11 +154,6 @@ def test_layers_of_one_stage():
     assert flags.layers_per_stage(namespace(dynapipe_layers_per_stage="3")) == (3,)
 
 
-@pytest.mark.parametrize(("layers", "stages", "split"), [(4, 2, (2, 2)), (7, 3, (3, 2, 2)), (3, 1, (3,))])
-def test_an_even_split(layers, stages, split):
-    assert flags.even_split(layers, stages) == split
-
-
 @pytest.mark.parametrize(
     ("given", "other"),
     [

@@ -1,4 +1,4 @@
-#include "refine.h"
+#include "improve_order.h"
 
 #include <algorithm>
 #include <numeric>
@@ -12,12 +12,12 @@ constexpr size_t kMostMoved = 20;                 // samples moved at once
 constexpr size_t kReach = 48;                     // micro-batches on either side that may take them
 constexpr int64_t kEvaluationsPerSample = 4000;   // micro-batches costed, so that the time grows with the batch
 
-// Lengths as ranks among the distinct ones, so that costs are looked up in a table.
-struct Ranks {
+// Lengths as places among the distinct ones, so that costs are looked up in a table.
+struct LengthIndex {
     std::vector<int64_t> distinct;
     std::vector<int32_t> of;  // [samples]
 
-    explicit Ranks(const std::vector<int64_t>& lengths) : distinct(lengths) {
+    explicit LengthIndex(const std::vector<int64_t>& lengths) : distinct(lengths) {
         std::sort(distinct.begin(), distinct.end());
         distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
         for (int64_t length : lengths)
@@ -25,21 +25,22 @@ struct Ranks {
     }
 };
 
-// Samples that run together, the ranks of their padded lengths, and the least time in which they do.
+// Samples that run together, the places of their padded lengths, and the least time in which they do.
 struct Group {
     std::vector<int32_t> members;
     int32_t input = 0, target = 0;
     int64_t time = 0;
 };
 
-class Refiner {
+class OrderSearch {
 public:
-    Refiner(const CutProblem& problem, Costs& costs, size_t option, const Cut& cut)
-        : problem_(problem), costs_(costs), option_(option), fill_(cut.fill),
-          left_(kEvaluationsPerSample * problem.inputs.size()), inputs_(problem.inputs), targets_(problem.targets),
+    OrderSearch(const Problem& problem, CostCache& costs, const Lengths& lengths, size_t option,
+                const Partition& partition)
+        : problem_(problem), costs_(costs), option_(option), warmup_(partition.warmup),
+          left_(kEvaluationsPerSample * problem.samples()), inputs_(lengths.inputs), targets_(lengths.targets),
           times_(inputs_.distinct.size() * targets_.distinct.size()) {
         int32_t sample = 0;
-        for (int64_t size : cut.sizes) {
+        for (int64_t size : partition.sizes) {
             std::vector<int32_t> members(size);
             std::iota(members.begin(), members.end(), sample);
             sample += size;
@@ -51,8 +52,8 @@ public:
         for (bool moved = true; moved;) {
             moved = false;
             for (size_t g = 0; g < groups_.size(); ++g)
-                for (const Ranks* ranks : {&inputs_, &targets_})
-                    if (left_ > 0 && relieve(g, *ranks)) moved = true;
+                for (const LengthIndex* lengths : {&inputs_, &targets_})
+                    if (left_ > 0 && relieve(g, *lengths)) moved = true;
         }
         std::vector<int64_t> order;
         for (const Group& group : groups_) order.insert(order.end(), group.members.begin(), group.members.end());
@@ -73,10 +74,10 @@ private:
     int64_t compute(int64_t size, int64_t input, int64_t target) {
         int64_t least = kUnreachable;
         for (size_t mode = 0; mode < problem_.modes.size(); ++mode) {
-            Profile& profile = costs_.profile(mode, input, target);
-            if (size > profile.largest()) continue;
-            const Candidate& candidate = costs_.candidate(profile, size);
-            if (candidate.options >> option_ & 1 && candidate.fill <= fill_) least = std::min(least, candidate.time);
+            CostCache::BySize& by_size = costs_.by_size(mode, input, target);
+            if (size > by_size.largest()) continue;
+            const Summary& summary = costs_.summary(by_size, size);
+            if (summary.options >> option_ & 1 && summary.warmup <= warmup_) least = std::min(least, summary.time);
         }
         return least;
     }
@@ -98,12 +99,12 @@ private:
     }
 
     // Moves the fewest longest samples of a micro-batch whose move saves time.
-    bool relieve(size_t g, const Ranks& ranks) {
+    bool relieve(size_t g, const LengthIndex& lengths) {
         std::vector<int32_t> members = groups_[g].members;
-        std::stable_sort(members.begin(), members.end(), [&](int32_t a, int32_t b) { return ranks.of[a] > ranks.of[b]; });
+        std::stable_sort(members.begin(), members.end(), [&](int32_t a, int32_t b) { return lengths.of[a] > lengths.of[b]; });
         const size_t most = std::min(kMostMoved, members.size());
         for (size_t moved = 1; moved <= most && left_ > 0; ++moved) {
-            if (moved < members.size() && ranks.of[members[moved]] == ranks.of[members[moved - 1]]) continue;
+            if (moved < members.size() && lengths.of[members[moved]] == lengths.of[members[moved - 1]]) continue;
             Group rest = measured({members.begin() + moved, members.end()});
             if (rest.time >= kUnreachable) continue;
             members_.assign(members.begin(), members.begin() + moved);
@@ -119,22 +120,22 @@ private:
         std::vector<std::pair<size_t, Group>> before;
         const size_t first = from - std::min(from, kReach), last = std::min(groups_.size(), from + kReach + 1);
         for (int32_t sample : members_) {
-            size_t taker = groups_.size();
+            size_t receiver = groups_.size();
             int64_t least = saved;
             for (size_t g = first; g < last; ++g) {
                 if (g == from || groups_[g].members.empty()) continue;
                 const int64_t cost = time_with(groups_[g], sample) - groups_[g].time;
                 if (cost < least) {
                     least = cost;
-                    taker = g;
+                    receiver = g;
                 }
             }
-            if (taker == groups_.size()) {
+            if (receiver == groups_.size()) {
                 for (; !before.empty(); before.pop_back()) groups_[before.back().first] = std::move(before.back().second);
                 return false;
             }
-            Group& group = groups_[taker];
-            before.emplace_back(taker, group);
+            Group& group = groups_[receiver];
+            before.emplace_back(receiver, group);
             group.members.push_back(sample);
             group.input = std::max(group.input, inputs_.of[sample]);
             group.target = std::max(group.target, targets_.of[sample]);
@@ -146,12 +147,12 @@ private:
 
     static constexpr int64_t kUnknown = -1;
 
-    const CutProblem& problem_;
-    Costs& costs_;
+    const Problem& problem_;
+    CostCache& costs_;
     const size_t option_;
-    const int64_t fill_;
+    const int64_t warmup_;  // no micro-batch may warm up for longer
     int64_t left_;  // evaluations
-    const Ranks inputs_, targets_;
+    const LengthIndex inputs_, targets_;
     std::vector<std::vector<int64_t>> times_;  // [inputs][targets][sizes]
     std::vector<Group> groups_;
     std::vector<int32_t> members_;
@@ -159,8 +160,9 @@ private:
 
 }  // namespace
 
-std::vector<int64_t> refined_order(const CutProblem& problem, Costs& costs, size_t option, const Cut& cut) {
-    return Refiner(problem, costs, option, cut).run();
+std::vector<int64_t> improved_order(const Problem& problem, CostCache& costs, const Lengths& lengths, size_t option,
+                                    const Partition& partition) {
+    return OrderSearch(problem, costs, lengths, option, partition).run();
 }
 
 }  // namespace dynapipe

@@ -1,19 +1,20 @@
-// How a fixed order of passes fares when passes take other times than predicted. The Python twin is planning/noise.py.
+// Replays a fixed order of passes under jitter: a few draws, always the same, in each of which every pass takes up to
+// 30% more or less than predicted, by its place in the order, its stage and its direction. For one chunk per stage.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "random.h"
-#include "simulate.h"
+#include "pipeline.h"
 
 namespace dynapipe {
 
-constexpr int64_t kNoiseDraws = 8;
+constexpr int64_t kJitterDraws = 8;
 
-class NoisyReplay {
+class JitteredReplay {
 public:
-    explicit NoisyReplay(const PipelineShape& shape);
+    explicit JitteredReplay(const PipelineShape& shape);
 
     // The sum of the makespans over all draws. `forwards` is as ListScheduler::run fills it.
     int64_t total(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& forwards);
@@ -23,7 +24,7 @@ private:
         Random random;
         std::vector<int32_t> factors;  // [micro-batches][stages][forward, backward]; in 1024ths
     };
-    struct Rank {
+    struct Stage {
         int64_t free, forwards, backwards;
     };
 
@@ -32,7 +33,7 @@ private:
 
     const PipelineShape& shape_;
     std::vector<Draw> draws_;
-    std::vector<Rank> ranks_;
+    std::vector<Stage> stages_;
     std::vector<int64_t> input_ready_, gradient_ready_;  // [stages][micro-batches]
 };
 

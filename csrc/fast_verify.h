@@ -1,4 +1,4 @@
-// Proving instruction lists, as plan/verify.py does, from the bytes in which they are published.
+// Fast verification of instruction lists, from the bytes in which they are published (plan/verify.py states the rules).
 #pragma once
 
 #include <cstddef>
@@ -13,13 +13,13 @@ struct ListShape {
 };
 
 // Where passes and starts of sends stand in every list.
-struct Proof {
+struct Verified {
     bool holds = false;
     std::vector<std::vector<int64_t>> passes, sends;
 };
 
 // `data` is one list per pipeline rank in MessagePack, as msgspec writes plan/instructions.py. Trusts nothing of it.
-// What does not hold here may still be proven by the Python twin, which also says what is wrong.
-Proof prove(const uint8_t* data, size_t size, const ListShape& shape);
+// What does not hold here is left to plan/verify.py, which says what is wrong.
+Verified fast_verify(const uint8_t* data, size_t size, const ListShape& shape);
 
 }  // namespace dynapipe

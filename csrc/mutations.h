@@ -1,6 +1,7 @@
 // Random changes to a solution; planning/search.py says what each does.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -9,9 +10,9 @@
 
 namespace dynapipe {
 
-class Moves {
+class Mutations {
 public:
-    Moves(const SearchProblem& problem, uint64_t seed) : problem_(problem), random_(seed) {}
+    Mutations(const Problem& problem, uint64_t seed) : problem_(problem), random_(seed) {}
 
     // Makes one change and names the replicas that it touched; false where the change drawn does not apply, and the
     // solution is then not to be used.
@@ -23,10 +24,10 @@ private:
     bool split(ReplicaState& replica);
     bool merge(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
     bool recompute(ReplicaState& replica);
-    bool hand_over(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
-    bool deepen(ReplicaState& replica);
+    bool reassign(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
+    bool change_policy(ReplicaState& replica);
 
-    const SearchProblem& problem_;
+    const Problem& problem_;
     Random random_;
 };
 

@@ -1,4 +1,4 @@
-#include "moves.h"
+#include "mutations.h"
 
 #include <algorithm>
 #include <utility>
@@ -16,9 +16,8 @@ std::pair<size_t, size_t> owner(const std::vector<ReplicaState>& replicas, int64
 
 }  // namespace
 
-// Every draw stands in a statement of its own: the order in which C++ evaluates operands is not fixed, and the Python
-// twin draws in the order written here.
-bool Moves::random(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
+// Every draw stands in a statement of its own: C++ does not fix the order in which it evaluates operands.
+bool Mutations::random(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
     // Half of the time at the slowest replica, which alone decides the iteration's time.
     size_t r = random_.below(replicas.size());
     if (random_.below(2)) {
@@ -37,12 +36,12 @@ bool Moves::random(std::vector<ReplicaState>& replicas, std::vector<size_t>& tou
         case 4: return split(replica);
         case 5: return merge(replicas, touched);
         case 6: return recompute(replica);
-        case 7: return deepen(replica);
-        default: return hand_over(replicas, touched);
+        case 7: return change_policy(replica);
+        default: return reassign(replicas, touched);
     }
 }
 
-bool Moves::reorder(ReplicaState& replica) {
+bool Mutations::reorder(ReplicaState& replica) {
     const int64_t count = replica.micro_batches.size();
     if (count < 2) return false;
     const int64_t from = random_.below(count);
@@ -65,12 +64,12 @@ bool Moves::reorder(ReplicaState& replica) {
     return true;
 }
 
-// Moves the border between a micro-batch and the next of the cut.
-bool Moves::shift(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
+// Moves the border between a micro-batch and the next of the order.
+bool Mutations::shift(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
     const size_t r = touched[0];
     MicroBatch& batch = replicas[r].micro_batches[random_.below(replicas[r].micro_batches.size())];
     const int64_t border = batch.first + batch.size;
-    if (border == static_cast<int64_t>(problem_.inputs.size())) return false;
+    if (border == static_cast<int64_t>(problem_.samples())) return false;
     const auto [other_r, other_i] = owner(replicas, border);
     MicroBatch& other = replicas[other_r].micro_batches[other_i];
     const bool grow = random_.below(2);
@@ -85,7 +84,7 @@ bool Moves::shift(std::vector<ReplicaState>& replicas, std::vector<size_t>& touc
     return true;
 }
 
-bool Moves::split(ReplicaState& replica) {
+bool Mutations::split(ReplicaState& replica) {
     auto& batches = replica.micro_batches;
     MicroBatch& batch = batches[random_.below(batches.size())];
     if (batch.size < 2) return false;
@@ -97,12 +96,12 @@ bool Moves::split(ReplicaState& replica) {
     return true;
 }
 
-bool Moves::merge(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
+bool Mutations::merge(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
     const size_t r = touched[0];
     const size_t i = random_.below(replicas[r].micro_batches.size());
     const MicroBatch batch = replicas[r].micro_batches[i];
     const int64_t border = batch.first + batch.size;
-    if (border == static_cast<int64_t>(problem_.inputs.size())) return false;
+    if (border == static_cast<int64_t>(problem_.samples())) return false;
     const auto [other_r, other_i] = owner(replicas, border);
     auto& others = replicas[other_r].micro_batches;
     if (other_r != r && others.size() == 1) return false;
@@ -115,7 +114,7 @@ bool Moves::merge(std::vector<ReplicaState>& replicas, std::vector<size_t>& touc
     return true;
 }
 
-bool Moves::recompute(ReplicaState& replica) {
+bool Mutations::recompute(ReplicaState& replica) {
     const int64_t modes = problem_.modes.size();
     if (modes < 2) return false;
     MicroBatch& batch = replica.micro_batches[random_.below(replica.micro_batches.size())];
@@ -124,8 +123,8 @@ bool Moves::recompute(ReplicaState& replica) {
     return true;
 }
 
-// Gives a micro-batch to another replica, or exchanges two.
-bool Moves::hand_over(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
+// Assigns a micro-batch to another replica, or exchanges two.
+bool Mutations::reassign(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
     const size_t r = touched[0];
     const size_t other_r = (r + 1 + random_.below(replicas.size() - 1)) % replicas.size();
     auto& mine = replicas[r].micro_batches;
@@ -142,9 +141,9 @@ bool Moves::hand_over(std::vector<ReplicaState>& replicas, std::vector<size_t>& 
     return true;
 }
 
-bool Moves::deepen(ReplicaState& replica) {
-    const int64_t stages = problem_.shape.stages;
-    if (stages < 2 || problem_.shape.forward_only) return false;
+bool Mutations::change_policy(ReplicaState& replica) {
+    const int64_t stages = problem_.pipeline.stages;
+    if (stages < 2 || problem_.pipeline.forward_only) return false;
     if (random_.below(4) == 0) {
         const int64_t rules = static_cast<int64_t>(Rule::kRules), rule = static_cast<int64_t>(replica.policy.rule);
         replica.policy.rule = static_cast<Rule>((rule + 1 + random_.below(rules - 1)) % rules);

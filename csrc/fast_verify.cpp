@@ -1,4 +1,4 @@
-#include "verify.h"
+#include "fast_verify.h"
 
 #include <algorithm>
 #include <cstring>
@@ -77,10 +77,10 @@ private:
 };
 
 // One end of a transfer.
-struct Move {
+struct Transfer {
     int64_t row, boundary, step;
     Span shapes;
-    bool matches(const Move& other) const {
+    bool matches(const Transfer& other) const {
         return row == other.row && boundary == other.boundary && shapes == other.shapes;
     }
 };
@@ -99,7 +99,7 @@ public:
     bool step(Reader& reader);
     bool finished() const;
 
-    std::vector<Move> sends[kPayloads], receives[kPayloads];
+    std::vector<Transfer> sends[kPayloads], receives[kPayloads];
     std::vector<Wait> waits;
     std::vector<int64_t> passes, send_steps;
     int64_t length = 0;
@@ -190,10 +190,10 @@ bool Walk::transfer(int64_t kind, Reader& reader) {
     const int64_t key = row * shape_.chunks + chunk;
     const int64_t buffer = sending ? (payload == kActivation ? kOutput : kInputGrad)
                                    : (payload == kActivation ? kInput : kOutputGrad);
-    std::vector<Move>& moves = (sending ? sends : receives)[payload];
+    std::vector<Transfer>& transfers = (sending ? sends : receives)[payload];
     if (!starts) {
         if (!advance(buffer, key, kMoving, sending ? kUsed : kReady)) return false;
-        const int64_t last = static_cast<int64_t>(moves.size()) - 1;
+        const int64_t last = static_cast<int64_t>(transfers.size()) - 1;
         waits.push_back({length, payload, sending ? number_[payload][key] : last, sending});
         if (!sending) receiving_[payload] = false;
         return true;
@@ -201,12 +201,12 @@ bool Walk::transfer(int64_t kind, Reader& reader) {
     if (!sending && receiving_[payload]) return false;  // at most one unmatched receive on a channel
     if (!advance(buffer, key, sending ? kReady : kAbsent, kMoving)) return false;
     if (sending) {
-        number_[payload][key] = moves.size();
+        number_[payload][key] = transfers.size();
         send_steps.push_back(length);
     } else {
         receiving_[payload] = true;
     }
-    moves.push_back({row, chunk * stages_ + stage_ - !downstream, length, shapes});
+    transfers.push_back({row, chunk * stages_ + stage_ - !downstream, length, shapes});
     return true;
 }
 
@@ -231,11 +231,11 @@ bool paired(const std::vector<Walk>& walks) {
     const size_t stages = walks.size();
     for (size_t stage = 0; stage < stages; ++stage) {
         for (int64_t payload : {kActivation, kGradient}) {
-            const std::vector<Move>& sends = walks[stage].sends[payload];
-            const std::vector<Move>& receives =
+            const std::vector<Transfer>& sends = walks[stage].sends[payload];
+            const std::vector<Transfer>& receives =
                 walks[(stage + (payload == kActivation ? 1 : stages - 1)) % stages].receives[payload];
             if (!std::equal(sends.begin(), sends.end(), receives.begin(), receives.end(),
-                            [](const Move& a, const Move& b) { return a.matches(b); }))
+                            [](const Transfer& a, const Transfer& b) { return a.matches(b); }))
                 return false;
         }
     }
@@ -273,8 +273,8 @@ bool ends(const std::vector<Walk>& walks) {
 
 }  // namespace
 
-Proof prove(const uint8_t* data, size_t size, const ListShape& shape) {
-    Proof proof;
+Verified fast_verify(const uint8_t* data, size_t size, const ListShape& shape) {
+    Verified verified;
     Reader reader(data, size);
     const int64_t stages = reader.array();
     std::vector<Walk> walks;
@@ -282,15 +282,15 @@ Proof prove(const uint8_t* data, size_t size, const ListShape& shape) {
         walks.emplace_back(shape, stages, stage);
         const int64_t steps = reader.array();
         for (int64_t step = 0; step < steps; ++step)
-            if (!walks.back().step(reader)) return proof;
-        if (!reader.ok || !walks.back().finished()) return proof;
+            if (!walks.back().step(reader)) return verified;
+        if (!reader.ok || !walks.back().finished()) return verified;
     }
-    proof.holds = reader.done() && paired(walks) && ends(walks);
+    verified.holds = reader.done() && paired(walks) && ends(walks);
     for (Walk& walk : walks) {
-        proof.passes.push_back(std::move(walk.passes));
-        proof.sends.push_back(std::move(walk.send_steps));
+        verified.passes.push_back(std::move(walk.passes));
+        verified.sends.push_back(std::move(walk.send_steps));
     }
-    return proof;
+    return verified;
 }
 
 }  // namespace dynapipe

@@ -1,0 +1,289 @@
+// megatron_dynapipe.planning._native: arrays in, arrays out. Nothing is converted: floats are refused, not rounded.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <mutex>
+#include <tuple>
+#include <utility>
+
+#include "checks.h"
+#include "costs.h"
+#include "fast_verify.h"
+#include "list_schedule.h"
+#include "partition.h"
+#include "problem.h"
+#include "search.h"
+#include "simulate.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace dynapipe {
+namespace {
+
+template <typename T, size_t kDimensions>
+using Array = nb::ndarray<const T, nb::ndim<kDimensions>, nb::c_contig, nb::device::cpu>;
+using Ints = Array<int64_t, 1>;
+using Matrix = Array<int64_t, 2>;
+using Mode = std::tuple<Ints, Ints, Ints, Array<int64_t, 4>>;  // sizes, inputs, targets, values
+using Integers = std::vector<int64_t>;
+
+template <typename T>
+std::vector<T> copy(const Array<T, 1>& array) {
+    return {array.data(), array.data() + array.size()};
+}
+
+std::vector<uint8_t> copy_flags(const Array<bool, 1>& flags) { return {flags.data(), flags.data() + flags.size()}; }
+
+nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> to_numpy(Integers&& values, size_t rows) {
+    auto* owned = new Integers(std::move(values));
+    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Integers*>(p); });
+    return {owned->data(), {rows, rows ? owned->size() / rows : 0}, owner};
+}
+using Out = decltype(to_numpy({}, 0));
+
+PipelineShape pipeline_shape(int64_t chunks, const Ints& model_state, int64_t memory_limit, bool forward_only,
+                             bool peak_covers_backward) {
+    PipelineShape shape{static_cast<int64_t>(model_state.size()), chunks, forward_only, copy(model_state), memory_limit,
+                        peak_covers_backward};
+    shape.check();
+    return shape;
+}
+
+// One batch: its problem and the cache of its costs, which all steps of planning share.
+class BatchProblem {
+public:
+    BatchProblem(const Ints& inputs, const Ints& targets, std::vector<Mode> modes, const Ints& encoder_layers,
+                 const Ints& decoder_layers, int64_t chunks, const Ints& model_state, int64_t memory_limit,
+                 const Matrix& in_flight, int64_t replicas, bool forward_only, bool peak_covers_backward,
+                 int64_t bytes_per_position, const Array<bool, 1>& decoder_forward,
+                 const Array<bool, 1>& decoder_backward, const Array<double, 1>& latency_ns,
+                 const Array<double, 1>& gbps)
+        : tables_(std::move(modes)),
+          problem_{copy(inputs), copy(targets), {}, {},
+                   pipeline_shape(chunks, model_state, memory_limit, forward_only, peak_covers_backward),
+                   {bytes_per_position, copy_flags(decoder_forward), copy_flags(decoder_backward), copy(latency_ns),
+                    copy(gbps)},
+                   {in_flight.data(), in_flight.data() + in_flight.size()}, replicas} {
+        require(in_flight.shape(1) == model_state.size(), "micro-batches in flight for every stage");
+        require(encoder_layers.size() == decoder_layers.size(), "encoder and decoder layers of the same stages");
+        const size_t stages = encoder_layers.size();
+        for (size_t v = 0; v < stages; ++v)
+            problem_.layers.push_back({encoder_layers.data()[v], decoder_layers.data()[v], v + 1 == stages});
+        for (const auto& [sizes, lengths, target_lengths, values] : tables_) {
+            problem_.modes.push_back({{copy(sizes)}, {copy(lengths)}, {copy(target_lengths)}, values.data()});
+            problem_.modes.back().check(values.size());
+        }
+        problem_.check();
+        costs_ = std::make_unique<CostCache>(problem_);
+    }
+
+    // sizes, modes, warm-up and total time of a partition; sizes are empty where none fits
+    using Found = std::tuple<Integers, Integers, int64_t, int64_t>;
+
+    std::tuple<Integers, std::vector<Found>> partition(const std::vector<Ints>& orders, bool improve) {
+        std::vector<Integers> places;
+        for (const Ints& order : orders) places.push_back(checked_order(order));
+        require(!places.empty(), "at least one order");
+        std::vector<Found> found;
+        nb::gil_scoped_release release;
+        const std::lock_guard<std::mutex> guard(mutex_);
+        OrderedPartitions best = best_partitions(problem_, *costs_, places, improve);
+        for (Partition& each : best.partitions)
+            found.emplace_back(std::move(each.sizes), std::move(each.modes), each.warmup, each.total);
+        return {std::move(best.order), std::move(found)};
+    }
+
+    // first samples, sizes, modes and forwards of a replica
+    using Replica = std::tuple<Integers, Integers, Integers, std::vector<uint8_t>>;
+
+    std::vector<Replica> run_search(const Ints& order, const std::vector<std::tuple<Ints, Ints>>& partitions,
+                                    int64_t evaluations, uint64_t seed) {
+        Lengths lengths;
+        for (int64_t place : checked_order(order)) {
+            lengths.inputs.push_back(problem_.inputs[place]);
+            lengths.targets.push_back(problem_.targets[place]);
+        }
+        require(evaluations >= 0, "at least 0 evaluations");
+        std::vector<std::vector<MicroBatch>> checked;
+        for (const auto& [sizes, modes] : partitions) checked.push_back(checked_partition(sizes, modes));
+        std::vector<Replica> result;
+        nb::gil_scoped_release release;
+        const std::lock_guard<std::mutex> guard(mutex_);
+        dynapipe::Found found = search(problem_, *costs_, lengths, checked, evaluations, seed);
+        for (size_t r = 0; r < found.replicas.size(); ++r) {
+            Integers firsts, sizes, modes;
+            for (const MicroBatch& batch : found.replicas[r].micro_batches) {
+                firsts.push_back(batch.first);
+                sizes.push_back(batch.size);
+                modes.push_back(batch.mode);
+            }
+            result.emplace_back(std::move(firsts), std::move(sizes), std::move(modes), std::move(found.forwards[r]));
+        }
+        return result;
+    }
+
+    // [6 * micro-batches][virtual stages], by kind of cost as PassCosts has them; and whether the cost model covers each
+    std::tuple<Out, std::vector<bool>> costs(const Ints& sizes, const Ints& inputs, const Ints& targets,
+                                             const Ints& modes) {
+        const size_t count = sizes.size(), stages = problem_.layers.size();
+        require(inputs.size() == count && targets.size() == count && modes.size() == count,
+                "a size, lengths and a mode for every micro-batch");
+        Integers rows(6 * count * stages);
+        std::vector<bool> covered(count);
+        const std::lock_guard<std::mutex> guard(mutex_);
+        for (size_t i = 0; i < count; ++i) {
+            const Shape shape{sizes.data()[i], inputs.data()[i], targets.data()[i]};
+            const int64_t mode = modes.data()[i];
+            require(mode >= 0 && mode < static_cast<int64_t>(problem_.modes.size()), "modes that there are");
+            require(shape.size >= 1 && shape.size <= kLargestCoordinate, "sizes from 1 to 2^20");
+            for (int64_t length : {shape.input, shape.target})
+                require(length >= 0 && length <= kLargestCoordinate, "lengths from 0 to 2^20");
+            const CostRow& row = costs_->row(mode, shape);
+            covered[i] = row.covered;
+            for (size_t kind = 0; kind < 6; ++kind)
+                std::copy_n(row.values.data() + kind * stages, stages, rows.data() + (kind * count + i) * stages);
+        }
+        return {to_numpy(std::move(rows), 6 * count), std::move(covered)};
+    }
+
+private:
+    Integers checked_order(const Ints& order) const {
+        std::vector<bool> seen(problem_.samples());
+        const Integers places = copy(order);
+        for (int64_t place : places) {
+            require(place >= 0 && place < static_cast<int64_t>(seen.size()) && !seen[place],
+                    "orders that name every sample once");
+            seen[place] = true;
+        }
+        require(places.size() == seen.size(), "orders that name every sample once");
+        return places;
+    }
+
+    std::vector<MicroBatch> checked_partition(const Ints& sizes, const Ints& modes) const {
+        require(sizes.size() == modes.size(), "a mode for every micro-batch");
+        std::vector<MicroBatch> partition;
+        int64_t first = 0;
+        const int64_t samples = problem_.samples();
+        for (size_t i = 0; i < sizes.size(); ++i) {
+            const int64_t size = sizes.data()[i], mode = modes.data()[i];
+            require(size >= 1 && size <= samples - first, "micro-batches that add up to all samples");
+            require(mode >= 0 && mode < static_cast<int64_t>(problem_.modes.size()), "modes that there are");
+            partition.push_back({first, size, mode});
+            first += size;
+        }
+        require(first == samples, "micro-batches that add up to all samples");
+        return partition;
+    }
+
+    const std::vector<Mode> tables_;  // keeps the values alive
+    Problem problem_;
+    std::unique_ptr<CostCache> costs_;
+    std::mutex mutex_;  // of the cache
+};
+
+// Rows of a ScheduleProblem: forward, backward, stored, peak, forward transfer, backward transfer.
+std::vector<PassCosts> pass_costs(const std::vector<Matrix>& arrays, size_t virtual_stages) {
+    require(arrays.size() == 6, "six arrays of costs");
+    std::vector<PassCosts> costs;
+    for (const Matrix& array : arrays) {
+        require(array.shape(0) == arrays[0].shape(0) && array.shape(1) == virtual_stages,
+                "costs of the same micro-batches on every virtual stage");
+        for (size_t i = 0; i < array.size(); ++i)
+            require(array.data()[i] >= 0 && array.data()[i] <= kLargestCost, "costs from 0 to 2^42");
+    }
+    require(arrays[0].shape(0) < (size_t{1} << 20), "fewer than 2^20 micro-batches");
+    for (size_t row = 0; row < arrays[0].shape(0); ++row) {
+        const auto at = [&](int k) { return arrays[k].data() + row * virtual_stages; };
+        costs.push_back({at(0), at(1), at(2), at(3), at(4), at(5)});
+    }
+    return costs;
+}
+
+std::tuple<Out, Out, Integers, int64_t, bool> run_simulate(const std::vector<Matrix>& arrays, int64_t chunks,
+                                                           const Ints& model_state, bool forward_only,
+                                                           const Matrix& order, bool queue_links,
+                                                           bool peak_covers_backward) {
+    const PipelineShape shape = pipeline_shape(chunks, model_state, 0, forward_only, peak_covers_backward);
+    const std::vector<PassCosts> costs = pass_costs(arrays, shape.virtual_stages());
+    require(order.shape(0) == model_state.size(), "passes of every stage");
+    for (size_t i = 0; i < order.size(); ++i)
+        require(order.data()[i] >= 0 && order.data()[i] < static_cast<int64_t>(costs.size()) * 2 * chunks,
+                "passes of the micro-batches and chunks that there are");
+    const std::vector<Pass> passes(order.data(), order.data() + order.size());
+    Simulation run;
+    {
+        nb::gil_scoped_release release;
+        run = simulate(shape, costs, passes, queue_links);
+    }
+    return {to_numpy(std::move(run.start), shape.stages), to_numpy(std::move(run.end), shape.stages),
+            std::move(run.peak), run.makespan, run.stalled};
+}
+
+std::tuple<int64_t, std::vector<uint8_t>> run_list_schedule(const std::vector<Matrix>& arrays, int64_t chunks,
+                                                            const Ints& model_state, int64_t memory_limit,
+                                                            bool forward_only, const Ints& depth, int64_t rule,
+                                                            bool peak_covers_backward) {
+    const PipelineShape shape = pipeline_shape(chunks, model_state, memory_limit, forward_only, peak_covers_backward);
+    const std::vector<PassCosts> costs = pass_costs(arrays, shape.virtual_stages());
+    require(depth.size() == model_state.size(), "a depth for every stage");
+    for (size_t s = 0; s < depth.size(); ++s) require(depth.data()[s] >= 1, "depths of at least 1");
+    require(rule >= 0 && rule < static_cast<int64_t>(Rule::kRules), "a rule that there is");
+    const Policy policy{copy(depth), static_cast<Rule>(rule)};
+    std::vector<uint8_t> forwards;
+    nb::gil_scoped_release release;
+    ListScheduler::Costs rows;
+    for (const PassCosts& row : costs) rows.push_back(&row);
+    const int64_t makespan = ListScheduler(shape).run(rows, policy, kUnreachable, &forwards);
+    return {makespan, std::move(forwards)};
+}
+
+using Steps = std::vector<Integers>;
+
+std::tuple<bool, Steps, Steps> run_fast_verify(const nb::bytes& lists, int64_t chunks, int64_t micro_batches,
+                                               bool forward_only) {
+    require(chunks >= 1 && chunks <= 4096, "between 1 and 4096 chunks");
+    require(micro_batches >= 0 && micro_batches <= (int64_t{1} << 24) / chunks,
+            "at most 2^24 micro-batches times chunks");
+    Verified found;
+    {
+        nb::gil_scoped_release release;
+        found = fast_verify(reinterpret_cast<const uint8_t*>(lists.c_str()), lists.size(),
+                            {chunks, micro_batches, forward_only});
+    }
+    return {found.holds, std::move(found.passes), std::move(found.sends)};
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    module.doc() = "The planner's core.";
+    nb::set_leak_warnings(false);  // a problem may well live until the interpreter ends
+    nb::class_<BatchProblem>(module, "BatchProblem", "See megatron_dynapipe.planning.problem.BatchProblem.")
+        .def(nb::init<const Ints&, const Ints&, std::vector<Mode>, const Ints&, const Ints&, int64_t, const Ints&,
+                      int64_t, const Matrix&, int64_t, bool, bool, int64_t, const Array<bool, 1>&,
+                      const Array<bool, 1>&, const Array<double, 1>&, const Array<double, 1>&>(),
+             "inputs"_a.noconvert(), "targets"_a.noconvert(), "modes"_a.noconvert(), "encoder_layers"_a.noconvert(),
+             "decoder_layers"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(), "memory_limit"_a,
+             "in_flight"_a.noconvert(), "replicas"_a, "forward_only"_a, "peak_covers_backward"_a,
+             "bytes_per_position"_a, "decoder_forward"_a.noconvert(), "decoder_backward"_a.noconvert(),
+             "latency_ns"_a.noconvert(), "gbps"_a.noconvert())
+        .def("partition", &BatchProblem::partition, "orders"_a.noconvert(), "improve"_a,
+             "The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits.")
+        .def("search", &BatchProblem::run_search, "order"_a.noconvert(), "partitions"_a.noconvert(), "evaluations"_a,
+             "seed"_a, "(first samples, sizes, modes, 1 per forward of every stage) per replica.")
+        .def("costs", &BatchProblem::costs, "sizes"_a.noconvert(), "inputs"_a.noconvert(), "targets"_a.noconvert(),
+             "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each micro-batch.");
+    module.def("simulate", &run_simulate, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
+               "forward_only"_a, "order"_a.noconvert(), "queue_links"_a, "peak_covers_backward"_a = false,
+               "See megatron_dynapipe.planning.simulate; (starts, ends, peak bytes, makespan, whether it stalled).");
+    module.def("list_schedule", &run_list_schedule, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
+               "memory_limit"_a, "forward_only"_a, "depth"_a.noconvert(), "rule"_a, "peak_covers_backward"_a = false,
+               "See megatron_dynapipe.planning.schedules.list_scheduling; (makespan, 1 per forward of every stage).");
+    module.def("fast_verify", &run_fast_verify, "lists"_a, "chunks"_a, "micro_batches"_a, "forward_only"_a,
+               "See megatron_dynapipe.planning.native; (whether lists hold, steps of passes and of sends per stage).");
+}
+
+}  // namespace dynapipe

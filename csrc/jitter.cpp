@@ -1,0 +1,63 @@
+#include "jitter.h"
+
+#include <algorithm>
+
+namespace dynapipe {
+namespace {
+
+constexpr int64_t kSpread = 307;  // passes take up to 30% more or less
+
+}  // namespace
+
+JitteredReplay::JitteredReplay(const PipelineShape& shape) : shape_(shape), stages_(shape.stages) {
+    for (uint64_t draw = 0; draw < kJitterDraws; ++draw) draws_.push_back({Random(draw), {}});
+}
+
+int64_t JitteredReplay::total(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& forwards) {
+    input_ready_.resize(shape_.stages * costs.size());
+    gradient_ready_.resize(shape_.stages * costs.size());
+    int64_t sum = 0;
+    for (Draw& draw : draws_) {
+        while (draw.factors.size() < 2 * shape_.stages * costs.size())
+            draw.factors.push_back(static_cast<int32_t>(1024 - kSpread + draw.random.below(2 * kSpread + 1)));
+        sum += makespan(costs, forwards, draw.factors);
+    }
+    return sum;
+}
+
+int64_t JitteredReplay::makespan(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& forwards,
+                              const std::vector<int32_t>& factors) {
+    const int64_t stages = shape_.stages, count = costs.size();
+    const int64_t passes = count * (shape_.forward_only ? 1 : 2);
+    std::fill(stages_.begin(), stages_.end(), Stage{0, 0, 0});
+    std::fill_n(input_ready_.begin(), count, 0);
+    for (int64_t left = passes * stages; left > 0;) {
+        for (int64_t s = 0; s < stages; ++s) {
+            Stage& stage = stages_[s];
+            while (stage.forwards + stage.backwards < passes) {
+                if (forwards[s * passes + stage.forwards + stage.backwards]) {
+                    const int64_t k = stage.forwards;
+                    if (s > 0 && k >= stages_[s - 1].forwards) break;
+                    const int64_t time = costs[k]->forward[s] * factors[2 * (k * stages + s)] / 1024;
+                    stage.free = std::max(stage.free, input_ready_[s * count + k]) + time;
+                    if (s + 1 < stages) input_ready_[(s + 1) * count + k] = stage.free + costs[k]->forward_transfer[s];
+                    ++stage.forwards;
+                } else {
+                    const int64_t k = stage.backwards;
+                    if (k >= (s + 1 < stages ? stages_[s + 1].backwards : stage.forwards)) break;
+                    const int64_t time = costs[k]->backward[s] * factors[2 * (k * stages + s) + 1] / 1024;
+                    const int64_t ready = s + 1 < stages ? gradient_ready_[s * count + k] : 0;
+                    stage.free = std::max(stage.free, ready) + time;
+                    if (s > 0) gradient_ready_[(s - 1) * count + k] = stage.free + costs[k]->backward_transfer[s];
+                    ++stage.backwards;
+                }
+                --left;
+            }
+        }
+    }
+    int64_t makespan = 0;
+    for (const Stage& stage : stages_) makespan = std::max(makespan, stage.free);
+    return makespan;
+}
+
+}  // namespace dynapipe

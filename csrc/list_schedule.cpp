@@ -1,0 +1,168 @@
+#include "list_schedule.h"
+
+#include <algorithm>
+
+#include "checks.h"
+
+namespace dynapipe {
+
+// Groups as in planning/schedules/one_f_one_b.py: even ones, of at least as many micro-batches as there are stages.
+void ListScheduler::number(int64_t count) {
+    if (numbered_ == count) return;
+    numbered_ = count;
+    const int64_t chunks = shape_.chunks, groups = std::max<int64_t>(count / shape_.stages, 1);
+    items_ = count * chunks;
+    forward_.clear();
+    backward_.clear();
+    if (chunks == 1) return;
+    largest_group_ = count / groups + (count % groups > 0);
+    std::vector<int64_t> forward_place(items_), backward_place(items_);
+    int64_t first = 0;
+    for (int64_t group = 0; group < groups; ++group) {
+        const int64_t end = first + count / groups + (group < count % groups);
+        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+            for (int64_t row = first; row < end; ++row) {
+                forward_place[row * chunks + chunk] = forward_.size();
+                forward_.push_back({row, chunk, -1});
+            }
+        }
+        for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
+            for (int64_t row = first; row < end; ++row) {
+                backward_place[row * chunks + chunk] = backward_.size();
+                backward_.push_back({row, chunk, -1});
+            }
+        }
+        first = end;
+    }
+    for (Item& item : forward_) {
+        const int64_t at = item.row * chunks + item.chunk;
+        item.after = item.chunk + 1 < chunks ? forward_place[at + 1] : backward_place[at];
+    }
+    for (Item& item : backward_)
+        if (item.chunk > 0) item.after = backward_place[item.row * chunks + item.chunk - 1];
+}
+
+// Sets the stages up; false where a micro-batch does not fit, or warm-up, work and drain of a stage reach the bound.
+bool ListScheduler::begin(const Costs& costs, int64_t bound) {
+    int64_t warmup = 0, drain = 0;
+    for (int64_t s = 0; s < shape_.stages; ++s) {
+        const int64_t room = shape_.memory_limit - shape_.model_state[s];
+        int64_t work = 0, peak = 0, above = 0;
+        for (const PassCosts* cost : costs) {
+            for (int64_t v = s; v < shape_.virtual_stages(); v += shape_.stages) {
+                work += cost->forward[v] + (shape_.forward_only ? 0 : cost->backward[v]);
+                peak = std::max(peak, cost->peak[v]);
+                if (shape_.peak_covers_backward) above = std::max(above, cost->peak[v] - cost->stored[v]);
+            }
+        }
+        if (peak > room || warmup + work + drain >= bound) return false;
+        stages_[s] = {0, shape_.model_state[s], work, above, drain, 0, 0, true};
+        starts_[s] = kUnreachable;
+        warmup += costs.front()->forward[s] + costs.front()->forward_transfer[s];
+        if (!shape_.forward_only && s + 1 < shape_.stages)
+            drain += costs.back()->backward[s] + costs.back()->backward_transfer[s + 1];
+    }
+    return true;
+}
+
+// The stage whose next pass starts first.
+int64_t ListScheduler::earliest() const {
+    int64_t s = 0, start = starts_[0];
+    for (int64_t other = 1; other < shape_.stages; ++other) {
+        const bool earlier = starts_[other] < start;
+        s = earlier ? other : s;
+        start = earlier ? starts_[other] : start;
+    }
+    return s;
+}
+
+template <bool kChunked>
+int64_t ListScheduler::run_chunked(const Costs& costs, const Policy& policy, int64_t bound,
+                                   std::vector<uint8_t>* forwards) {
+    if (costs.empty()) return 0;
+    if (!begin(costs, bound)) return kUnreachable;
+    number(costs.size());
+    const int64_t stages = shape_.stages, passes = items_ * (shape_.forward_only ? 1 : 2);
+    input_ready_.assign(stages * items_, kUnreachable);
+    gradient_ready_.assign(stages * items_, kUnreachable);
+    for (int64_t i = 0; i < items_; ++i)
+        if (item<kChunked>(true, i).chunk == 0) input_ready_[i] = 0;
+    if (forwards) forwards->assign(stages * passes, 0);
+    choose<kChunked>(0, costs, policy);
+    int64_t makespan = 0;
+    for (int64_t left = stages * passes; left > 0; --left) {
+        const int64_t s = earliest();
+        Stage& stage = stages_[s];
+        if (starts_[s] >= kUnreachable) return kUnreachable;  // the stages wait for one another, or for memory
+        if (forwards) (*forwards)[s * passes + stage.forwards + stage.backwards] = stage.next_is_forward;
+        const Fed fed = step<kChunked>(s, costs);
+        if (stage.free + stage.work_left + stage.drain >= bound) return kUnreachable;
+        makespan = std::max(makespan, stage.free);
+        if (fed.stage != s) {
+            const Stage& other = stages_[fed.stage];  // unless it waits for something else
+            if (fed.place == (fed.forward ? other.forwards : other.backwards))
+                choose<kChunked>(fed.stage, costs, policy);
+        }
+        choose<kChunked>(s, costs, policy);
+    }
+    return makespan;
+}
+
+// Runs a stage's next pass; what it makes ready, on the stage itself where that is nothing.
+template <bool kChunked>
+ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
+    Stage& stage = stages_[s];
+    const int64_t stages = shape_.stages, last = stages - 1;
+    const bool forward = stage.next_is_forward;
+    const int64_t i = forward ? stage.forwards++ : stage.backwards++;
+    const Item item = this->item<kChunked>(forward, i);
+    const PassCosts& cost = *costs[item.row];
+    const int64_t v = item.chunk * stages + s;
+    const int64_t time = (forward ? cost.forward : cost.backward)[v];
+    stage.free = starts_[s] + time;
+    stage.work_left -= time;
+    if (!shape_.forward_only) stage.held += forward ? cost.stored[v] : -cost.stored[v];
+    if (forward && v == shape_.virtual_stages() - 1) {
+        gradient_ready_[s * items_ + item.after] = stage.free;
+        return {s, 0, false};
+    }
+    if (!forward && v == 0) return {s, 0, false};
+    const int64_t arrives = stage.free + (forward ? cost.forward_transfer : cost.backward_transfer)[v];
+    const bool wraps = s == (forward ? last : 0);
+    const int64_t fed = forward ? (wraps ? 0 : s + 1) : (wraps ? last : s - 1);
+    const int64_t place = wraps ? item.after : i;
+    (forward ? input_ready_ : gradient_ready_)[fed * items_ + place] = arrives;
+    return {fed, place, forward};
+}
+
+// The pass that stage s runs next, as far as it can know: of those that could start first, by the policy.
+template <bool kChunked>
+void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) {
+    Stage& stage = stages_[s];
+    const int64_t i = stage.forwards, j = stage.backwards;
+    const int64_t depth = policy.depth[s] + (kChunked ? (shape_.chunks - 1) * largest_group_ : 0);
+    bool admitted = i < items_;
+    if (admitted && !shape_.forward_only) {
+        const Item item = this->item<kChunked>(true, i);
+        const PassCosts& cost = *costs[item.row];
+        const int64_t v = item.chunk * shape_.stages + s;
+        // Beside others in flight it must leave room for every backward.
+        const int64_t needed = i == j ? cost.peak[v] : std::max(cost.peak[v], cost.stored[v] + stage.above);
+        admitted = i - j < depth && stage.held + needed <= shape_.memory_limit;
+    }
+    int64_t forward = kUnreachable, backward = kUnreachable;
+    if (admitted && input_ready_[s * items_ + i] < kUnreachable)
+        forward = std::max(stage.free, input_ready_[s * items_ + i]);
+    if (!shape_.forward_only && j < items_ && !(admitted && policy.rule == Rule::kStrict) &&
+        gradient_ready_[s * items_ + j] < kUnreachable)
+        backward = std::max(stage.free, gradient_ready_[s * items_ + j]);
+    stage.next_is_forward = forward < backward || (forward == backward && policy.rule == Rule::kForwardFirst);
+    starts_[s] = std::min(forward, backward);
+}
+
+int64_t ListScheduler::run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* forwards) {
+    return shape_.chunks > 1 ? run_chunked<true>(costs, policy, bound, forwards)
+                             : run_chunked<false>(costs, policy, bound, forwards);
+}
+
+}  // namespace dynapipe

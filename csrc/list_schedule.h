@@ -1,0 +1,80 @@
+// List scheduling: the order in which stages take passes as they become ready. The rules are told in
+// planning/schedules/list_scheduling.py.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "pipeline.h"
+
+namespace dynapipe {
+
+// Which pass a stage takes where a forward and a backward pass could both start; `kStrict` is 1F1B, which waits for a
+// forward pass until `depth` are in flight and for a backward pass then.
+enum class Rule { kBackwardFirst, kForwardFirst, kStrict, kRules };
+
+struct Policy {
+    // [stages] most forwards of a stage ahead of its backwards; with several chunks, beyond the passes that the largest
+    // group of micro-batches makes on all chunks but the last.
+    std::vector<int64_t> depth;
+    Rule rule;
+};
+
+// Micro-batches come in the order given. Buffers are kept between calls, since a search makes thousands.
+class ListScheduler {
+public:
+    using Costs = std::vector<const PassCosts*>;
+
+    explicit ListScheduler(const PipelineShape& shape) : shape_(shape), stages_(shape.stages), starts_(shape.stages) {}
+
+    // The makespan, or kUnreachable once it is known to reach `bound`, where a micro-batch does not fit a stage's
+    // memory, and where stages wait for one another.
+    // Fills `forwards`, if given, with [stages][passes]: 1 for a forward pass, 0 for a backward pass. The passes of
+    // either kind keep one sequence on all stages: group by group, and in a group chunk by chunk.
+    int64_t run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* forwards);
+
+private:
+    // A place of a sequence: a micro-batch on a chunk. `after` is the place, in the sequence of what runs next, of the
+    // pass that the ring's end feeds: the next chunk's; after the last forward, its backward; -1 after the last.
+    struct Item {
+        int64_t row, chunk, after;
+    };
+    struct Stage {
+        int64_t free, held, work_left;
+        int64_t above;  // room that every backward finds
+        int64_t drain;  // the least time from the stage's last pass to the iteration's end
+        int64_t forwards, backwards;  // that have run
+        bool next_is_forward;
+    };
+    // What a pass makes ready: a forward's input, or a backward's gradient, at a place of a stage's sequence.
+    struct Fed {
+        int64_t stage, place;
+        bool forward;
+    };
+
+    // With one chunk, which a search runs most, a sequence is the micro-batches and needs no items.
+    template <bool kChunked>
+    int64_t run_chunked(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* forwards);
+    template <bool kChunked>
+    void choose(int64_t s, const Costs& costs, const Policy& policy);
+    template <bool kChunked>
+    Fed step(int64_t s, const Costs& costs);
+    template <bool kChunked>
+    Item item(bool forward, int64_t place) const {
+        if constexpr (kChunked) return (forward ? forward_ : backward_)[place];
+        return {place, 0, place};
+    }
+
+    void number(int64_t count);
+    bool begin(const Costs& costs, int64_t bound);
+    int64_t earliest() const;
+
+    const PipelineShape& shape_;
+    int64_t numbered_ = -1, items_ = 0, largest_group_ = 0;
+    std::vector<Item> forward_, backward_;
+    std::vector<Stage> stages_;
+    std::vector<int64_t> starts_;  // [stages] of the pass to run next; apart, since every step looks through them
+    std::vector<int64_t> input_ready_, gradient_ready_;  // [stages][items]; kUnreachable until known
+};
+
+}  // namespace dynapipe

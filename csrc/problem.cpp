@@ -1,0 +1,64 @@
+#include "problem.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "checks.h"
+
+namespace dynapipe {
+
+int64_t Links::transfer_ns(size_t boundary, int64_t bytes) const {
+    const size_t boundaries = decoder_forward.size();
+    double least = std::numeric_limits<double>::infinity();
+    for (size_t route = boundary; route < gbps.size(); route += boundaries)
+        least = std::min(least, latency_ns[route] + static_cast<double>(bytes * 8) / gbps[route]);
+    return static_cast<int64_t>(std::nearbyint(least));
+}
+
+void Links::check(size_t virtual_stages) const {
+    for (const auto* flags : {&decoder_forward, &decoder_backward})
+        require(flags->size() == virtual_stages - 1, "links between neighbouring stages");
+    require(gbps.size() == latency_ns.size() && (!gbps.empty()) == (virtual_stages > 1) &&
+                (virtual_stages == 1 || gbps.size() % (virtual_stages - 1) == 0),
+            "links between neighbouring stages");
+    for (double rate : gbps) require(rate > 0, "a rate above 0 on every link");
+    for (double latency : latency_ns) require(latency >= 0 && latency < 1e15, "latencies from 0 to 1e15 ns");
+    require(bytes_per_position >= 0 && bytes_per_position <= kLargestCoordinate / 4, "0 to 2^18 bytes per position");
+}
+
+void PipelineShape::check() const {
+    constexpr int64_t kMostBytes = int64_t{1} << 60;
+    require(stages >= 1 && stages <= 4096, "between 1 and 4096 stages");
+    require(chunks >= 1 && chunks <= 64, "between 1 and 64 chunks");
+    require(chunks == 1 || stages > 1, "several chunks only on several stages");
+    require(memory_limit >= 0 && memory_limit <= kMostBytes, "a memory limit from 0 to 2^60");
+    for (int64_t bytes : model_state) require(bytes >= 0 && bytes <= kMostBytes, "model state from 0 to 2^60");
+}
+
+bool Problem::allows(size_t option, size_t other) const {
+    const auto held = in_flight.begin() + option * stages(), more = in_flight.begin() + other * stages();
+    return std::equal(held, held + stages(), more, std::less_equal<>());
+}
+
+void Problem::check() const {
+    require(!inputs.empty() && inputs.size() < (size_t{1} << 24), "between 1 and 2^24 samples");
+    require(targets.size() == inputs.size(), "as many target lengths as input lengths");
+    for (const auto* lengths : {&inputs, &targets})
+        for (int64_t length : *lengths)
+            require(length >= 0 && length <= kLargestCoordinate, "lengths from 0 to 2^20");
+    pipeline.check();
+    require(layers.size() == stages() * chunks(), "layers of every virtual stage");
+    for (const StageLayers& stage : layers)
+        for (int64_t count : {stage.encoder, stage.decoder})  // each by itself: their sum could overflow
+            require(count >= 0 && count <= kMostLayers, "0 to 65536 layers of a kind on a stage");
+    links.check(layers.size());
+    require(!in_flight.empty() && in_flight.size() % stages() == 0 && options() <= 26,
+            "between 1 and 26 options of micro-batches in flight, for every stage");
+    for (int64_t held : in_flight) require(held >= 1 && held <= 16384, "1 to 16384 micro-batches in flight");
+    require(replicas >= 1 && replicas <= 65536, "1 to 65536 replicas");
+    require(!modes.empty() && modes.size() <= 16, "between 1 and 16 recompute modes");
+}
+
+}  // namespace dynapipe

@@ -1,0 +1,43 @@
+// One batch to be planned: its samples, the costs of layers, the pipeline, and the links between its stages.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "pipeline.h"
+#include "tables.h"
+
+namespace dynapipe {
+
+// What crosses the boundary v → v + 1 and how long it takes: [virtual stages - 1] each.
+struct Links {
+    int64_t bytes_per_position;            // of one hidden state
+    std::vector<uint8_t> decoder_forward;  // whether activations hold the decoder's state
+    std::vector<uint8_t> decoder_backward;
+    std::vector<double> latency_ns, gbps;  // [routes][virtual stages - 1]: a message takes the fastest route
+
+    int64_t transfer_ns(size_t boundary, int64_t bytes) const;
+    void check(size_t virtual_stages) const;
+};
+
+struct Problem {
+    std::vector<int64_t> inputs, targets;  // [samples] padded lengths
+    std::vector<Grid> modes;               // one layer's costs under each recompute mode
+    std::vector<StageLayers> layers;       // [virtual stages]
+    PipelineShape pipeline;
+    Links links;
+    std::vector<int64_t> in_flight;  // [options][stages] micro-batches that a stage holds at once
+    int64_t replicas;
+
+    size_t samples() const { return inputs.size(); }
+    size_t stages() const { return pipeline.stages; }
+    size_t chunks() const { return pipeline.chunks; }
+    size_t options() const { return in_flight.size() / stages(); }
+    int64_t memory(size_t stage) const { return pipeline.memory_limit - pipeline.model_state[stage]; }
+    // Whether whatever fits with `other` in flight fits with `option`.
+    bool allows(size_t option, size_t other) const;
+    void check() const;
+};
+
+}  // namespace dynapipe

@@ -1,0 +1,89 @@
+"""What a layout makes each virtual stage cost, from one layer's costs.
+
+These are the rules in numpy, for many shapes at once; planning a batch reads costs from the native core's cache
+(`csrc/costs.cpp`), which follows the same rules with the same rounding.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dynapipe.cost.layout import PipelineLayout
+from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COST, IntArray, LayerTables, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageCosts:
+    """What micro-batches cost on every virtual stage: int64 `[queries, virtual stages]`, in ns and bytes.
+
+    Where `feasible` (bool `[queries]`) is False the other values mean nothing.
+    """
+
+    forward_ns: IntArray
+    backward_ns: IntArray
+    stored_bytes: IntArray
+    peak_bytes: IntArray
+    feasible: np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+_ROWS = 6
+"""Rows of `_by_size`: forward, backward, stored, and the peaks of the encoder's and the decoder's last layer and the
+head."""
+
+
+def _by_size(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targets: IntArray) -> IntArray:
+    """Stage costs at every size of the grid: `[queries, virtual stages, _ROWS, sizes]`.
+
+    `ABSENT` where the tables are, and where a cost of the stage is above `LARGEST_COST`.
+
+    A stage's forward (backward) is the sum of its layers', plus the head on the last, and so is what it stores, plus
+    the encoder's output where it has decoder layers alone; its peak is the largest, over its layers and the head, of
+    what those before it stored and that one's own peak.
+    """
+    layer_costs = tables.at_lengths(inputs, targets)
+    e, d = np.array(layout.encoder_split)[:, None], np.array(layout.decoder_split)[:, None]
+    row = {r: layer_costs[:, None, r, :] for r in Row}
+    last = np.zeros_like(e)
+    last[-1] = 1
+    encoder_end = (e - 1) * row[Row.ENCODER_STORED] + row[Row.ENCODER_PEAK]
+    given = ((e == 0) & (d > 0)) * row[Row.ENCODED_STORED]
+    decoder_end = given + e * row[Row.ENCODER_STORED] + (d - 1) * row[Row.DECODER_STORED] + row[Row.DECODER_PEAK]
+    layers_stored = given + e * row[Row.ENCODER_STORED] + d * row[Row.DECODER_STORED]
+    costs = np.stack(
+        [
+            e * row[Row.ENCODER_FORWARD] + d * row[Row.DECODER_FORWARD] + last * row[Row.HEAD_FORWARD],
+            e * row[Row.ENCODER_BACKWARD] + d * row[Row.DECODER_BACKWARD] + last * row[Row.HEAD_BACKWARD],
+            layers_stored + last * row[Row.HEAD_STORED],
+            np.where(e > 0, encoder_end, 0),
+            np.where(d > 0, decoder_end, 0),
+            last * (layers_stored + row[Row.HEAD_PEAK]),
+        ],
+        axis=2,
+    )
+    absent = (layer_costs[:, None, None, 0, :] == ABSENT) | (costs > LARGEST_COST).any(axis=2, keepdims=True)
+    return np.where(absent, ABSENT, costs)
+
+
+def stage_costs(
+    tables: LayerTables, layout: PipelineLayout, sizes: IntArray, inputs: IntArray, targets: IntArray
+) -> StageCosts:
+    """Costs of micro-batches of the given shapes on every virtual stage.
+
+    Args:
+        tables: one layer's costs.
+        layout: layers per virtual stage.
+        sizes: int64[queries], samples of each micro-batch.
+        inputs: int64[queries], padded input lengths.
+        targets: int64[queries], padded target lengths; 0 for decoder-only models.
+    """
+    costs_by_size = _by_size(tables, layout, inputs, targets)
+    flat = costs_by_size.reshape(len(sizes), -1, len(tables.sizes))
+    rows = tables.at_sizes(flat, sizes).reshape(len(sizes), layout.virtual_stages, _ROWS)
+    stored = rows[:, :, 2]
+    return StageCosts(
+        forward_ns=rows[:, :, 0],
+        backward_ns=rows[:, :, 1],
+        stored_bytes=stored,
+        peak_bytes=np.maximum(rows[:, :, 3:].max(axis=2), stored),
+        feasible=(rows[:, :, 0] != ABSENT).all(axis=1),
+    )

@@ -1,0 +1,75 @@
+"""The planner's compiled core, built from csrc/."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_Ints = npt.NDArray[np.int64]
+_Floats = npt.NDArray[np.float64]
+_Flags = npt.NDArray[np.bool_]
+
+class BatchProblem:
+    """One batch: its samples, costs and pipeline, and the cache of costs that all steps of planning share."""
+
+    def __init__(
+        self,
+        *,
+        inputs: _Ints,
+        targets: _Ints,
+        modes: Sequence[tuple[_Ints, _Ints, _Ints, _Ints]],
+        encoder_layers: _Ints,
+        decoder_layers: _Ints,
+        chunks: int,
+        model_state: _Ints,
+        memory_limit: int,
+        in_flight: _Ints,
+        replicas: int,
+        forward_only: bool,
+        peak_covers_backward: bool,
+        bytes_per_position: int,
+        decoder_forward: _Flags,
+        decoder_backward: _Flags,
+        latency_ns: _Floats,
+        gbps: _Floats,
+    ) -> None: ...
+    def partition(
+        self, *, orders: Sequence[_Ints], improve: bool
+    ) -> tuple[list[int], list[tuple[list[int], list[int], int, int]]]:
+        """The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits."""
+
+    def search(
+        self, *, order: _Ints, partitions: Sequence[tuple[_Ints, _Ints]], evaluations: int, seed: int
+    ) -> list[tuple[list[int], list[int], list[int], list[int]]]:
+        """(first samples, sizes, modes, 1 per forward of every stage) per replica; empty where no partition fits."""
+
+    def costs(self, *, sizes: _Ints, inputs: _Ints, targets: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:
+        """`[6 * micro-batches, virtual stages]`, by kind of cost, and whether the cost model covers each."""
+
+def simulate(
+    costs: Sequence[_Ints],
+    chunks: int,
+    model_state: _Ints,
+    forward_only: bool,
+    order: _Ints,
+    queue_links: bool,
+    peak_covers_backward: bool = False,
+) -> tuple[_Ints, _Ints, list[int], int, bool]:
+    """(starts, ends, peak bytes, makespan, whether it stalled)."""
+
+def list_schedule(
+    costs: Sequence[_Ints],
+    chunks: int,
+    model_state: _Ints,
+    memory_limit: int,
+    forward_only: bool,
+    depth: _Ints,
+    rule: int,
+    peak_covers_backward: bool = False,
+) -> tuple[int, list[int]]:
+    """(makespan, 1 per forward and 0 per backward of every stage)."""
+
+def fast_verify(
+    lists: bytes, chunks: int, micro_batches: int, forward_only: bool
+) -> tuple[bool, list[list[int]], list[list[int]]]:
+    """(whether the lists hold, steps of passes and of sends per stage)."""

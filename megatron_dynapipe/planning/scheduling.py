@@ -1,0 +1,113 @@
+"""From partitions to scheduled micro-batches: which replica runs each, and in which order of passes.
+
+adaptive over dp     partitions ── search: assignment, order and policy together ──► ScheduledBatch
+otherwise            each partition ── assign to replicas ── schedule each replica ──► the fastest ScheduledBatch
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_dynapipe.errors import InfeasibleError
+from megatron_dynapipe.planning.balance import assign
+from megatron_dynapipe.planning.partition import OrderedPartitions, Partition
+from megatron_dynapipe.planning.problem import BatchProblem, IntArray, ScheduleProblem
+from megatron_dynapipe.planning.schedules import Schedule, ScheduleSettings, predict, schedule
+from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
+from megatron_dynapipe.planning.search import search
+from megatron_dynapipe.units import Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledBatch:
+    """All micro-batches of a batch, assigned to replicas and scheduled.
+
+    Attributes:
+        members: samples of each micro-batch.
+        shapes: its padded shape.
+        modes: int64[micro-batches], index of its recompute mode.
+        costs: its costs on every virtual stage.
+        replicas: micro-batches of each replica, in the order in which they enter its pipeline.
+        schedules: of each replica.
+    """
+
+    members: list[IntArray]
+    shapes: list[Shape]
+    modes: IntArray
+    costs: ScheduleProblem
+    replicas: list[IntArray]
+    schedules: list[Schedule]
+
+    @property
+    def makespan_ns(self) -> int:
+        """Predicted time of the slowest replica."""
+        return max(schedule.makespan_ns for schedule in self.schedules)
+
+
+def schedule_batch(
+    problem: BatchProblem, partitioned: OrderedPartitions, chosen: ScheduleSettings, *, searchable: bool
+) -> ScheduledBatch | None:
+    """The fastest schedule found that fits the memory, or None.
+
+    Args:
+        problem: samples, costs, memory, replicas.
+        partitioned: the partitions to choose from.
+        chosen: how passes are ordered.
+        searchable: whether a search may change the partition.
+
+    Raises:
+        PlanningError: costs or settings outside what 64-bit sums can hold.
+    """
+    found = []
+    if searchable and chosen.method == "adaptive":
+        searched = _searched(problem, partitioned, chosen)
+        if searched is not None:
+            if problem.layout.chunks == 1 and not problem.peak_covers_backward:
+                return searched
+            found.append(searched)
+            # Here list scheduling may refuse a forward that 1F1B has memory for; else 1F1B is in the search.
+            chosen = replace(chosen, method="1f1b")
+    for partition in partitioned.partitions:
+        with suppress(InfeasibleError):
+            found.append(_scheduled(problem, partitioned.order, partition, chosen))
+    return min(found, key=lambda scheduled: scheduled.makespan_ns, default=None)
+
+
+def _searched(problem: BatchProblem, partitioned: OrderedPartitions, chosen: ScheduleSettings) -> ScheduledBatch | None:
+    """The best solution of the search, or None where it finds none within the memory."""
+    solution = search(problem, partitioned, evaluations=chosen.search_evaluations, seed=chosen.seed)
+    if not solution:
+        return None
+    members = [micro_batch for replica in solution for micro_batch in replica.members]
+    shapes = [problem.shape(micro_batch) for micro_batch in members]
+    modes = np.concatenate([replica.modes for replica in solution])
+    costs, _ = problem.costs(shapes, modes)
+    replicas = np.split(np.arange(len(members)), np.cumsum([len(replica.members) for replica in solution])[:-1])
+    schedules = [
+        predict(one, replica.order, one_f_one_b_within_memory(one))
+        for one, replica in zip(map(costs.take, replicas), solution, strict=True)
+    ]
+    return ScheduledBatch(
+        members=members, shapes=shapes, modes=modes, costs=costs, replicas=replicas, schedules=schedules
+    )
+
+
+def _scheduled(
+    problem: BatchProblem, order: IntArray, partition: Partition, chosen: ScheduleSettings
+) -> ScheduledBatch:
+    """One partition as it is; raises InfeasibleError where its schedule does not fit the memory."""
+    members, modes = partition.members(order), partition.modes
+    while len(members) < problem.replicas:  # Every replica gets one: halve the largest.
+        largest = int(np.argmax([len(micro_batch) for micro_batch in members]))
+        half = len(members[largest]) // 2
+        members[largest : largest + 1] = [members[largest][:half], members[largest][half:]]
+        modes = np.insert(modes, largest, modes[largest])
+    shapes = [problem.shape(micro_batch) for micro_batch in members]
+    costs, covered = problem.costs(shapes, modes)
+    assert covered.all()
+    replicas = assign(costs.stage_times_ns, problem.replicas)
+    schedules = [schedule(costs.take(rows), chosen) for rows in replicas]
+    return ScheduledBatch(
+        members=members, shapes=shapes, modes=modes, costs=costs, replicas=replicas, schedules=schedules
+    )

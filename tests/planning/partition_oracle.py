@@ -1,0 +1,135 @@
+"""Small random batches, and the best partition of an order that trying everything finds."""
+
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import numpy as np
+from hypothesis import strategies as st
+
+from megatron_dynapipe.cost import ABSENT, LayerState, LayerTables, Network, PipelineLayout, Row, stage_costs
+from megatron_dynapipe.planning.problem import BatchProblem, IntArray
+from megatron_dynapipe.units import ModelFamily
+
+STATE = LayerState(embedding_bytes=1, encoder_bytes=1, decoder_bytes=1)
+
+
+@st.composite
+def axes(draw: st.DrawFn, largest: int) -> IntArray:
+    points = draw(st.sets(st.integers(1, largest), min_size=1, max_size=4))
+    return np.array(sorted(points), np.int64)
+
+
+@st.composite
+def layer_tables(draw: st.DrawFn, family: ModelFamily) -> LayerTables:
+    """A grid of arbitrary costs: neither rising nor smooth, some points absent."""
+    sizes, inputs = draw(axes(8)), draw(axes(64))
+    targets = draw(axes(64)) if family is ModelFamily.T5 else np.zeros(1, np.int64)
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    highest = draw(st.sampled_from([3, 100, 10**7]))
+    values = random.integers(0, highest, (len(Row), len(sizes), len(inputs), len(targets)), endpoint=True)
+    absent = random.random(values.shape[1:]) < draw(st.sampled_from([0, 0.1, 0.4]))
+    values[:, absent] = ABSENT
+    return LayerTables(sizes=sizes, inputs=inputs, targets=targets, values=values, state=STATE)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, family: ModelFamily) -> PipelineLayout:
+    stages, chunks = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)]))
+    split = draw(st.lists(st.integers(1, 3), min_size=stages * chunks, max_size=stages * chunks))
+    if family is ModelFamily.T5 and sum(split) < 2:
+        split = [2]
+    encoder = draw(st.integers(1, sum(split) - 1)) if family is ModelFamily.T5 else sum(split)
+    return PipelineLayout(
+        family=family,
+        encoder_layers=encoder,
+        decoder_layers=sum(split) - encoder,
+        layers_per_stage=tuple(split),
+        chunks=chunks,
+    )
+
+
+@st.composite
+def batch_problems(draw: st.DrawFn, most_samples: int = 9) -> BatchProblem:
+    family = draw(st.sampled_from(list(ModelFamily)))
+    samples = draw(st.integers(1, most_samples))
+    lengths = st.lists(st.integers(1, 66), min_size=samples, max_size=samples)
+    layout = draw(layouts(family))
+    in_flight = st.lists(st.integers(1, 4), min_size=layout.stages, max_size=layout.stages)
+    return BatchProblem(
+        inputs=np.array(draw(lengths), np.int64),
+        targets=np.array(draw(lengths) if family is ModelFamily.T5 else [0] * samples, np.int64),
+        modes=tuple(draw(st.lists(layer_tables(family), min_size=1, max_size=3))),
+        layout=layout,
+        model_state_bytes=np.full(layout.stages, 10, np.int64),
+        memory_limit_bytes=10 + draw(st.sampled_from([50, 1000, 10**9])),
+        in_flight=np.array(draw(st.lists(in_flight, min_size=1, max_size=3)), np.int64),
+        replicas=draw(st.integers(1, 3)),
+        links=Network().links(virtual_stages=layout.virtual_stages, stages=layout.stages, ranks_per_stage=1),
+        bytes_per_position=2,
+        forward_only=draw(st.booleans()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One micro-batch of neighbours: its time on its slowest stage, and on all others together."""
+
+    size: int
+    mode: int
+    time: int
+    warmup: int
+
+
+def candidates(problem: BatchProblem, option: int) -> list[list[Candidate]]:
+    """The micro-batches that may begin at each sample: covered by the cost model, and within the memory."""
+    samples = len(problem.inputs)
+    return [
+        [
+            found
+            for size in range(1, samples - first + 1)
+            for mode in range(len(problem.modes))
+            if (found := candidate(problem, option, first, size, mode)) is not None
+        ]
+        for first in range(samples)
+    ]
+
+
+def candidate(problem: BatchProblem, option: int, first: int, size: int, mode: int) -> Candidate | None:
+    members = slice(first, first + size)
+    lengths = problem.inputs[members].max(keepdims=True), problem.targets[members].max(keepdims=True)
+    costs = stage_costs(problem.modes[mode], problem.layout, np.array([size]), *lengths)
+    if not costs.feasible[0]:
+        return None
+    by_stage = (problem.layout.chunks, problem.layout.stages)
+    times = costs.forward_ns[0] + (0 if problem.forward_only else costs.backward_ns[0])
+    stage_times = times.reshape(by_stage).sum(axis=0)
+    stored = costs.stored_bytes[0].reshape(by_stage)
+    above = costs.peak_bytes[0].reshape(by_stage) - stored
+    held = 1 if problem.forward_only else problem.in_flight[option]
+    needed = problem.model_state_bytes + stored.sum(axis=0) * held + above.max(axis=0)
+    if (needed > problem.memory_limit_bytes).any():
+        return None
+    slowest = int(stage_times.max())
+    return Candidate(size, mode, slowest, int(stage_times.sum()) - slowest)
+
+
+def brute_force(problem: BatchProblem, option: int) -> tuple[list[int], list[int], int, int] | None:
+    """(sizes, modes, warm-up, total) of the best partition of the order as it is, or None.
+
+    Of equal objectives that of the least warm-up, then of the first smaller size or earlier mode.
+    """
+    possible = candidates(problem, option)
+    best: tuple[int, int, list[tuple[int, int]], int] | None = None
+    samples = len(possible)
+    for borders in product([False, True], repeat=samples - 1):
+        edges = [0, *(i + 1 for i, here in enumerate(borders) if here), samples]
+        choices = [[each for each in possible[i] if each.size == end - i] for i, end in pairwise(edges)]
+        for chosen in product(*choices):
+            warmup, total = max(each.warmup for each in chosen), sum(each.time for each in chosen)
+            objective = warmup * problem.replicas + total * problem.layout.chunks
+            found = objective, warmup, [(each.size, each.mode) for each in chosen], total
+            best = found if best is None else min(best, found)
+    if best is None:
+        return None
+    _, warmup, path, total = best
+    return [size for size, _ in path], [mode for _, mode in path], warmup, total

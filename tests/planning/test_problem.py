@@ -1,0 +1,80 @@
+"""The core's costs are those of the rules in `cost`, and the limit on them is one that no real model meets."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dynapipe.cost import (
+    A100_RATES,
+    LARGEST_COST,
+    AnalyticCostModel,
+    LayerTables,
+    ModelShape,
+    boundary_bytes,
+    stage_costs,
+)
+from megatron_dynapipe.errors import InfeasibleError
+from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.problem import BatchProblem
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.units import ModelFamily, Recompute
+from tests.planning.partition_oracle import batch_problems
+from tests.planning.planner_cases import batch, batch_of
+
+
+@settings(max_examples=200, deadline=None)
+@given(batch_problems(), st.data())
+def test_costs_follow_the_rules(problem: BatchProblem, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 6))
+    longest = [9, 70, 70 if problem.targets.any() else 0]
+    shapes = np.array([[data.draw(st.integers(min(n, 1), n)) for n in longest] for _ in range(count)])
+    modes = np.array([data.draw(st.integers(0, len(problem.modes) - 1)) for _ in range(count)])
+    found, covered = problem.costs(shapes, modes)
+    for row, (shape, mode) in enumerate(zip(shapes, modes, strict=True)):
+        query = [np.array([n]) for n in shape]
+        expected = stage_costs(problem.modes[mode], problem.layout, *query)
+        assert covered[row] == expected.feasible[0]
+        if not covered[row]:
+            continue
+        for name in ("forward_ns", "backward_ns", "stored_bytes", "peak_bytes"):
+            assert getattr(found, name)[row].tolist() == getattr(expected, name)[0].tolist()
+        down, up = map(problem.links.transfer_ns, boundary_bytes(problem.layout, 1, *query, problem.bytes_per_position))
+        assert found.forward_transfer_ns[row].tolist() == [*down[0], 0]
+        assert found.backward_transfer_ns[row].tolist() == [0, *up[0]]
+
+
+def test_ninety_six_layers_on_one_stage_are_planned() -> None:
+    shape = ModelShape(family=ModelFamily.GPT, hidden=12288, heads=96, kv_channels=128, ffn=49152, vocabulary=50304)
+    options = PlannerSettings(
+        family=ModelFamily.GPT, encoder_layers=96, hidden_size=12288, tensor_parallel=8, memory_limit_bytes=10**13
+    )
+    plan = Planner(options, AnalyticCostModel(shape, A100_RATES)).plan(batch(ModelFamily.GPT, 20), 0)
+    verify(plan, expected_samples=range(100, 120))
+
+
+class _Slow(AnalyticCostModel):
+    """A layer's forward takes a third of the limit."""
+
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+        tables = super().tables(tensor_parallel=tensor_parallel, recompute=recompute)
+        tables.values[0][tables.values[0] >= 0] = LARGEST_COST // 3
+        return tables
+
+
+def test_a_stage_above_the_limit_is_named_with_the_shape_and_a_remedy() -> None:
+    shape = ModelShape(family=ModelFamily.GPT, hidden=64, heads=4, kv_channels=16, ffn=128, vocabulary=512)
+    options = PlannerSettings(
+        family=ModelFamily.GPT,
+        encoder_layers=6,
+        hidden_size=64,
+        pipeline_parallel=2,
+        layers_per_stage=(2, 4),
+        memory_limit_bytes=10**12,
+    )
+    planner = Planner(options, _Slow(shape, A100_RATES))
+    message = r"sample 0 of padded shape 1x24 takes over 73 minutes or 4\.4 TB on stage 1, which has 4 layers"
+    with pytest.raises(InfeasibleError, match=message) as caught:
+        planner.plan(batch_of((20, 0)), 0)
+    assert "more pipeline stages" in str(caught.value)
