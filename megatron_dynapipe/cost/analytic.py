@@ -114,6 +114,7 @@ class AnalyticCostModel:
         self.rates = rates
         self.name = f"analytic {shape.family}, hidden {shape.hidden}"
         self.family = shape.family
+        self.hidden_size: int | None = shape.hidden
         self.links: dict[str, Link] = {}
         self._sequence_parallel = sequence_parallel
         identity = msgspec.json.encode(["analytic/4", shape, rates, max_size, max_length, sequence_parallel])

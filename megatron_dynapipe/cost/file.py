@@ -33,6 +33,7 @@ class TableCostModel:
         self.name = file.name
         self.digest = digest
         self.family = file.family
+        self.hidden_size = file.hidden_size
         self.links = file.links
 
     @classmethod

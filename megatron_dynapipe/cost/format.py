@@ -114,6 +114,14 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The kind of model that all keys describe."""
         return next(iter(self.keys.values())).family
 
+    @property
+    def hidden_size(self) -> int | None:
+        """Hidden size of the model that was measured; None where the file does not say."""
+        try:
+            return msgspec.json.decode(self.model.get("hidden", b"null"), type=int | None)
+        except msgspec.ValidationError as error:
+            raise CostModelError(f"{self.name}: expected a whole number under model.hidden: {error}") from error
+
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A measured kind of link between ranks: a message takes its latency and its size over the bandwidth."""

@@ -20,6 +20,10 @@ class CostModel(Protocol):
         """The kind of model it describes."""
 
     @property
+    def hidden_size(self) -> int | None:
+        """Of the model it describes; None where that was not recorded."""
+
+    @property
     def digest(self) -> str:
         """Hexadecimal digest of everything its answers depend on; part of a plan's identity."""
 

@@ -38,7 +38,8 @@ class Planner:
         cost_model: what layers cost.
 
     Raises:
-        CostModelError: the cost model is of another kind of model, or lacks a table that the settings ask for.
+        CostModelError: the cost model is of another kind of model or another hidden size, or lacks a table that the
+            settings ask for.
         InfeasibleError: a stage's model state alone exceeds the memory limit.
     """
 
@@ -46,6 +47,12 @@ class Planner:
         if cost_model.family is not settings.family:
             raise CostModelError(
                 f"expected a cost model of a {settings.family} model, got {cost_model.name} of a {cost_model.family}"
+            )
+        if cost_model.hidden_size not in (None, settings.hidden_size):
+            raise CostModelError(
+                f"expected costs of a model of hidden size {settings.hidden_size}, {cost_model.name} was measured at"
+                f" {cost_model.hidden_size}",
+                hint="give the hidden size of the measured model, or measure this one with `megatron-dynapipe profile`",
             )
         self.settings = settings
         self.cost_model = cost_model

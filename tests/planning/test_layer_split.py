@@ -30,7 +30,7 @@ class Costs:
     Encoder layers and a decoder-only model's head count input positions, decoder layers and a T5's head target ones.
     """
 
-    name, digest = "made up", "0"
+    name, digest, hidden_size = "made up", "0", None
 
     def __init__(self, family: ModelFamily, *, encoder: int = 100, decoder: int = 0, head: int = 0) -> None:
         self.family = family
