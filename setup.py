@@ -1,31 +1,49 @@
-"""Builds the optional native planner core; everything else is in pyproject.toml.
+"""Builds the native planner core, megatron_dynapipe.planning._native, from csrc/*.cpp with nanobind.
 
-`megatron_dynapipe.planning._native` is compiled from csrc/*.cpp with nanobind. It is an accelerator: without a C++
-compiler the install succeeds with a notice, and the pure Python twin of every native function is used.
+The machine's own C++ compiler builds it; where none works, the one that the package `ziglang` brings, which is then a
+build requirement (scripts/build_backend.py). A build that fails stops the installation and says what is missing.
+Everything else is in pyproject.toml.
 """
 
+import importlib.util
+import os
+import shlex
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-NATIVE = "megatron_dynapipe.planning._native"
+sys.path.insert(0, str(ROOT / "scripts"))
+from build_backend import ZIGLANG, machine_has_compiler  # noqa: E402
+
+CORE = "megatron_dynapipe.planning._native"
 # No -ffast-math, no -march=native: a plan is the same on every machine.
 COMPILE_ARGS = ["-std=c++17", "-O2", "-fvisibility=hidden", "-fno-strict-aliasing", "-DNDEBUG", "-g0"]
 
 
-def native_extensions() -> list[Extension]:
-    sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.cpp"))
-    headers = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.h*"))
-    if not sources:
-        return []
-    return [Extension(NATIVE, sources, depends=headers, language="c++", extra_compile_args=COMPILE_ARGS, optional=True)]
+def use_zig() -> None:
+    """Let setuptools compile and link with zig's clang, by the variables it reads."""
+    compiler = f"{shlex.quote(sys.executable)} -m ziglang c++ -fno-sanitize=undefined"
+    os.environ |= {
+        "CC": compiler,
+        "CXX": compiler,
+        "LDSHARED": f"{compiler} -shared",
+        "LDCXXSHARED": f"{compiler} -shared",
+    }
 
 
-class OptionalBuildExt(build_ext):
-    """Compiles the native core with nanobind, or says that the pure Python twin will be used."""
+class BuildCore(build_ext):
+    """Compiles the native core, or stops and says why."""
+
+    def run(self) -> None:
+        if not machine_has_compiler():
+            if importlib.util.find_spec("ziglang") is None:
+                raise SystemExit(failure("no C++17 compiler works here"))
+            use_zig()
+        super().run()
 
     def build_extension(self, ext: Extension) -> None:
         # If this build fails, no library of older sources must stay, neither in build/ nor beside the Python.
@@ -39,10 +57,35 @@ class OptionalBuildExt(build_ext):
             ext.include_dirs += [str(package / "include"), str(package / "ext" / "robin_map" / "include")]
             ext.sources = [*own_sources, str(package / "src" / "nb_combined.cpp")]
             super().build_extension(ext)
-        except Exception as error:  # noqa: BLE001 - whatever is missing, the install goes on
-            print(f"notice: {ext.name} was not built ({error}); the pure Python planner is used", file=sys.stderr)
+        except Exception as error:
+            headers = Path(sysconfig.get_path("include"), "Python.h")
+            missing = "" if headers.exists() else f" ({headers} is missing)"
+            raise SystemExit(failure(f"{error}{missing}")) from error
         finally:
             ext.sources = own_sources  # a source distribution lists these, and must not list nanobind's
 
 
-setup(ext_modules=native_extensions(), cmdclass={"build_ext": OptionalBuildExt})
+def failure(reason: str) -> str:
+    return (
+        f"error: the planner's native core could not be built: {reason}\n"
+        "hint: install a C++17 compiler and the headers of this Python (on Debian: apt install g++ python3-dev), or"
+        f" pip install {ZIGLANG}, which brings a compiler; then install this package again"
+    )
+
+
+def sources(*patterns: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
+
+
+setup(
+    ext_modules=[
+        Extension(
+            CORE,
+            sources("csrc/*.cpp"),
+            depends=sources("csrc/*.h"),
+            language="c++",
+            extra_compile_args=COMPILE_ARGS,
+        )
+    ],
+    cmdclass={"build_ext": BuildCore},
+)

@@ -133,7 +133,9 @@ private:
     std::vector<size_t> choice_;
 };
 
-constexpr size_t kFewSamples = 2048;
+constexpr size_t kFewSamples = 2048;          // of which every order is improved
+constexpr size_t kMostSamplesAtOnce = 16384;  // of an order that is partitioned whole
+constexpr size_t kBlock = 8192;
 
 std::vector<int64_t> taken(const std::vector<int64_t>& values, const std::vector<int64_t>& places) {
     std::vector<int64_t> out;
@@ -151,25 +153,21 @@ public:
 
     const std::vector<int64_t>& places() const { return places_; }
 
-    // The best partition for every option of the mask.
+    // The best partition for every option of the mask. A large order is partitioned block by block, so that time and
+    // memory grow with its length; only micro-batches at the borders of blocks are not the best there are.
     std::vector<Partition> partitions(uint32_t mask) {
-        const Graph graph = candidates(problem_, costs_, lengths_, mask);
-        PathSearch search(problem_, graph.samples());
-        std::vector<Partition> found(problem_.options());
-        for (size_t option = found.size(); option-- > 0;) {
-            if (!(mask >> option & 1)) continue;
-            const auto easier = std::find_if(found.begin() + option + 1, found.end(), [&](const Partition& other) {
-                return !other.sizes.empty() && other.options >> option & 1 &&
-                       problem_.allows(&other - found.data(), option);
-            });
-            if (easier != found.end()) {
-                found[option] = *easier;  // The best of more candidates is the best of those among which it is.
-                continue;
-            }
-            found[option] = search.best(
-                filtered(graph, [&](size_t, const Edge& edge) { return edge.options >> option & 1; }));
+        const size_t samples = places_.size();
+        if (samples <= kMostSamplesAtOnce) return partitions_of(lengths_, mask);
+        std::vector<Partition> joined(problem_.options());
+        for (size_t first = 0; first < samples; first += kBlock) {
+            const size_t end = std::min(samples, first + kBlock);
+            const Lengths block{{lengths_.inputs.begin() + first, lengths_.inputs.begin() + end},
+                                {lengths_.targets.begin() + first, lengths_.targets.begin() + end}};
+            const std::vector<Partition> found = partitions_of(block, mask);
+            for (size_t option = 0; option < joined.size(); ++option)
+                if (first == 0 || !joined[option].sizes.empty()) append(joined[option], found[option]);
         }
-        return found;
+        return joined;
     }
 
     Partition partition(size_t option) { return partitions(uint32_t{1} << option)[option]; }
@@ -194,6 +192,39 @@ public:
     }
 
 private:
+    std::vector<Partition> partitions_of(const Lengths& lengths, uint32_t mask) {
+        const Graph graph = candidates(problem_, costs_, lengths, mask);
+        PathSearch search(problem_, graph.samples());
+        std::vector<Partition> found(problem_.options());
+        for (size_t option = found.size(); option-- > 0;) {
+            if (!(mask >> option & 1)) continue;
+            const auto easier = std::find_if(found.begin() + option + 1, found.end(), [&](const Partition& other) {
+                return !other.sizes.empty() && other.options >> option & 1 &&
+                       problem_.allows(&other - found.data(), option);
+            });
+            if (easier != found.end()) {
+                found[option] = *easier;  // The best of more candidates is the best of those among which it is.
+                continue;
+            }
+            found[option] = search.best(
+                filtered(graph, [&](size_t, const Edge& edge) { return edge.options >> option & 1; }));
+        }
+        return found;
+    }
+
+    // Empty where either is.
+    static void append(Partition& joined, const Partition& next) {
+        if (next.sizes.empty()) {
+            joined = Partition{};
+            return;
+        }
+        joined.sizes.insert(joined.sizes.end(), next.sizes.begin(), next.sizes.end());
+        joined.modes.insert(joined.modes.end(), next.modes.begin(), next.modes.end());
+        joined.warmup = std::max(joined.warmup, next.warmup);
+        joined.total += next.total;
+        joined.options &= next.options;
+    }
+
     const Problem& problem_;
     CostCache& costs_;
     std::vector<int64_t> places_;

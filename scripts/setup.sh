@@ -46,7 +46,7 @@ install_packages() {
     fi
     touch "$STATE/unpacking"  # pip takes a half-unpacked package for installed: see make_environment
     pip_install "$(grep '^pip==' requirements.lock)"
-    pip_install --no-deps -r requirements.lock
+    pip_install --no-deps -r <(grep -v '^ziglang==' requirements.lock)
     rm -- "$STATE/unpacking"
     mark "$STATE/packages" "$inputs"
 }
@@ -56,16 +56,19 @@ pip_install() {
         fail "pip could not install ${*: -1}" "see its message above; a network that works is needed once. Run this again"
 }
 
-install_project() {
+has_compiler() { ${CXX:-c++} -std=c++17 -x c++ -c -o /dev/null - <<<'#include <vector>' 2>/dev/null; }
+
+install_project() {  # builds the planner's native core
     local inputs
-    inputs=$(shopt -s nullglob; digest requirements.lock pyproject.toml setup.py csrc/*)
-    inputs+=$(type -P "${CXX:-g++}" || echo " no compiler")
+    inputs=$(shopt -s nullglob; digest requirements.lock pyproject.toml setup.py scripts/build_backend.py csrc/*)
+    inputs+=$(type -P "${CXX:-c++}" || echo " no compiler")
     is_done "$STATE/project" "$inputs" && return
+    if ! has_compiler && ! "$PYTHON" -I -c 'import ziglang' 2>/dev/null; then
+        say "no C++17 compiler works here; fetching one (ziglang, 100 MB)"
+        pip_install --quiet --no-deps "$(grep '^ziglang==' requirements.lock)"
+    fi
     say "installing megatron-dynapipe (editable)"
     PYTHONWARNINGS=ignore pip_install --quiet --no-build-isolation --no-deps --editable .
-    if compgen -G 'csrc/*.cpp' >/dev/null && ! "$PYTHON" -c 'import megatron_dynapipe.planning._native' 2>/dev/null; then
-        say "notice: the native planner core was not built (no C++17 compiler?); planning runs in pure Python, slower"
-    fi
     mark "$STATE/project" "$inputs"
 }
 

@@ -1,7 +1,9 @@
 """The set-up that `make` runs: finding a Python that really runs, refusals, and the lock file."""
 
+import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +17,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 FIND_PYTHON = ROOT / "scripts" / "find-python.sh"
 LOCK = ROOT / "requirements.lock"
+ZIGLANG = next(line for line in LOCK.read_text().splitlines() if line.startswith("ziglang=="))
+LIBRARY = f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 REFUSING_SHIM = "echo 'pyenv: python3.12: command not found' >&2; exit 127"
 TOO_OLD = "exit 1"  # the probe's own answer on another version
@@ -106,8 +110,9 @@ def checkout(tmp_path: Path) -> Path:
     """A checkout with just what set-up reads."""
     root = tmp_path / "a checkout"
     (root / "scripts").mkdir(parents=True)
-    for script in ("find-python.sh", "setup.sh"):
+    for script in ("build_backend.py", "find-python.sh", "setup.sh"):
         (root / "scripts" / script).symlink_to(ROOT / "scripts" / script)
+    fake_python(root / "bin" / "c++", "exit 0")
     return root
 
 
@@ -194,6 +199,19 @@ def test_steps_run_once_and_again_when_their_inputs_change(checkout: Path) -> No
     assert set_up(moved).stderr.splitlines() == [project, wheels, demo]
 
 
+def test_where_no_compiler_works_one_is_fetched(checkout: Path) -> None:
+    fake_python(checkout / "bin" / "c++", "exit 1")
+    (checkout / "requirements.lock").write_text(f"pip==1\n{ZIGLANG}\n")
+    for file in ("pyproject.toml", "setup.py"):
+        (checkout / file).touch()
+    body = f'echo "$*" >>{shlex.quote(str(checkout))}/ran; case "$*" in *"import ziglang"*|*editable*) exit 1;; esac'
+    fake_python(checkout / ".venv" / "bin" / "python", body)
+    done = set_up(checkout)
+    assert "setup: no C++17 compiler works here; fetching one (ziglang, 100 MB)" in done.stderr.splitlines()
+    installs = [line for line in (checkout / "ran").read_text().splitlines() if "pip install" in line]
+    assert [line for line in installs if ZIGLANG in line] == [installs[-2]]  # before the project, after the packages
+
+
 def test_without_a_network_the_wheels_of_patches_are_done_without(checkout: Path) -> None:
     (checkout / "patches").mkdir()
     (checkout / "megatron_dynapipe" / "data").mkdir(parents=True)
@@ -207,30 +225,82 @@ def test_without_a_network_the_wheels_of_patches_are_done_without(checkout: Path
     assert "notice: megatron-core==0.19.2 could not be fetched; the tests that need it are skipped" in done.stderr
 
 
-def test_install_goes_on_where_no_compiler_works(tmp_path: Path) -> None:
-    for file in ("setup.py", "pyproject.toml", "LICENSE", "NOTICE"):
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A checkout with just what a build reads, and a library of older sources."""
+    (tmp_path / "scripts").mkdir()
+    for file in ("setup.py", "pyproject.toml", "LICENSE", "NOTICE", "scripts/build_backend.py"):
         (tmp_path / file).write_bytes((ROOT / file).read_bytes())
     (tmp_path / "README.md").touch()
     (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "module.cpp").write_text("// never compiled")
+    (tmp_path / "csrc" / "bindings.cpp").write_text("#error broken on purpose")
     planning = tmp_path / "megatron_dynapipe" / "planning"
     planning.mkdir(parents=True)
     for file in (planning.parent / "__init__.py", planning / "__init__.py"):
         file.write_text('__version__ = "0"\n')
-    stale = planning / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
-    stale.touch()
-    done = subprocess.run(
+    (planning / LIBRARY).touch()
+    return tmp_path
+
+
+def build(project: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Build where `ziglang` is not installed, or is the folder beside the project."""
+    return subprocess.run(
         [sys.executable, "setup.py", "build_ext", "--inplace"],
-        cwd=tmp_path,
-        env={**os.environ, "CC": "false", "CXX": "false"},
+        cwd=project,
+        env={**os.environ, "CC": "false", "CXX": "false", "PYTHONPATH": str(project / "packages"), **environment},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ziglang") is not None, reason="ziglang is installed")
+def test_install_stops_where_no_compiler_works(project: Path) -> None:
+    done = build(project)
+    assert done.returncode == 1
+    *_, error, hint = done.stderr.splitlines()
+    assert error == "error: the planner's native core could not be built: no C++17 compiler works here"
+    assert hint.startswith("hint: install a C++17 compiler and the headers of this Python")
+    assert f"pip install {ZIGLANG}" in hint
+
+
+def test_a_build_that_fails_stops_and_leaves_no_older_library(project: Path) -> None:
+    done = build(project, CXX="c++", CC="cc")
+    assert done.returncode == 1
+    assert "error: the planner's native core could not be built: command" in done.stderr
+    assert not (project / "megatron_dynapipe" / "planning" / LIBRARY).exists()
+
+
+def test_zig_compiles_and_links_where_the_machines_compiler_does_not_work(project: Path) -> None:
+    zig = project / "packages" / "ziglang"
+    zig.mkdir(parents=True)
+    (zig / "__init__.py").touch()
+    (zig / "__main__.py").write_text(
+        "import pathlib, sys\n"
+        "pathlib.Path(sys.argv[sys.argv.index('-o') + 1]).touch()\n"
+        "pathlib.Path('ran').open('a').write(' '.join(sys.argv[1:]) + '\\n')\n"
+    )
+    done = build(project)
     assert done.returncode == 0, done.stderr
-    assert "notice: megatron_dynapipe.planning._native was not built" in done.stderr
-    assert not stale.exists()
+    compiled, linked = [line for line in (project / "ran").read_text().splitlines() if "nb_combined.cpp" not in line]
+    assert compiled.startswith("c++ -fno-sanitize=undefined") and "csrc/bindings.cpp" in compiled
+    assert linked.startswith("c++ -fno-sanitize=undefined") and "-shared" in linked
+
+
+def test_a_compiler_is_required_only_where_none_works() -> None:
+    code = "from build_backend import get_requires_for_build_editable as get; print(get())"
+    for compiler, expected in (("false", [ZIGLANG]), (f"{sys.executable} -c pass", [])):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "CXX": compiler, "PYTHONPATH": str(ROOT / "scripts")},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.stdout.splitlines()[-1:] == [str(expected)], done.stderr
 
 
 def locked() -> dict[str, str]:

@@ -18,13 +18,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from cases import BATCHES, planner, published_results
-from published import published_cut, published_order
+from published import published_objective, published_order
 
 from megatron_dynapipe.cli.batches import NamedBatch, read_batches
-from megatron_dynapipe.planning.balance import deal
-from megatron_dynapipe.planning.ordering import sweeps
-from megatron_dynapipe.planning.partition import Cut, cut
+from megatron_dynapipe.planning.balance import assign
+from megatron_dynapipe.planning.ordering import candidate_orders
+from megatron_dynapipe.planning.partition import Partition, partition
 from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.problem import BatchProblem
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.units import ModelFamily
 
@@ -88,55 +89,57 @@ def core(planner: Planner, batch: NamedBatch) -> dict[str, float] | None:
     """Milliseconds of each phase, or None where the batch has no plan."""
     start = time.process_time()
     samples = Samples.of(batch.global_batch(0), planner.settings.family)
-    orders = sweeps(samples.inputs, samples.targets)
+    orders = candidate_orders(samples.inputs, samples.targets)
     ordered = time.process_time()
-    found = cut(planner.cut_problem(samples, planner.in_flight_options()), orders, refine=len(orders) > 1)
-    cuts = [each for each in found.cuts if each is not None]
-    if not cuts:
+    problem = planner.problem(samples)
+    found = partition(problem, orders)
+    if not found.partitions:
         return None
     partitioned = time.process_time()
-    for each in cuts:
-        deal_out(planner, samples, found.order, each)
-    dealt = time.process_time()
+    for each in found.partitions:
+        assigned(problem, found.order, each)
+    balanced = time.process_time()
     return {
         "ordering": (ordered - start) * 1e3,
         "partition": (partitioned - ordered) * 1e3,
-        "balance": (dealt - partitioned) * 1e3,
+        "balance": (balanced - partitioned) * 1e3,
     }
 
 
-def deal_out(planner: Planner, samples: Samples, order: np.ndarray, found: Cut) -> int:
-    """Deal the cut's micro-batches to replicas; how many the largest hand holds."""
-    members = np.split(order, np.cumsum(found.sizes)[:-1])
-    problem = planner.pipeline_problem([samples.shape(rows) for rows in members], found.modes)
-    return max(map(len, deal(problem.forward_ns + problem.backward_ns, planner.settings.data_parallel)))
+def assigned(problem: BatchProblem, order: np.ndarray, found: Partition) -> int:
+    """Assign the partition's micro-batches to replicas; how many the replica of most has."""
+    shapes = [problem.shape(members) for members in found.members(order)]
+    return max(map(len, assign(problem.costs(shapes, found.modes)[0].stage_times_ns, problem.replicas)))
 
 
 def quality(planner: Planner, batches: list[NamedBatch]) -> None:
     """Two lines: our partition over the published one on its order, and our order over the published order."""
-    replicas = planner.settings.data_parallel
     same_order, ours_over_theirs = [], []
     for batch in batches:
         samples = Samples.of(batch.global_batch(0), planner.settings.family)
-        problem = planner.cut_problem(samples, planner.in_flight_options())
-        last = len(problem.in_flight) - 1
+        problem = planner.problem(samples)
         their_order = published_order(samples.inputs, samples.targets)
-        on_theirs = cut(problem, [their_order], refine=False).cuts
-        orders = sweeps(samples.inputs, samples.targets)
-        on_ours = cut(problem, orders, refine=len(orders) > 1).cuts
+        on_theirs = objectives(problem, [their_order])
+        on_ours = objectives(problem, candidate_orders(samples.inputs, samples.targets))
         for mine, its in zip(on_ours, on_theirs, strict=True):
             if mine is not None and its is not None:
-                ours_over_theirs.append(mine.objective(replicas, 1) / its.objective(replicas, 1))
-        theirs = published_cut(problem.reordered(their_order), 0, last)
-        best = [each.objective(replicas, 1) for each in on_theirs if each is not None]
+                ours_over_theirs.append(mine / its)
+        theirs = published_objective(problem, their_order)
+        best = [each for each in on_theirs if each is not None]
         if theirs is not None and best:
-            same_order.append(min(best) / theirs.objective(replicas, 1))
+            same_order.append(min(best) / theirs)
     for name, values in (("on the published order, over its cut", same_order), ("after our order", ours_over_theirs)):
         if values:
             mean = statistics.fmean(values)
             print(
                 f"      objective {name}: mean {mean:.4f}, least {min(values):.4f}, most {max(values):.4f}", flush=True
             )
+
+
+def objectives(problem: BatchProblem, orders: list[np.ndarray]) -> list[int | None]:
+    """Of the best partition for each option of micro-batches in flight, in ns times replicas; None where none fits."""
+    _, found = problem.native.partition(orders=orders, improve=len(orders) > 1)
+    return [warmup * problem.replicas + total if sizes else None for sizes, _, warmup, total in found]
 
 
 if __name__ == "__main__":

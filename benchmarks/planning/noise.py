@@ -15,7 +15,8 @@ import numpy as np
 from cases import batches, planner
 
 from megatron_dynapipe.plan.instructions import Backward, Forward
-from megatron_dynapipe.planning.problem import IntArray, PassOrder, PipelineProblem
+from megatron_dynapipe.planning.problem import IntArray, PassOrder, ScheduleProblem
+from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
 from megatron_dynapipe.planning.simulate import simulate
 from megatron_dynapipe.units import NS_PER_MS
@@ -30,7 +31,7 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{'':18}   {'searched loses':>37}   {'1F1B loses':>37}   {'searched / 1F1B':>15}")
     print(
-        f"{'setting':12} {'noise':>5}   "
+        f"{'setting':12} {'jitter':>6}   "
         + f"{'mean ms':>9} {'%':>8} {'worst ms':>9} {'%':>8}   " * 2
         + "predicted   real"
     )
@@ -42,10 +43,10 @@ def main() -> None:
                 for each in zip(*(degradation(problem, pair, spread) for problem, pair in cases), strict=True)
             )
             words = "   ".join(f"{mean:9.1f} {part:8.2%} {worst:9.1f} {most:8.2%}" for mean, part, worst, most in lost)
-            print(f"{setting:12} {spread:5.0%}   {words}   {ratios[0]:9.3f} {ratios[1]:6.3f}", flush=True)
+            print(f"{setting:12} {spread:6.0%}   {words}   {ratios[0]:9.3f} {ratios[1]:6.3f}", flush=True)
 
 
-def orders(setting: str) -> Iterator[tuple[PipelineProblem, tuple[PassOrder, PassOrder]]]:
+def orders(setting: str) -> Iterator[tuple[ScheduleProblem, tuple[PassOrder, PassOrder]]]:
     """Of every batch, its planned micro-batches with the planned order and 1F1B's."""
     planned_by = planner(setting)
     settings = planned_by.settings
@@ -53,7 +54,8 @@ def orders(setting: str) -> Iterator[tuple[PipelineProblem, tuple[PassOrder, Pas
     for batch in batches(settings.family, longest=LONGEST):
         replica = planned_by.plan(batch, 0).replicas[0]
         modes = np.array([settings.recompute.index(mb.recompute) for mb in replica.micro_batches])
-        problem = planned_by.pipeline_problem([mb.shape for mb in replica.micro_batches], modes)
+        samples = Samples.of(batch, settings.family)
+        problem, _ = planned_by.problem(samples).costs([mb.shape for mb in replica.micro_batches], modes)
         planned = tuple(
             tuple(i for i in stage.instructions if isinstance(i, (Forward, Backward))) for stage in replica.stages
         )
@@ -61,19 +63,19 @@ def orders(setting: str) -> Iterator[tuple[PipelineProblem, tuple[PassOrder, Pas
 
 
 def degradation(
-    problem: PipelineProblem, pair: tuple[PassOrder, PassOrder], spread: float
+    problem: ScheduleProblem, pair: tuple[PassOrder, PassOrder], spread: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of each order, what it loses [mean ms, share, worst ms, share]; the first over the second [predicted, real]."""
     random = np.random.default_rng(0)
     predicted = np.array([simulate(problem, order).makespan_ns for order in pair]) / NS_PER_MS
-    draws = [noisy(problem, spread, random) for _ in range(DRAWS)]
+    draws = [jittered(problem, spread, random) for _ in range(DRAWS)]
     times = np.array([[simulate(draw, order).makespan_ns for order in pair] for draw in draws]) / NS_PER_MS
     mean, worst = times.mean(axis=0) - predicted, times.max(axis=0) - predicted
     lost = np.stack([mean, mean / predicted, worst, worst / predicted], axis=1)
     return lost, np.array([predicted[0] / predicted[1], times[:, 0].mean() / times[:, 1].mean()])
 
 
-def noisy(problem: PipelineProblem, spread: float, random: np.random.Generator) -> PipelineProblem:
+def jittered(problem: ScheduleProblem, spread: float, random: np.random.Generator) -> ScheduleProblem:
     def changed(times: IntArray) -> IntArray:
         return np.rint(times * random.uniform(1 - spread, 1 + spread, times.shape)).astype(np.int64)
 

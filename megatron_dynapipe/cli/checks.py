@@ -134,15 +134,10 @@ def check_store(name: str) -> Check:
 
 
 def check_native_core(name: str) -> Check:
-    """The compiled planner core."""
-    if importlib.util.find_spec("megatron_dynapipe.planning._native") is not None:
-        return Check(name=name, status="ok", found="built")
-    return Check(
-        name=name,
-        status="note",
-        found="not built: planning runs in pure Python, with the same plans, slower",
-        hint="install a C++17 compiler and the headers of this Python, then install this package again",
-    )
+    """The compiled planner core, which is part of the package."""
+    from megatron_dynapipe.planning.native import core
+
+    return Check(name=name, status="ok", found=f"loads: {Path(str(core.__file__)).name}")
 
 
 def _version(distribution: str) -> str | None:

@@ -26,6 +26,7 @@ The search is bounded by a number of evaluations and seeded, so that the same ba
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -40,6 +41,15 @@ BUDGET = 150_000
 """Micro-batches on chunks that a search schedules by default, on all stages."""
 LEAST, MOST = 2500, 8000
 """Evaluations by default, however many or few micro-batches there are."""
+LARGE_BUDGET = 7_500_000
+"""Micro-batches on chunks of one replica that a search schedules at most by default, so that batches of more than 3000
+micro-batches are searched with fewer than `LEAST` evaluations."""
+
+
+@cache
+def _notice(message: str) -> None:
+    """Say it once per process."""
+    _logger.warning("notice: %s", message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,8 +69,9 @@ class ReplicaSolution:
 
 def default_evaluations(partitions: Sequence[Partition], *, replicas: int, chunks: int) -> int:
     """Evaluations that take about the same time whatever the batch: fewer where each has more passes to schedule."""
-    most = max((len(partition.sizes) for partition in partitions), default=0)
-    return max(LEAST, min(MOST, BUDGET * replicas // max(most * chunks, 1)))
+    most = max(max((len(partition.sizes) for partition in partitions), default=0) * chunks, 1)
+    wanted = max(LEAST, min(MOST, BUDGET * replicas // most))
+    return min(wanted, LARGE_BUDGET * replicas // most)
 
 
 def search(
@@ -81,6 +92,8 @@ def search(
     enough = [each for each in partitioned.partitions if len(each.sizes) >= problem.replicas]  # one to each replica
     if evaluations is None:
         evaluations = default_evaluations(enough, replicas=problem.replicas, chunks=layout.chunks)
+        if evaluations < LEAST:
+            _notice(f"large batches are searched with fewer evaluations than {LEAST}, so that they take seconds")
     begin = [(each.sizes, each.modes) for each in enough]
     try:
         found = problem.native.search(order=order, partitions=begin, evaluations=evaluations, seed=seed)

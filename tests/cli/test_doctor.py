@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe import megatron_version
+from megatron_dynapipe import megatron_version, planning
 from megatron_dynapipe.cli import checks, main
 from megatron_dynapipe.cli.checks import Check
 from megatron_dynapipe.errors import StoreError
@@ -98,7 +98,17 @@ def test_apex_of_the_public_index_is_told_from_nvidias(
         assert told.hint.startswith("pip uninstall apex")
 
 
-def test_native_core_that_was_not_built_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_apex_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
-    assert checks.check_native_core("planner core").status == "note"
     assert checks.check_apex("apex").status == "ok"
+
+
+def test_a_planner_core_that_does_not_load_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("native", "_native"):
+        monkeypatch.delattr(planning, name, raising=False)
+    monkeypatch.delitem(sys.modules, "megatron_dynapipe.planning.native", raising=False)
+    monkeypatch.setitem(sys.modules, "megatron_dynapipe.planning._native", None)
+    (found,) = [check for check in checks.run_checks() if check.name == "planner core"]
+    assert found.status == "fail"
+    assert found.found.startswith("expected the planner's native core")
+    assert found.hint is not None and "install this package again" in found.hint
