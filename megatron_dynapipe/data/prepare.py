@@ -243,6 +243,6 @@ def _new_folder(output: Path) -> Iterator[Path]:
         folder.mkdir()
         yield folder
         if output.exists():
-            # A folder cannot be renamed onto another: the old one goes into the temporary folder and is deleted with it.
+            # A folder cannot be renamed onto another: the old one is deleted with the temporary folder.
             shutil.move(output, Path(unfinished) / "old")
         folder.rename(output)
