@@ -1,11 +1,11 @@
 """The same training without a GPU: what Megatron needs when CUDA is absent.
 
-At the top of a script, before Megatron is imported: `quieten()` (if start-up noise is not wanted), `enable()`, then
+At the top of a script, before Megatron is imported: `quieten()` (to filter start-up messages), `enable()`, then
 `silence_prints()`; later `set_args_defaults(parser)`. With a CUDA device `enable()` touches nothing.
 """
 
 from megatron_dynapipe.cpu.flags import ARGS_DEFAULTS, set_args_defaults
-from megatron_dynapipe.cpu.noise import quieten, silence_prints
+from megatron_dynapipe.cpu.log_filter import quieten, silence_prints
 from megatron_dynapipe.cpu.platform import (
     disable,
     enable,

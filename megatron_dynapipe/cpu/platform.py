@@ -1,4 +1,4 @@
-"""Switching the stand-ins on and off.
+"""Enables and disables the CUDA stubs.
 
 `enable()` runs before Megatron is imported: some of Megatron's modules take what is replaced by value, or decorate
 functions with it, while they are imported.
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_dynapipe.cpu.standins import ENVIRONMENT, STAND_INS
+from megatron_dynapipe.cpu.stub_table import ENVIRONMENT, STUBS
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.megatron_version import check_version
 
@@ -45,12 +45,12 @@ _undo: _Undo | None = None
 
 
 def is_enabled() -> bool:
-    """Whether the stand-ins are in force in this process."""
+    """Whether the stubs are set in this process."""
     return _undo is not None
 
 
 def is_needed(device: Device = "auto") -> bool:
-    """Whether a run on `device` needs the stand-ins: "cpu" does, "auto" does where there is no CUDA device.
+    """Whether a run on `device` needs the stubs: "cpu" does, "auto" does where there is no CUDA device.
 
     Raises:
         ConfigError: `device` is none of "auto", "cpu", "cuda", or it is "cuda" where there is no such device.
@@ -64,10 +64,10 @@ def is_needed(device: Device = "auto") -> bool:
 
 
 def enable(device: Device = "auto") -> bool:
-    """Put the stand-ins in force if a run on `device` needs them; a second call changes nothing.
+    """Set the stubs if a run on `device` needs them; a second call changes nothing.
 
     Returns:
-        Whether they are in force, which is whether the run is on the CPU.
+        Whether they are set, that is, whether the run is on the CPU.
 
     Raises:
         UnsupportedMegatronError: the table has not been checked against the installed Megatron.
@@ -91,11 +91,11 @@ def enable(device: Device = "auto") -> bool:
             if variable not in os.environ:
                 os.environ[variable] = value
                 undo.environment.append(variable)
-        for stand_in in STAND_INS:
-            _replace(undo, _resolve(stand_in.owner), stand_in.name, stand_in.make)
-        mends = importlib.import_module("megatron_dynapipe.cpu.megatron_mends")
-        for mend in mends.MENDS:
-            _replace(undo, _resolve(mend.owner), mend.name, mend.make)
+        for stub in STUBS:
+            _replace(undo, _resolve(stub.owner), stub.name, stub.make)
+        patches = importlib.import_module("megatron_dynapipe.cpu.megatron_patches")
+        for patch in patches.PATCHES:
+            _replace(undo, _resolve(patch.owner), patch.name, patch.make)
     except BaseException:
         undo.roll_back()
         raise
@@ -104,7 +104,7 @@ def enable(device: Device = "auto") -> bool:
 
 
 def disable() -> None:
-    """Take the stand-ins back, if they are in force. For tests: Megatron stays imported as it is."""
+    """Remove the stubs, if they are set. For tests: Megatron stays imported as it is."""
     global _undo
     if _undo is not None:
         _undo.roll_back()
@@ -113,7 +113,7 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled(device: Device = "auto") -> Iterator[bool]:
-    """`enable` for the length of a block; leaves stand-ins that were already in force where they are."""
+    """`enable` for the length of a block; leaves stubs that were set before as they are."""
     was_enabled = is_enabled()
     try:
         yield enable(device)

@@ -8,23 +8,21 @@ decoder-only, sequence a b c d            encoder–decoder, input a b c, target
 """
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.units import ModelFamily, Shape, input_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """Which tensors one pipeline stage reads; the stages in the middle read none, and open no text.
+class RequiredFields:
+    """Which tensors one pipeline stage reads; the stages in the middle read none and open no text.
 
     Attributes:
         tokens: the input's tokens, on the first stage (decoder-only: the sequence's).
@@ -96,7 +94,7 @@ class Collator:
     """Builds the host tensors of planned micro-batches for one stage.
 
     Attributes:
-        needs: which tensors the stage reads.
+        required: which tensors the stage reads.
         reader: the split's samples; may be None where the stage needs no text.
         special: pad, start and end tokens.
 
@@ -104,19 +102,13 @@ class Collator:
         DataError: the stage needs text and there is no reader.
     """
 
-    needs: Needs
+    required: RequiredFields
     reader: SampleReader | None
     special: SpecialTokens
 
     def __post_init__(self) -> None:
-        if self.needs.text and self.reader is None:
-            raise DataError(f"expected a dataset to read for {self.needs}, got none")
-
-    @classmethod
-    def for_split(cls, folder: Path, split: str, needs: Needs) -> Self:
-        """The collator of a stage over a split of a dataset folder; opens its text only if the stage needs any."""
-        reader = open_split(folder, split) if needs.text else None
-        return cls(needs=needs, reader=reader, special=read_meta(folder))
+        if self.required.text and self.reader is None:
+            raise DataError(f"expected a dataset to read for {self.required}, got none")
 
     def __call__(self, index: int, micro_batch: MicroBatch, family: ModelFamily) -> HostMicroBatch:
         """Collate micro-batch number `index` of a plan.
@@ -132,10 +124,10 @@ class Collator:
         positions = np.array([input_positions(ModelFamily.GPT, tokens) for tokens in plan.input_lengths], np.int32)
         _check_fits(index, plan, "input", positions, plan.shape.input_length)
         size, length = plan.shape.size, plan.shape.input_length
-        tokens = self._filled(size, length) if self.needs.tokens else None
-        labels = self._filled(size, length) if self.needs.labels else None
-        loss_mask = np.zeros((size, length), np.float32) if self.needs.labels else None
-        if self.needs.text:
+        tokens = self._filled(size, length) if self.required.tokens else None
+        labels = self._filled(size, length) if self.required.labels else None
+        loss_mask = np.zeros((size, length), np.float32) if self.required.labels else None
+        if self.required.text:
             for row in range(size):
                 sequence = np.concatenate(self._read(plan.sample_ids[row]))
                 sequence = _first(sequence, plan.input_lengths[row], "tokens", plan.sample_ids[row])
@@ -163,11 +155,11 @@ class Collator:
         _check_fits(index, plan, "input", input_lengths, plan.shape.input_length)
         _check_fits(index, plan, "decoder", decoder_lengths, plan.shape.target_length)
         size, input_length, target_length = plan.shape
-        tokens = self._filled(size, input_length) if self.needs.tokens else None
-        decoder_tokens = self._filled(size, target_length) if self.needs.decoder_tokens else None
-        labels = self._filled(size, target_length) if self.needs.labels else None
-        loss_mask = np.zeros((size, target_length), np.float32) if self.needs.labels else None
-        if self.needs.text:
+        tokens = self._filled(size, input_length) if self.required.tokens else None
+        decoder_tokens = self._filled(size, target_length) if self.required.decoder_tokens else None
+        labels = self._filled(size, target_length) if self.required.labels else None
+        loss_mask = np.zeros((size, target_length), np.float32) if self.required.labels else None
+        if self.required.text:
             for row, sample in enumerate(plan.sample_ids):
                 given, wanted = self._read(sample)
                 given = _first(given, plan.input_lengths[row], "input tokens", sample)

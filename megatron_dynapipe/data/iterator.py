@@ -13,7 +13,7 @@ from megatron_dynapipe.errors import ConfigError, DataError, StoreTimeoutError
 from megatron_dynapipe.plan.iteration import StageEntry
 
 _CLOSE_SECONDS = 5.0
-"""How long `close` waits for a fetch that is under way; its thread ends with the process in any case."""
+"""How long `close` waits for an unfinished fetch; its thread ends with the process in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,7 +21,7 @@ class PlannedIteration:
     """All that one rank needs for one iteration, on the host; running it twice runs the same plan on the same data.
 
     Attributes:
-        entry: this rank's share of the plan.
+        entry: this rank's part of the plan.
         micro_batches: the replica's micro-batches, by index; it may have none.
         waited_seconds: how long training waited for this item.
     """
@@ -39,7 +39,7 @@ class PlannedIterator:
     it.
 
     Args:
-        fetch: the rank's share of an iteration's plan; blocks until it is there, with a deadline of its own.
+        fetch: the rank's part of an iteration's plan; blocks until it is there, with a deadline of its own.
         collator: builds the host tensors.
         start_iteration: the first iteration to yield; a resumed run gives the one after its checkpoint.
         stop_iteration: the iteration before which to stop; None goes on for ever.
@@ -112,13 +112,13 @@ class PlannedIterator:
                 return DataError(f"expected an open iterator for iteration {self._next_iteration}, it is closed")
             if self._thread.ident is None:
                 self._thread.start()
-            settled = self._changed.wait_for(
+            finished = self._changed.wait_for(
                 lambda: self._ready or self._error is not None or self._closed, timeout=self._timeout_seconds
             )
             self._waited_seconds += time.monotonic() - started
             if self._ready:
                 return None
-            if not settled:
+            if not finished:
                 return StoreTimeoutError(
                     f"expected iteration {self._next_iteration} to be ready within {self._timeout_seconds:g} s;"
                     f" still waiting for its thread to {self._doing}",

@@ -38,8 +38,8 @@ class PrepareSettings:
         source: where the text came from, in words, for `meta.json`.
         tokenizer: folder of a HuggingFace tokenizer; None trains one on the text.
         vocabulary_size: entries of a trained tokenizer.
-        valid_fraction: share of the samples for validation.
-        test_fraction: share of the samples for testing.
+        valid_fraction: fraction of the samples for validation.
+        test_fraction: fraction of the samples for testing.
         max_input_length: longest input in tokens; None for no maximum.
         max_target_length: longest target in tokens, without start and end tokens; None for no maximum.
         long_samples: what to do with longer ones.
@@ -166,7 +166,7 @@ class _DatasetWriting:
             self._writers[split] = stack.enter_context(IndexedWriter(self._folder / split, self._vocabulary_size))
 
     def add(self, row: int, split: str, task: str, input_ids: list[int], target_ids: list[int]) -> None:
-        """Write one tokenised sample, after holding it to the maximum lengths."""
+        """Write one tokenised sample, after applying the maximum lengths."""
         for name, ids in (("input", input_ids), ("target", target_ids)):
             if not ids and not self._settings.skip_empty:
                 raise DataError(
@@ -226,7 +226,7 @@ def _tokenizer(samples: Sequence[TextSample], settings: PrepareSettings) -> toke
 
 @contextmanager
 def _new_folder(output: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the place of `output` when the block ends without an error.
+    """A new folder that replaces `output` when the block ends without an error.
 
     Raises:
         DataError: `output` exists and is neither empty nor a dataset.
@@ -243,6 +243,6 @@ def _new_folder(output: Path) -> Iterator[Path]:
         folder.mkdir()
         yield folder
         if output.exists():
-            # A folder cannot be renamed onto another: the old one steps aside, and goes with the temporary folder.
+            # A folder cannot be renamed onto another: the old one is deleted with the temporary folder.
             shutil.move(output, Path(unfinished) / "old")
         folder.rename(output)

@@ -4,7 +4,7 @@
     signature          a docstring's first paragraph → the function's signature
     module_summary     the beginning of a module's source → the first line of its docstring
 
-The rows are a function of the files, hence of the Python version.
+The rows depend on the files alone, that is, on the Python version.
 """
 
 import ast

@@ -14,7 +14,7 @@ WARM_UP_ITERATIONS = 1
 """The first iteration pays for starting up: it scales no prediction and counts in no error."""
 SCALING_ITERATIONS = 5
 """Measured iterations after warm-up that the prediction is scaled by."""
-SETTLED_ITERATION = 2
+PREFETCHED_ITERATION = 2
 """From this iteration on, plans are expected to be there when they are wanted."""
 
 
@@ -38,7 +38,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A run in numbers. Shares are of 1."""
+    """A run in numbers. Efficiencies, errors and shares are fractions of 1."""
 
     iterations: int
     padding_efficiency: float
@@ -61,7 +61,7 @@ class Summary:
     prediction_error: float | None
     """Median of |scaled prediction - measured| / measured over the iterations after those; None without any."""
     plan_wait_share: float
-    """Time waited for plans, of all time, from the iteration `SETTLED_ITERATION` on."""
+    """Time waited for plans, of all time, from the iteration `PREFETCHED_ITERATION` on."""
     pictures: tuple[Path, ...]
 
 
@@ -81,9 +81,9 @@ def summarise(records: Sequence[IterationRecord], *, maximum: Shape, pictures: S
     runs = _joined(records)
     scale, error = _scale(runs)
     timed = runs[WARM_UP_ITERATIONS:] or runs
-    settled = [run for run in runs if run.iteration - runs[0].iteration >= SETTLED_ITERATION] or runs
+    prefetched = [run for run in runs if run.iteration - runs[0].iteration >= PREFETCHED_ITERATION] or runs
     tokens = sum(run.totals.real_tokens for run in runs)
-    waited, worked = sum(run.plan_wait_ns for run in settled), sum(run.measured_ns for run in settled)
+    waited, worked = sum(run.plan_wait_ns for run in prefetched), sum(run.measured_ns for run in prefetched)
     shapes = [shape for run in runs for shape in run.shapes]
     if not shapes:
         raise DataError("expected at least one micro-batch to sum up, got none")
@@ -117,7 +117,7 @@ def format_summary(summary: Summary) -> str:
         + (f", {_span(summary.target_lengths)} target positions" if summary.target_lengths.maximum else ""),
         f"time per iteration {summary.measured_ms:,.1f} ms measured, {summary.predicted_ms:,.1f} ms predicted "
         f"(scaled by {summary.prediction_scale:.3g} from the first iterations{error})",
-        f"waiting for plans {summary.plan_wait_share:.2%} of the time after iteration {SETTLED_ITERATION}",
+        f"waiting for plans {summary.plan_wait_share:.2%} of the time after iteration {PREFETCHED_ITERATION}",
     ]
     lines += [f"picture: {path}" for path in summary.pictures]
     return "\n".join(lines)
@@ -136,7 +136,6 @@ def _joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
             plan_wait_ns=max(r.plan_wait_ns for r in group),
             totals=group[0].totals,
             shapes=tuple(shape for r in group for shape in r.shapes),
-            loss=group[0].loss,
         )
         for iteration, group in sorted(by_iteration.items())
     ]

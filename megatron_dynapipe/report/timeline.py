@@ -25,7 +25,7 @@ IDLE = "#e9e9e9"
 WAIT = "#c9c9c9"
 
 _ROW = 0.42  # height of a stage's row, in inches
-_BOX = 0.8  # share of a row that a box fills
+_BOX = 0.8  # height of a box, as a fraction of its row
 _WIDTH = 16.0  # of the picture, in inches
 _POINTS_PER_CHARACTER = 5.0
 
@@ -56,20 +56,6 @@ def draw(panels: Sequence[Panel], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
-
-
-def draw_planned_and_measured(planned: Timeline, measured: Timeline, path: Path, *, what: str) -> Path:
-    """The picture of one iteration that a run ends with: what was planned above what was measured.
-
-    Each has a time axis of its own, since an analytic prediction is in scale only with itself.
-
-    Args:
-        planned: predicted passes per stage.
-        measured: executed instructions per stage, from the iteration's start.
-        path: of the picture.
-        what: for the titles, e.g. "iteration 12, replica 0".
-    """
-    return draw([Panel(f"{what}: planned", planned), Panel(f"{what}: measured", measured)], path)
 
 
 def _draw_panel(axis: Axes, panel: Panel) -> None:

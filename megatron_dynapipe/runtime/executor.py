@@ -44,7 +44,7 @@ Handler = Callable[[_I, BufferTable], None]
 Handlers = Mapping[type[Instruction], Handler[Any]]
 """Handlers by the type of instruction that they run."""
 
-_Move = tuple[Payload, int, int]
+_TransferKey = tuple[Payload, int, int]
 
 
 class PipelineExecutor:
@@ -73,8 +73,8 @@ class PipelineExecutor:
         self._dtype = dtype
         self._watch = watch
         self._handlers: dict[type[Instruction], Handler[Any]] = {}
-        self._sending: dict[_Move, Work] = {}
-        self._receiving: dict[_Move, tuple[Work, list[torch.Tensor]]] = {}
+        self._sending: dict[_TransferKey, Work] = {}
+        self._receiving: dict[_TransferKey, tuple[Work, list[torch.Tensor]]] = {}
         self._stage = 0
         self.register_handler(SendStart, self._start_send)
         self.register_handler(SendWait, self._wait_send)
@@ -133,10 +133,10 @@ class PipelineExecutor:
                 hint="give the executor the type of the states between stages (Megatron's `pipeline_dtype`)",
             )
         channel = channel_of(instruction.payload, self._stage, instruction.peer, self._stages)
-        self._sending[_move(instruction)] = self._transport.start_send(channel, instruction.peer, tensors)
+        self._sending[_transfer_key(instruction)] = self._transport.start_send(channel, instruction.peer, tensors)
 
     def _wait_send(self, instruction: SendWait, buffers: BufferTable) -> None:
-        work = self._sending.pop(_move(instruction), None)
+        work = self._sending.pop(_transfer_key(instruction), None)
         if work is None:
             raise ExecutionError(f"{format_instruction(instruction)} waits for a send that was not started")
         work.wait()
@@ -145,10 +145,10 @@ class PipelineExecutor:
         tensors = [torch.empty(s, dtype=self._dtype, device=self._platform.device) for s in instruction.shapes]
         channel = channel_of(instruction.payload, instruction.peer, self._stage, self._stages)
         work = self._transport.start_recv(channel, instruction.peer, tensors)
-        self._receiving[_move(instruction)] = work, tensors
+        self._receiving[_transfer_key(instruction)] = work, tensors
 
     def _wait_recv(self, instruction: RecvWait, buffers: BufferTable) -> None:
-        started = self._receiving.pop(_move(instruction), None)
+        started = self._receiving.pop(_transfer_key(instruction), None)
         if started is None:
             raise ExecutionError(f"{format_instruction(instruction)} waits for a receive that was not started")
         work, tensors = started
@@ -158,7 +158,7 @@ class PipelineExecutor:
     def _check_finished(self, buffers: BufferTable) -> None:
         if self._sending or self._receiving:
             left = [f"{p.name} of micro-batch {mb}" for p, mb, _ in (*self._sending, *self._receiving)]
-            raise ExecutionError(f"expected every transfer to be waited for, got {', '.join(left)} under way")
+            raise ExecutionError(f"expected every transfer to be waited for, got {', '.join(left)} unfinished")
         buffers.check_empty()
 
     def _abandon(self, buffers: BufferTable) -> None:
@@ -177,5 +177,5 @@ def _check_handlers(plan: StagePlan, handlers: Handlers) -> None:
         )
 
 
-def _move(instruction: SendStart | SendWait | RecvStart | RecvWait) -> _Move:
+def _transfer_key(instruction: SendStart | SendWait | RecvStart | RecvWait) -> _TransferKey:
     return instruction.payload, instruction.micro_batch, instruction.chunk

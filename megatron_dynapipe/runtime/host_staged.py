@@ -1,4 +1,4 @@
-"""Transfers between devices by way of the host, for ranks that NCCL cannot connect: several on one GPU."""
+"""Transfers between devices through host memory, for ranks that NCCL cannot connect: several on one GPU."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ class HostStagedTransport:
 
 
 class _Sending:
-    """Copies under way; they live until they have been sent."""
+    """A send of copies, which live until they are sent."""
 
     def __init__(self, work: Work, copies: Sequence[torch.Tensor]) -> None:
         self._work = work
@@ -48,7 +48,7 @@ class _Sending:
 
 
 class _Receiving:
-    """Copies under way, and the tensors that they are for.
+    """A receive into copies, and the tensors that they are copied to.
 
     PyTorch's allocator of pinned memory keeps a copy's memory until the device has read it, so nothing waits for that.
     """

@@ -15,7 +15,7 @@ from megatron_dynapipe.plan.instructions import Channel
 
 
 class Work(Protocol):
-    """A transfer under way."""
+    """A transfer that has been started."""
 
     def wait(self) -> None:
         """Return when the tensors may be read (received) or dropped (sent); raises when the deadline has passed."""

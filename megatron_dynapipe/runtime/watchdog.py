@@ -1,7 +1,7 @@
-"""Says at which instruction a device has come to a halt, before the process group's own deadline ends the process.
+"""Reports the instruction at which a device hangs, before the process group's own deadline ends the process.
 
 A wait for NCCL does not raise where it is called: it makes the device's stream wait, the host runs ahead, and when the
-group's deadline has passed, NCCL's watchdog aborts the process with a message that knows no plan.
+group's deadline has passed, NCCL's watchdog aborts the process with a message that does not mention the plan.
 """
 
 import sys
@@ -18,8 +18,8 @@ from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.plan.text import point_at
 from megatron_dynapipe.runtime.trace import Trace
 
-SHARE = 0.8
-"""Share of the deadline after which a device that has not moved is spoken of."""
+DEADLINE_FRACTION = 0.8
+"""Fraction of the deadline after which a device that makes no progress is reported."""
 
 
 def _to_stderr(message: str) -> None:
@@ -27,7 +27,7 @@ def _to_stderr(message: str) -> None:
 
 
 class Watchdog:
-    """A thread that looks after the list in execution, from `PipelineExecutor(watch=…)`. A context manager.
+    """A thread that watches the list in execution, from `PipelineExecutor(watch=…)`. A context manager.
 
     Args:
         deadline_s: of the process groups.
@@ -36,7 +36,7 @@ class Watchdog:
     """
 
     def __init__(self, *, deadline_s: float, name: str, tell: Callable[[str], None] = _to_stderr) -> None:
-        self._patience_s = deadline_s * SHARE
+        self._patience_s = deadline_s * DEADLINE_FRACTION
         self._name = name
         self._tell = tell
         self._watched: tuple[StagePlan, Trace] | None = None
@@ -78,7 +78,7 @@ class Watchdog:
 
 
 def watched(device: torch.device, *, deadline_s: float, rank: int) -> AbstractContextManager[Watchdog | None]:
-    """A watchdog for the lists of a rank on CUDA; None elsewhere, where a wait that expires raises where it is.
+    """A watchdog for the lists of a rank on CUDA; None elsewhere, where a wait that expires raises an error itself.
 
     Args:
         device: of the rank.

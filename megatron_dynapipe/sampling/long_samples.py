@@ -13,7 +13,7 @@ from megatron_dynapipe.units import ModelFamily
 
 
 class LongSamples(enum.StrEnum):
-    """What to do with samples longer than a maximum length: stop, cut them, or leave them out."""
+    """What to do with samples longer than a maximum length: stop, truncate them, or leave them out."""
 
     FAIL = "fail"
     TRUNCATE = "truncate"
@@ -68,7 +68,7 @@ def apply_maximum(
     max_target_length: int,
     policy: LongSamples,
 ) -> tuple[UsableSamples, LongSampleReport]:
-    """Hold every sample to the maximum lengths (tokens), by failing, truncating or skipping.
+    """Apply the maximum lengths (tokens) to every sample, by failing, truncating or skipping.
 
     A decoder-only sample is its input and target in one sequence, which `max_input_length` bounds;
     `max_target_length` is not used then.

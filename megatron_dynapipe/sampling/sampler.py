@@ -76,7 +76,7 @@ class GlobalBatch:
 
 
 class Sampler:
-    """Deals the samples of a split to iterations, epoch after epoch, each epoch in an order of its own.
+    """Assigns the samples of a split to iterations, epoch after epoch, each epoch in its own order.
 
     The stream of samples is the concatenation of the epochs' permutations; iteration i is its slice
     `[i * n, (i + 1) * n)`. Nothing is carried from one iteration to the next, so resuming is asking for a later one.
@@ -171,7 +171,7 @@ class Sampler:
         rows = self._epochs.get(epoch)
         if rows is None:
             random = np.random.Generator(np.random.PCG64([self.settings.seed, epoch]))
-            # np.resize repeats a task's shuffled rows, or cuts them, to the task's share of the epoch.
+            # np.resize repeats or truncates a task's shuffled rows to the task's number of draws.
             drawn: list[Any] = [
                 np.resize(random.permutation(task_rows), count)
                 for task_rows, count in zip(self._tasks, self._draws, strict=True)
@@ -185,12 +185,12 @@ class Sampler:
 
 
 def samples_per_task(sizes: list[int], temperature: float) -> list[int]:
-    """Deal an epoch of sum(sizes) draws to tasks in proportion to size^(1/temperature), by largest remainders.
+    """Assign the sum(sizes) draws of an epoch to tasks in proportion to size^(1/temperature), by largest remainders.
 
     Temperature 1 gives every task its own size.
     """
-    shares = np.asarray(sizes, np.float64) ** (1.0 / temperature)
-    exact = shares * (sum(sizes) / shares.sum())
+    weights = np.asarray(sizes, np.float64) ** (1.0 / temperature)
+    exact = weights * (sum(sizes) / weights.sum())
     counts = np.floor(exact + 1e-9).astype(np.int64)
     left = sum(sizes) - int(counts.sum())
     # Ties go to the task with the lower index.

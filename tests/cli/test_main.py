@@ -13,7 +13,7 @@ from megatron_dynapipe.errors import DataError, DynaPipeError
 
 
 class Echo:
-    """A stand-in for a command module: raises or returns what it was made with."""
+    """Replaces a command module: raises or returns what it was made with."""
 
     def __init__(self, outcome: int | BaseException) -> None:
         self.outcome = outcome

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_dynapipe import megatron_version
-from megatron_dynapipe.cpu import fakes, flags, platform, standins
+from megatron_dynapipe.cpu import cuda_stubs, flags, platform, stub_table
 from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
 from tests.helpers.processes import run_ranks
 
@@ -26,9 +26,9 @@ def run_alone(script: str) -> None:
 
 
 def test_every_row_names_something_that_torch_has_once():
-    rows = [(row.owner, row.name) for row in standins.STAND_INS]
+    rows = [(row.owner, row.name) for row in stub_table.STUBS]
     assert len(set(rows)) == len(rows)
-    for row in standins.STAND_INS:
+    for row in stub_table.STUBS:
         assert hasattr(platform._resolve(row.owner), row.name), row
         assert row.why
 
@@ -39,18 +39,18 @@ def test_enable_puts_everything_in_force_and_disable_takes_all_of_it_back():
         import os, sys, torch
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None), os.environ.pop("TORCH_COMPILE_DISABLE", None)
         from megatron_dynapipe import cpu
-        from megatron_dynapipe.cpu import platform, standins
+        from megatron_dynapipe.cpu import platform, stub_table
 
-        rows = [(platform._resolve(row.owner), row.name) for row in standins.STAND_INS]
+        rows = [(platform._resolve(row.owner), row.name) for row in stub_table.STUBS]
         before = [vars(owner).get(name) for owner, name in rows]
-        assert not set(standins.ENVIRONMENT) & set(os.environ)
+        assert not set(stub_table.ENVIRONMENT) & set(os.environ)
         assert cpu.enable("cpu") and cpu.is_enabled()
         during = [vars(owner).get(name) for owner, name in rows]
         assert all(a is not b for a, b in zip(before, during))
         assert cpu.enable("cpu"), "a second call changes nothing"
         assert during == [vars(owner).get(name) for owner, name in rows]
-        assert set(standins.ENVIRONMENT) <= set(os.environ)
-        assert "megatron.core" in sys.modules, "mends are applied too"
+        assert set(stub_table.ENVIRONMENT) <= set(os.environ)
+        assert "megatron.core" in sys.modules, "patches are applied too"
 
         assert torch.cuda.is_available() and torch.cuda.device_count() == 1
         assert type(torch.cuda.current_device()) is int
@@ -71,7 +71,7 @@ def test_enable_puts_everything_in_force_and_disable_takes_all_of_it_back():
 
         cpu.disable()
         assert before == [vars(owner).get(name) for owner, name in rows]
-        assert not set(standins.ENVIRONMENT) & set(os.environ)
+        assert not set(stub_table.ENVIRONMENT) & set(os.environ)
         cpu.disable()
         assert not cpu.is_enabled()
         """
@@ -201,16 +201,16 @@ def test_an_unknown_megatron_is_refused(monkeypatch):
     [("cuda", "cpu"), ("cuda:3", "cpu"), (1, "cpu"), (torch.device("cuda", 1), "cpu"), ("meta", "meta")],
 )
 def test_names_of_cuda_devices_mean_the_cpu(device, expected):
-    assert torch.device(fakes.as_cpu(device)).type == expected
+    assert torch.device(cuda_stubs.as_cpu(device)).type == expected
 
 
 def test_what_is_not_a_device_passes_unchanged():
-    assert fakes.as_cpu(torch.bfloat16) is torch.bfloat16
-    assert fakes.as_cpu(True) is True
+    assert cuda_stubs.as_cpu(torch.bfloat16) is torch.bfloat16
+    assert cuda_stubs.as_cpu(True) is True
 
 
 def test_events_read_the_clock():
-    start, end = fakes.Event(enable_timing=True), fakes.Event(enable_timing=True)
+    start, end = cuda_stubs.Event(enable_timing=True), cuda_stubs.Event(enable_timing=True)
     start.record()
     end.record()
     assert 0 <= start.elapsed_time(end) < 1000

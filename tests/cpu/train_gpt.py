@@ -1,4 +1,4 @@
-"""A run of Megatron's own `pretrain` on random tokens, started by `test_pretrain` in processes of its own."""
+"""A run of Megatron's own `pretrain` on random tokens, for `test_pretrain`."""
 
 from megatron_dynapipe import cpu
 
@@ -68,8 +68,12 @@ def forward_step(iterator, model):
     return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous()), loss_function
 
 
-if __name__ == "__main__":
+def main() -> None:
     args = parse_and_validate_args(extra_args_provider=cpu.set_args_defaults)
     container = pretrain_cfg_container_from_args(args)
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step, model_provider=model_provider)
     torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.indexed import IndexedWriter
-from megatron_dynapipe.data.meta import FORMAT, SPLITS, DatasetMeta, write_meta
+from megatron_dynapipe.data.meta import FORMAT, SPLITS, DatasetMeta, open_split, read_meta, write_meta
 from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals
 from megatron_dynapipe.sampling.lengths import task_ids_path
 from megatron_dynapipe.units import ModelFamily, Recompute, Shape
@@ -53,6 +54,12 @@ def micro_batch(
         stored_bytes=(1,),
         peak_bytes=(1,),
     )
+
+
+def collator_of(folder: Path, required: RequiredFields) -> Collator:
+    """The collator of a stage over the training split, with a reader if it reads text."""
+    reader = open_split(folder, "train") if required.text else None
+    return Collator(required=required, reader=reader, special=read_meta(folder))
 
 
 def stage_entry(iteration: int, *micro_batches: MicroBatch) -> StageEntry:

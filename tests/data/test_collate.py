@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dynapipe.data.collate import Collator, HostMicroBatch, Needs
+from megatron_dynapipe.data.collate import Collator, HostMicroBatch, RequiredFields
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.units import ModelFamily, Shape
 from tests.data.dataset import BOS as B
 from tests.data.dataset import EOS as E
-from tests.data.dataset import micro_batch, write_dataset
+from tests.data.dataset import collator_of, micro_batch, write_dataset
 
-ALL = Needs(tokens=True, decoder_tokens=True, labels=True)
+ALL = RequiredFields(tokens=True, decoder_tokens=True, labels=True)
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def folder(tmp_path: Path) -> Path:
     return write_dataset(tmp_path)
 
 
-def collate(folder: Path, family: str, plan: MicroBatch, needs: Needs = ALL) -> HostMicroBatch:
-    return Collator.for_split(folder, "train", needs)(3, plan, ModelFamily(family))
+def collate(folder: Path, family: str, plan: MicroBatch, required: RequiredFields = ALL) -> HostMicroBatch:
+    return collator_of(folder, required)(3, plan, ModelFamily(family))
 
 
 def rows(tensor: torch.Tensor | None) -> list[list[float]]:
@@ -76,22 +76,22 @@ def test_middle_stages_read_no_text(folder: Path, family: str) -> None:
         path.unlink()
     targets = [2] if family == "t5" else [0]
     plan = micro_batch([0], Shape(1, 8, 8 if family == "t5" else 0), inputs=[3], targets=targets)
-    batch = collate(folder, family, plan, Needs())
+    batch = collate(folder, family, plan, RequiredFields())
     assert (batch.tokens, batch.decoder_tokens, batch.labels, batch.loss_mask) == (None, None, None, None)
     assert rows(batch.input_lengths) == ([3] if family == "t5" else [2])
 
 
 @pytest.mark.parametrize(
-    ("needs", "present"),
+    ("required", "present"),
     [
-        (Needs(tokens=True), {"tokens"}),
-        (Needs(decoder_tokens=True), {"decoder_tokens"}),
-        (Needs(labels=True), {"labels", "loss_mask"}),
-        (Needs(decoder_tokens=True, labels=True), {"decoder_tokens", "labels", "loss_mask"}),
+        (RequiredFields(tokens=True), {"tokens"}),
+        (RequiredFields(decoder_tokens=True), {"decoder_tokens"}),
+        (RequiredFields(labels=True), {"labels", "loss_mask"}),
+        (RequiredFields(decoder_tokens=True, labels=True), {"decoder_tokens", "labels", "loss_mask"}),
     ],
 )
-def test_only_what_the_stage_needs(folder: Path, needs: Needs, present: set[str]) -> None:
-    batch = collate(folder, "t5", micro_batch([0], Shape(1, 8, 8)), needs)
+def test_only_what_the_stage_needs(folder: Path, required: RequiredFields, present: set[str]) -> None:
+    batch = collate(folder, "t5", micro_batch([0], Shape(1, 8, 8)), required)
     whole = collate(folder, "t5", micro_batch([0], Shape(1, 8, 8)))
     for name in ("tokens", "decoder_tokens", "labels", "loss_mask"):
         got = getattr(batch, name)
@@ -144,5 +144,5 @@ def test_plan_of_another_dataset(folder: Path, family: str, plan: MicroBatch, me
 
 
 def test_text_needs_a_reader() -> None:
-    with pytest.raises(DataError, match=r"expected a dataset to read for Needs\(tokens=True"):
-        Collator(needs=Needs(tokens=True), reader=None, special=None)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"expected a dataset to read for RequiredFields\(tokens=True"):
+        Collator(required=RequiredFields(tokens=True), reader=None, special=None)  # type: ignore[arg-type]

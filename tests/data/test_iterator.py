@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dynapipe.data.collate import Collator, Needs
+from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator
 from megatron_dynapipe.errors import ConfigError, DataError, PlanError, StoreTimeoutError
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.units import Shape
-from tests.data.dataset import micro_batch, stage_entry, write_dataset
+from tests.data.dataset import collator_of, micro_batch, stage_entry, write_dataset
 
 
 @pytest.fixture
 def collator(tmp_path: Path) -> Collator:
-    return Collator.for_split(write_dataset(tmp_path), "train", Needs(tokens=True, labels=True))
+    return collator_of(write_dataset(tmp_path), RequiredFields(tokens=True, labels=True))
 
 
 def plan(iteration: int) -> StageEntry:

@@ -8,8 +8,9 @@ import contextlib
 import io
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -38,23 +39,16 @@ def train(
     report: Path,
     status: int = 0,
     kill: str | None = None,
+    pictures: bool = False,
     deadline_s: float = 150,
-) -> list[dict]:
+) -> list[dict[str, Any]]:
     """Run an entry script; per rank its losses by iteration (last stage), stdout and stderr.
 
     Every rank must end with exit status `status`. At the third iteration the children of rank 0 whose command line
-    has the word `kill` are killed.
+    has the word `kill` are killed. Without `pictures` the report's, which takes a second, is not drawn.
     """
-    words = [
-        *SMALL[family].split(),
-        *COMMON.split(),
-        "--dynapipe-data",
-        str(data),
-        "--dynapipe-report-dir",
-        str(report),
-    ]
-    arguments = {"script": f"pretrain_{family}_multitask.py", "argv": [*words, *flags.split()], "kill": kill}
-    runs = run_ranks(_run_entry, ranks, arguments, deadline_s=deadline_s)
+    arguments = {"script": script_of(family), "argv": words(family, data, flags, report=report)}
+    runs = run_ranks(_run_entry, ranks, arguments | {"kill": kill, "pictures": pictures}, deadline_s=deadline_s)
     for rank, run in enumerate(runs):
         assert run["status"] == status, f"rank {rank} ended with {run['status']}:\n{run['stderr'][-3000:]}"
     return runs
@@ -66,21 +60,48 @@ def reported(runs: list[dict]) -> str:
     return message
 
 
-def _run_entry(*, rank: int, world_size: int, script: str, argv: list[str], kill: str | None) -> dict:
-    """On one rank: the script as `python script argv…` would run it."""
+def script_of(family: str) -> str:
+    return f"pretrain_{family}_multitask.py"
+
+
+def words(family: str, data: Path, flags: str, *, report: Path) -> list[str]:
+    """The command line of a small run."""
+    own = ["--dynapipe-data", str(data), "--dynapipe-report-dir", str(report)]
+    return [*SMALL[family].split(), *COMMON.split(), *own, *flags.split()]
+
+
+def run_script(script: str, argv: Sequence[str]) -> int:
+    """Run an entry script's `main` in this process as the script does; the exit status.
+
+    The script is not made `__main__`: Megatron's checkpoint writer starts a process that imports `__main__` again, and
+    all of torch with it.
+    """
+    from megatron_dynapipe.integration.entry import bootstrap
+
+    sys.argv = [script, *argv]
+    try:
+        bootstrap.run(runpy.run_path(str(ROOT / script))["main"])
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    return 0
+
+
+def _run_entry(
+    *, rank: int, world_size: int, script: str, argv: list[str], kill: str | None, pictures: bool
+) -> dict[str, Any]:
+    """On one rank: what the script says, how it ends, and its losses."""
+    from megatron_dynapipe.integration.supply import recorder
 
     def after(iteration: int) -> None:
         if kill is not None and rank == 0 and iteration == 3:
             _kill_children(kill)
 
     losses = record_losses(after)
-    sys.argv = [script, *argv]
-    output, errors, status = io.StringIO(), io.StringIO(), 0
+    if not pictures:
+        recorder.draw = lambda panels, path: path
+    output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        except SystemExit as leaving:
-            status = leaving.code or 0
+        status = run_script(script, argv)
     return {"status": status, "losses": losses, "stdout": output.getvalue(), "stderr": errors.getvalue()}
 
 

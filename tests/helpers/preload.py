@@ -4,7 +4,10 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import argparse
+import functools
 import importlib
+import inspect
 import pkgutil
 
 import torch
@@ -16,10 +19,19 @@ torch.set_num_threads(1)
 cpu.quieten()
 cpu.enable()
 
-# After the platform: Megatron's modules take what is replaced by value.
+# After the platform: Megatron's modules take what is replaced by value. Some of these are imported late by every run.
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402, F401
 
 import megatron_dynapipe.integration  # noqa: E402
 
 for found in pkgutil.walk_packages(megatron_dynapipe.integration.__path__, "megatron_dynapipe.integration."):
     importlib.import_module(found.name)
+
+# Megatron takes its flags' help from its own source, which it parses for every parser: a third of a second each time.
+inspect.getsource = functools.cache(inspect.getsource)
+add_megatron_arguments(argparse.ArgumentParser())
+
+# Each rank that saves starts a process with a queue in it, which would import torch anew for what goes through it.
+filesystem_async.get_write_results_queue.__wrapped__.__defaults__ = ("fork",)

@@ -1,6 +1,6 @@
 """Megatron's own `pretrain` of its GPT under its own schedules, with nothing of DynaPipe's in between.
 
-Of this project it has the stand-ins for CUDA, and the dataset's sampler and reader: the same samples in every
+Of this project it has the CUDA stubs, and the dataset's sampler and reader: the same samples in every
 iteration. A micro-batch is two whole samples, which all have one length.
 """
 

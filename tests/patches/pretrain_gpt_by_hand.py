@@ -1,6 +1,6 @@
 """Calls Megatron as its own `pretrain_gpt.py` does; run in checkouts of 0.18.2 and 0.19.2 by `test_training`.
 
-It knows nothing of DynaPipe but the CPU platform, which must be in force before Megatron is imported, and writes every
+It knows nothing of DynaPipe but the CPU platform, which must be enabled before Megatron is imported, and writes every
 iteration's loss to the file that LOSSES names.
 """
 

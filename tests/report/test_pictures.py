@@ -5,7 +5,7 @@ from matplotlib.image import imread
 
 from megatron_dynapipe.plan.instructions import Backward, Forward, Payload, RecvWait
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.report.timeline import Panel, draw, draw_planned_and_measured
+from megatron_dynapipe.report.timeline import Panel, draw
 from megatron_dynapipe.report.trace import write_trace
 from tests.helpers.plans import make_plan
 
@@ -26,9 +26,8 @@ def test_planned_stands_above_measured(tmp_path):
     measured = tuple(
         (Event(RecvWait(Payload.ACTIVATION, 0, 0, 0), 0, events[0].start_ns), *events) for events in TIMELINE
     )
-    path = draw_planned_and_measured(TIMELINE, measured, tmp_path / "both.svg", what="iteration 7")
-    text = path.read_text()
-    assert text.index("iteration 7: planned") < text.index("iteration 7: measured")
+    text = draw([Panel("planned", TIMELINE), Panel("measured", measured)], tmp_path / "both.svg").read_text()
+    assert text.index("planned") < text.index("measured")
     assert "<!-- waiting for a transfer -->" in text
 
 

@@ -13,7 +13,7 @@ TOTALS = Totals(samples=4, real_tokens=60, padded_positions=80, micro_batches=(2
 def test_records_are_appended_and_read_back(tmp_path):
     path = tmp_path / "run" / "rank-0.jsonl"
     iteration = IterationRecord(
-        iteration=3, measured_ns=5, predicted_ns=4, plan_wait_ns=1, totals=TOTALS, shapes=(Shape(2, 16, 8),), loss=2.5
+        iteration=3, measured_ns=5, predicted_ns=4, plan_wait_ns=1, totals=TOTALS, shapes=(Shape(2, 16, 8),)
     )
     timeline = TimelineRecord(
         iteration=3, replica=0, stage=1, planned=(Event(Forward(0), 0, 9),), measured=(Event(Forward(0, 1), 1, 8),)

@@ -89,7 +89,7 @@ def test_gathers_run_over_nccl_without_holding_up_the_host():
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mirror, group = Mirror(), dist.new_group([0])
-        transport = ScatterGatherTransport(mirror, group, stage=0, divides=lambda boundary, size: True)
+        transport = ScatterGatherTransport(mirror, group, stage=0, is_sharded=lambda boundary, size: True)
         made = torch.randn(7, 3, device="cuda").to(torch.bfloat16)
         received = torch.zeros_like(made)
         transport.start_send(CHANNEL, 1, [made]).wait()

@@ -120,7 +120,7 @@ def test_a_freed_output_is_gone_at_once():
         ("LOAD0 F0 SEND_F0>1[2x4]", r"expected to send tensors of shapes \(\(2, 4\),\), got \(\(2, 3\),\)"),
         ("WAIT_SEND_F0>1", "WAIT_SEND_F0>1 waits for a send that was not started"),
         ("WAIT_RECV_B0<1", "WAIT_RECV_B0<1 waits for a receive that was not started"),
-        ("RECV_B0<1[1]", "every transfer to be waited for, got GRADIENT of micro-batch 0 under way"),
+        ("RECV_B0<1[1]", "every transfer to be waited for, got GRADIENT of micro-batch 0 unfinished"),
     ],
 )
 def test_a_list_that_cannot_run_is_refused(words, said):

@@ -1,4 +1,4 @@
-"""Divided messages on 2 stages × 2 tensor-parallel gloo ranks: what arrives is what was sent, at half the bytes."""
+"""Sharded messages on 2 stages × 2 tensor-parallel gloo ranks: what arrives is what was sent, at half the bytes."""
 
 import datetime
 import time
@@ -46,8 +46,8 @@ class Counting:
         return self._transport.start_recv(channel, stage, tensors)
 
 
-def make_executor(rank: int, *, divides_from: int, dtype: torch.dtype, staged: bool = False):
-    """Ranks 0, 1 are stage 0 and 2, 3 are stage 1; messages of at least so many bytes are divided."""
+def make_executor(rank: int, *, shards_from: int, dtype: torch.dtype, staged: bool = False):
+    """Ranks 0, 1 are stage 0 and 2, 3 are stage 1; messages of at least so many bytes are sharded."""
     dist.init_process_group("gloo")
     stage, tensor_rank = divmod(rank, 2)
     made: dict[tuple[int, ...], dict[Channel, dist.ProcessGroup]] = {}
@@ -64,7 +64,7 @@ def make_executor(rank: int, *, divides_from: int, dtype: torch.dtype, staged: b
         counting,
         tensor_groups[stage],
         stage=stage,
-        divides=lambda boundary, size: boundary == 0 and size >= divides_from,
+        is_sharded=lambda boundary, size: boundary == 0 and size >= shards_from,
     )
     executor = PipelineExecutor(transport, CpuPlatform(), stages=2, dtype=dtype)
     executor.register_handler(Load, lambda i, buffers: buffers.put(Buffer.DATA, i.micro_batch, 0, None))
@@ -90,10 +90,10 @@ def drawn(shape: Sequence[int], seed: int, dtype: torch.dtype) -> torch.Tensor:
     return bits.view(dtype).view(shape)
 
 
-def exchange(*, rank: int, world_size: int, shapes: str, divides_from: int, dtype: str, staged: bool) -> dict:
+def exchange(*, rank: int, world_size: int, shapes: str, shards_from: int, dtype: str, staged: bool) -> dict:
     """Both directions: stage 0 sends random tensors, stage 1 sends others back; every rank says if all came whole."""
     kind = getattr(torch, dtype)
-    executor, stage, counting = make_executor(rank, divides_from=divides_from, dtype=kind, staged=staged)
+    executor, stage, counting = make_executor(rank, shards_from=shards_from, dtype=kind, staged=staged)
     stages = parse_stages(lists(shapes))
     whole = [next(i.shapes for i in stages[0] if getattr(i, "shapes", None) and i.micro_batch == k) for k in (0, 1)]
     right = []
@@ -129,13 +129,13 @@ def exchange(*, rank: int, world_size: int, shapes: str, divides_from: int, dtyp
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_what_arrives_is_what_was_sent_bit_by_bit(shapes, dtype):
-    arguments = {"shapes": shapes, "dtype": dtype, "divides_from": 0, "staged": False}
+    arguments = {"shapes": shapes, "dtype": dtype, "shards_from": 0, "staged": False}
     for result in run_ranks(exchange, 4, arguments):
         assert len(result["right"]) == 6 and all(result["right"])
 
 
-def test_a_divided_message_is_half_the_bytes_and_a_small_one_goes_whole():
-    arguments = {"shapes": "2x3,5", "dtype": "bfloat16", "divides_from": 22, "staged": True}
+def test_a_sharded_message_is_half_the_bytes_and_a_small_one_goes_whole():
+    arguments = {"shapes": "2x3,5", "dtype": "bfloat16", "shards_from": 22, "staged": True}
     for result in run_ranks(exchange, 4, arguments):
         assert all(result["right"])
         assert result["sent"] == [6 + 5, 4] * 2  # of 12 + 10 bytes, and of 4
@@ -144,7 +144,7 @@ def test_a_divided_message_is_half_the_bytes_and_a_small_one_goes_whole():
 
 def abandon(*, rank: int, world_size: int) -> None:
     """Stage 1 receives on one of its tensor-parallel ranks alone: the other never comes to gather."""
-    executor, stage, _ = make_executor(rank, divides_from=0, dtype=torch.float32)
+    executor, stage, _ = make_executor(rank, shards_from=0, dtype=torch.float32)
     instructions = parse_stages(
         "stage 0: F0 SEND_F0>1[4] WAIT_SEND_F0>1 FREE_OUTPUT0\nstage 1: RECV_F0<0[4] WAIT_RECV_F0<0 FREE_INPUT0"
     )[stage]

@@ -26,7 +26,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_dynapipe.data.collate import Collator, Needs, SpecialTokens
+from megatron_dynapipe.data.collate import Collator, RequiredFields, SpecialTokens
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
@@ -135,7 +135,7 @@ class MegatronPipeline:
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
             stage=self._stage,
         )
-        self._needs, self._tokens = needs_of(models), tokens
+        self._required, self._tokens = required_fields_of(models), tokens
         self.iteration = first_iteration
         self._configure()
 
@@ -203,7 +203,7 @@ class MegatronPipeline:
         if plan is None:
             plan = self.plan(batch, forward_only=forward_only)
         replica = plan.replicas[self._replica]
-        collate = Collator(needs=self._needs, reader=_Reader(batch), special=self._tokens)
+        collate = Collator(required=self._required, reader=_Reader(batch), special=self._tokens)
 
         def prepare(index: int) -> None:
             self._state.begin(plan.iteration, index, replica.micro_batches[index].recompute)
@@ -304,14 +304,16 @@ def takes_mask(models: Sequence[torch.nn.Module]) -> bool:
     return any(isinstance(module, DotProductAttention) for model in models for module in model.modules())
 
 
-def needs_of(models: Sequence[torch.nn.Module]) -> Needs:
+def required_fields_of(models: Sequence[torch.nn.Module]) -> RequiredFields:
     """Which of a micro-batch's tensors these model chunks read."""
     chunks = unwrap_model(list(models))
     stages = [chunk.layers for chunk in chunks if isinstance(chunk, T5Stage)]
     if stages:
-        return Needs(
+        return RequiredFields(
             tokens=any(layers.starts_encoder for layers in stages),
             decoder_tokens=any(layers.starts_decoder for layers in stages),
             labels=any(layers.ends_decoder for layers in stages),
         )
-    return Needs(tokens=any(chunk.pre_process for chunk in chunks), labels=any(chunk.post_process for chunk in chunks))
+    return RequiredFields(
+        tokens=any(chunk.pre_process for chunk in chunks), labels=any(chunk.post_process for chunk in chunks)
+    )

@@ -17,7 +17,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.data.collate import HostMicroBatch, Needs
+from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import launch
@@ -39,8 +39,8 @@ from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
     gpt_provider,
     gpt_takes_mask,
-    t5_needs,
     t5_provider,
+    t5_required_fields,
     t5_split,
 )
 from megatron_dynapipe.units import ModelFamily
@@ -74,12 +74,12 @@ def t5_run() -> Run:
     args, _ = _checked(ModelFamily.T5)
     split = t5_split(args)
 
-    def needs() -> Needs:
-        return t5_needs(split, parallel_state.get_pipeline_model_parallel_rank())
+    def required_fields() -> RequiredFields:
+        return t5_required_fields(split, parallel_state.get_pipeline_model_parallel_rank())
 
     return Run(
         args=args,
-        session=_session(args, ModelFamily.T5, needs=needs, make_batch=t5_batch),
+        session=_session(args, ModelFamily.T5, required_fields=required_fields, make_batch=t5_batch),
         model_provider=t5_provider(args, split),
         forward_step=partial(t5_step, check_for_nan=args.check_for_nan_in_loss_and_grad),
         embedding_ranks=split.embedding_ranks,
@@ -93,8 +93,8 @@ def gpt_run() -> Run:
     if chosen is not None:  # Megatron has checked the arguments with an even split of the same form.
         args.pipeline_model_parallel_layout = model_flags.megatron_layout(chosen)
 
-    def needs() -> Needs:
-        return Needs(
+    def required_fields() -> RequiredFields:
+        return RequiredFields(
             tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
             labels=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         )
@@ -102,7 +102,7 @@ def gpt_run() -> Run:
     make_batch = partial(gpt_batch, explicit_mask=gpt_takes_mask(args))
     return Run(
         args=args,
-        session=_session(args, ModelFamily.GPT, needs=needs, make_batch=make_batch),
+        session=_session(args, ModelFamily.GPT, required_fields=required_fields, make_batch=make_batch),
         model_provider=gpt_provider(args),
         forward_step=partial(gpt_step, check_for_nan=args.check_for_nan_in_loss_and_grad),
     )
@@ -148,9 +148,9 @@ def patched_session(args: argparse.Namespace) -> Session:
 
     launch.start_together(partial(_preflight, args, ModelFamily.GPT), timeout_s=args.dynapipe_timeout_s)
 
-    def needs() -> Needs:
+    def required_fields() -> RequiredFields:
         takes = parallel_state.get_tensor_model_parallel_rank() == 0
-        return Needs(
+        return RequiredFields(
             tokens=takes and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
             labels=takes and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         )
@@ -164,7 +164,7 @@ def patched_session(args: argparse.Namespace) -> Session:
             mask = mask.expand(host.shape.size, -1, -1, -1).contiguous()
         return {**batch, "position_ids": batch["position_ids"].contiguous(), "attention_mask": mask}
 
-    return _session(args, ModelFamily.GPT, needs=needs, make_batch=broadcastable)
+    return _session(args, ModelFamily.GPT, required_fields=required_fields, make_batch=broadcastable)
 
 
 def parse(family: ModelFamily) -> argparse.Namespace:
@@ -223,14 +223,18 @@ def _extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _session(
-    args: argparse.Namespace, family: ModelFamily, *, needs: Callable[[], Needs], make_batch: MakeBatch
+    args: argparse.Namespace,
+    family: ModelFamily,
+    *,
+    required_fields: Callable[[], RequiredFields],
+    make_batch: MakeBatch,
 ) -> Session:
     settings = arguments.RunSettings.from_args(args)
     on_cpu = cpu.is_enabled()
     return Session(
         settings,
         inputs=lambda: plan_inputs(args, settings, family, on_cpu=on_cpu),
-        needs=needs,
+        required_fields=required_fields,
         make_batch=make_batch,
         dtype=state_dtype(args),
         device=torch.device("cpu") if on_cpu else torch.device("cuda", args.local_rank or 0),

@@ -18,7 +18,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron_dynapipe.data.collate import HostMicroBatch, Needs
+from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
@@ -47,7 +47,7 @@ class Session:
     Args:
         settings: what was asked for.
         inputs: makes what plans are made from; called once Megatron knows where training resumes.
-        needs: which tensors this rank's stage reads; called once the pipeline exists.
+        required_fields: which tensors this rank's stage reads; called once the pipeline exists.
         make_batch: host tensors to what the step function takes.
         dtype: of the tensors that cross stage boundaries.
         device: this rank's device.
@@ -64,7 +64,7 @@ class Session:
         settings: RunSettings,
         *,
         inputs: Callable[[], PlanInputs],
-        needs: Callable[[], Needs],
+        required_fields: Callable[[], RequiredFields],
         make_batch: MakeBatch,
         dtype: torch.dtype,
         device: torch.device,
@@ -74,7 +74,7 @@ class Session:
     ) -> None:
         self._settings = settings
         self._make_inputs = inputs
-        self._make_needs = needs
+        self._required_fields = required_fields
         self._make_batch = make_batch
         self._dtype = dtype
         self._device = device
@@ -196,9 +196,10 @@ class Session:
         self._executor = PipelineExecutor(link.transport, platform, stages=self._stages, dtype=self._dtype, watch=watch)
         supply = self._resources.enter_context(PlanSupply(self._settings, self._control, inputs))
         replica, rank = parallel_state.get_data_parallel_rank(), self._control.rank
-        needs = self._make_needs()
+        required = self._required_fields()
         for split in inputs.splits:
-            self._iterators[split.name] = supply.iterator(split, needs=needs, replica=replica, stage=self._stage)
+            iterator = supply.iterator(split, required=required, replica=replica, stage=self._stage)
+            self._iterators[split.name] = iterator
         rule = supply.recalibration
         self._recorder = Recorder(
             folder=self._settings.report_folder,

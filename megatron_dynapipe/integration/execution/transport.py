@@ -63,7 +63,7 @@ def open_transport(
     links = settings.links
     if any(links.divided) and links.gbps.size:
         group = tensor_group(control, device=device, timeout_s=timeout_s)
-        transport = ScatterGatherTransport(transport, group, stage=stage, divides=links.divides)
+        transport = ScatterGatherTransport(transport, group, stage=stage, is_sharded=links.divides)
         size = parallel_state.get_tensor_model_parallel_world_size()
         which = "where that is faster" if settings.scatter_gather is ScatterGather.AUTO else "all of them"
         _say(control, f"messages between stages are divided over {size} tensor-parallel ranks, {which}")

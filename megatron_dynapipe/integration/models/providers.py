@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
-from megatron_dynapipe.data.collate import Needs
+from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.flags import layers_per_stage
 from megatron_dynapipe.integration.models.layers import T5Split
@@ -50,10 +50,10 @@ def t5_split(args: Namespace, split: Sequence[int] | None = None) -> T5Split:
     )
 
 
-def t5_needs(split: T5Split, rank: int) -> Needs:
+def t5_required_fields(split: T5Split, rank: int) -> RequiredFields:
     """Which of a micro-batch's tensors the chunks of a pipeline rank read."""
     chunks = split.of_rank(rank)
-    return Needs(
+    return RequiredFields(
         tokens=any(layers.starts_encoder for layers in chunks),
         decoder_tokens=any(layers.starts_decoder for layers in chunks),
         labels=any(layers.ends_decoder for layers in chunks),

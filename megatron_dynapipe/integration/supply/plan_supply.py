@@ -14,7 +14,7 @@ from typing import Self
 
 import torch
 
-from megatron_dynapipe.data.collate import Collator, Needs
+from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.errors import StoreError
@@ -66,17 +66,17 @@ class PlanSupply:
     def __exit__(self, *_: object) -> None:
         self._resources.close()
 
-    def iterator(self, split: SplitSettings, *, needs: Needs, replica: int, stage: int) -> AgreedIterator:
+    def iterator(self, split: SplitSettings, *, required: RequiredFields, replica: int, stage: int) -> AgreedIterator:
         """One split's iterations for (replica, stage), prefetched until the block ends."""
-        return self._control.run_on_all(functools.partial(self._iterator, split, needs, replica, stage))
+        return self._control.run_on_all(functools.partial(self._iterator, split, required, replica, stage))
 
-    def _iterator(self, split: SplitSettings, needs: Needs, replica: int, stage: int) -> AgreedIterator:
+    def _iterator(self, split: SplitSettings, required: RequiredFields, replica: int, stage: int) -> AgreedIterator:
         timeout_s, folder = self._settings.timeout_s, Path(self._settings.data)
         client = PlanClient(self.store, self.keys, replica=replica, stage=stage, deadline_s=timeout_s)
-        reader = open_split(folder, split.name) if needs.text else None
+        reader = open_split(folder, split.name) if required.text else None
         planned = PlannedIterator(
             functools.partial(client.fetch, split.name),
-            Collator(needs=needs, reader=reader, special=read_meta(folder)),
+            Collator(required=required, reader=reader, special=read_meta(folder)),
             start_iteration=split.first_iteration,
             stop_iteration=None if split.iterations is None else split.first_iteration + split.iterations,
             ahead=max(self._settings.ahead // 2, 1),

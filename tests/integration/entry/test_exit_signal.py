@@ -3,21 +3,19 @@
 import contextlib
 import io
 import os
-import runpy
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, train
+from tests.helpers.entry_scripts import run_script, script_of, train, words
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
 
 SIGNALLED = 3
 
 
-def run_signalled(rank: int, world_size: int, argv: list[str], victim: int) -> object:
+def run_signalled(rank: int, world_size: int, argv: list[str], victim: int) -> int:
     from megatron.training import training
 
     log = training.training_log
@@ -28,23 +26,17 @@ def run_signalled(rank: int, world_size: int, argv: list[str], victim: int) -> o
         return log(loss_dict, total, learning_rate, iteration, *rest, **named)
 
     training.training_log = logged
-    sys.argv = ["pretrain_t5_multitask.py", *argv]
     with contextlib.redirect_stdout(io.StringIO()):
-        try:
-            runpy.run_path(str(ROOT / "pretrain_t5_multitask.py"), run_name="__main__")
-        except SystemExit as leaving:
-            return leaving.code
-    return None
+        return run_script(script_of("t5"), argv)
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_saves_and_ends_every_rank(victim, tmp_path):
     data, saved = make_dataset(tmp_path / "data"), tmp_path / "saved"
     flags = f"--pipeline-model-parallel-size 2 --train-iters 8 --save {saved} --save-interval 100"
-    words = f"{SMALL['t5']} {COMMON} {flags} --exit-signal-handler".split()
-    argv = [*words, "--dynapipe-data", str(data), "--dynapipe-report-dir", str(tmp_path / "report")]
+    argv = words("t5", data, f"{flags} --exit-signal-handler", report=tmp_path / "report")
     statuses = run_ranks(run_signalled, 2, {"argv": argv, "victim": victim})
-    assert all(status in (None, 0) for status in statuses)
+    assert statuses == [0, 0]
     assert int(Path(saved, "latest_checkpointed_iteration.txt").read_text()) == SIGNALLED
     runs = train("t5", data, f"{flags} --load {saved}", ranks=2, report=tmp_path / "rest")
     assert list(runs[-1]["losses"]) == [str(i) for i in range(SIGNALLED + 1, 9)]

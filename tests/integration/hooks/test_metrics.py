@@ -2,13 +2,11 @@
 
 import contextlib
 import io
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.entry_scripts import COMMON, ROOT, SMALL
+from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
 
@@ -51,9 +49,8 @@ def run_with_writers(rank: int, world_size: int, argv: list[str]) -> dict:
         return result
 
     training.consume_seqlen_stats_in_iteration = consumed
-    sys.argv = ["pretrain_gpt_multitask.py", *argv]
     with contextlib.redirect_stdout(io.StringIO()):
-        runpy.run_path(str(ROOT / "pretrain_gpt_multitask.py"), run_name="__main__")
+        assert run_script(script_of("gpt"), argv) == 0
     return {"scalars": board.scalars, "logged": board.logged, "flops": flops}
 
 
@@ -63,8 +60,7 @@ def runs(tmp_path_factory) -> list[dict]:
     data = make_dataset(folder / "data", 48)
     flags = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --train-iters 4 --log-throughput"
     flags += " --timing-log-level 2 --log-timers-to-tensorboard"
-    words = f"{SMALL['gpt']} {COMMON} {flags} --tensorboard-log-interval 2"
-    argv = [*words.split(), "--dynapipe-data", str(data), "--dynapipe-report-dir", str(folder / "report")]
+    argv = words("gpt", data, f"{flags} --tensorboard-log-interval 2", report=folder / "report")
     return [*run_ranks(run_with_writers, 4, {"argv": argv}), {"report": str(folder / "report")}]
 
 

@@ -1,17 +1,16 @@
 """`profile` on tiny models: the file it writes plans, and tensor-parallel ranks share the work."""
 
+import contextlib
+import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_dynapipe.cost import ABSENT, Row, TableCostModel
 from megatron_dynapipe.units import ModelFamily, Recompute
+from tests.helpers.processes import run_ranks
 
-ROOT = Path(__file__).resolve().parents[3]
 FLAGS = [
     *("--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "64", "--max-position-embeddings", "64"),
     *("--global-batch-size", "8", "--attention-dropout", "0", "--hidden-dropout", "0", "--dynapipe-device", "cpu"),
@@ -21,23 +20,30 @@ GPT = ["--num-layers", "2"]
 T5 = ["--encoder-num-layers", "2", "--decoder-num-layers", "2", "--decoder-seq-length", "32"]
 
 
-def profile(path: Path, *options: str, model: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m"]
-    if ranks > 1:
-        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    command += ["megatron_dynapipe", "profile", "--model", model, "--output", str(path), "--vocabulary", "512"]
-    command += ["--max-positions", "256", "--budget-minutes", "0.12", *options]
-    command += ["--", *FLAGS, *(T5 if model == "t5" else GPT)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+def run_command(rank: int, world_size: int, argv: list[str]) -> tuple[int, str, str]:
+    """The command on one rank: exit status, standard output, standard error."""
+    from megatron_dynapipe.cli.main import main
+
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        status = main(argv)
+    return status, output.getvalue(), errors.getvalue()
+
+
+def profile(path: Path, *options: str, model: str, ranks: int = 1) -> tuple[int, str, str]:
+    """Of rank 0."""
+    argv = ["profile", "--model", model, "--output", str(path), "--vocabulary", "512", "--max-positions", "256"]
+    argv += ["--budget-minutes", "0.06", *options, "--", *FLAGS, *(T5 if model == "t5" else GPT)]
+    found: tuple[int, str, str] = run_ranks(run_command, ranks, {"argv": argv}, deadline_s=240)[0]
+    return found
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("model", ["t5", "gpt"])
 def test_a_profile_is_a_model_that_plans(model: str, tmp_path: Path) -> None:
-    done = profile(tmp_path / "m.json", "--recompute", "none,full", model=model)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(tmp_path / "m.json") and not (tmp_path / "m.json.partial").exists()
+    status, said, errors = profile(tmp_path / "m.json", "--recompute", "none,full", model=model)
+    assert status == 0, errors
+    assert said.strip() == str(tmp_path / "m.json") and not (tmp_path / "m.json.partial").exists()
     cost = TableCostModel.load(tmp_path / "m.json")
     assert cost.family is ModelFamily(model)
     none, full = (cost.tables(tensor_parallel=1, recompute=mode) for mode in (Recompute.NONE, Recompute.FULL))
@@ -56,8 +62,10 @@ def test_a_profile_is_a_model_that_plans(model: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_share_a_layer_and_measure_their_link(tmp_path: Path) -> None:
-    done = profile(tmp_path / "m.json", "--tensor-parallel", "2", "--recompute", "none", model="gpt", ranks=2)
-    assert done.returncode == 0, done.stderr
+    status, _, errors = profile(
+        tmp_path / "m.json", "--tensor-parallel", "2", "--recompute", "none", model="gpt", ranks=2
+    )
+    assert status == 0, errors
     file = json.loads((tmp_path / "m.json").read_text())
     assert list(file["keys"]) == ["tp2_none"]
     assert file["links"]["intra-node"]["gbps"] > 0 and file["links"]["intra-node"]["latency_us"] > 0
@@ -74,5 +82,5 @@ def test_ranks_share_a_layer_and_measure_their_link(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_profiled_is_said(options: list[str], message: str, tmp_path: Path) -> None:
-    done = profile(tmp_path / "m.json", *options, model="gpt")
-    assert done.returncode == 2 and message in done.stderr
+    status, _, errors = profile(tmp_path / "m.json", *options, model="gpt")
+    assert status == 2 and message in errors

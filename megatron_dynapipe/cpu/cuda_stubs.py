@@ -1,4 +1,4 @@
-"""Objects and wrappers that take the place of CUDA's on a machine without one.
+"""CUDA stubs: objects and wrappers that replace CUDA's on a machine without a CUDA device.
 
 Everything runs at once, in order, on the CPU: a stream is nothing, an event is a reading of the host clock, and
 memory is not counted.
@@ -103,12 +103,12 @@ def nothing(*args: object, **kwargs: object) -> None:
 
 
 def always(value: Any) -> Callable[[Any], Any]:
-    """A maker of stand-ins: replace the original, whatever it was, by `value`."""
+    """Makes a stub: `value`, whatever the original was."""
     return lambda original: value
 
 
 def returning(value: Any) -> Callable[[Any], Any]:
-    """A maker of stand-ins: replace the original by a function that returns `value`, whatever its arguments."""
+    """Makes a stub: a function that returns `value`, whatever its arguments."""
     return lambda original: lambda *args, **kwargs: value
 
 

@@ -1,6 +1,6 @@
-"""Start-up noise that a reader of a run's log can do nothing about, and a function that leaves it out.
+"""Filters start-up messages that a reader of a run's log can do nothing about.
 
-Everything that is left out stands in one of the tables here; errors and Megatron's own log lines pass.
+The tables here hold all of them; errors and Megatron's own log lines pass.
 """
 
 import logging
@@ -26,7 +26,7 @@ WARNINGS: tuple[tuple[str, str], ...] = (
     ("Please use DTensor instead", "Megatron's checkpoints use sharded tensors"),
     (".*torch.cuda.*DtypeTensor constructors are no longer recommended", "Megatron's own use"),
 )
-"""Warnings: (regular expression that the message begins with, why it is noise)."""
+"""Warnings: (regular expression that the message begins with, why it is filtered)."""
 
 LOG_LINES: tuple[tuple[str, str, str], ...] = (
     ("megatron.core.tensor_parallel.random", "CPU RNG state changed", "without CUDA the two are one generator"),
@@ -41,7 +41,7 @@ LOG_LINES: tuple[tuple[str, str, str], ...] = (
     ("megatron.core.optimizer", "Setting up optimizer with config", "a dump of settings"),
     ("megatron.core.num_microbatches_calculator", "setting number of micro", "nominal: plans choose the micro-batches"),
 )
-"""Log records: (name of the logger, text that the message begins with, why it is noise)."""
+"""Log records: (name of the logger, text that the message begins with, why it is filtered)."""
 
 
 class _Beginnings(logging.Filter):
@@ -62,7 +62,7 @@ _FILTERS = {
 
 
 def quieten() -> None:
-    """Leave the noise out of this process's log. Before Megatron is imported, so before `enable`; harmless if repeated.
+    """Filter this process's log. Call it before Megatron is imported, so before `enable`; repeating it does no harm.
 
     What Megatron prints, rather than logs, is left to `silence_prints`.
     """
@@ -73,7 +73,7 @@ def quieten() -> None:
 
 
 def silence_prints() -> None:
-    """Silence what Megatron prints at start-up: see `megatron_mends.SILENCED`. Imports Megatron, so after `enable`."""
-    from megatron_dynapipe.cpu import megatron_mends
+    """Silence Megatron's prints at start-up (`megatron_patches.SILENCED`). Imports Megatron: call `enable` first."""
+    from megatron_dynapipe.cpu import megatron_patches
 
-    megatron_mends.silence_prints(memory=is_enabled())
+    megatron_patches.silence_prints(memory=is_enabled())

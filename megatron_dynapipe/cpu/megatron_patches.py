@@ -1,6 +1,6 @@
-"""What is mended or silenced inside Megatron itself: the one module of this package that imports it.
+"""What is patched or silenced inside Megatron itself: the one module of this package that imports it.
 
-`platform.enable` imports it after the stand-ins are in force.
+`platform.enable` imports it after it has set the stubs.
 """
 
 import importlib
@@ -8,8 +8,8 @@ import importlib.util
 
 from megatron.core.datasets import utils as _datasets_utils
 
-from megatron_dynapipe.cpu import fakes
-from megatron_dynapipe.cpu.standins import StandIn
+from megatron_dynapipe.cpu import cuda_stubs
+from megatron_dynapipe.cpu.stub_table import Stub
 from megatron_dynapipe.errors import UnsupportedMegatronError
 
 
@@ -26,37 +26,37 @@ def compile_helpers() -> None:
         )
 
 
-MENDS: tuple[StandIn, ...] = (
-    StandIn(
+PATCHES: tuple[Stub, ...] = (
+    Stub(
         owner=_datasets_utils.__name__,
         name="compile_helpers",
         make=lambda original: compile_helpers,
         why="runs make in the package's folder, where the wheel has no Makefile, and exits when that fails",
     ),
 )
-"""Replacements in Megatron's own modules, in the form of the table of stand-ins."""
+"""Replacements in Megatron's own modules, rows like those of the table of stubs."""
 
-SILENCED: tuple[StandIn, ...] = (
-    StandIn(
+SILENCED: tuple[Stub, ...] = (
+    Stub(
         owner="megatron.training.arguments",
         name="_print_args",
-        make=fakes.always(fakes.nothing),
+        make=cuda_stubs.always(cuda_stubs.nothing),
         why="prints some eight hundred lines, most of them of features that are off",
     ),
-    StandIn(
+    Stub(
         owner="megatron.training.training",
         name="report_theoretical_memory",
-        make=fakes.always(fakes.nothing),
+        make=cuda_stubs.always(cuda_stubs.nothing),
         why="prints ten lines that know nothing of plans",
     ),
 )
 """Functions that print at start-up what nobody reads."""
 
-SILENCED_ON_CPU: tuple[StandIn, ...] = (
-    StandIn(
+SILENCED_ON_CPU: tuple[Stub, ...] = (
+    Stub(
         owner="megatron.training.training",
         name="report_memory",
-        make=fakes.always(fakes.nothing),
+        make=cuda_stubs.always(cuda_stubs.nothing),
         why="prints, on every rank, counters that are zero without CUDA",
     ),
 )
@@ -65,6 +65,6 @@ SILENCED_ON_CPU: tuple[StandIn, ...] = (
 
 def silence_prints(*, memory: bool) -> None:
     """Make the functions of `SILENCED` (and, if `memory`, of `SILENCED_ON_CPU`) print nothing."""
-    for stand_in in SILENCED + (SILENCED_ON_CPU if memory else ()):
-        module = importlib.import_module(stand_in.owner)
-        setattr(module, stand_in.name, stand_in.make(getattr(module, stand_in.name)))
+    for stub in SILENCED + (SILENCED_ON_CPU if memory else ()):
+        module = importlib.import_module(stub.owner)
+        setattr(module, stub.name, stub.make(getattr(module, stub.name)))
