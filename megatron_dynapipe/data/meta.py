@@ -13,6 +13,7 @@ import msgspec
 
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.files import read_bounded
 
 FORMAT: Literal["dynapipe-dataset/1"] = "dynapipe-dataset/1"
 SPLITS = ("train", "valid", "test")
@@ -76,12 +77,14 @@ def read_meta(folder: Path) -> DatasetMeta:
     if not folder.is_dir():
         raise DataError(f"expected a dataset folder at {folder}, found none", hint=hint)
     try:
-        return msgspec.json.decode(meta_path(folder).read_bytes(), type=DatasetMeta)
+        return msgspec.json.decode(read_bounded(meta_path(folder)), type=DatasetMeta)
     except FileNotFoundError:
         raise DataError(
             f"expected a dataset folder with a meta.json at {folder}, found no such file", hint=hint
         ) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise DataError(f"{meta_path(folder)}: cannot read it: {error.strerror}", hint=hint) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{meta_path(folder)}: expected {FORMAT}: {error}", hint=hint) from error
 
 

@@ -6,7 +6,7 @@ from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
 from megatron_dynapipe.plan.memory import high_water_marks
 from megatron_dynapipe.plan.text import point_at
-from megatron_dynapipe.units import BYTES_PER_MB
+from megatron_dynapipe.units import in_mb
 
 
 def check_memory(plan: IterationPlan, replica: ReplicaPlan, rank: int, passes: Sequence[int]) -> None:
@@ -14,7 +14,8 @@ def check_memory(plan: IterationPlan, replica: ReplicaPlan, rank: int, passes: S
     limit = plan.memory_limit_bytes
     for step, high in zip(passes, high_water_marks(plan, replica, rank, passes), strict=True):
         if high > limit:
+            most, found = in_mb(limit, high)
             raise PlanError(
-                f"stage {rank}: expected at most {limit / BYTES_PER_MB:.0f} MB, got {high / BYTES_PER_MB:.0f} MB at "
+                f"stage {rank}: expected at most {most}, got {found} at "
                 f"{point_at(replica.stages[rank].instructions, step)}"
             )

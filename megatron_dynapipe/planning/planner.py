@@ -32,7 +32,7 @@ from megatron_dynapipe.planning.search import default_evaluations, search
 from megatron_dynapipe.planning.search_problem import SearchProblem
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import Shape
+from megatron_dynapipe.units import Shape, in_mb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +81,9 @@ class Planner:
         self._memory_bytes: IntArray = np.asarray(settings.memory_limit_bytes - self.model_state_bytes)
         if self._memory_bytes.min() <= 0:
             stage = int(self._memory_bytes.argmin())
+            needed, available = in_mb(int(self.model_state_bytes[stage]), settings.memory_limit_bytes)
             raise InfeasibleError(
-                f"stage {stage} needs {self.model_state_bytes[stage] / 1e6:.0f} MB for parameters, gradients and"
-                f" optimizer state, of {settings.memory_limit_bytes / 1e6:.0f} MB",
+                f"stage {stage} needs {needed} for parameters, gradients and optimizer state, of {available}",
                 hint="use more pipeline stages or tensor parallelism, or the distributed optimizer",
             )
         identity = msgspec.json.encode([settings, cost_model.digest])

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.plan.iteration import Totals
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.units import Shape
@@ -68,13 +69,15 @@ def read_records(path: Path) -> list[Record]:
         DataError: the file is missing, or a line is not a record (its number is named).
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_bounded(path).splitlines()
     except FileNotFoundError:
         raise DataError(f"expected a file of records, found nothing at {path}") from None
+    except OSError as error:
+        raise DataError(f"cannot read the records {path}: {error.strerror}") from error
     records: list[Record] = []
     for number, line in enumerate(lines, start=1):
         try:
             records.append(_decoder.decode(line))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(f"{path}, line {number}: {error}") from error
     return records

@@ -53,7 +53,7 @@ def decode_failure(data: bytes) -> PlannerFailure:
     """What `PlannerFailure.encode` wrote; whatever else lies under the error key is shown as it is."""
     try:
         return msgspec.json.decode(data, type=PlannerFailure)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return PlannerFailure(
             node=-1,
             doing="running a version of this package that reports failures in another form",

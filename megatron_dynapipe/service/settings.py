@@ -135,5 +135,5 @@ def decode_settings(line: bytes) -> ServiceSettings:
     """What `encode_settings` wrote; raises `ConfigError` naming the field that is wrong."""
     try:
         return msgspec.json.decode(line, type=ServiceSettings)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"not the planner process's settings: {error}") from error

@@ -1,10 +1,13 @@
 """Where a plan store is, with a password that is never shown."""
 
+import re
 from dataclasses import dataclass, field
 from urllib.parse import quote, urlsplit
 
 from megatron_dynapipe.errors import ConfigError
 
+_PRINTABLE = re.compile(r"[^\s\x00-\x1f\x7f]+")
+_DATABASE = re.compile(r"(/[0-9]{0,9})?")  # a client takes any other path for database 0
 _FORM = "redis://[user:password@]host[:port][/database], rediss://… or unix:///path/of/socket"
 
 
@@ -16,16 +19,17 @@ class StoreAddress:
     """The whole URL, password included: hand it to a client or through a pipe, never print it."""
 
     def __post_init__(self) -> None:
+        if not _PRINTABLE.fullmatch(self.url):  # `urlsplit` drops some of the others
+            raise self._malformed()
         try:
             parts = urlsplit(self.url)
-            parts.port  # noqa: B018 (raises ValueError when it is not a number)
+            port, host = parts.port, parts.hostname or ""
+            host.encode("idna")  # as looking it up does
         except ValueError:
             raise self._malformed() from None  # the cause may quote a piece of the password
-        if (
-            parts.query
-            or parts.fragment
-            or not (parts.path if parts.scheme == "unix" else parts.scheme in ("redis", "rediss") and parts.hostname)
-        ):
+        is_socket = parts.scheme == "unix" and parts.path
+        is_host = parts.scheme in ("redis", "rediss") and host and port != 0 and _DATABASE.fullmatch(parts.path)
+        if parts.query or parts.fragment or not (is_socket or is_host):
             raise self._malformed()
 
     @staticmethod

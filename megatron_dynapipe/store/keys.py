@@ -17,6 +17,37 @@ from dataclasses import dataclass
 from megatron_dynapipe.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_JOB = re.compile(rf"dynapipe:({_NAME.pattern}):(?:(error)|report:[0-9]+|{_NAME.pattern}:(.+))")
+_PLAN = re.compile(r"([a-z]+):([0-9]{1,18}):[0-9]+:[0-9]+")
+_OTHER = re.compile(r"[a-z]+:progress|passes:[0-9]+:[0-9]+|costs:[0-9]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyName:
+    """What a key is of.
+
+    Attributes:
+        job: the launch.
+        plan: of a stage's plan, the split and the iteration.
+        is_error: whether it is the job's failure.
+    """
+
+    job: str
+    plan: tuple[str, int] | None = None
+    is_error: bool = False
+
+
+def parse_key(key: str) -> KeyName | None:
+    """What a key is of; None if it is no key of ours."""
+    found = _JOB.fullmatch(key)
+    if found is None:
+        return None
+    job, error, rest = found.groups()
+    if rest is None:
+        return KeyName(job=job, is_error=error is not None)
+    if plan := _PLAN.fullmatch(rest):
+        return KeyName(job=job, plan=(plan[1], int(plan[2])))
+    return KeyName(job=job) if _OTHER.fullmatch(rest) else None
 
 
 def new_job_name() -> str:

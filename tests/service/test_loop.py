@@ -220,3 +220,8 @@ def test_a_plan_of_another_rank_under_our_key_is_refused(settings, store) -> Non
         PlanError, match=r"expected the plan of \(iteration, replica, stage\) \(3, 0, 0\) under .*, got \(3, 0, 1\)"
     ):
         client(told, store).fetch("train", 3)
+
+
+@pytest.mark.parametrize("data", [b'{"node": 0, "doing": "\xff\xfe"}', b"[" * 100_000, b"", b"null"])
+def test_what_is_no_failure_is_shown_as_it_is(data: bytes) -> None:
+    assert "reports failures in another form" in decode_failure(data).to_error().message

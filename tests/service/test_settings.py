@@ -58,3 +58,9 @@ def test_the_digest_names_what_plans_depend_on(settings) -> None:
 def test_a_missing_cost_file_is_told() -> None:
     with pytest.raises(CostModelError, match="cannot read the cost model no-such-file"):
         CostFile(path="no-such-file").load()
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe", b'{"job": "\xff"}', b"[" * 100_000, b"", b"null"])
+def test_what_are_no_settings_is_one_error(line: bytes) -> None:
+    with pytest.raises(ConfigError, match="not the planner process's settings"):
+        decode_settings(line)
