@@ -1,6 +1,6 @@
 """Plans on their way from the planner to the ranks: bytes under keys, with deadlines, in a Redis-compatible server."""
 
-from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.store.address import StoreAddress, find_address
 from megatron_dynapipe.store.keys import PlanKeys, new_job_name
 from megatron_dynapipe.store.lease import JobLease
 from megatron_dynapipe.store.memory import MemoryStore
@@ -16,6 +16,7 @@ __all__ = [
     "RedisStore",
     "StoreAddress",
     "StoreServer",
+    "find_address",
     "new_job_name",
     "open_store",
 ]

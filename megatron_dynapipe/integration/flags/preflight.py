@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
+from megatron_dynapipe.integration.flags import store_address
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler
@@ -26,6 +27,8 @@ def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInput
         DataError: the dataset is damaged, of another vocabulary, or holds samples that cannot be trained on.
     """
     _check_report_folder(settings.report_folder)
+    if (warning := store_address.password_warning()) and args.rank == 0:
+        print(f"warning: {warning}", flush=True)
     _check_vocabulary(settings.data, args.padded_vocab_size)
     costs = inputs.costs.load()
     for split in inputs.splits:
