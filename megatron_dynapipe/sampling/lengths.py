@@ -3,7 +3,7 @@
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -94,13 +94,23 @@ def read_task_ids(folder: Path, split: str, samples: int) -> npt.NDArray[np.int1
         DataError: the file is missing, unreadable, or holds another number of samples.
     """
     path = task_ids_path(folder, split)
-    try:
-        content = read_bounded(path, most_bytes=_HEADER_BYTES + 2 * samples)
-        ids = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-    except Exception as error:  # numpy parses the header as Python's own syntax, which fails in many ways
-        raise DataError(f"{path}: expected an array of {samples} task indices, cannot read it: {error}") from error
-    if ids.dtype != np.int16 or ids.shape != (samples,):
-        raise DataError(f"{path}: expected int16[{samples}], got {ids.dtype}{list(ids.shape)}")
+    ids = read_array(path, np.dtype(np.int16), samples)
     if samples and int(ids.min()) < 0:
         raise DataError(f"{path}: expected task indices of at least 0, got {ids.min()}")
     return np.asarray(ids, dtype=np.int16)
+
+
+def read_array(path: Path, dtype: np.dtype[Any], samples: int) -> npt.NDArray[Any]:
+    """An array file of one number per sample.
+
+    Raises:
+        DataError: the file is missing, unreadable, or holds other numbers, or another number of them.
+    """
+    try:
+        content = read_bounded(path, most_bytes=_HEADER_BYTES + dtype.itemsize * samples)
+        found = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    except Exception as error:  # numpy parses the header as Python's own syntax, which fails in many ways
+        raise DataError(f"{path}: expected {dtype}[{samples}], cannot read it: {error}") from error
+    if found.dtype != dtype or found.shape != (samples,):
+        raise DataError(f"{path}: expected {dtype}[{samples}], got {found.dtype}{list(found.shape)}")
+    return np.asarray(found)

@@ -127,7 +127,7 @@ def test_task_ids(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="expected task indices of at least 0, got -1"):
         read_task_ids(tmp_path, "train", 2)
     path.write_bytes(b"no array")
-    with pytest.raises(DataError, match=r"expected an array of \d+ task indices, cannot read it"):
+    with pytest.raises(DataError, match=r"expected int16\[\d+\], cannot read it"):
         read_task_ids(tmp_path, "train", 2)
 
 
