@@ -3,7 +3,7 @@
     up to 2 GB   ████████████████████████    the whole file
     above        ██ · █ · █ · █ · █ · ██     its size, head, tail and blocks at fixed places: less than a second
 
-Bytes that change between the blocks of a large file do not change its quick digest; the checksum that each sample has is
+    above        ██ · █ · █ · █ · █ · ██     size, head, tail, blocks at fixed places: about a second
 checked when the sample is read, and `data verify` reads everything.
 """
 

@@ -125,12 +125,16 @@ def _plan_layer_split(args: argparse.Namespace, family: ModelFamily) -> tuple[in
     """Replace `--dynapipe-layers-per-stage auto` by the split predicted to be fastest; None if it was not asked."""
     if args.dynapipe_layers_per_stage != model_flags.AUTO:
         return None
-    settings = arguments.RunSettings.from_args(args)
-    chosen = chosen_layer_split(args, settings, family, on_cpu=cpu.is_enabled())
-    args.dynapipe_layers_per_stage = ",".join(map(str, chosen))
+
+    def choose() -> str:
+        settings = arguments.RunSettings.from_args(args)
+        return ",".join(map(str, chosen_layer_split(args, settings, family, on_cpu=cpu.is_enabled())))
+
+    split = launch.from_rank_0("layer-split", choose, timeout_s=args.dynapipe_timeout_s)
+    args.dynapipe_layers_per_stage = split
     if args.rank == 0:
-        print(f"layers per stage: {args.dynapipe_layers_per_stage}", flush=True)
-    return chosen
+        print(f"layers per stage: {split}", flush=True)
+    return tuple(map(int, split.split(",")))
 
 
 def patched_session(args: argparse.Namespace) -> Session:

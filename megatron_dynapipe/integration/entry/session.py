@@ -36,6 +36,7 @@ from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.control_group import ControlGroup
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.integration.supply.recorder import Recorder
+from megatron_dynapipe.integration.supply.same_run import check_same_run
 from megatron_dynapipe.runtime import PipelineExecutor, platform_of, watched
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import Shape, input_positions, target_positions
@@ -192,6 +193,7 @@ class Session:
     def _start(self) -> None:
         self._control = ControlGroup(timeout_s=self._settings.timeout_s)
         inputs = self._with_model_state(self._control.run_on_all(self._make_inputs))
+        check_same_run(self._control, self._settings, inputs)
         timeout_s = self._settings.timeout_s
         link = open_transport(self._control, inputs.planner, device=self._device, timeout_s=timeout_s)
         self._stage, self._stages = link.stage, len(link.ranks)
