@@ -29,6 +29,7 @@ from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
 from megatron_dynapipe.integration.flags.model_state import StateBytes
 from megatron_dynapipe.integration.flags.plan_inputs import chosen_layer_split, plan_inputs, preview_inputs
 from megatron_dynapipe.integration.flags.preflight import check_run
+from megatron_dynapipe.integration.flags.run_record import CheckpointRecords, record_of
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
@@ -235,7 +236,18 @@ def _session(
         seed=args.seed,
         metrics_interval=args.tensorboard_log_interval,
         state=StateBytes.of(args),
+        save_record=_saving_record(args, settings, family),
     )
+
+
+def _saving_record(
+    args: argparse.Namespace, settings: arguments.RunSettings, family: ModelFamily
+) -> Callable[[], None]:
+    """What puts this run's record into each checkpoint that it saves, once the checkpoint is complete."""
+    if args.save is None or args.rank != 0:
+        return lambda: None
+    record = record_of(args, settings, preview_inputs(args, settings, family, on_cpu=cpu.is_enabled()))
+    return CheckpointRecords(Path(args.save), record).update
 
 
 def pretrain_arguments(run: Run, session: Session) -> dict[str, Any]:

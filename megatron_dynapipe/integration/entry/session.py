@@ -9,6 +9,7 @@ where training resumes. Ranks start things in the same order, and a failure on o
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -41,6 +42,8 @@ from megatron_dynapipe.runtime import PipelineExecutor, platform_of, watched
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import Shape, input_positions, target_positions
 
+logger = logging.getLogger(__name__)
+
 MakeBatch = Callable[[HostMicroBatch, torch.device], DeviceBatch]
 
 
@@ -56,6 +59,7 @@ class Session:
         device: this rank's device.
         state: what a parameter's copies take; None leaves a model's memory to the cost model.
         seed: of dropouts.
+        save_record: puts what a checkpoint says of its run into the last one; called on rank 0 as training goes on.
         metrics_interval: iterations between two whose numbers are given to Megatron's writers.
 
     Attributes:
@@ -74,6 +78,7 @@ class Session:
         seed: int,
         metrics_interval: int,
         state: StateBytes | None = None,
+        save_record: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._make_inputs = inputs
@@ -84,6 +89,7 @@ class Session:
         self._seed = seed
         self._metrics_interval = metrics_interval
         self._state = state
+        self._save_record = save_record
         self._modules: list[torch.nn.Module] = []
         self._context: MicroBatchContext | None = None
         self._resources = ExitStack()
@@ -97,7 +103,16 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._record_checkpoint()
         self._resources.__exit__(kind, error, trace)
+
+    def _record_checkpoint(self) -> None:
+        """After Megatron may have saved one, between iterations or at the end."""
+        if self._iterators and self._control.rank == 0:
+            try:
+                self._save_record()
+            except OSError as error:
+                logger.warning("cannot write what the last checkpoint was trained on: %s", error)
 
     def datasets(self, _samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         """Megatron's dataset provider for `--dataloader-type external`: the iterators of the three splits.
@@ -127,6 +142,7 @@ class Session:
         models = model if isinstance(model, list) else [model]
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         item: PlannedIteration = next(iterator)
+        self._record_checkpoint()
         result = run_iteration(
             item.entry.stage_plan,
             self._executor,

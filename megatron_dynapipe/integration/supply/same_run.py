@@ -2,15 +2,12 @@
 
 import functools
 import os
-from collections.abc import Iterator
-from typing import Any
-
-import msgspec
 
 from megatron_dynapipe.data.identity import check_files
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.integration.flags.arguments import RunSettings
+from megatron_dynapipe.integration.flags.run_record import settings_fields
 from megatron_dynapipe.integration.supply.control_group import ControlGroup
 from megatron_dynapipe.service.settings import PlanInputs
 
@@ -36,25 +33,6 @@ def check_same_run(control: ControlGroup, settings: RunSettings, inputs: PlanInp
             hint=f"copy one dataset folder to {settings.data} of every node; `megatron-dynapipe data verify` checks it",
         )
     return files
-
-
-def settings_fields(inputs: PlanInputs) -> dict[str, str]:
-    """What plans are made from, field by field, as text; the dataset's folder may lie elsewhere on every node."""
-    held = {
-        "costs": inputs.costs.load().digest,
-        "recalibrate": inputs.recalibrate,
-        "planner": msgspec.to_builtins(inputs.planner),
-        "splits": {split.name: msgspec.to_builtins(split) for split in inputs.splits},
-    }
-    return dict(_flat("", held))
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for name, each in value.items():
-            yield from _flat(f"{prefix}.{name}" if prefix else str(name), each)
-    else:
-        yield prefix, msgspec.json.encode(value).decode()
 
 
 def _dataset_files(settings: RunSettings, inputs: PlanInputs) -> dict[str, str]:

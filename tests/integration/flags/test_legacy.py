@@ -27,7 +27,7 @@ OURS = """
 --dynapipe-device-to-node --dynapipe-disable-mb-permutation --dynapipe-layer-to-device --dynapipe-partition-algo
 --dynapipe-prefetch-planner-num-workers --dynapipe-round-seqlen-multiple --dynapipe-schedule-method
 --dynapipe-token-based-partition-mbs --dynapipe-zero-stage
---dynapipe-attention --dynapipe-layers-per-stage --dynapipe-recalibrate --dynapipe-scatter-gather
+--dynapipe-allow-other-data --dynapipe-attention --dynapipe-layers-per-stage --dynapipe-recalibrate --dynapipe-scatter-gather
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
 
