@@ -16,10 +16,16 @@ from pathlib import Path
 import yaml
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.files import read_bounded
 
 Scalar = str | int | float | bool
 CONFIG_FLAG = "--dynapipe-config"
 UNSET_FLAG = "--dynapipe-unset"
+MOST_BYTES = 10_000_000
+"""Of a run file."""
+
+# A number that Python does not convert is a ValueError, as is text that is no UTF-8.
+_UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
 
 
 def expand(arguments: Sequence[str], switches: Mapping[str, bool]) -> list[str]:
@@ -48,16 +54,22 @@ def expand(arguments: Sequence[str], switches: Mapping[str, bool]) -> list[str]:
 def read(path: Path, switches: Mapping[str, bool]) -> dict[str, Scalar | list[Scalar]]:
     """The checked mapping of a run file; raises ConfigError as `expand`."""
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = _loaded(path)
     except FileNotFoundError:
         raise ConfigError(
             f"run file {path} does not exist", hint="pass the path of a YAML file, such as those in configs/"
         ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"run file {path} cannot be read: {error}") from error
+    except _UNREADABLE as error:
+        found = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"run file {path} cannot be read: {found}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"expected run file {path} to be a mapping of flags to values, got {type(loaded).__name__}")
     return {str(name): _checked(str(name), value, switches, path) for name, value in loaded.items()}
+
+
+def _loaded(path: Path) -> object:
+    """What a YAML file says; raises one of `_UNREADABLE`."""
+    return yaml.safe_load(read_bounded(path, most_bytes=MOST_BYTES).decode())
 
 
 def value_of(arguments: Sequence[str], name: str, default: str) -> str:
@@ -69,8 +81,8 @@ def value_of(arguments: Sequence[str], name: str, default: str) -> str:
     value = default
     for file in map(Path, files):
         try:
-            loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            loaded = _loaded(file)
+        except _UNREADABLE:
             continue  # `expand` reports it
         if isinstance(loaded, dict):
             value = str(loaded.get(name, value))
@@ -103,6 +115,8 @@ def _take(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 def _checked(name: str, value: object, switches: Mapping[str, bool], path: Path) -> Scalar | list[Scalar]:
     _check_known(name, switches, str(path))
+    if any(isinstance(item, int) and item.bit_length() > 64 for item in _items(value)):
+        raise ConfigError(f"{path}: {name}: expected numbers of at most 64 bits, got a larger one")
     if switches[name]:
         if not isinstance(value, bool):
             raise ConfigError(f"{path}: {name} is a switch: expected true or false, got {value!r}")

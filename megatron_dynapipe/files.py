@@ -1,21 +1,74 @@
-"""Reading files that may be compressed."""
+"""Reading files that people name: regular ones, of a size that their kind can have, some of them compressed.
+
+A pipe, or a device such as `/dev/zero`, would be read without an end.
+"""
 
 import errno
 import gzip
+import io
+import os
+import stat
 import zlib
 from pathlib import Path
 
+MOST_BYTES = 1_000_000_000
+"""No description, plan or cost model comes near this."""
 
-def read_unpacked(path: Path) -> bytes:
+_MOST_OF_KERNEL = 2**24
+_KINDS = (
+    (stat.S_ISDIR, "folder"),
+    (stat.S_ISFIFO, "pipe"),
+    (stat.S_ISCHR, "device"),
+    (stat.S_ISBLK, "device"),
+    (stat.S_ISSOCK, "socket"),
+)
+
+
+def read_bounded(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or has more than `most_bytes`; `strerror` says which.
+    """
+    descriptor = open_regular(path)
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
+        # A file of the kernel's has content and says that its size is 0.
+        data = file.read((size or min(most_bytes, _MOST_OF_KERNEL)) + 1) if size <= most_bytes else b""
+    found = max(size, len(data))
+    if found > most_bytes:
+        raise OSError(errno.EFBIG, f"expected at most {most_bytes} bytes, found {found}", str(path))
+    return data
+
+
+def read_unpacked(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """The contents of a file, unpacked if its name ends in .gz.
 
     Raises:
-        OSError: it cannot be read, or is not a whole gzip file; `strerror` says which.
+        OSError: as `read_bounded`, of the file and of its contents; or it is not a whole gzip file.
     """
-    data = path.read_bytes()
+    data = read_bounded(path, most_bytes=most_bytes)
     if path.suffix != ".gz":
         return data
     try:
-        return gzip.decompress(data)
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            unpacked = file.read(most_bytes + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise OSError(errno.EINVAL, f"expected a whole gzip file: {error}", str(path)) from error
+    if len(unpacked) > most_bytes:
+        raise OSError(errno.EFBIG, f"expected at most {most_bytes} bytes when unpacked, found more", str(path))
+    return unpacked
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor for reading a regular file; the caller closes it. Raises OSError as `read_bounded`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else opening a pipe waits for a writer
+    except ValueError as error:  # a null character
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = next((kind for is_kind, kind in _KINDS if is_kind(mode)), "special file")
+        raise OSError(errno.EINVAL, f"expected a regular file, found a {kind}", str(path))
+    return descriptor

@@ -60,6 +60,15 @@ class Shape(NamedTuple):
         return f"{self.size}x{lengths}"
 
 
+def in_mb(*sizes: int) -> list[str]:
+    """Sizes in bytes as megabytes for a message: with as many decimals as tell different sizes apart."""
+    for decimals in range(7):  # six show every byte
+        texts = [f"{size / BYTES_PER_MB:.{decimals}f} MB" for size in sizes]
+        if len(set(texts)) == len(set(sizes)):
+            break
+    return texts
+
+
 def round_up(length: int, multiple: int = LENGTH_MULTIPLE) -> int:
     """The least multiple of `multiple` that is at least `length`."""
     return -(-length // multiple) * multiple

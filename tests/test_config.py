@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,17 @@ def test_one_value_is_known_before_all_flags_are(arguments, value, tmp_path):
     path = write(tmp_path, "dynapipe-device: cpu\nnot-a-flag: 1\n")
     words = [path if word == "FILE" else word for word in arguments]
     assert config.value_of(words, "dynapipe-device", "auto") == value
+
+
+def test_a_run_file_without_an_end_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "run.yaml")
+    for path in (tmp_path / "run.yaml", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="cannot be read: expected a regular file"):
+            config.read(path, SWITCHES)
+        assert config.value_of([config.CONFIG_FLAG, str(path)], "device", "auto") == "auto"
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "[" * 1500, "? [a]\n: b", "\x00", "bf16: 0x" + "f" * 10_000])
+def test_a_run_file_that_is_no_mapping_of_flags_is_one_error(tmp_path, text):
+    with pytest.raises(ConfigError):
+        config.read(Path(write(tmp_path, text)), SWITCHES)

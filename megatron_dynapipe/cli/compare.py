@@ -30,7 +30,7 @@ def add_parser(subparsers: "SubParsers") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Predict every batch under every method."""
+    """Predict every batch under every method; 1 if there is a plan for none of them."""
     import msgspec
 
     from megatron_dynapipe.cost import TableCostModel
@@ -39,9 +39,10 @@ def run(args: argparse.Namespace) -> int:
     settings = planner_settings(args, cost_model, args.schedule)
     batches = chosen_batches(args)
     longest = _longest(args, batches)
-    entries = []
+    entries, can_plan = [], False
     for number, batch in enumerate(batches):
         methods = {method: _predict(method, batch, longest, settings, cost_model) for method in METHODS}
+        can_plan = can_plan or any(found["error"] is None for found in methods.values())
         entries.append({"id": batch.id, "methods": methods})
         if not args.json:
             _print(batch.id, methods)
@@ -51,12 +52,12 @@ def run(args: argparse.Namespace) -> int:
         print(file=sys.stderr)
     if args.json:
         sys.stdout.write(msgspec.json.encode({"format": FORMAT, "batches": entries}).decode() + "\n")
-    return 0
+    return 0 if can_plan else 1
 
 
 def _longest(args: argparse.Namespace, batches: "list[NamedBatch]") -> tuple[int, int]:
     """Positions that padding pads to and packing packs into: the maximum length if one is given, else the longest."""
-    tokens = args.max_seq_len or max(max(batch.input) for batch in batches)
+    tokens = args.max_seq_len or max(max(batch.input, default=1) for batch in batches)
     targets = max(max(batch.target or [0]) for batch in batches)
     if args.model is ModelFamily.T5 and args.max_seq_len:
         targets = args.max_seq_len
@@ -81,7 +82,7 @@ def _predict(
     }.get(method, PartitionSettings(algorithm=PartitionAlgorithm.UNIFORM))
     tokens = sum(batch.input) + sum(batch.target or ())
     try:
-        chosen = _packed(batch, longest, settings.family) if method == "packing" else batch
+        chosen = _packed(batch, longest, settings.family) if method == "packing" and batch.input else batch
         planner = Planner(msgspec.structs.replace(settings, partition=partition), cost_model)
         plan = planner.plan(chosen.global_batch(0), 0)
     except (PlanningError, DataError) as error:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: "SubParsers") -> None:
-    """Declare the command and its three actions."""
+    """Declare the command and its actions."""
     parser = subparsers.add_parser("data", help="make a tokenised dataset, or describe one")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
@@ -42,6 +42,9 @@ def add_parser(subparsers: "SubParsers") -> None:
     )
     prepare.add_argument("--skip-empty", action="store_true", help="leave out samples with an empty input or target")
 
+    verify = actions.add_parser("verify", help="check every file and sample of a dataset folder")
+    verify.add_argument("folder", type=Path, metavar="DIR", help="a dataset folder")
+
     stats = actions.add_parser("stats", help="lengths per task and in total")
     stats.add_argument("folder", type=Path, metavar="DIR", help="a dataset folder")
     stats.add_argument("--split", choices=("train", "valid", "test"), default="train", help="(%(default)s)")
@@ -49,10 +52,9 @@ def add_parser(subparsers: "SubParsers") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do one of the actions; what was made, or found, goes to stdout."""
-    actions = {"demo": _demo, "prepare": _prepare, "stats": _stats}
-    actions[args.action](args)
-    return 0
+    """Do one of the actions; what was made, or found, goes to stdout. 1 if `verify` finds something wrong."""
+    actions = {"demo": _demo, "prepare": _prepare, "stats": _stats, "verify": _verify}
+    return actions[args.action](args) or 0
 
 
 def _demo(args: argparse.Namespace) -> None:
@@ -90,6 +92,22 @@ def _prepare(args: argparse.Namespace) -> None:
     if prepared.empty_samples:
         print(f"{prepared.empty_samples} samples without input or target were left out", file=sys.stderr)
     _print_made(prepared.meta, args.output)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from megatron_dynapipe.data.check import problems
+    from megatron_dynapipe.data.meta import read_meta
+
+    found = 0
+    for problem in problems(args.folder):
+        found += 1
+        print(problem, flush=True)
+    meta = read_meta(args.folder)
+    if not meta.files:
+        print(f"{args.folder} was made without digests: only its form was checked", file=sys.stderr)
+    if not found:
+        print(f"{args.folder}: {sum(meta.samples.values())} samples are as they were written")
+    return 1 if found else 0
 
 
 def _stats(args: argparse.Namespace) -> None:

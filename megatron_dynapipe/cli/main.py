@@ -109,11 +109,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         _report(error, sys.stderr)
         return EXIT_CANNOT_RUN
     except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's flush at exit complains
+        _drop_output()
         return 0
+    except OSError as error:  # a full disk, a folder that cannot be written: never a fault of ours
+        where = f"{error.filename}: " if error.filename else ""
+        _report(DynaPipeError(f"{where}{error.strerror or error}"), sys.stderr)
+        _drop_output()
+        return EXIT_CANNOT_RUN
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _drop_output() -> None:
+    """What cannot be written to stdout is dropped here: Python's flush at exit would complain of it again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(error: DynaPipeError, stream: IO[str]) -> None:

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from megatron_dynapipe.sampling import GlobalBatch
 
 
+_MOST = 10**6
+"""Of layers, ranks, widths and lengths: no model has as many, and sums of their costs stay inside 64 bits."""
+_MOST_REAL = 1e9
+"""Of megabytes, Gbit/s and microseconds."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what to plan: lengths, costs, model, parallel layout, memory, links, layer split."""
     parser.add_argument("--batches", type=Path, required=True, metavar="FILE", help="lengths of global batches")
@@ -25,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden-size", type=_positive, required=True, metavar="N")
     for name in ("data", "tensor", "pipeline"):
         parser.add_argument(f"--{name}-parallel", type=_positive, default=1, metavar="N")
-    parser.add_argument("--device-memory-mb", type=float, required=True, metavar="N", help="1 MB = 1e6 bytes")
+    parser.add_argument("--device-memory-mb", type=_above_zero, required=True, metavar="N", help="1 MB = 1e6 bytes")
     parser.add_argument("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
     parser.add_argument(
         "--recompute",
@@ -36,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices-per-node", type=_positive, default=8, metavar="N")
     for link, gbps, latency_us in (("intra", 4800, 0), ("inter", 100, 4000)):
         default = "(default: the cost model's measured one, else %s)"
-        parser.add_argument(f"--{link}-node-gbps", type=float, metavar="N", help=default % gbps)
-        parser.add_argument(f"--{link}-node-latency-us", type=float, metavar="N", help=default % latency_us)
+        parser.add_argument(f"--{link}-node-gbps", type=_above_zero, metavar="N", help=default % gbps)
+        parser.add_argument(f"--{link}-node-latency-us", type=_latency, metavar="N", help=default % latency_us)
     parser.add_argument(
         "--scatter-gather",
         choices=("off", "auto", "on"),
@@ -166,6 +172,20 @@ def _recompute(modes: str) -> tuple[Recompute, ...]:
 
 def _positive(text: str) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {number}")
+    if not 1 <= number <= _MOST:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to {_MOST}, got {number}")
+    return number
+
+
+def _above_zero(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= _MOST_REAL:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and up to {_MOST_REAL:g}, got {number}")
+    return number
+
+
+def _latency(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= _MOST_REAL:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to {_MOST_REAL:g}, got {number}")
     return number

@@ -4,9 +4,11 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from megatron_dynapipe.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
+    from megatron_dynapipe.store.address import StoreAddress
     from megatron_dynapipe.store.admin import ServerReport
 
 _LOOK_S = 1.0
@@ -28,14 +31,30 @@ def add_parser(subparsers: "SubParsers") -> None:
     start.add_argument(
         "--bind", default="127.0.0.1", metavar="ADDRESS", help="this machine's address to listen on (%(default)s)"
     )
+    start.add_argument(
+        "--url-file",
+        type=Path,
+        metavar="FILE",
+        help="write the URL there, readable by you alone, instead of printing it",
+    )
     start.add_argument("--memory-limit-mb", type=int, default=4000, metavar="N", help="(%(default)s)")
 
     stop = actions.add_parser("stop", help="stop a server; the plans it holds are lost")
-    stop.add_argument("url", help="the URL that `store start` printed")
+    _add_url(stop)
 
     inspect = actions.add_parser("inspect", help="what a server holds, job by job")
-    inspect.add_argument("url", help="the URL that `store start` printed, or any Redis-compatible server's")
+    _add_url(inspect)
     inspect.add_argument("--json", action="store_true", help="print it for a machine to read")
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "url",
+        nargs="?",
+        help="the URL that `store start` printed, or any Redis-compatible server's; its password shows in ps: prefer "
+        "--url-file, or the environment variable DYNAPIPE_STORE_URL",
+    )
+    parser.add_argument("--url-file", type=Path, metavar="FILE", help="a file that holds the URL")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,7 +69,10 @@ def _start(args: argparse.Namespace) -> int:
         raise ConfigError(f"--memory-limit-mb must be positive, got {args.memory_limit_mb}")
     try:
         with _terminated_as_interrupted(), StoreServer(bind=args.bind, memory_limit_mb=args.memory_limit_mb) as server:
-            print(server.address.url, flush=True)
+            if args.url_file is None:
+                print(server.address.url, flush=True)
+            else:
+                _write_secret(args.url_file, server.address.url)
             print(f"serving plans at {server.address}; Ctrl-C or `store stop` ends it", file=sys.stderr)
             while (status := server.wait(_LOOK_S)) is None:
                 pass
@@ -75,19 +97,40 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _write_secret(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, whole or not at all."""
+    fresh = path.with_name(f".{path.name}.unfinished")
+    try:
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text + "\n")
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _address(args: argparse.Namespace) -> "StoreAddress":
+    from megatron_dynapipe.store.address import find_address
+
+    address = find_address(args.url, args.url_file, os.environ)
+    if address is None:
+        raise ConfigError(
+            "expected the URL of a plan store, got none",
+            hint="pass it, or --url-file FILE, or set DYNAPIPE_STORE_URL",
+        )
+    return address
+
+
 def _stop(args: argparse.Namespace) -> int:
-    from megatron_dynapipe.store.address import StoreAddress
     from megatron_dynapipe.store.admin import stop_server
 
-    stop_server(StoreAddress(args.url))
+    stop_server(_address(args))
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from megatron_dynapipe.store.address import StoreAddress
     from megatron_dynapipe.store.admin import inspect_server
 
-    address = StoreAddress(args.url)
+    address = _address(args)
     report = inspect_server(address)
     if args.json:
         print(json.dumps({"format": "dynapipe-store-report/1", **dataclasses.asdict(report)}, indent=2))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dynapipe.errors import DataError, PlanError
+from megatron_dynapipe.files import read_bounded
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
@@ -42,7 +43,7 @@ def read_plan(path: Path) -> "IterationPlan":
     from megatron_dynapipe.plan.codec import decode_plan
 
     try:
-        data = path.read_bytes()
+        data = read_bounded(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     return decode_plan(data)

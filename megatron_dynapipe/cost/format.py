@@ -30,11 +30,15 @@ UNITS = {
     "size": "samples",
 }
 
-Table = dict[str, list[tuple[Annotated[int, msgspec.Meta(ge=1)], float]]]
+_MOST = 2**31 - 1
+"""Of a size, a length, a parallel size, megabytes of parameters, microseconds: more would not fit sums in 64 bits."""
+
+_Size = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
+Table = dict[str, list[tuple[_Size, float]]]
 Points = dict[tuple[int, ...], float]
 """{(size, *lengths): value}."""
 
-_NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+_NonNegative = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
 
 PARTS: Mapping[str, Mapping[str, Row]] = {
     "time_ms": {
@@ -72,7 +76,7 @@ class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     `model_state_mb` counts 2 bytes a parameter. `measured` holds the points that the tables were fitted to.
     """
 
-    tp: Annotated[int, msgspec.Meta(ge=1)]
+    tp: _Size
     recompute: Recompute
     model_state_mb: dict[Literal["embedding", "encoder", "decoder"], _NonNegative]
     time_ms: dict[str, Table]
@@ -159,7 +163,7 @@ def decode_file(data: bytes, *, origin: str) -> CostFile:
         )
     try:
         file = msgspec.json.decode(data, type=CostFile)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CostModelError(f"{origin} is not a cost model file: {error}") from error
     if file.format != FORMAT:
         raise CostModelError(f"{origin}: expected format {FORMAT!r}, got {file.format!r}")
@@ -222,8 +226,8 @@ def _read_table(table: Table, lengths: int, where: str) -> Points:
             point = tuple(int(part) for part in key.split(","))
         except ValueError:
             point = ()
-        if len(point) != lengths or min(point) < 1:
-            raise CostModelError(f"{where}: expected keys of {lengths} positive length(s), got {key!r}")
+        if len(point) != lengths or not 1 <= min(point) <= max(point) <= _MOST:
+            raise CostModelError(f"{where}: expected keys of {lengths} positive length(s), got {key[:40]!r}")
         for size, value in rows:
             if not (math.isfinite(value) and 0 <= value * NS_PER_MS <= LARGEST_COST):
                 raise CostModelError(

@@ -5,6 +5,7 @@ Each sample is one document of two sequences. The files are byte for byte those 
 """
 
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from megatron_dynapipe.data.identity import checksums_path
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.index_file import (
     DTYPES,
@@ -23,7 +25,7 @@ from megatron_dynapipe.sampling.index_file import (
     index_path,
     read_index,
 )
-from megatron_dynapipe.sampling.lengths import LengthTable
+from megatron_dynapipe.sampling.lengths import LengthTable, read_array
 
 _UINT16_VOCABULARY = 65_500
 """Megatron stores vocabularies smaller than this in two bytes per token, others in four."""
@@ -35,7 +37,7 @@ def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
 
 
 class IndexedWriter:
-    """Writes samples to `<prefix>.bin` and `<prefix>.idx`; both appear when `close` has succeeded, or not at all.
+    """Writes samples to `<prefix>.bin` and `<prefix>.idx`, and their checksums; all appear when `close` has succeeded.
 
     A context manager: leaving it normally closes, leaving it with an error drops what was written.
 
@@ -49,7 +51,10 @@ class IndexedWriter:
         self._vocabulary_size = vocabulary_size
         self._dtype = token_dtype(vocabulary_size)
         self._lengths: list[int] = []
-        self._unfinished = {path: _unfinished(path) for path in (data_path(prefix), index_path(prefix))}
+        self._checksums: list[int] = []
+        # The index last: readers look for it first, and find the others already in place.
+        paths = (data_path(prefix), checksums_path(prefix), index_path(prefix))
+        self._unfinished = {path: _unfinished(path) for path in paths}
         self._data = self._unfinished[data_path(prefix)].open("wb")
 
     def __enter__(self) -> Self:
@@ -79,9 +84,10 @@ class IndexedWriter:
                     f" {min(ids) if min(ids) < 0 else max(ids)}",
                     hint="the tokenizer and the vocabulary size do not belong together",
                 )
-        for ids in (input_ids, target_ids):
-            self._data.write(np.asarray(ids, self._dtype).tobytes())
-            self._lengths.append(len(ids))
+        tokens = np.asarray([*input_ids, *target_ids], self._dtype).tobytes()
+        self._data.write(tokens)
+        self._lengths += [len(input_ids), len(target_ids)]
+        self._checksums.append(zlib.crc32(tokens))
 
     def close(self) -> None:
         """Write the index and give both files their names."""
@@ -96,7 +102,9 @@ class IndexedWriter:
             for array in (lengths, pointers, documents):
                 index.write(array.tobytes())
             self._sync(index)
-        # The index last: readers look for it first, and find the data already in place.
+        with self._unfinished[checksums_path(self._prefix)].open("wb") as file:
+            np.lib.format.write_array(file, np.asarray(self._checksums, np.uint32), allow_pickle=False)
+            self._sync(file)
         for path, unfinished in self._unfinished.items():
             unfinished.replace(path)
 
@@ -121,6 +129,8 @@ class IndexedReader:
     Args:
         prefix: path of `<prefix>.bin` and `<prefix>.idx` without their endings.
 
+    Each sample is checked against its checksum when it is read, where the dataset has checksums.
+
     Attributes:
         lengths: tokens of every sample.
         dtype: type of a token on disk.
@@ -139,6 +149,7 @@ class IndexedReader:
             np.memmap(self._path, dtype=self.dtype, mode="r") if len(self.lengths) else np.empty(0, self.dtype)
         )
         self._starts = index.sequence_pointers // self.dtype.itemsize
+        self._checksums = read_checksums(prefix, len(self.lengths))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -147,7 +158,7 @@ class IndexedReader:
         """Input and target tokens of a sample: two read-only one-dimensional arrays of `dtype`.
 
         Raises:
-            DataError: the split has no such sample.
+            DataError: the split has no such sample, or its tokens are not those that were written.
         """
         if not 0 <= sample < len(self):
             raise DataError(
@@ -156,7 +167,25 @@ class IndexedReader:
             )
         start, middle = int(self._starts[2 * sample]), int(self._starts[2 * sample + 1])
         end = middle + int(self.lengths.target[sample])
+        if self._checksums is not None and zlib.crc32(self._tokens[start:end]) != self._checksums[sample]:
+            raise DataError(
+                f"{self._path}: the tokens of sample {sample} are not those that were written (their checksum differs)",
+                hint="the file was overwritten or damaged: copy the dataset again; `data verify` checks all of it",
+            )
         return self._tokens[start:middle], self._tokens[middle:end]
+
+
+def read_checksums(prefix: Path, samples: int) -> npt.NDArray[np.uint32] | None:
+    """The checksum of each sample of a split; None where it has none, as a dataset that Megatron wrote.
+
+    Raises:
+        DataError: the file cannot be read, or holds another number of samples.
+    """
+    path = checksums_path(prefix)
+    if not path.exists():
+        return None
+    sums = read_array(path, np.dtype(np.uint32), samples)
+    return np.asarray(sums, dtype=np.uint32)
 
 
 def _unfinished(path: Path) -> Path:

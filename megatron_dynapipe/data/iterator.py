@@ -126,6 +126,12 @@ class PlannedIterator:
                 )
             return self._error or DataError(f"iterator closed while waiting for iteration {self._next_iteration}")
 
+    @property
+    def next_plan_digest(self) -> str:
+        """Digest of the plan that `next` would give without waiting; empty where it would not give one."""
+        with self._changed:
+            return self._ready[0].entry.plan_digest if self._ready else ""
+
     def close(self) -> None:
         """End the thread; no more items come. May be called more than once."""
         with self._changed:

@@ -4,6 +4,7 @@
          tokenizer/                            a HuggingFace tokenizer
          {train,valid,test}.bin, .idx          tokens: one document of two sequences (input, target) per sample
          {train,valid,test}.tasks.npy          int16[samples], each sample's index in `DatasetMeta.tasks`
+         {train,valid,test}.crc32.npy          uint32[samples], each sample's checksum (may be absent)
 """
 
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.files import read_bounded
 
 FORMAT: Literal["dynapipe-dataset/1"] = "dynapipe-dataset/1"
 SPLITS = ("train", "valid", "test")
@@ -37,6 +40,7 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         max_input_length: no input has more tokens than this.
         max_target_length: no target has more tokens than this, without start and end tokens.
         tokenizer: the tokenizer's folder, relative to the dataset's.
+        files: digests of the splits' files; empty in datasets that were made before there were any.
     """
 
     format: Literal["dynapipe-dataset/1"]
@@ -50,6 +54,7 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_input_length: Positive
     max_target_length: Positive
     tokenizer: str = TOKENIZER_FOLDER
+    files: dict[str, FileDigests] = {}
 
     def __post_init__(self) -> None:
         if set(self.samples) != set(SPLITS):
@@ -76,12 +81,14 @@ def read_meta(folder: Path) -> DatasetMeta:
     if not folder.is_dir():
         raise DataError(f"expected a dataset folder at {folder}, found none", hint=hint)
     try:
-        return msgspec.json.decode(meta_path(folder).read_bytes(), type=DatasetMeta)
+        return msgspec.json.decode(read_bounded(meta_path(folder)), type=DatasetMeta)
     except FileNotFoundError:
         raise DataError(
             f"expected a dataset folder with a meta.json at {folder}, found no such file", hint=hint
         ) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise DataError(f"{meta_path(folder)}: cannot read it: {error.strerror}", hint=hint) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{meta_path(folder)}: expected {FORMAT}: {error}", hint=hint) from error
 
 

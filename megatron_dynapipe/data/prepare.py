@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from megatron_dynapipe.data import tokenizer as tokenizers
+from megatron_dynapipe.data.identity import file_digests, files_of
 from megatron_dynapipe.data.indexed import IndexedWriter
 from megatron_dynapipe.data.meta import FORMAT, SPLITS, TOKENIZER_FOLDER, DatasetMeta, meta_path, write_meta
 from megatron_dynapipe.errors import ConfigError, DataError
@@ -120,6 +121,7 @@ def prepare_dataset(samples: Sequence[TextSample], output: Path, settings: Prepa
             eos_id=tokenizer.eos_token_id,
             max_input_length=settings.max_input_length or writing.longest[0],
             max_target_length=settings.max_target_length or writing.longest[1],
+            files={path.name: file_digests(path) for split in SPLITS for path in files_of(folder, split)},
         )
         write_meta(folder, meta)
     return Prepared(meta=meta, long_samples=writing.report(len(samples)), empty_samples=writing.empty_samples)

@@ -1,6 +1,8 @@
 """Reading rows of (task, input, target) text from files and HuggingFace datasets."""
 
 import gzip
+import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,10 @@ import msgspec
 
 from megatron_dynapipe.data.prepare import TextSample
 from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.files import open_regular
+
+MOST_LINE_BYTES = 256_000_000
+"""Of one row; more is no text that anybody has written."""
 
 _DECODER = msgspec.json.Decoder(TextSample)
 
@@ -19,20 +25,22 @@ def read_jsonl(path: Path) -> Iterator[TextSample]:
     Raises:
         DataError: the file cannot be read, or a line is not an object with text under task, input and target.
     """
-    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
+        with os.fdopen(open_regular(path), "rb") as file:
+            lines = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            for number, line in enumerate(iter(lambda: lines.readline(MOST_LINE_BYTES + 1), b""), start=1):
+                if len(line) > MOST_LINE_BYTES:
+                    raise DataError(f"{path}, line {number}: expected at most {MOST_LINE_BYTES} bytes, found more")
                 if line.strip():
                     yield _row(path, number, line)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot read it: {error}") from error
 
 
 def _row(path: Path, number: int, line: bytes) -> TextSample:
     try:
         return _DECODER.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(
             f"{path}, line {number}: expected an object with task, input and target: {error}",
             hint='one line is one sample: {"task": "…", "input": "…", "target": "…"}',

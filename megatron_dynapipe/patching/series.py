@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_dynapipe.errors import PatchError
+from megatron_dynapipe.files import read_bounded
 
 FOLDER = Path(__file__).parents[2] / "patches"
 PREVIOUS = "previous"
@@ -78,8 +79,8 @@ class Series:
             PatchError: its digests are missing or damaged.
         """
         try:
-            files = msgspec.json.decode((folder / DIGESTS).read_bytes(), type=dict[str, FileDigests])
-        except (OSError, msgspec.DecodeError) as error:
+            files = msgspec.json.decode(read_bounded(folder / DIGESTS), type=dict[str, FileDigests])
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise PatchError(f"cannot read the digests of {folder}: {error}") from error
         patches = [Patch.read(path) for path in sorted(folder.glob("*.patch"))]
         is_current = folder.parent.name != PREVIOUS

@@ -79,7 +79,7 @@ def _decode[T: (IterationPlan, StageEntry)](data: bytes, kind: type[T]) -> T:
         )
     try:
         return msgspec.msgpack.decode(payload, type=kind)
-    except (msgspec.DecodeError, PlanError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, PlanError) as error:
         raise PlanDecodeError(f"not a valid {kind.__name__}: {error}") from error
 
 

@@ -6,7 +6,7 @@ from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Backward, Forward
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
 from megatron_dynapipe.plan.text import point_at
-from megatron_dynapipe.units import BYTES_PER_MB
+from megatron_dynapipe.units import in_mb
 
 
 def high_water_marks(plan: IterationPlan, replica: ReplicaPlan, stage: int, passes: Sequence[int]) -> Iterator[int]:
@@ -47,7 +47,8 @@ def check_memory(plan: IterationPlan, replica: ReplicaPlan, stage: int, passes: 
     limit = plan.memory_limit_bytes
     for step, high in zip(passes, high_water_marks(plan, replica, stage, passes), strict=True):
         if high > limit:
+            most, found = in_mb(limit, high)
             raise PlanError(
-                f"stage {stage}: expected at most {limit / BYTES_PER_MB:.0f} MB, got {high / BYTES_PER_MB:.0f} MB at "
+                f"stage {stage}: expected at most {most}, got {found} at "
                 f"{point_at(replica.stages[stage].instructions, step)}"
             )

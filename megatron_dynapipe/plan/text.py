@@ -42,11 +42,13 @@ _TRANSFER: dict[type[Transfer], tuple[str, str]] = {
 }
 _TRANSFER_TYPE = {name: kind for kind, (name, _) in _TRANSFER.items()}
 
-_LOAD = re.compile(r"LOAD(\d+)")
-_PASS = re.compile(r"([FB])(\d+)(?:\.(\d+))?")
-_FREE = re.compile(rf"FREE_({'|'.join(b.name for b in Buffer)})(\d+)(?:\.(\d+))?")
-_MOVE = re.compile(r"(WAIT_SEND|SEND|WAIT_RECV|RECV)_([FB])(\d+)(?:\.(\d+))?([<>])(\d+)(?:\[([\dx,]*)\])?")
-_STAGE = re.compile(r"stage (\d+):(.*)")
+_N = r"([0-9]{1,18})"
+_INDEX = rf"{_N}(?:\.{_N})?"
+_LOAD = re.compile(rf"LOAD{_N}")
+_PASS = re.compile(rf"([FB]){_INDEX}")
+_FREE = re.compile(rf"FREE_({'|'.join(b.name for b in Buffer)}){_INDEX}")
+_MOVE = re.compile(rf"(WAIT_SEND|SEND|WAIT_RECV|RECV)_([FB]){_INDEX}([<>]){_N}(?:\[([0-9x,]*)\])?")
+_STAGE = re.compile(rf"stage {_N}:(.*)")
 
 
 def format_instruction(instruction: Instruction) -> str:

@@ -68,6 +68,12 @@ def _verify_lists(dimensions: Dimensions, lists: Sequence[Sequence[Instruction]]
 
 
 def _check_form(plan: IterationPlan) -> None:
+    if plan.iteration < 0:
+        raise PlanError(f"expected an iteration of 0 or more, got {plan.iteration}")
+    if not plan.replicas:
+        raise PlanError("expected at least one replica, got none")
+    if plan.memory_limit_bytes <= 0:
+        raise PlanError(f"expected a memory limit above 0, got {plan.memory_limit_bytes} bytes")
     if plan.pipeline_stages < 1 or plan.chunks < 1 or (plan.pipeline_stages == 1 and plan.chunks > 1):
         raise PlanError(
             f"expected at least one stage, and several chunks only on several stages, got {plan.pipeline_stages} "
@@ -77,6 +83,8 @@ def _check_form(plan: IterationPlan) -> None:
         raise PlanError(
             f"expected model state bytes for {plan.pipeline_stages} stages, got {len(plan.model_state_bytes)}"
         )
+    if (least := min(plan.model_state_bytes)) < 0:
+        raise PlanError(f"expected model state bytes of 0 or more, got {least}")
     for index, replica in enumerate(plan.replicas):
         stages = [stage.stage for stage in replica.stages]
         if stages != list(range(plan.pipeline_stages)):

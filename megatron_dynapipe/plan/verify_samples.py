@@ -38,6 +38,7 @@ def check_samples(plan: IterationPlan, expected: Collection[int] | None) -> None
 
 def _check_micro_batch(family: ModelFamily, where: str, micro_batch: MicroBatch, virtual_stages: int) -> None:
     shape = micro_batch.shape
+    _check_numbers(family, where, micro_batch)
     if (family is ModelFamily.GPT) != (shape.target_length == 0):
         raise PlanError(f"{where}: shape {shape} is not of a {family} model")
     if family is ModelFamily.GPT and any(micro_batch.target_lengths):
@@ -74,6 +75,25 @@ def _check_row(family: ModelFamily, where: str, micro_batch: MicroBatch) -> None
             f"{where}: expected a packed row of shape {expected} for samples that end at input position "
             f"{ends.inputs[-1]} and target position {ends.targets[-1]}, got {micro_batch.shape}"
         )
+
+
+def _check_numbers(family: ModelFamily, where: str, micro_batch: MicroBatch) -> None:
+    """No number is one that ids, lengths, shapes and bytes cannot be."""
+    if (least := min(micro_batch.sample_ids)) < 0:
+        raise PlanError(f"{where}: expected sample ids of 0 or more, got {least}")
+    lengths = micro_batch.input_lengths + (micro_batch.target_lengths if family is ModelFamily.T5 else ())
+    if (least := min(lengths)) < 1:
+        raise PlanError(f"{where}: expected lengths of 1 token or more, got {least}")
+    if min(micro_batch.shape) < 0:
+        raise PlanError(f"{where}: expected a shape of 1 or more, got {micro_batch.shape}")
+    for stage, (stored, peak) in enumerate(zip(micro_batch.stored_bytes, micro_batch.peak_bytes, strict=True)):
+        if min(stored, peak) < 0:
+            raise PlanError(f"{where}: expected stored and peak bytes of 0 or more, got {min(stored, peak)}")
+        if peak < stored:
+            raise PlanError(
+                f"{where}, virtual stage {stage}: expected a forward's peak to hold what it stores, got {peak} bytes "
+                f"at its peak and {stored} stored"
+            )
 
 
 def _some(samples: Counter[int]) -> str:

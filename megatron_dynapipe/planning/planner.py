@@ -28,6 +28,7 @@ from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits
 from megatron_dynapipe.planning.scheduling import ScheduledBatch, schedule_batch
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import in_mb
 
 
 class Planner:
@@ -66,9 +67,9 @@ class Planner:
         self.model_state_bytes: IntArray = states.max(axis=0)
         if self.model_state_bytes.max() >= settings.memory_limit_bytes:
             stage = int(self.model_state_bytes.argmax())
+            needed, available = in_mb(int(self.model_state_bytes[stage]), settings.memory_limit_bytes)
             raise InfeasibleError(
-                f"stage {stage} needs {self.model_state_bytes[stage] / 1e6:.0f} MB for parameters, gradients and"
-                f" optimizer state, of {settings.memory_limit_bytes / 1e6:.0f} MB",
+                f"stage {stage} needs {needed} for parameters, gradients and optimizer state, of {available}",
                 hint="use more pipeline stages or tensor parallelism, or the distributed optimizer",
             )
         identity = msgspec.json.encode([settings, cost_model.digest])

@@ -9,7 +9,7 @@ from megatron_dynapipe.cost import ABSENT, LARGEST_COST, stage_costs
 from megatron_dynapipe.errors import DataError, InfeasibleError
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, input_positions, round_up, target_positions
+from megatron_dynapipe.units import ModelFamily, in_mb, input_positions, round_up, target_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,9 +101,9 @@ def explain_infeasible(samples: Samples, problem: BatchProblem) -> InfeasibleErr
     lack = min(within, key=lambda by_stage: int(by_stage.max()))
     stage = int(lack.argmax())
     there = int(problem.memory_limit_bytes - problem.model_state_bytes[stage])
+    needed, available = in_mb(there + int(lack[stage]), there)
     return InfeasibleError(
-        f"{where} needs {(there + int(lack[stage])) / BYTES_PER_MB:.0f} MB of activations on stage {stage},"
-        f" which has {there / BYTES_PER_MB:.0f} MB besides its model state",
+        f"{where} needs {needed} of activations on stage {stage}, which has {available} besides its model state",
         hint="allow more recomputation, use more pipeline stages or tensor parallelism, or truncate long samples",
     )
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.files import read_bounded
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -36,6 +37,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 }  # fmt: skip
 """Megatron's numbers of token types; of these, datasets of text use 4 (int32) and 8 (uint16)."""
 
+_MOST_INDEX_BYTES = 2**36
 _MADE_BY = "make the dataset again with `megatron-dynapipe data prepare` (or `data demo`)"
 
 
@@ -79,7 +81,11 @@ def read_index(prefix: Path) -> IndexFile:
             raise DataError(f"expected a dataset folder at {path.parent}, found none", hint=_MADE_BY)
         if not path.is_file():
             raise DataError(f"expected the dataset file {path}, found none", hint=_MADE_BY)
-    index = _parse_index(prefix, index_path(prefix).read_bytes())
+    try:
+        content = read_bounded(index_path(prefix), most_bytes=_MOST_INDEX_BYTES)
+    except OSError as error:
+        raise DataError(f"{index_path(prefix)}: cannot read it: {error.strerror}") from error
+    index = _parse_index(prefix, content)
     _check_offsets(index)
     return index
 

@@ -1,14 +1,19 @@
 """The lengths of a split's samples, read without opening its text."""
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.sampling.index_file import IndexFile, index_path, read_index
+
+_HEADER_BYTES = 70_000
+"""The longest header of an array file, and its magic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,12 +94,23 @@ def read_task_ids(folder: Path, split: str, samples: int) -> npt.NDArray[np.int1
         DataError: the file is missing, unreadable, or holds another number of samples.
     """
     path = task_ids_path(folder, split)
-    try:
-        ids = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: expected an array of task indices, cannot read it: {error}") from error
-    if ids.dtype != np.int16 or ids.shape != (samples,):
-        raise DataError(f"{path}: expected int16[{samples}], got {ids.dtype}{list(ids.shape)}")
+    ids = read_array(path, np.dtype(np.int16), samples)
     if samples and int(ids.min()) < 0:
         raise DataError(f"{path}: expected task indices of at least 0, got {ids.min()}")
     return np.asarray(ids, dtype=np.int16)
+
+
+def read_array(path: Path, dtype: np.dtype[Any], samples: int) -> npt.NDArray[Any]:
+    """An array file of one number per sample.
+
+    Raises:
+        DataError: the file is missing, unreadable, or holds other numbers, or another number of them.
+    """
+    try:
+        content = read_bounded(path, most_bytes=_HEADER_BYTES + dtype.itemsize * samples)
+        found = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    except Exception as error:  # numpy parses the header as Python's own syntax, which fails in many ways
+        raise DataError(f"{path}: expected {dtype}[{samples}], cannot read it: {error}") from error
+    if found.dtype != dtype or found.shape != (samples,):
+        raise DataError(f"{path}: expected {dtype}[{samples}], got {found.dtype}{list(found.shape)}")
+    return np.asarray(found)

@@ -1,6 +1,7 @@
 """The planner process: sampler → planner → store, ahead of training; and the ranks' client."""
 
 from megatron_dynapipe.service.client import PlanClient
+from megatron_dynapipe.service.pool import PlannerPool
 from megatron_dynapipe.service.process import PlannerProcess
 from megatron_dynapipe.service.settings import (
     AnalyticCosts,
@@ -15,6 +16,7 @@ __all__ = [
     "CostFile",
     "PlanClient",
     "PlanInputs",
+    "PlannerPool",
     "PlannerProcess",
     "ServiceSettings",
     "SplitSettings",

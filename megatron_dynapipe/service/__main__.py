@@ -19,7 +19,7 @@ from megatron_dynapipe.service.loop import PlannerLoop, publish_failure
 from megatron_dynapipe.service.recalibration import Recalibrated
 from megatron_dynapipe.service.settings import ServiceSettings, decode_settings
 from megatron_dynapipe.service.source import PlannedSplits
-from megatron_dynapipe.store import PlanStore, open_store
+from megatron_dynapipe.store import PlanStore
 
 
 def main() -> int:
@@ -38,11 +38,11 @@ def main() -> int:
 
 def plan_all(settings: ServiceSettings) -> None:
     """Plan everything `settings` asks for; errors are published, then raised."""
-    with open_store(settings.store) as store:
+    with settings.open_store() as store:
         try:
             source = PlannedSplits(settings.inputs, training_planner(settings, store))
         except Exception as error:
-            failure = PlannerFailure.of(error, node=settings.node, doing="reading lengths and costs")
+            failure = PlannerFailure.of(error, planner=settings.planner, doing="reading lengths and costs")
             publish_failure(store, settings.keys, failure)
             raise
         PlannerLoop(settings, source, store).run()

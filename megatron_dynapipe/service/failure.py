@@ -11,25 +11,25 @@ class PlannerFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What went wrong in a planner process: a line for the reader, the next step, and every detail.
 
     Attributes:
-        node: whose planner it was.
+        planner: which of the job's planners it was.
         doing: what it was doing, as in "planning iteration 7 of train".
         error: type and message of the error, or how the process ended.
         hint: the next step, if known.
         details: the traceback, or the last lines that the process printed.
     """
 
-    node: int
+    planner: int
     doing: str
     error: str
     hint: str | None
     details: str
 
     @classmethod
-    def of(cls, error: BaseException, *, node: int, doing: str) -> "PlannerFailure":
+    def of(cls, error: BaseException, *, planner: int, doing: str) -> "PlannerFailure":
         """Describe an exception that is being handled."""
         known = isinstance(error, DynaPipeError)
         return cls(
-            node=node,
+            planner=planner,
             doing=doing,
             error=f"{type(error).__name__}: {error.message if isinstance(error, DynaPipeError) else error}",
             hint=error.hint if known and isinstance(error, DynaPipeError) else None,
@@ -43,7 +43,7 @@ class PlannerFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def to_error(self) -> PlannerFailedError:
         """The error that every rank raises."""
         return PlannerFailedError(
-            f"the planner of node {self.node} failed while {self.doing}: {self.error}\n"
+            f"planner {self.planner} failed while {self.doing}: {self.error}\n"
             f"--- from its process ---\n{self.details}\n---",
             hint=self.hint,
         )
@@ -53,9 +53,9 @@ def decode_failure(data: bytes) -> PlannerFailure:
     """What `PlannerFailure.encode` wrote; whatever else lies under the error key is shown as it is."""
     try:
         return msgspec.json.decode(data, type=PlannerFailure)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return PlannerFailure(
-            node=-1,
+            planner=-1,
             doing="running a version of this package that reports failures in another form",
             error="unknown",
             hint="install the same version on every node",

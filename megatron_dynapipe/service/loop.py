@@ -3,6 +3,9 @@
     kept for laggards      in training        planned ahead
 ├──── keep_behind ────┤────── progress ──────┤──── look_ahead ────┤
    deleted before ◄                                    ► not planned yet
+
+Several planners of a job share the window: the first to publish its claim of an iteration plans it. Planner 0 asks for
+another where training comes close to the end of what is planned.
 """
 
 import logging
@@ -10,12 +13,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.errors import StoreError, StoreTimeoutError
 from megatron_dynapipe.service.failure import PlannerFailure
 from megatron_dynapipe.service.settings import ServiceSettings, SplitSettings
 from megatron_dynapipe.store import PlanKeys, PlanStore
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+"""How long a planner that joins looks for where training is."""
 
 
 class PlanSource(Protocol):
@@ -26,15 +32,14 @@ class PlanSource(Protocol):
 
 
 class _SplitState:
-    """How far one split is: planned by this node, and trained."""
+    """How far one split is: planned, and trained."""
 
     def __init__(self, split: SplitSettings, settings: ServiceSettings) -> None:
         self.name = split.name
         self.progress = split.first_iteration
         self._settings = settings
         self._end = None if split.iterations is None else split.first_iteration + split.iterations
-        # The first iteration from there on that is this node's.
-        self.next = split.first_iteration + (settings.node - split.first_iteration) % settings.nodes
+        self.next = split.first_iteration
         self._published: deque[tuple[int, list[str]]] = deque()
 
     @property
@@ -50,7 +55,17 @@ class _SplitState:
     def published(self, keys: list[str]) -> None:
         """The next iteration is in the store under `keys`."""
         self._published.append((self.next, keys))
-        self.next += self._settings.nodes
+        self.next += 1
+
+    @property
+    def is_short(self) -> bool:
+        """Whether training has used up half of what is planned ahead, or more."""
+        return self.next - self.progress <= self._settings.look_ahead // 2
+
+    def join(self, progress: int) -> None:
+        """Begin after the iteration in training."""
+        self.progress = progress
+        self.next = max(self.next, progress + 1)
 
     def left_behind(self) -> Iterator[str]:
         """Keys of iterations that training has left behind; they are not named again."""
@@ -59,7 +74,7 @@ class _SplitState:
 
 
 class PlannerLoop:
-    """Plans this node's iterations of all splits until none is left."""
+    """Plans the iterations of all splits, those that no other planner has claimed, until none is left."""
 
     def __init__(self, settings: ServiceSettings, source: PlanSource, store: PlanStore) -> None:
         self._settings = settings
@@ -68,6 +83,7 @@ class PlannerLoop:
         self._keys: PlanKeys = settings.keys
         self._splits = [_SplitState(split, settings) for split in settings.inputs.splits]
         self._doing = "starting"
+        self._planners = 1
 
     def run(self) -> None:
         """Plan until every split is planned.
@@ -76,6 +92,8 @@ class PlannerLoop:
         no progress for `idle_timeout_s`.
         """
         try:
+            if self._settings.planner:
+                self._join()
             while open_splits := [split for split in self._splits if not split.is_planned]:
                 # The split whose next plan is needed soonest; the first in order where they tie.
                 split = min(open_splits, key=lambda split: split.next - split.progress)
@@ -85,15 +103,20 @@ class PlannerLoop:
                     self._await_training(open_splits)
         except Exception as error:
             publish_failure(
-                self._store, self._keys, PlannerFailure.of(error, node=self._settings.node, doing=self._doing)
+                self._store, self._keys, PlannerFailure.of(error, planner=self._settings.planner, doing=self._doing)
             )
             raise
 
     def _plan_next(self, split: _SplitState) -> None:
+        self._doing = f"claiming iteration {split.next} of {split.name}"
+        claim = self._keys.claim(split.name, split.next)
+        if not self._store.put_first(claim, b"%d" % self._settings.planner):
+            split.published([])  # by another planner
+            return
         self._doing = f"planning iteration {split.next} of {split.name}"
         entries = self._source.entries(split.name, split.next)
         self._doing = f"publishing iteration {split.next} of {split.name}"
-        keys = []
+        keys = [claim]
         for replica, stage, data in entries:
             keys.append(self._keys.plan(split=split.name, iteration=split.next, replica=replica, stage=stage))
             self._store.put(keys[-1], data)
@@ -110,6 +133,26 @@ class PlannerLoop:
         for topic, progress in reached.items():
             by_topic[topic].progress = progress
             self._store.delete(list(by_topic[topic].left_behind()))
+            if by_topic[topic].is_short:
+                self._ask_for_another()
+
+    def _ask_for_another(self) -> None:
+        """Planner 0, for all: another planner, unless the job has as many as it may have."""
+        if self._settings.planner == 0 and self._planners < self._settings.most_planners:
+            self._planners += 1
+            logger.info("training comes close to what is planned: asking for planner %d", self._planners - 1)
+            self._store.announce(self._keys.planners, self._planners)
+
+    def _join(self) -> None:
+        """Find out how far training is, which other planners have planned for so far."""
+        self._doing = "looking for where training is"
+        by_topic = {self._keys.progress(split.name): split for split in self._splits}
+        for topic, split in by_topic.items():
+            try:
+                reached = self._store.wait_progress({topic: 0}, timeout_s=_LOOK_S, what="training to begin")
+            except StoreTimeoutError:
+                continue
+            split.join(reached[topic])
 
 
 def publish_failure(store: PlanStore, keys: PlanKeys, failure: PlannerFailure) -> None:

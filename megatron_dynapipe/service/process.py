@@ -1,4 +1,4 @@
-"""Starting, watching and stopping a node's planner process from the process that trains."""
+"""Starting, watching and stopping a planner process from the process that trains."""
 
 import logging
 import os
@@ -15,7 +15,6 @@ from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.service.failure import PlannerFailure
 from megatron_dynapipe.service.loop import publish_failure
 from megatron_dynapipe.service.settings import ServiceSettings, encode_settings
-from megatron_dynapipe.store import open_store
 from megatron_dynapipe.store.child_log import ChildLog
 
 logger = logging.getLogger(__name__)
@@ -100,14 +99,14 @@ class PlannerProcess:
         if status == 0 or self._stopping.is_set():
             return
         failure = PlannerFailure(
-            node=self._settings.node,
+            planner=self._settings.planner,
             doing="running",
             error=f"its process {self._process.pid} ended with exit status {status}",
             hint="it was killed, often for want of memory" if status == -signal.SIGKILL else None,
             details=self._log.tail(40) or "(it printed nothing)",
         )
         try:
-            with open_store(self._settings.store) as store:
+            with self._settings.open_store() as store:
                 publish_failure(store, self._settings.keys, failure)
         except StoreError as error:
             logger.warning("the planner died, and the plan store cannot be told: %s", error)

@@ -152,5 +152,5 @@ def decode_passes(data: bytes) -> list[PassSample]:
     """What `encode_passes` wrote; raises CostModelError."""
     try:
         return msgspec.json.decode(data, type=list[PassSample])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CostModelError(f"expected a list of measured passes, got something else: {error}") from error

@@ -11,7 +11,8 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.recalibration import Recalibration
-from megatron_dynapipe.store import PlanKeys, StoreAddress
+from megatron_dynapipe.store import PlanKeys, RedisStore, StoreAddress, open_store
+from megatron_dynapipe.store.redis_store import REPLY_TIMEOUT_S, RETENTION_S
 
 _AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
@@ -90,16 +91,18 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One node's planner process.
+    """One planner process of a job.
 
     Attributes:
         store: where plans go; its password is why these settings never touch a command line or the environment.
         job: name of this launch.
         settings_digest: `PlanInputs.digest()`, as the readers compute it.
-        node: this node, from 0; it plans the iterations i with i mod nodes == node.
-        nodes: nodes that plan.
+        planner: this process, from 0, the one that is always there; planners claim iterations one by one.
+        most_planners: processes that the job may have in all.
         look_ahead: how many iterations beyond the one in training are planned.
         keep_behind: iterations before the one in training whose plans stay, for ranks that lag and for replays.
+        retention_s: how long a key stays that nobody renews or deletes; None keeps all, on a server of the job's own.
+        reply_timeout_s: how long the store may take for a reply.
         idle_timeout_s: how long training may make no progress before the planner takes it for dead.
         inputs: what plans are made from.
         recalibration: when the cost model of the training split is corrected; None where it is not.
@@ -108,22 +111,28 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     store: StoreAddress
     job: str
     settings_digest: str
-    node: _AtLeastZero = 0
-    nodes: _AtLeastOne = 1
+    planner: _AtLeastZero = 0
+    most_planners: _AtLeastOne = 1
     look_ahead: _AtLeastOne = 8
     keep_behind: _AtLeastZero = 16
+    retention_s: _AtLeastOne | None = RETENTION_S
+    reply_timeout_s: _Seconds = REPLY_TIMEOUT_S
     idle_timeout_s: _Seconds = 6 * 3600.0
     inputs: PlanInputs
     recalibration: Recalibration | None = None
 
     def __post_init__(self) -> None:
-        if self.node >= self.nodes:
-            raise ConfigError(f"expected a node from 0 to {self.nodes - 1}, got {self.node}")
+        if self.planner >= self.most_planners:
+            raise ConfigError(f"expected a planner from 0 to {self.most_planners - 1}, got {self.planner}")
 
     @property
     def keys(self) -> PlanKeys:
         """Names of this job's plans in the store."""
         return PlanKeys(job=self.job, settings_digest=self.settings_digest)
+
+    def open_store(self) -> RedisStore:
+        """Connect to the store; raises `StoreError`."""
+        return open_store(self.store, retention_s=self.retention_s, reply_timeout_s=self.reply_timeout_s)
 
 
 def encode_settings(settings: ServiceSettings) -> bytes:
@@ -135,5 +144,5 @@ def decode_settings(line: bytes) -> ServiceSettings:
     """What `encode_settings` wrote; raises `ConfigError` naming the field that is wrong."""
     try:
         return msgspec.json.decode(line, type=ServiceSettings)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"not the planner process's settings: {error}") from error

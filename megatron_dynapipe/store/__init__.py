@@ -1,19 +1,22 @@
 """Plans on their way from the planner to the ranks: bytes under keys, with deadlines, in a Redis-compatible server."""
 
-from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.store.address import StoreAddress, find_address
 from megatron_dynapipe.store.keys import PlanKeys, new_job_name
+from megatron_dynapipe.store.lease import JobLease
 from megatron_dynapipe.store.memory import MemoryStore
 from megatron_dynapipe.store.protocol import PlanStore
 from megatron_dynapipe.store.redis_store import RedisStore, open_store
 from megatron_dynapipe.store.server import StoreServer
 
 __all__ = [
+    "JobLease",
     "MemoryStore",
     "PlanKeys",
     "PlanStore",
     "RedisStore",
     "StoreAddress",
     "StoreServer",
+    "find_address",
     "new_job_name",
     "open_store",
 ]

@@ -12,6 +12,7 @@ from redis.retry import Retry
 
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.store.keys import parse_key
 
 TIMEOUT_S = 10.0
 _SCAN_COUNT = 1000
@@ -51,13 +52,13 @@ def inspect_server(address: StoreAddress) -> ServerReport:
     with _client(address, "inspecting it") as client:
         info: dict[str, Any] = client.info()
         keys = sorted(key.decode(errors="replace") for key in client.scan_iter("dynapipe:*", count=_SCAN_COUNT))
-    version = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {info['redis_version']}"
+    version = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {info.get('redis_version')}"
     return ServerReport(
         server=version,
-        uptime_s=info["uptime_in_seconds"],
-        clients=info["connected_clients"] - 1,  # less the one that asks
-        memory_bytes=info["used_memory"],
-        memory_limit_bytes=info["maxmemory"],
+        uptime_s=_number(info, "uptime_in_seconds"),
+        clients=_number(info, "connected_clients") - 1,  # less the one that asks
+        memory_bytes=_number(info, "used_memory"),
+        memory_limit_bytes=_number(info, "maxmemory"),
         jobs=jobs_of(keys),
     )
 
@@ -70,14 +71,21 @@ def stop_server(address: StoreAddress) -> None:
 
 
 def jobs_of(keys: list[str]) -> tuple[JobReport, ...]:
-    """Sum up a store's keys (their layout: `keys.py`) by job."""
-    parts = [key.split(":") for key in keys]
-    names = sorted({part[1] for part in parts if len(part) > 2})
-    return tuple(_job(name, [part[2:] for part in parts if part[1] == name]) for name in names)
+    """Sum up a store's keys (their layout: `keys.py`) by job; keys of other programs are passed over."""
+    plans: dict[str, list[tuple[str, int]]] = {}
+    failed = set()
+    for name in map(parse_key, keys):
+        if name is None:
+            continue
+        held = plans.setdefault(name.job, [])
+        if name.plan is not None:
+            held.append(name.plan)
+        if name.is_error:
+            failed.add(name.job)
+    return tuple(_job(job, plans[job], failed=job in failed) for job in sorted(plans))
 
 
-def _job(name: str, keys: list[list[str]]) -> JobReport:
-    plans = [(split, int(iteration)) for _, split, iteration, _, _ in (key for key in keys if len(key) == 5)]
+def _job(name: str, plans: list[tuple[str, int]], *, failed: bool) -> JobReport:
     splits: dict[str, list[int]] = {}
     for split, iteration in plans:
         splits.setdefault(split, []).append(iteration)
@@ -85,8 +93,14 @@ def _job(name: str, keys: list[list[str]]) -> JobReport:
         job=name,
         plans=len(plans),
         iterations={split: (min(held), max(held)) for split, held in splits.items()},
-        failed=["error"] in keys,
+        failed=failed,
     )
+
+
+def _number(info: dict[str, Any], name: str) -> int:
+    """A number that a server tells about itself; 0 where it does not."""
+    told = info.get(name)
+    return told if isinstance(told, int) else 0
 
 
 @contextlib.contextmanager

@@ -2,10 +2,14 @@
 
     dynapipe:{job}:{settings digest}:{split}:{iteration}:{replica}:{stage}     one stage's plan
     dynapipe:{job}:{settings digest}:{split}:progress                          the iteration training is at
+    dynapipe:{job}:{settings digest}:{split}:{iteration}:claim                 the planner that plans an iteration
+    dynapipe:{job}:{settings digest}:planners                                  how many planners the job asks for
     dynapipe:{job}:error                                                       the first failure of any planner
     dynapipe:{job}:{settings digest}:passes:{version}:{rank}                   passes that a rank measured
     dynapipe:{job}:{settings digest}:costs:{version}                           a cost model corrected by them
     dynapipe:{job}:report:{rank}                                               a rank's records at the run's end
+
+The server drops them when the job ends (`server`), or after some time without a renewal (`lease`).
 
 A job name belongs to one launch: progress and errors of an earlier launch must not be met again.
 """
@@ -17,6 +21,42 @@ from dataclasses import dataclass
 from megatron_dynapipe.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_JOB = re.compile(rf"dynapipe:({_NAME.pattern}):(?:(error)|report:[0-9]+|{_NAME.pattern}:(.+))")
+_PLAN = re.compile(r"([a-z]+):([0-9]{1,18}):[0-9]+:[0-9]+")
+_OTHER = re.compile(r"[a-z]+:progress|[a-z]+:[0-9]+:claim|planners|passes:[0-9]+:[0-9]+|costs:[0-9]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyName:
+    """What a key is of.
+
+    Attributes:
+        job: the launch.
+        plan: of a stage's plan, the split and the iteration.
+        is_error: whether it is the job's failure.
+    """
+
+    job: str
+    plan: tuple[str, int] | None = None
+    is_error: bool = False
+
+
+def parse_key(key: str) -> KeyName | None:
+    """What a key is of; None if it is no key of ours."""
+    found = _JOB.fullmatch(key)
+    if found is None:
+        return None
+    job, error, rest = found.groups()
+    if rest is None:
+        return KeyName(job=job, is_error=error is not None)
+    if plan := _PLAN.fullmatch(rest):
+        return KeyName(job=job, plan=(plan[1], int(plan[2])))
+    return KeyName(job=job) if _OTHER.fullmatch(rest) else None
+
+
+def job_prefix(job: str) -> str:
+    """What every key of a launch begins with."""
+    return f"dynapipe:{job}:"
 
 
 def new_job_name() -> str:
@@ -48,6 +88,15 @@ class PlanKeys:
     def progress(self, split: str) -> str:
         """Topic under which training says which iteration of `split` it has begun."""
         return f"dynapipe:{self.job}:{self.settings_digest}:{split}:progress"
+
+    def claim(self, split: str, iteration: int) -> str:
+        """Key of the planner that plans an iteration: the first to publish it."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:{split}:{iteration}:claim"
+
+    @property
+    def planners(self) -> str:
+        """Topic under which planners say how many of them the job needs."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:planners"
 
     def passes(self, version: int, rank: int) -> str:
         """Key of the passes that a rank measured for a version of the cost model."""

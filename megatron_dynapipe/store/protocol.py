@@ -52,7 +52,8 @@ def timeout_error(what: str, awaited: Sequence[str], timeout_s: float) -> StoreT
     """The error of every wait whose deadline passed."""
     return StoreTimeoutError(
         f"waited {timeout_s:g} s for {what}, and none of these came: {', '.join(awaited)}",
-        hint="look at the planner's log: it may have died, be slower than training, or run under other settings",
+        hint="look at the planner's log: it may have died, be slower than training, or run under other settings; "
+        "on a server that others share the key may have expired, or been evicted (maxmemory-policy must be noeviction)",
     )
 
 

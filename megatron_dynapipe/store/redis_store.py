@@ -12,7 +12,7 @@ reader; one that hangs shows when the caller's deadline passes. The next call op
 import math
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self, cast
 
@@ -23,17 +23,20 @@ from redis.retry import Retry
 
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.store.keys import job_prefix
 from megatron_dynapipe.store.protocol import check_value, check_wait, conflict_error, timeout_error
 
-REPLY_TIMEOUT_S = 20.0
-"""A server that takes longer than this for a request that does not block is taken for dead."""
+REPLY_TIMEOUT_S = 300.0
+"""How long a request that does not block may take where the caller does not say; a run passes its own deadline."""
 CONNECT_TIMEOUT_S = 5.0
 RETENTION_S = 24 * 3600
-"""Entries nobody deleted (their planner was killed) leave a shared server after this time."""
+"""Entries that nobody renews or deletes (their job was killed) leave a shared server after this time."""
+_SCAN_COUNT = 1000
 
 _GRACE_S = 3.0  # on a busy machine, between the server's own end of a blocking read and the socket's
 _ENTRY_ID = "1-1"
 _FIELD = b"v"
+_POLICY = b"maxmemory_policy:"
 _TAKEN = "equal or smaller than the target stream top item"  # the same words in every Redis and Valkey
 
 type Command = tuple[str | bytes | int, ...]
@@ -42,21 +45,30 @@ type Command = tuple[str | bytes | int, ...]
 class RedisStore:
     """A `PlanStore` on a server; one pooled connection per thread that is using it. Also a context manager."""
 
-    def __init__(self, address: StoreAddress, *, retention_s: int = RETENTION_S) -> None:
+    def __init__(
+        self,
+        address: StoreAddress,
+        *,
+        retention_s: int | None = RETENTION_S,
+        reply_timeout_s: float = REPLY_TIMEOUT_S,
+    ) -> None:
         """Connect and greet the server, so that a wrong address or password is told here.
 
         Args:
             address: where the server is.
-            retention_s: seconds after which an entry that nobody deleted disappears.
+            retention_s: seconds after which an entry that nobody renewed or deleted disappears; None keeps all, on a
+                server that ends with its job.
+            reply_timeout_s: a server that takes longer for a request that does not block is taken for dead.
         """
         self.address = address
-        self._retention_s = retention_s
+        self.retention_s = retention_s
+        self._reply_timeout_s = reply_timeout_s
         self._closed = False
         self._busy: set[Any] = set()
         self._pool = redis.ConnectionPool.from_url(
             address.url,
             protocol=2,
-            socket_timeout=REPLY_TIMEOUT_S,
+            socket_timeout=reply_timeout_s,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
         )
@@ -97,6 +109,26 @@ class RedisStore:
         found = self._wait({topic: f"{goal}-0" for topic, goal in goals.items()}, timeout_s, what)
         return {topic: int(entry[0].partition(b"-")[0]) for topic, entry in found.items()}
 
+    def renew(self, job: str) -> int:
+        """Let every key of a job live for another retention; their number."""
+        assert self.retention_s is not None, "nothing expires"
+        return self._for_each(job, "renewing", lambda key: ("EXPIRE", key, cast(int, self.retention_s)))
+
+    def delete_job(self, job: str) -> int:
+        """Forget every key of a job; their number."""
+        return self._for_each(job, "deleting", lambda key: ("UNLINK", key))
+
+    def eviction_warning(self) -> str | None:
+        """What to tell the user of a server that may drop plans when its memory is full; None of one that does not."""
+        told: bytes = self._call("asking for its policy", ("INFO", "memory"))
+        policy = next((line.partition(b":")[2] for line in told.splitlines() if line.startswith(_POLICY)), b"unknown")
+        if policy == b"noeviction":
+            return None
+        return (
+            f"plan store {self.address.redacted} has the maxmemory-policy {policy.decode(errors='replace')}: it may "
+            "drop plans that ranks wait for; set it to noeviction"
+        )
+
     def close(self) -> None:
         """See `PlanStore.close`."""
         self._closed = True
@@ -115,14 +147,13 @@ class RedisStore:
 
     def _append(self, doing: str, key: str, entry_id: str, value: bytes) -> bool:
         """Make `entry_id` the stream's one entry; False if it has one of this id or a larger one."""
-        added, expires = self._exchange(
-            doing,
-            [("XADD", key, "MAXLEN", 1, entry_id, _FIELD, value), ("EXPIRE", key, self._retention_s)],
-            REPLY_TIMEOUT_S,
-        )
+        commands: list[Command] = [("XADD", key, "MAXLEN", 1, entry_id, _FIELD, value)]
+        if self.retention_s is not None:
+            commands.append(("EXPIRE", key, self.retention_s))
+        added, *others = self._exchange(doing, commands, self._reply_timeout_s)
         if isinstance(added, ResponseError) and _TAKEN in str(added):
             return False
-        self._refuse(doing, added, expires)
+        self._refuse(doing, added, *others)
         return True
 
     def _wait(self, after: Mapping[str, str], timeout_s: float, what: str) -> dict[str, list[Any]]:
@@ -138,8 +169,21 @@ class RedisStore:
             raise timeout_error(what, streams, timeout_s)
         return {stream.decode(): entries[0] for stream, entries in cast(list[Any], reply)}
 
+    def _for_each(self, job: str, doing: str, command: Callable[[bytes], Command]) -> int:
+        """Send a command for every key of a job."""
+        cursor, number = b"0", 0
+        while True:
+            scan: Command = ("SCAN", cursor, "MATCH", f"{job_prefix(job)}*", "COUNT", _SCAN_COUNT)
+            cursor, found = self._call(f"{doing} the keys of job {job}", scan)
+            if found:
+                replies = self._exchange(f"{doing} keys", [command(key) for key in found], self._reply_timeout_s)
+                self._refuse(f"{doing} keys", *replies)
+                number += len(found)
+            if cursor == b"0":
+                return number
+
     def _call(self, doing: str, command: Command) -> Any:
-        (reply,) = self._exchange(doing, [command], REPLY_TIMEOUT_S)
+        (reply,) = self._exchange(doing, [command], self._reply_timeout_s)
         self._refuse(doing, reply)
         return reply
 
@@ -183,9 +227,15 @@ class RedisStore:
         return StoreError(f"plan store {self.address.redacted} failed while {doing}: {cause}", hint=_hint(cause))
 
 
-def open_store(address: StoreAddress | str, *, retention_s: int = RETENTION_S) -> RedisStore:
-    """Connect to the server at `address`; raises `StoreError` when it cannot be reached or refuses the password."""
-    return RedisStore(address if isinstance(address, StoreAddress) else StoreAddress(address), retention_s=retention_s)
+def open_store(
+    address: StoreAddress | str, *, retention_s: int | None = RETENTION_S, reply_timeout_s: float = REPLY_TIMEOUT_S
+) -> RedisStore:
+    """Connect as `RedisStore` does; raises `StoreError` when it cannot be reached or refuses the password."""
+    return RedisStore(
+        address if isinstance(address, StoreAddress) else StoreAddress(address),
+        retention_s=retention_s,
+        reply_timeout_s=reply_timeout_s,
+    )
 
 
 def _value(entry: Sequence[Any]) -> bytes:

@@ -1,6 +1,7 @@
 """The plan and compare commands: their reports, their errors."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,21 @@ def test_a_plan_where_the_published_planner_finds_none(tmp_path: Path, capsys: p
     ]
     assert main(command) == 0
     assert report(capsys)["iterations"][0]["error"] is None
+
+
+def test_compare_exits_as_plan_does(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """1 where no batch could be planned, 0 where some could."""
+    for command in ("plan", "compare"):
+        assert main(arguments(command, batches_file, cost_file)) == 0
+        assert main(arguments(command, batches_file, cost_file, "--device-memory-mb", "50")) == 1
+    assert "no plan" in capsys.readouterr().out
+
+
+def test_what_is_needed_and_what_there_is_differ_as_written(
+    batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """40 MB of model state and 22 MB of activations of 200 positions: a byte is lacking."""
+    assert main(arguments("plan", batches_file, cost_file, "--device-memory-mb", "61.999999", "--limit", "1")) == 1
+    said = capsys.readouterr().out
+    needed, available = re.findall(r"([0-9.]+) MB", said)[-2:]
+    assert needed != available, said

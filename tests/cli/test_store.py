@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,9 +83,26 @@ def test_interrupted_start_leaves_no_server(
         (["start", "--memory-limit-mb", "0"], "--memory-limit-mb must be positive, got 0"),
         (["start", "--bind", "0.0.0.0"], "bind must be one address of this machine, got '0.0.0.0'"),
         (["inspect", "nonsense"], "the plan store's URL must be"),
-        (["stop"], "the following arguments are required: url"),
+        (["stop"], "expected the URL of a plan store, got none"),
     ],
 )
 def test_bad_input_is_one_error(capsys: pytest.CaptureFixture[str], argv: list[str], error: str) -> None:
     assert main.main(["store", *argv]) == 2
     assert capsys.readouterr().err.startswith(f"error: {error}")
+
+
+def test_the_url_can_be_kept_out_of_ps(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    file = tmp_path / "url"
+    words = [sys.executable, "-m", "megatron_dynapipe", "store", "start", "--url-file", str(file)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None and process.stdout is not None
+        assert "serving plans at redis://***@" in process.stderr.readline()
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert main.main(["store", "inspect", "--url-file", str(file)]) == 0
+        monkeypatch.setenv("DYNAPIPE_STORE_URL", file.read_text().strip())
+        assert main.main(["store", "stop"]) == 0
+        assert process.wait(30) == 0
+        assert process.stdout.read() == ""
+    monkeypatch.delenv("DYNAPIPE_STORE_URL")
+    assert main.main(["store", "stop"]) == 2
+    assert "expected the URL of a plan store, got none" in capsys.readouterr().err

@@ -33,6 +33,7 @@ def test_bytes_equal_megatrons(tmp_path: Path, vocabulary_size: int) -> None:
         assert ours.read_bytes() == theirs.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith((".", "ours"))) == [
         "ours.bin",
+        "ours.crc32.npy",
         "ours.idx",
     ]
 

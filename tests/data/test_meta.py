@@ -1,6 +1,7 @@
 """`meta.json`: round trip, strictness, and opening a split against it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,10 @@ def test_meta_and_split_disagree(folder: Path) -> None:
 def test_unknown_split(folder: Path) -> None:
     with pytest.raises(DataError, match=r"expected a split of train, valid, test, got 'dev'"):
         open_split(folder, "dev")
+
+
+def test_a_meta_without_an_end_is_not_read(folder: Path) -> None:
+    meta_path(folder).unlink()
+    os.mkfifo(meta_path(folder))
+    with pytest.raises(DataError, match="expected a regular file, found a pipe"):
+        read_meta(folder)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -69,3 +70,27 @@ def test_huggingface_columns_and_rows(tmp_path: Path) -> None:
 def test_huggingface_dataset_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="expected a HuggingFace dataset with a split 'train'"):
         list(read_huggingface(str(tmp_path / "nowhere")))
+
+
+def test_a_file_without_an_end_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    for path in (tmp_path / "rows.jsonl", Path("/dev/zero")):
+        with pytest.raises(DataError, match="expected a regular file"):
+            list(read_jsonl(path))
+
+
+def test_a_line_without_an_end_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_dynapipe.data.sources.MOST_LINE_BYTES", 1000)
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(bytes(100_000)))
+    with pytest.raises(DataError, match="line 1: expected at most 1000 bytes"):
+        list(read_jsonl(path))
+
+
+def test_a_damaged_compressed_file_is_one_error(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    whole = gzip.compress(b'{"task": "a", "input": "b", "target": "c"}\n' * 1000)
+    for content in (whole[:-20], whole[:30] + bytes(20) + whole[50:]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"rows\.jsonl\.gz"):
+            list(read_jsonl(path))

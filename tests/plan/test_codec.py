@@ -1,15 +1,19 @@
+import contextlib
 import hashlib
 import struct
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatron_dynapipe.errors import PlanDecodeError
+from megatron_dynapipe.errors import PlanDecodeError, PlanError
 from megatron_dynapipe.plan import codec
 from megatron_dynapipe.plan.instructions import Backward, Forward
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
 from megatron_dynapipe.plan.text import parse_stages
 from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.units import ModelFamily, Recompute, Shape
 from tests.helpers.plans import make_plan
 
@@ -181,3 +185,38 @@ def test_a_record_that_cannot_be_is_refused_when_decoded():
     fields[-1][0][0][0][0] = [0]  # one sample id for two samples
     with pytest.raises(PlanDecodeError, match=r"not a valid IterationPlan: .*got 1 sample ids"):
         codec.decode_plan(_sealed(fields))
+
+
+def with_payload(payload: bytes) -> bytes:
+    """Bytes with a valid checksum, whatever they hold."""
+    return codec._HEADER.pack(codec.MAGIC, codec.VERSION, codec._checksum(payload)) + payload
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xa4\xff\xfe\xfd\xfc",  # text that is not UTF-8
+        b"\x91" * 100_000 + b"\xc0",  # lists in lists
+        b"\xdd\xff\xff\xff\xff",  # a list of four thousand million elements that are not there
+    ],
+)
+@pytest.mark.parametrize("decode", [codec.decode_plan, codec.decode_entry])
+def test_a_valid_checksum_over_nonsense_is_one_error(payload: bytes, decode) -> None:
+    with pytest.raises(PlanDecodeError):
+        decode(with_payload(payload))
+
+
+def test_text_that_is_no_text_inside_a_plan_is_one_error() -> None:
+    payload = codec.encode(make_plan())[codec._HEADER.size :]
+    with pytest.raises(PlanDecodeError, match="not a valid IterationPlan"):
+        codec.decode_plan(with_payload(payload.replace(b"5e77", b"\xff\xfe\xfd\xfc")))
+
+
+@settings(max_examples=150, deadline=None)
+@given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+def test_any_byte_may_be_wrong_behind_a_valid_checksum(place: float, byte: int) -> None:
+    payload = bytearray(codec.encode(make_plan())[codec._HEADER.size :])
+    payload[int(place * len(payload))] = byte
+    with contextlib.suppress(PlanError):
+        verify(codec.decode_plan(with_payload(bytes(payload))))

@@ -90,3 +90,9 @@ def test_channels_are_told_apart_by_payload_direction_and_wrap():
     assert channel_of(A, 1, 0, 2).wraps and not channel_of(G, 1, 0, 2).wraps
     with pytest.raises(ValueError, match=re.escape("no channel carries ACTIVATION from stage 2 to 1 of 4")):
         channel_of(A, 2, 1, 4)
+
+
+@pytest.mark.parametrize("word", ["F" + "9" * 5000, "LOAD" + "1" * 30, "F٣", "SEND_F0>1[" + "9" * 5000 + "x1x1]"])
+def test_numbers_that_no_plan_has_are_refused(word):
+    with pytest.raises(PlanDecodeError, match="expected"):
+        parse_instruction(word)

@@ -1,5 +1,6 @@
 """Reading lengths from an index: a good file's values, and one clear error for each way a file can be bad."""
 
+import os
 import struct
 from pathlib import Path
 
@@ -126,5 +127,40 @@ def test_task_ids(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="expected task indices of at least 0, got -1"):
         read_task_ids(tmp_path, "train", 2)
     path.write_bytes(b"no array")
-    with pytest.raises(DataError, match="expected an array of task indices, cannot read it"):
+    with pytest.raises(DataError, match=r"expected int16\[\d+\], cannot read it"):
         read_task_ids(tmp_path, "train", 2)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x93NUMPY\x01\x00\x10\x00{'descr': '''''''",
+        b"\x93NUMPY\x01\x00\x05\x00((((\n",
+        b"\x93NUMPY\x01\x00\x46\x00{'descr': '<i2', 'fortran_order': False, 'shape': (1000000000000000,), }",
+        b"\x93NUMPY\x02\x00\xff\xff\xff\xff",
+        b"PK\x03\x04nothing",
+        b"\x80\x04K\x01.",
+    ],
+)
+def test_task_ids_that_are_no_array_are_one_error(tmp_path, content) -> None:
+    task_ids_path(tmp_path, "train").write_bytes(content)
+    with pytest.raises(DataError, match=r"train\.tasks\.npy: expected"):
+        read_task_ids(tmp_path, "train", 2)
+
+
+def test_files_without_an_end_are_not_read(tmp_path) -> None:
+    for name in ("train.idx", "train.bin", "train.tasks.npy"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match="expected"):
+        read_task_ids(tmp_path, "train", 2)
+    with pytest.raises(DataError, match="expected the dataset file"):
+        LengthTable.read(tmp_path, "train")
+
+
+@pytest.mark.parametrize("sequences", [2**40, 2**62, 2**64 - 1])
+def test_an_index_of_more_sequences_than_bytes_is_one_error(tmp_path, sequences) -> None:
+    (tmp_path / "train.bin").write_bytes(b"")
+    (tmp_path / "train.idx").write_bytes(HEADER.pack(MAGIC, 1, 8, sequences, 1) + bytes(100))
+    with pytest.raises(DataError, match=r"expected .* bytes"):
+        LengthTable.read(tmp_path, "train")

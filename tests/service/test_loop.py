@@ -121,21 +121,51 @@ def test_it_ends_when_all_is_planned(settings, source, store) -> None:
     assert source.planned == [("train", iteration) for iteration in range(7)]
 
 
+@pytest.mark.parametrize("planners", [1, 2, 3])
+def test_planners_share_iterations_among_them(settings, store, planners: int) -> None:
+    """Each is planned once, whoever is first."""
+    sources = [FakeSource() for _ in range(planners)]
+    threads = []
+    for planner, own in enumerate(sources):
+        told = only_train(settings(planner=planner, most_planners=planners, look_ahead=100, job="shared"), iterations=9)
+        threads.append(threading.Thread(target=PlannerLoop(told, own, store).run))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    planned = sorted(iteration for own in sources for _, iteration in own.planned)
+    assert planned == list(range(9))
+
+
+def test_a_planner_that_joins_begins_after_the_iteration_in_training(settings, source, store) -> None:
+    told = only_train(settings(planner=1, most_planners=2, look_ahead=3))
+    client(told, store).announce("train", 40)
+    with running(told, source, store):
+        until(lambda: len(source.planned) == 3)
+        time.sleep(0.05)
+        assert source.planned == [("train", 41), ("train", 42), ("train", 43)]
+
+
 @pytest.mark.parametrize(
-    ("first", "nodes", "shares"),
+    ("progress", "planner", "most", "asked"),
     [
-        (0, 2, [[0, 2, 4, 6], [1, 3, 5]]),
-        (5, 2, [[6, 8, 10], [5, 7, 9, 11]]),
-        (4, 3, [[6, 9], [4, 7, 10], [5, 8]]),
-        (3, 1, [[3, 4, 5, 6, 7, 8, 9]]),
+        ([1, 2, 3], 0, 4, 0),  # one behind the other: the window stays full
+        ([8], 0, 4, 1),  # training has used up what was planned
+        ([8, 16, 24, 32, 40, 48], 0, 4, 3),  # never more than the job may have
+        ([8], 1, 4, 0),  # planner 0 asks, for all
+        ([8], 0, 1, 0),
     ],
 )
-def test_nodes_deal_iterations_among_them(settings, first: int, nodes: int, shares: list[list[int]]) -> None:
-    for node, share in enumerate(shares):
-        own = FakeSource()
-        told = only_train(settings(look_ahead=100, node=node, nodes=nodes), first_iteration=first, iterations=7)
-        PlannerLoop(told, own, MemoryStore()).run()
-        assert own.planned == [("train", iteration) for iteration in share]
+def test_another_planner_is_asked_for_as_the_window_needs(
+    settings, source, store, progress: list[int], planner: int, most: int, asked: int
+) -> None:
+    told = only_train(settings(planner=planner, most_planners=most, look_ahead=8))
+    with running(told, source, store):
+        until(lambda: len(source.planned) == 9)
+        for iteration in progress:
+            client(told, store).announce("train", iteration)
+            until(lambda iteration=iteration: source.planned[-1] == ("train", iteration + 8))
+        assert store._progress.get(told.keys.planners, 1) - 1 == asked
 
 
 def test_splits_take_turns_and_neither_waits_for_the_other(settings, source, store) -> None:
@@ -176,7 +206,7 @@ def test_its_failure_reaches_the_ranks_after_the_plans_made_before(settings, sou
     with pytest.raises(PlannerFailedError) as caught:
         client(told, store).fetch("train", 3)
     assert caught.value.message.startswith(
-        "the planner of node 0 failed while planning iteration 3 of train: "
+        "planner 0 failed while planning iteration 3 of train: "
         "InfeasibleError: sample 17 needs 99 MB of 10 MB\n--- from its process ---\nTraceback (most recent call last):"
     )
     assert "test_loop.py" in caught.value.message
@@ -196,14 +226,14 @@ def test_training_that_stands_still_too_long_is_taken_for_dead(settings, source,
 def test_the_first_failure_is_the_one_told(settings, store) -> None:
     told = settings()
     for text in ("first", "second"):
-        publish_failure(store, told.keys, PlannerFailure.of(ValueError(text), node=0, doing="testing"))
+        publish_failure(store, told.keys, PlannerFailure.of(ValueError(text), planner=0, doing="testing"))
     with pytest.raises(PlannerFailedError, match=r"failed while testing: ValueError: first\n"):
         client(told, store).fetch("train", 0)
 
 
 def test_a_failure_that_cannot_be_published_is_logged(settings, store, caplog) -> None:
     store.close()
-    publish_failure(store, settings().keys, PlannerFailure.of(ValueError("x"), node=0, doing="testing"))
+    publish_failure(store, settings().keys, PlannerFailure.of(ValueError("x"), planner=0, doing="testing"))
     assert "cannot publish what went wrong: this plan store is closed" in caplog.text
 
 
@@ -220,3 +250,8 @@ def test_a_plan_of_another_rank_under_our_key_is_refused(settings, store) -> Non
         PlanError, match=r"expected the plan of \(iteration, replica, stage\) \(3, 0, 0\) under .*, got \(3, 0, 1\)"
     ):
         client(told, store).fetch("train", 3)
+
+
+@pytest.mark.parametrize("data", [b'{"planner": 0, "doing": "\xff\xfe"}', b"[" * 100_000, b"", b"null"])
+def test_what_is_no_failure_is_shown_as_it_is(data: bytes) -> None:
+    assert "reports failures in another form" in decode_failure(data).to_error().message

@@ -216,9 +216,9 @@ def test_unusable_settings_are_refused_in_one_line(stdin: bytes) -> None:
     assert done.stderr.count(b"\n") == 1 and done.stdout == b""
 
 
-def test_two_nodes_plan_for_one_job(settings) -> None:
-    shared = settings(nodes=2)
-    both = [msgspec.structs.replace(shared, node=node) for node in range(2)]
+def test_two_planners_plan_for_one_job(settings) -> None:
+    shared = settings(most_planners=2)
+    both = [msgspec.structs.replace(shared, planner=planner) for planner in range(2)]
     with PlannerProcess(both[0]), PlannerProcess(both[1]), open_store(shared.store) as store:
         for iteration in range(8):
             assert client(store, shared).fetch("train", iteration).iteration == iteration

@@ -90,3 +90,9 @@ def test_what_is_no_list_of_passes_is_refused() -> None:
     assert decode_passes(encode_passes(passes(0, 1.0))) == passes(0, 1.0)
     with pytest.raises(CostModelError, match="expected a list of measured passes"):
         decode_passes(b'{"stage": 1}')
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b'[{"stage": "\xff"}]', b"[" * 100_000, b"", b"null"])
+def test_what_are_no_passes_is_one_error(data: bytes) -> None:
+    with pytest.raises(CostModelError, match="expected a list of measured passes"):
+        decode_passes(data)

@@ -18,6 +18,8 @@ B = PlanKeys(job="b", settings_digest="s")
     [
         ([], ()),
         (["dynapipe"], ()),
+        (["dynapipe:", "dynapipe::", "dynapipe:a:b:c:not-a-number:0:0", "dynapipe:a:b:c:1:0:0:9"], ()),
+        (["dynapipe:other program's", "dynapipe:{a}:b:c:1:0:0", "dynapipe:a:s:train:" + "9" * 5000 + ":0:0"], ()),
         (
             [
                 A.plan(split="train", iteration=9, replica=0, stage=0),

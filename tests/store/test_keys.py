@@ -72,3 +72,31 @@ def test_a_malformed_address_is_refused_without_showing_it(url: str) -> None:
 def test_a_tcp_address_escapes_its_password() -> None:
     assert StoreAddress.tcp("node1", 7, "a/b@c").url == "redis://:a%2Fb%40c@node1:7/0"
     assert StoreAddress.tcp("::1", 7, "x").url == "redis://:x@[::1]:7/0"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://node 1:6379/0",
+        "redis://node1:6379/0\n",
+        " redis://node1:6379/0",
+        "redis://node1:6379/plans",
+        "redis://node1:6379/1x",
+        "redis://node1:6379/-1",
+        "redis://node1:6379/0/1",
+        "redis://node1:6379/" + "9" * 5000,
+        "redis://node1:0/0",
+        "redis://" + "x" * 300 + ":6379/0",
+        "redis://a..b:6379/0",
+        "unix:///run/valkey socket",
+        "redis://:hunter2\x00@node1",
+    ],
+)
+def test_an_address_that_a_client_would_read_otherwise_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"the plan store's URL must be redis://\[user:password@\]host"):
+        StoreAddress(url)
+
+
+@pytest.mark.parametrize("url", ["redis://node1:6379/15", "redis://node1:6379/", "rediss://node1", "redis://[::1]:1/2"])
+def test_an_address_may_name_a_database(url: str) -> None:
+    assert StoreAddress(url).url == url

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
-from megatron_dynapipe.integration.entry import launch
+from megatron_dynapipe.integration.entry import launch, parent_death
 
 
 def run(main: Callable[[], None]) -> None:
     """Prepare the device, then call `main`; a `DynaPipeError` ends the process as `reported` says."""
+    parent_death.end_with_launcher()
     with reported():
         device = config.value_of(sys.argv[1:], "dynapipe-device", "auto")
         cpu.quieten()

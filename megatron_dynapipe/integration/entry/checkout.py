@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.entry import parent_death
 from megatron_dynapipe.integration.entry.bootstrap import reported
 from megatron_dynapipe.integration.flags import arguments
 from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
@@ -48,6 +49,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """
     if not args.use_dynapipe:
         return
+    parent_death.end_with_launcher()
     with reported():
         optimizer_patches.apply()
         settings = arguments.check(args, ModelFamily.GPT)
@@ -101,7 +103,7 @@ def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
         session = runs.patched_session(args)
         active_run.activate(session)
     _session = session
-    atexit.register(_close)
+    atexit.register(_close, SystemExit(1))
 
     def datasets(samples: Any, vp_stage: int | None = None) -> Any:
         with reported():
@@ -125,10 +127,11 @@ def finish() -> None:
         _close()
 
 
-def _close() -> None:
+def _close(error: BaseException | None = None) -> None:
+    """End the run that was started here: as one that has come to its end, or with an error."""
     global _session
     if _session is not None:
         session, _session = _session, None
-        session.__exit__()
+        session.__exit__(None if error is None else type(error), error, None)
         optimizer_patches.revert()
         active_run.deactivate()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _READY, _VERDICT, _GO = "ready", "verdict", "go"
+_FAILED = "failed"
 REPORTED_HERE = "reported_here"
 """Attribute of an error that this rank reports, whichever it is."""
 _RANK_0_FIRST_S = 2.0
@@ -67,6 +68,37 @@ def _wait_for_rank_0(store: "Store") -> None:
     """Give rank 0 a moment to report the error if it has it too."""
     with contextlib.suppress(RuntimeError):
         store.wait([_VERDICT], datetime.timedelta(seconds=_RANK_0_FIRST_S))
+
+
+def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
+    """A text that rank 0 makes for all, inside the check of `start_together`; without a store every rank makes it.
+
+    Where rank 0 cannot make it, it raises; the others exit with status 2 and leave the report to it.
+
+    Raises:
+        ConfigError: rank 0 did not finish within `timeout_s`.
+    """
+    store = _agent_store(timeout_s)
+    if store is None:
+        return make()
+    if os.environ["RANK"] == "0":
+        try:
+            text = make()
+        except BaseException:
+            store.set(name, _FAILED)
+            raise
+        store.set(name, text)
+        return text
+    try:
+        store.wait([name], datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"waited {timeout_s:.0f} s for rank 0's {name}", hint="--dynapipe-timeout-s allows more time"
+        ) from error
+    text = store.get(name).decode()
+    if text == _FAILED:
+        leave_report_to_another_rank(2)
+    return text
 
 
 def _has_agent_store() -> bool:

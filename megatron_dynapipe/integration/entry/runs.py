@@ -34,6 +34,7 @@ from megatron_dynapipe.integration.flags.plan_inputs import (
     state_dtype,
 )
 from megatron_dynapipe.integration.flags.preflight import check_run
+from megatron_dynapipe.integration.flags.run_record import CheckpointRecords, record_of
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
@@ -131,12 +132,16 @@ def _plan_layer_split(args: argparse.Namespace, family: ModelFamily) -> tuple[in
     """Replace `--dynapipe-layers-per-stage auto` by the split predicted to be fastest; None if it was not asked."""
     if args.dynapipe_layers_per_stage != model_flags.AUTO:
         return None
-    settings = arguments.RunSettings.from_args(args)
-    chosen = chosen_layer_split(args, settings, family, on_cpu=cpu.is_enabled())
-    args.dynapipe_layers_per_stage = ",".join(map(str, chosen))
+
+    def choose() -> str:
+        settings = arguments.RunSettings.from_args(args)
+        return ",".join(map(str, chosen_layer_split(args, settings, family, on_cpu=cpu.is_enabled())))
+
+    split = launch.from_rank_0("layer-split", choose, timeout_s=args.dynapipe_timeout_s)
+    args.dynapipe_layers_per_stage = split
     if args.rank == 0:
-        print(f"layers per stage: {args.dynapipe_layers_per_stage}", flush=True)
-    return chosen
+        print(f"layers per stage: {split}", flush=True)
+    return tuple(map(int, split.split(",")))
 
 
 def patched_session(args: argparse.Namespace) -> Session:
@@ -241,7 +246,18 @@ def _session(
         seed=args.seed,
         metrics_interval=args.tensorboard_log_interval,
         state=StateBytes.of(args),
+        save_record=_saving_record(args, settings, family),
     )
+
+
+def _saving_record(
+    args: argparse.Namespace, settings: arguments.RunSettings, family: ModelFamily
+) -> Callable[[], None]:
+    """What puts this run's record into each checkpoint that it saves, once the checkpoint is complete."""
+    if args.save is None or args.rank != 0:
+        return lambda: None
+    record = record_of(args, settings, preview_inputs(args, settings, family, on_cpu=cpu.is_enabled()))
+    return CheckpointRecords(Path(args.save), record).update
 
 
 def pretrain_arguments(run: Run, session: Session) -> dict[str, Any]:

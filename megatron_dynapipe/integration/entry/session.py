@@ -9,8 +9,10 @@ where training resumes. Ranks start things in the same order, and a failure on o
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -34,9 +36,12 @@ from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.control_group import ControlGroup
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.integration.supply.recorder import Recorder
+from megatron_dynapipe.integration.supply.same_run import check_same_run
 from megatron_dynapipe.runtime import PipelineExecutor, platform_of, watched
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import Shape, input_positions, target_positions
+
+logger = logging.getLogger(__name__)
 
 MakeBatch = Callable[[HostMicroBatch, torch.device], DeviceBatch]
 
@@ -53,6 +58,7 @@ class Session:
         device: this rank's device.
         state: what a parameter's copies take; None leaves a model's memory to the cost model.
         seed: of dropouts.
+        save_record: puts what a checkpoint says of its run into the last one; called on rank 0 as training goes on.
         metrics_interval: iterations between two whose numbers are given to Megatron's writers.
 
     Attributes:
@@ -71,6 +77,7 @@ class Session:
         seed: int,
         metrics_interval: int,
         state: StateBytes | None = None,
+        save_record: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._make_inputs = inputs
@@ -81,6 +88,7 @@ class Session:
         self._seed = seed
         self._metrics_interval = metrics_interval
         self._state = state
+        self._save_record = save_record
         self._modules: list[torch.nn.Module] = []
         self._context: MicroBatchContext | None = None
         self._resources = ExitStack()
@@ -91,8 +99,19 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._resources.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._record_checkpoint()
+        self._resources.__exit__(kind, error, trace)
+
+    def _record_checkpoint(self) -> None:
+        """After Megatron may have saved one, between iterations or at the end."""
+        if self._iterators and self._control.rank == 0:
+            try:
+                self._save_record()
+            except OSError as error:
+                logger.warning("cannot write what the last checkpoint was trained on: %s", error)
 
     def datasets(self, _samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         """Megatron's dataset provider for `--dataloader-type external`: the iterators of the three splits.
@@ -122,6 +141,7 @@ class Session:
         models = model if isinstance(model, list) else [model]
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         item: PlannedIteration = next(iterator)
+        self._record_checkpoint()
         result = run_iteration(
             item.entry.stage_plan,
             self._executor,
@@ -188,6 +208,7 @@ class Session:
     def _start(self) -> None:
         self._control = ControlGroup(timeout_s=self._settings.timeout_s)
         inputs = self._with_model_state(self._control.run_on_all(self._make_inputs))
+        check_same_run(self._control, self._settings, inputs)
         timeout_s = self._settings.timeout_s
         link = open_transport(self._control, inputs.planner, device=self._device, timeout_s=timeout_s)
         self._stage, self._stages = link.stage, len(link.ranks)

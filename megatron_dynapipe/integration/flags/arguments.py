@@ -14,7 +14,7 @@ from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import legacy, placement
+from megatron_dynapipe.integration.flags import legacy, placement, store_address
 from megatron_dynapipe.integration.flags.megatron import check as megatron_check
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.planning.baselines import PartitionSettings
@@ -40,7 +40,7 @@ class RunSettings:
 
     Attributes:
         data: dataset folder.
-        store_url: an existing plan store; None starts an embedded one.
+        store: an existing plan store; None starts an embedded one.
         store_bind: address at which an embedded store listens.
         cost_model: cost model file; None plans with the analytic model.
         memory_limit_bytes: memory of a device that plans may use; None takes the device's, less a margin.
@@ -51,7 +51,7 @@ class RunSettings:
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
         report_folder: where the run's records and pictures go.
         schedule: how passes are ordered.
-        planners: planner processes on each node.
+        planners: planner processes of the job.
         devices_per_node: ranks on each node.
         intra_node_gbps, inter_node_gbps, intra_node_latency_us, inter_node_latency_us: links, for predictions; None
             takes those that the cost model file has measured, else `Network`'s.
@@ -59,7 +59,7 @@ class RunSettings:
     """
 
     data: Path
-    store_url: str | None
+    store: StoreAddress | None
     store_bind: str
     cost_model: Path | None
     memory_limit_bytes: int | None
@@ -71,7 +71,7 @@ class RunSettings:
     report_folder: Path
     partition: PartitionSettings
     schedule: ScheduleSettings
-    planners: int
+    planners: placement.PlannerCount
     devices_per_node: int
     intra_node_gbps: float | None
     inter_node_gbps: float | None
@@ -90,12 +90,9 @@ class RunSettings:
         _check_ranges(args)
         limit_mb = args.dynapipe_device_memory_limit
         searches = {"search_evaluations": 0} if args.dynapipe_disable_mb_permutation else {}
-        store_url = args.dynapipe_store_url or legacy.store_url(os.environ)
-        if store_url is not None:
-            StoreAddress(store_url)  # refuses what is no such URL
         return cls(
             data=args.dynapipe_data,
-            store_url=store_url,
+            store=store_address.given_store(args),
             store_bind=args.dynapipe_store_bind,
             cost_model=args.dynapipe_cost_model,
             memory_limit_bytes=None if limit_mb is None else int(limit_mb * BYTES_PER_MB),
@@ -107,8 +104,10 @@ class RunSettings:
             report_folder=args.dynapipe_report_dir or legacy.report_folder(os.environ) or REPORT_FOLDER,
             partition=legacy.partition_settings(args),
             schedule=ScheduleSettings(method=legacy.schedule_name(args.dynapipe_schedule_method), **searches),
-            planners=placement.planners_per_node(
-                args.dynapipe_prefetch_planner_num_workers, most=args.dynapipe_lookahead
+            planners=placement.planner_count(
+                args.dynapipe_prefetch_planner_num_workers,
+                nodes=placement.nodes(world_size()),
+                look_ahead=args.dynapipe_lookahead,
             ),
             devices_per_node=placement.devices_per_node(args.dynapipe_device_to_node, world_size()),
             intra_node_gbps=args.dynapipe_intra_node_bw,
@@ -168,7 +167,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="auto: CUDA where there is a device (default)",
     )
     add("--dynapipe-data", type=Path, help="dataset folder, made by `megatron-dynapipe data`")
-    add("--dynapipe-store-url", help="redis:// URL of an existing plan store (default: start one)")
+    store_address.add_arguments(group)
     add("--dynapipe-store-bind", default="127.0.0.1", help="address of the embedded store, for runs on several nodes")
     add("--dynapipe-cost-model", type=Path, help="cost model file (default: computed from the model's shape)")
     add("--dynapipe-recalibrate", action="store_true", help="correct the cost model by what is measured in training")
@@ -184,6 +183,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=[policy.value for policy in LongSamples],
         default=LongSamples.FAIL.value,
         help="samples longer than the maximum: stop (default), cut, or leave out",
+    )
+    add(
+        "--dynapipe-allow-other-data",
+        action="store_true",
+        help="resume a checkpoint on other data than it was trained on",
     )
     add("--dynapipe-lookahead", type=int, default=8, metavar="N", help="iterations planned ahead of training")
     add("--dynapipe-timeout-s", type=float, default=300.0, metavar="S", help="deadline of every wait (default 300)")

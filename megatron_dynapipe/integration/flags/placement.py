@@ -1,6 +1,7 @@
 """Placement of ranks on nodes and of layers on stages: torchrun's defaults, or lists from the command line."""
 
 import os
+from dataclasses import dataclass
 from itertools import groupby
 
 from megatron_dynapipe.errors import ConfigError
@@ -96,8 +97,22 @@ def chunks(given: str, stages: int) -> int:
     return runs // stages if stages > 1 and runs % stages == 0 else 1
 
 
-def planners_per_node(given: int | None, *, most: int) -> int:
-    """Planner processes on one node: as given, else one per core that no rank needs, at most `most`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerCount:
+    """Planner processes of a whole job: those that it begins with, and those that it may have."""
+
+    first: int
+    most: int
+
+
+def planner_count(given: int | None, *, nodes: int, look_ahead: int) -> PlannerCount:
+    """How many planners a job has.
+
+    Args:
+        given: planners on each node, from the beginning; None begins with one, and may come to one per core that no
+            rank needs, but never to more than there are iterations to plan ahead.
+        nodes: of the job.
+        look_ahead: iterations planned ahead of training.
 
     Raises:
         ConfigError: less than one was asked for.
@@ -105,6 +120,16 @@ def planners_per_node(given: int | None, *, most: int) -> int:
     if given is not None:
         if given < 1:
             raise ConfigError(f"expected --dynapipe-prefetch-planner-num-workers of at least 1, got {given}")
-        return given
+        return PlannerCount(first=given * nodes, most=given * nodes)
     spare = len(os.sched_getaffinity(0)) - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(max(spare, 1), most)
+    return PlannerCount(first=1, most=min(max(spare, 1) * nodes, look_ahead))
+
+
+def node_of(rank: int) -> int:
+    """The node of a rank, as torchrun numbers them."""
+    return rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def nodes(world_size: int) -> int:
+    """Nodes of a job of this many ranks."""
+    return max(world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)

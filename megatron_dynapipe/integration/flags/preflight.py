@@ -11,8 +11,10 @@ from pathlib import Path
 from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
+from megatron_dynapipe.integration.flags import store_address
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.flags.plan_inputs import describe_costs
+from megatron_dynapipe.integration.flags.run_record import check_resumed, record_of
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler
 from megatron_dynapipe.service.settings import PlanInputs
@@ -23,13 +25,18 @@ def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInput
 
     Raises:
         ConfigError: the report folder cannot be written, or the model or a sample does not fit the memory limit.
+        ConfigError: the checkpoint to resume is of another model or vocabulary.
         CostModelError: the cost model is of another model, or does not reach as far as the data.
         DataError: the dataset is damaged, of another vocabulary, or holds samples that cannot be trained on.
     """
     _check_report_folder(settings.report_folder)
+    if (warning := store_address.password_warning()) and args.rank == 0:
+        print(f"warning: {warning}", flush=True)
     _check_vocabulary(settings.data, args.padded_vocab_size)
     if args.rank == 0:
         print(f"cost model: {describe_costs(args, inputs.costs, on_cpu=on_cpu)}", flush=True)
+    if (said := check_resumed(args, record_of(args, settings, inputs))) and args.rank == 0:
+        print(said, flush=True)
     costs = inputs.costs.load()
     for split in inputs.splits:
         sampler = Sampler(LengthTable.read(settings.data, split.name), split.sampler)

@@ -52,7 +52,10 @@ class AgreedIterator:
     def prepare(self) -> None:
         """Start to agree on the next iteration while the device still runs the present one."""
         if self._agreement is None:
-            self._agreement = self._control.start_agreement(self._error())
+            error = self._error()
+            self._agreement = self._control.start_agreement(
+                error, plan=self._planned.next_plan_digest, what=f"iteration {self._next_iteration}"
+            )
 
     def _error(self) -> Exception | None:
         """What keeps this rank from the next iteration, once its plan has arrived or failed to; None if it can run."""

@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dynapipe.cost.correct import PassSample
-from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.errors import StoreTimeoutError
 from megatron_dynapipe.plan.instructions import Backward, Forward, Load, Payload, SendStart
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.service.recalibration import Recalibration, encode_passes
 from megatron_dynapipe.store import PlanKeys, PlanStore
 
-_SAVE_DEADLINE_S = 1.0
+_DEADLINE_S = 0.1
+"""For a version that was made long ago."""
+_LAST_DEADLINE_S = 1.0
 
 
 class PassPublisher:
@@ -46,13 +48,18 @@ class PassPublisher:
             self._version += 1
 
     def save_versions(self, folder: Path, last_iteration: int) -> None:
-        """Write every version that planned an iteration of this run beside its records, for planning again."""
-        for version in range(1, self.version(last_iteration) + 1):
+        """Write every version that planned an iteration of this run beside its records, for planning again.
+
+        A version that the store no longer has is passed over; the last may not have been made before training ended.
+        """
+        last = self.version(last_iteration)
+        for version in range(1, last + 1):
             what = f"version {version} of the cost model"
+            timeout_s = _LAST_DEADLINE_S if version == last else _DEADLINE_S
             try:
-                data = self._store.wait_any([self._keys.costs(version)], timeout_s=_SAVE_DEADLINE_S, what=what)[1]
-            except StoreError:
-                return  # training ended before it was made
+                data = self._store.wait_any([self._keys.costs(version)], timeout_s=timeout_s, what=what)[1]
+            except StoreTimeoutError:
+                continue
             (folder / f"cost-model-{version}.json").write_bytes(data)
 
 

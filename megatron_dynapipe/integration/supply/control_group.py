@@ -1,15 +1,19 @@
 """Agreement of all ranks over a gloo group of its own: one text for all, one error for all."""
 
 import datetime
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.errors import DynaPipeError, PlannerFailedError
+from megatron_dynapipe.errors import DynaPipeError, PlanError, PlannerFailedError
 
 _T = TypeVar("_T")
+_DIGITS = 15
+"""Hexadecimal digits of a plan's digest that ranks compare: as many as fit a signed 64-bit integer."""
 
 
 class ControlGroup:
@@ -39,6 +43,29 @@ class ControlGroup:
         dist.all_gather(gathered, values, group=self._group)
         return gathered
 
+    def gather_texts(self, text: str) -> list[str]:
+        """`text` of every rank, by rank."""
+        data = text.encode()
+        sizes = [int(size) for size in self.gather(torch.tensor([len(data)]))]
+        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+        rows = self.gather(padded)
+        return [bytes(row.numpy().tobytes()[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+    def find_difference(self, fields: Mapping[str, str]) -> "Difference | None":
+        """The first field, by name, in which a rank differs from the lowest that has it; None if none does.
+
+        A field that a rank does not have is not compared there. All ranks find the same.
+        """
+        ranks = [json.loads(text) for text in self.gather_texts(json.dumps(dict(fields)))]
+        for name in sorted({name for rank in ranks for name in rank}):
+            having = [rank for rank, held in enumerate(ranks) if name in held]
+            for rank in having[1:]:
+                if ranks[rank][name] != ranks[having[0]][name]:
+                    values = ranks[having[0]][name], ranks[rank][name]
+                    return Difference(field=name, ranks=(having[0], rank), values=values)
+        return None
+
     def run_on_all(self, function: Callable[[], _T]) -> _T:
         """Call a function on every rank; if it fails on any, all raise."""
         try:
@@ -49,31 +76,58 @@ class ControlGroup:
         self.start_agreement(None).wait()
         return value
 
-    def start_agreement(self, error: Exception | None) -> "Agreement":
-        """Start telling the other ranks whether this one has an error; `Agreement.wait` on all ranks ends it."""
-        return Agreement(self, self._group, error)
+    def start_agreement(self, error: Exception | None, *, plan: str = "", what: str = "") -> "Agreement":
+        """Start telling the other ranks whether this one has an error; `Agreement.wait` on all ranks ends it.
+
+        `plan` is the hexadecimal digest of the plan that this rank is about to run, of `what`: the same on all ranks.
+        """
+        return Agreement(self, self._group, error, plan=plan, what=what)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A field in which two ranks differ, and their values."""
+
+    field: str
+    ranks: tuple[int, int]
+    values: tuple[str, str]
+
+    def __str__(self) -> str:
+        (first, second), (one, other) = self.ranks, self.values
+        return f"{self.field} is {one} on rank {first} and {other} on rank {second}"
 
 
 class Agreement:
-    """An asynchronous reduction: does any rank have an error? The lowest such rank's is raised on all."""
+    """An asynchronous reduction: does any rank have an error, and do all run the same plan?
 
-    def __init__(self, control: ControlGroup, group: dist.ProcessGroup, error: Exception | None) -> None:
+    The lowest failing rank's error is raised on all.
+    """
+
+    def __init__(
+        self, control: ControlGroup, group: dist.ProcessGroup, error: Exception | None, *, plan: str, what: str
+    ) -> None:
         self._control = control
         self._error = error
+        self._what = what
         world = dist.get_world_size(group)
-        self._code = torch.tensor([0 if error is None else world - control.rank])
+        self._number = int(plan[:_DIGITS] or "0", 16)
+        # The largest of a number and of its negative are those of one number exactly where all ranks have the same.
+        self._code = torch.tensor([0 if error is None else world - control.rank, self._number, -self._number])
         self._world = world
         work = dist.all_reduce(self._code, op=dist.ReduceOp.MAX, group=group, async_op=True)
         assert work is not None
         self._work = work
 
     def wait(self) -> None:
-        """Return if no rank had an error; else raise the lowest failing rank's, on every rank.
+        """Return if no rank had an error and all have the same plan; else raise, on every rank.
 
-        That rank raises its own exception; the others one of the same message.
+        The lowest failing rank raises its own exception; the others one of the same message.
         """
         self._work.wait()
-        if (code := int(self._code)) == 0:
+        code, most, least = self._code.tolist()
+        if code == 0:
+            if most != -least:
+                raise self._other_plans()
             return
         source = self._world - code
         name = "" if self._error is None else type(self._error).__name__
@@ -82,6 +136,13 @@ class Agreement:
             assert self._error is not None
             raise self._error
         raise _same_kind(text, source) from self._error
+
+    def _other_plans(self) -> PlanError:
+        found = self._control.find_difference({"plan": f"{self._number:0{_DIGITS}x}…"})
+        return PlanError(
+            f"expected one plan of {self._what} on all ranks: the digest of its {found}",
+            hint="two jobs share a name in the plan store, or a rank runs another version of this package",
+        )
 
 
 def _same_kind(text: str, source: int) -> DynaPipeError:

@@ -1,7 +1,7 @@
 """Where a rank's plans come from: the store, the planners that fill it, the iterators that read it.
 
 rank 0             starts the store, or finds the one it was given, and names the launch
-first of a node    starts the node's planner processes
+first of a node    starts the node's planner processes, the first of which is on rank 0's node
 every rank         connects, and prefetches its share of every split's iterations
 """
 
@@ -10,22 +10,43 @@ import functools
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Self
 
+import msgspec
 import torch
 
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.integration.flags import placement
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.supply.agreed_iterator import AgreedIterator
 from megatron_dynapipe.integration.supply.control_group import ControlGroup
 from megatron_dynapipe.service.client import PlanClient
-from megatron_dynapipe.service.process import PlannerProcess
+from megatron_dynapipe.service.pool import PlannerPool
 from megatron_dynapipe.service.recalibration import Recalibration
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
-from megatron_dynapipe.store import PlanKeys, PlanStore, StoreAddress, StoreServer, new_job_name, open_store
+from megatron_dynapipe.store import JobLease, PlanKeys, PlanStore, StoreAddress, StoreServer, new_job_name
+from megatron_dynapipe.store.redis_store import RETENTION_S
+
+
+class _Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 tells all ranks.
+
+    Attributes:
+        store: where plans are; its password goes over the control group alone.
+        job: this launch's name.
+        retention_s: how long a key stays that nobody renews or deletes; None keeps all.
+        first_planners, most_planners: planner processes of the job at its beginning, and at most.
+    """
+
+    store: StoreAddress
+    job: str
+    retention_s: int | None
+    first_planners: int
+    most_planners: int
 
 
 class PlanSupply:
@@ -55,16 +76,21 @@ class PlanSupply:
     def __enter__(self) -> Self:
         with ExitStack() as undo:
             undo.push(self._resources)
-            url, job, planners = self._control.broadcast_text(self._control.run_on_all(self._start_store)).split()
-            address = StoreAddress(url)
-            self.keys = PlanKeys(job=job, settings_digest=self._inputs.digest())
-            self._control.run_on_all(lambda: self._start_planners(address, int(planners)))
-            self.store = self._control.run_on_all(lambda: self._resources.enter_context(open_store(address)))
+            text = self._control.broadcast_text(self._control.run_on_all(self._start_store))
+            launch = msgspec.json.decode(text, type=_Launch)
+            self.keys = PlanKeys(job=launch.job, settings_digest=self._inputs.digest())
+            service = self._service_settings(launch)
+            self.store = self._control.run_on_all(lambda: self._open(service))
+            self._control.run_on_all(lambda: self._start_planners(service, launch.first_planners))
             undo.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._resources.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, SystemExit) and not error.code:  # Megatron's end before --train-iters
+            kind = error = trace = None
+        self._resources.__exit__(kind, error, trace)
 
     def iterator(self, split: SplitSettings, *, required: RequiredFields, replica: int, stage: int) -> AgreedIterator:
         """One split's iterations for (replica, stage), prefetched until the block ends."""
@@ -91,38 +117,67 @@ class PlanSupply:
         return AgreedIterator(planned, self._control, first_iteration=split.first_iteration, announce=announce)
 
     def _start_store(self) -> str:
-        """On rank 0, the store's URL, this launch's name, and how many planners every node starts."""
+        """On rank 0, what every rank must know of this launch."""
         if self._control.rank != 0:
             return ""
-        url = self._settings.store_url
-        if url is None:
+        address = self._settings.store
+        if is_own := address is None:
             log = self._settings.report_folder / "store.log"
             log.parent.mkdir(parents=True, exist_ok=True)
-            server = self._resources.enter_context(StoreServer(bind=self._settings.store_bind, log_path=log))
-            url = server.address.url
-        return f"{url} {new_job_name()} {self._settings.planners}"
+            address = self._resources.enter_context(StoreServer(bind=self._settings.store_bind, log_path=log)).address
+        planners = self._settings.planners
+        launch = _Launch(
+            store=address,
+            job=new_job_name(),
+            retention_s=None if is_own else RETENTION_S,
+            first_planners=planners.first,
+            most_planners=planners.most,
+        )
+        return msgspec.json.encode(launch).decode()
 
-    def _start_planners(self, address: StoreAddress, planners: int) -> None:
+    def _open(self, service: ServiceSettings) -> PlanStore:
+        """Connect; on rank 0, keep the job's keys on a server that others share."""
+        store = self._resources.enter_context(service.open_store())
+        if service.retention_s is not None:
+            if self._control.rank == 0:
+                self._resources.enter_context(JobLease(store, self.keys.job))
+                if warning := store.eviction_warning():
+                    print(f"warning: {warning}", flush=True)
+            self._resources.push(self._await_all_planners_ends)
+        return store
+
+    def _await_all_planners_ends(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Before the keys are deleted: no planner of any node publishes more."""
+        if kind is None:
+            with contextlib.suppress(RuntimeError):  # another rank has failed, and is gone
+                self._control.gather(torch.zeros(1))
+
+    def _service_settings(self, launch: "_Launch") -> ServiceSettings:
+        return ServiceSettings(
+            store=launch.store,
+            job=launch.job,
+            settings_digest=self.keys.settings_digest,
+            most_planners=launch.most_planners,
+            look_ahead=self._settings.ahead,
+            retention_s=launch.retention_s,
+            reply_timeout_s=self._settings.timeout_s,
+            inputs=self._inputs,
+            recalibration=self.recalibration,
+        )
+
+    def _start_planners(self, service: ServiceSettings, first: int) -> None:
         """On the first rank of each node."""
         if int(os.environ.get("LOCAL_RANK", "0")) != 0:
             return
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        node = self._control.rank // per_node
-        nodes = torch.distributed.get_world_size() // per_node
         self._settings.report_folder.mkdir(parents=True, exist_ok=True)
-        for planner in range(node * planners, (node + 1) * planners):
-            service = ServiceSettings(
-                store=address,
-                job=self.keys.job,
-                settings_digest=self.keys.settings_digest,
-                node=planner,
-                nodes=nodes * planners,
-                look_ahead=self._settings.ahead,
-                inputs=self._inputs,
-                recalibration=self.recalibration,
-            )
-            log = self._settings.report_folder / f"planner-{planner}.log"
-            self._resources.enter_context(PlannerProcess(service, log_path=log))
+        pool = PlannerPool(
+            service,
+            node=placement.node_of(self._control.rank),
+            nodes=placement.nodes(torch.distributed.get_world_size()),
+            first=first,
+            log_folder=self._settings.report_folder,
+        )
+        self._resources.enter_context(pool)
 
     def _recalibration(self) -> Recalibration | None:
         if not self._inputs.recalibrate:

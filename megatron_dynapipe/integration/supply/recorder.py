@@ -1,13 +1,15 @@
 """What this rank keeps of each iteration, and how rank 0 gathers it for the report at the run's end."""
 
-from collections.abc import Sequence
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter
 from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.report.records import IterationRecord, Record, TimelineRecord, append_records, read_records
+from megatron_dynapipe.report.records import IterationRecord, Record, RecordFile, TimelineRecord, decode_records
 from megatron_dynapipe.report.summary import format_summary, summarise
 from megatron_dynapipe.report.timeline import Panel, draw
 from megatron_dynapipe.report.trace import write_trace
@@ -18,6 +20,8 @@ from megatron_dynapipe.units import NS_PER_MS, Shape
 
 class Recorder:
     """Records of one rank.
+
+    Recording never changes training or its exit status: what fails is told once.
 
     The first stage of each replica records every iteration; every rank records the timeline of the last one. Traces
     are read one iteration late, so that reading one never waits for the device.
@@ -67,7 +71,8 @@ class Recorder:
         self._publisher = publisher
         self._latest: tuple[PlannedIteration, Trace] | None = None
         self._last_iteration: int | None = None
-        self._file.unlink(missing_ok=True)
+        self._file = RecordFile(folder / f"rank-{rank}.jsonl")
+        self._has_warned = False
 
     def add(self, item: PlannedIteration, trace: Trace) -> None:
         """Keep an iteration that has been issued to the device."""
@@ -78,17 +83,37 @@ class Recorder:
     def report(self) -> str | None:
         """Hand in this rank's records; on rank 0 gather all, draw the last iteration, and return the summary."""
         self._flush(last=True)
+        own = b""
+        with self._never_failing("read this rank's records"):
+            own = self._file.read()
         if self._rank != 0:
-            data = self._file.read_bytes() if self._file.exists() else b"\n"
-            self._store.put(self._keys.report(self._rank), data)
+            with self._never_failing("hand in this rank's records"):
+                self._store.put(self._keys.report(self._rank), own or b"\n")
             return None
         if self._publisher is not None and self._last_iteration is not None:
-            self._publisher.save_versions(self._folder, self._last_iteration)
-        return self._summary([record for rank in range(self._world_size) for record in self._records(rank)])
+            with self._never_failing("save the versions of the cost model"):
+                self._publisher.save_versions(self._folder, self._last_iteration)
+        summary = None
+        with self._never_failing("gather the records of all ranks"):
+            records = decode_records(own, origin=str(self._file.path))
+            for rank in range(1, self._world_size):
+                records += self._records(rank)
+            summary = self._summary(records)
+        return summary
 
-    @property
-    def _file(self) -> Path:
-        return self._folder / f"rank-{self._rank}.jsonl"
+    @contextlib.contextmanager
+    def _never_failing(self, doing: str) -> Iterator[None]:
+        """Whatever fails in the block, training and its exit status are those of a run without records; told once."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - a full disk, a picture that cannot be drawn, a store that is gone
+            if not self._has_warned:
+                print(
+                    f"warning: rank {self._rank} cannot {doing}, and goes on without: {type(error).__name__}: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._has_warned = True
 
     def _flush(self, *, last: bool = False) -> None:
         """Write the iteration that was added last."""
@@ -96,44 +121,45 @@ class Recorder:
             return
         (item, trace), self._latest = self._latest, None
         events = trace.events()
-        self._metrics.write(item, events)
-        records: list[Record] = []
         version = 0
-        if self._publisher is not None:
+        if self._publisher is not None:  # no record: planners wait for it
             version = self._publisher.version(item.entry.iteration)
             self._publisher.add(item.entry, events)
+        with self._never_failing("record an iteration"):
+            self._write(item, events, version, last=last)
+
+    def _write(self, item: PlannedIteration, events: Sequence[Event], version: int, *, last: bool) -> None:
+        self._metrics.write(item, events)
         if self._stage == 0 and self._tensor_rank == 0:
             record = _iteration_record(item, events, version)
-            records.append(record)
             if self._rank == 0:
                 print(prediction_line(record), flush=True)
+            self._file.add_iteration(record)
         if last and self._tensor_rank == 0:
-            entry = item.entry
-            records.append(
-                TimelineRecord(
-                    iteration=entry.iteration,
-                    replica=self._replica,
-                    stage=self._stage,
-                    planned=entry.stage_plan.predicted,
-                    measured=events,
-                )
+            timeline = TimelineRecord(
+                iteration=item.entry.iteration,
+                replica=self._replica,
+                stage=self._stage,
+                planned=item.entry.stage_plan.predicted,
+                measured=tuple(events),
             )
-        append_records(self._file, records)
+            self._file.add_timeline(timeline)
 
     def _records(self, rank: int) -> list[Record]:
-        if rank == self._rank:
-            return read_records(self._file) if self._file.exists() else []
         key = self._keys.report(rank)
-        _, data = self._store.wait_any([key], timeout_s=self._timeout_s, what=f"the records of rank {rank}")
+        data = self._store.wait_any([key], timeout_s=self._timeout_s, what=f"the records of rank {rank}")[1].lstrip()
         path = self._folder / f"rank-{rank}.jsonl"
-        path.write_bytes(data.lstrip())
-        return read_records(path)
+        with self._never_failing(f"write the records of rank {rank}"):
+            path.write_bytes(data)
+        return decode_records(data, origin=str(path))
 
     def _summary(self, records: Sequence[Record]) -> str | None:
         iterations = [record for record in records if isinstance(record, IterationRecord)]
         if not iterations:
             return None
-        pictures = self._draw([r for r in records if isinstance(r, TimelineRecord) and r.replica == 0])
+        pictures: list[Path] = []
+        with self._never_failing("draw the last iteration"):
+            pictures = self._draw([r for r in records if isinstance(r, TimelineRecord) and r.replica == 0])
         return format_summary(summarise(iterations, maximum=self._maximum, pictures=pictures))
 
     def _draw(self, records: Sequence[TimelineRecord]) -> list[Path]:

@@ -15,7 +15,7 @@ from megatron_dynapipe.planning.schedules.adaptive import adaptive
 from megatron_dynapipe.planning.schedules.gpipe import gpipe
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
 from megatron_dynapipe.planning.simulate import simulate
-from megatron_dynapipe.units import BYTES_PER_MB
+from megatron_dynapipe.units import in_mb
 
 SCHEDULES: Mapping[str, Callable[[ScheduleProblem], PassOrder]] = MappingProxyType(
     {"adaptive": adaptive, "1f1b": one_f_one_b_within_memory, "gpipe": gpipe}
@@ -80,8 +80,8 @@ def check_memory(problem: ScheduleProblem, peak_bytes: tuple[int, ...]) -> None:
     """Raise an InfeasibleError naming the first rank whose peak is over the limit."""
     for rank, used in enumerate(peak_bytes):
         if used > problem.memory_limit_bytes:
+            needed, available = in_mb(used, problem.memory_limit_bytes)
             raise InfeasibleError(
-                f"stage {rank} needs {used / BYTES_PER_MB:.0f} MB with this schedule, of "
-                f"{problem.memory_limit_bytes / BYTES_PER_MB:.0f} MB",
+                f"stage {rank} needs {needed} with this schedule, of {available}",
                 hint="use smaller micro-batches, more recomputation, or a schedule that holds fewer of them",
             )

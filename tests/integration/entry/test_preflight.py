@@ -36,7 +36,7 @@ def refused(family: str, flags: str, data: Path, tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("family", "flags", "said"),
     [
-        ("t5", "--dynapipe-device-memory-limit 1", "parameters, gradients and optimizer state, of 1 MB"),
+        ("t5", "--dynapipe-device-memory-limit 1", "parameters, gradients and optimizer state, of 1.0 MB"),
         ("gpt", "--dynapipe-device-memory-limit 1", "of activations on stage 0"),
         (
             "t5",
@@ -116,3 +116,24 @@ def test_a_loss_that_is_not_a_number_is_logged(skipped):
         assert " lm loss: nan | loss scale: " in active_run.log_line(lost)  # it had one before: this one is lost
     finally:
         active_run.deactivate()
+
+
+def split_of_rank_0(*, rank: int, world_size: int, fails: bool) -> str:
+    from megatron_dynapipe.integration.entry import launch
+
+    def make() -> str:
+        if fails:
+            raise ConfigError("no split")
+        return f"made by rank {rank}"
+
+    try:
+        return launch.start_together(lambda: launch.from_rank_0("layer-split", make, timeout_s=20), timeout_s=20)
+    except ConfigError as error:
+        return f"reports: {error}"
+    except SystemExit as end:
+        return f"leaves with {end.code}"
+
+
+def test_what_rank_0_chooses_is_taken_by_all():
+    assert run_ranks(split_of_rank_0, 3, {"fails": False}) == ["made by rank 0"] * 3
+    assert run_ranks(split_of_rank_0, 3, {"fails": True}) == ["reports: no split", "leaves with 2", "leaves with 2"]

@@ -11,7 +11,8 @@ from megatron_dynapipe.cost.format import Link, encode_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import arguments, legacy, placement
 from megatron_dynapipe.integration.flags import plan_inputs as inputs
-from megatron_dynapipe.store import server
+from megatron_dynapipe.integration.flags.placement import PlannerCount
+from megatron_dynapipe.store import StoreAddress, server
 from tests.cost.models import gpt_file
 from tests.helpers.entry_scripts import reported, train
 from tests.helpers.random_dataset import make_dataset
@@ -22,11 +23,12 @@ OURS = """
 --dynapipe-config --dynapipe-cost-model --dynapipe-data --dynapipe-device --dynapipe-device-memory-limit
 --dynapipe-inter-node-bw --dynapipe-inter-node-lat --dynapipe-intra-node-bw --dynapipe-intra-node-lat
 --dynapipe-limit-rc-type --dynapipe-long-samples --dynapipe-lookahead --dynapipe-report-dir --dynapipe-store-bind
---dynapipe-store-url --dynapipe-timeout-s --dynapipe-unset --use-dynapipe
+--dynapipe-store-url --dynapipe-store-url-file --dynapipe-timeout-s --dynapipe-unset --use-dynapipe
 --dynapipe-device-to-node --dynapipe-disable-mb-permutation --dynapipe-layer-to-device --dynapipe-partition-algo
 --dynapipe-prefetch-planner-num-workers --dynapipe-round-seqlen-multiple --dynapipe-schedule-method
 --dynapipe-token-based-partition-mbs --dynapipe-zero-stage
---dynapipe-attention --dynapipe-layers-per-stage --dynapipe-recalibrate --dynapipe-scatter-gather
+--dynapipe-allow-other-data --dynapipe-attention --dynapipe-layers-per-stage --dynapipe-recalibrate
+--dynapipe-scatter-gather
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
 
@@ -117,9 +119,9 @@ def test_defaults_need_no_flag(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(placement.os, "sched_getaffinity", lambda _: set(range(7)))
     given = settings("")
-    assert given.cost_model is None and given.memory_limit_bytes is None and given.store_url is None
+    assert given.cost_model is None and given.memory_limit_bytes is None and given.store is None
     assert given.devices_per_node == 4
-    assert given.planners == 3  # one per core that no rank needs
+    assert given.planners == PlannerCount(first=1, most=3)  # one per core that no rank needs
     assert given.schedule.method == "adaptive" and given.report_folder == arguments.REPORT_FOLDER
 
 
@@ -130,12 +132,12 @@ def test_defaults_need_no_flag(monkeypatch):
         ("--dynapipe-schedule-method wait-free-cyclic", "schedule.method", "adaptive"),
         ("--dynapipe-schedule-method gpipe", "schedule.method", "gpipe"),
         ("--dynapipe-disable-mb-permutation", "schedule.search_evaluations", 0),
-        ("--dynapipe-prefetch-planner-num-workers 5", "planners", 5),
+        ("--dynapipe-prefetch-planner-num-workers 5", "planners", PlannerCount(first=5, most=5)),
         ("--dynapipe-device-to-node 0:0", "devices_per_node", 1),
         ("--dynapipe-device-memory-limit 36000", "memory_limit_bytes", 36_000_000_000),
         ("--dynapipe-intra-node-bw 600 --dynapipe-inter-node-lat 20", "intra_node_gbps", 600.0),
-        ("--dynapipe-zero-stage 1 --use-distributed-optimizer", "planners", 1),
-        ("--dynapipe-partition-algo dp --dynapipe-round-seqlen-multiple 8", "planners", 1),
+        ("--dynapipe-zero-stage 1 --use-distributed-optimizer", "planners", PlannerCount(first=1, most=1)),
+        ("--dynapipe-partition-algo dp --dynapipe-round-seqlen-multiple 8", "planners", PlannerCount(first=1, most=1)),
         ("", "partition.algorithm", "dp"),
         ("--dynapipe-partition-algo uniform", "partition.algorithm", "uniform"),
         ("--dynapipe-partition-algo padding", "partition.algorithm", "padding"),
@@ -145,7 +147,7 @@ def test_defaults_need_no_flag(monkeypatch):
             "partition.micro_batch_tokens",
             4096,
         ),
-        ("--dynapipe-store-url redis://elsewhere/0", "store_url", "redis://elsewhere/0"),
+        ("--dynapipe-store-url redis://elsewhere/0", "store", StoreAddress("redis://elsewhere/0")),
     ],
 )
 def test_honoured_values(flags, name, value, monkeypatch):
@@ -212,8 +214,8 @@ def test_a_store_port_that_is_none():
 def test_a_flag_wins_over_its_variable(monkeypatch):
     monkeypatch.setenv("DYNAPIPE_KV_HOST", "node0")
     monkeypatch.setenv("DYNAPIPE_LOGGING_DEBUG_DIR", "logs")
-    assert settings("").store_url == "redis://node0:29500/0"
-    assert settings("--dynapipe-store-url redis://flag/0").store_url == "redis://flag/0"
+    assert settings("").store == StoreAddress("redis://node0:29500/0")
+    assert settings("--dynapipe-store-url redis://flag/0").store == StoreAddress("redis://flag/0")
     assert settings("").report_folder == Path("logs")
     assert settings("--dynapipe-report-dir reports").report_folder == Path("reports")
 

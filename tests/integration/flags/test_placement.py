@@ -140,3 +140,21 @@ def test_layers_to_devices_that_cannot_be(given, said):
     with pytest.raises(ConfigError) as told:
         placement.layers_per_stage(given, layers=4, stages=2, chunks=1)
     assert said in told.value.message
+
+
+@pytest.mark.parametrize(
+    ("given", "nodes", "cores", "look_ahead", "first", "most"),
+    [
+        (None, 1, 8, 8, 1, 4),  # four ranks leave four cores
+        (None, 4, 12, 8, 1, 8),  # never more than can be planned ahead: not 32
+        (None, 1, 4, 8, 1, 1),
+        (None, 3, 4, 8, 1, 3),
+        (None, 2, 64, 1, 1, 1),
+        (2, 3, 4, 8, 6, 6),
+    ],
+)
+def test_a_job_begins_with_one_planner(monkeypatch, given, nodes, cores, look_ahead, first, most):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda _: set(range(cores)))
+    count = placement.planner_count(given, nodes=nodes, look_ahead=look_ahead)
+    assert (count.first, count.most) == (first, most)

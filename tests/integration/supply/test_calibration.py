@@ -86,3 +86,13 @@ def test_state_is_counted_parameter_by_parameter(
     frozen.weight.requires_grad_(False)
     counted = StateBytes.of(args).total([first, tied, frozen])
     assert counted == 128 * per_parameter + 16 * dtype.itemsize
+
+
+def test_a_version_that_has_expired_costs_no_later_one(tmp_path) -> None:
+    store = MemoryStore()
+    publisher = PassPublisher(Recalibration(first_iteration=0, look_ahead=2, ranks=1), store, KEYS, rank=0)
+    for version in (1, 3):
+        store.put(KEYS.costs(version), b"version %d" % version)
+    assert publisher.version(40) == 4
+    publisher.save_versions(tmp_path, 40)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cost-model-1.json", "cost-model-3.json"]

@@ -1,7 +1,19 @@
-"""What all ranks agree on: one text, one failure."""
+"""What all ranks agree on: one text, one failure, one plan, one dataset, one set of settings."""
 
-from megatron_dynapipe.errors import InfeasibleError, PlannerFailedError
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.cost import CPU_RATES, ModelShape
+from megatron_dynapipe.errors import DynaPipeError, InfeasibleError, PlanError, PlannerFailedError
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import SamplerSettings
+from megatron_dynapipe.service import AnalyticCosts, PlanInputs, SplitSettings
+from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
+from tests.helpers.random_dataset import make_dataset
 
 
 def _control(function):
@@ -52,3 +64,87 @@ def test_the_lowest_failing_ranks_error_is_raised_on_all():
 def test_an_error_of_another_kind_keeps_its_name_in_the_message():
     outcomes = run_ranks(_fail_on, 2, {"ranks": [1], "kind": "other"})
     assert outcomes == [f"{PlannerFailedError.__name__}: rank 1: OSError: disk of 1", "OSError: disk of 1"]
+
+
+def _differences(*, rank: int, world_size: int, held: list[dict[str, str]]) -> str:
+    return _control(lambda control: str(control.find_difference(held[rank])))
+
+
+@pytest.mark.parametrize(
+    ("held", "found"),
+    [
+        ([{"a": "1", "b": "ü"}, {"a": "1", "b": "ü"}], "None"),
+        ([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}], "b is 2 on rank 0 and 3 on rank 1"),
+        ([{"b": "2", "a": "1"}, {"a": "9", "b": "3"}], "a is 1 on rank 0 and 9 on rank 1"),
+        ([{}, {"a": "1"}], "None"),
+        ([{}, {}], "None"),
+    ],
+)
+def test_the_first_field_in_which_ranks_differ_is_the_same_on_all(held, found):
+    assert run_ranks(_differences, 2, {"held": held}) == [found] * 2
+
+
+def _plans(*, rank: int, world_size: int, plans: list[str]) -> str:
+    def agree(control) -> str:
+        try:
+            control.start_agreement(None, plan=plans[rank], what="iteration 4").wait()
+        except PlanError as error:
+            return error.message
+        return "agreed"
+
+    return _control(agree)
+
+
+def test_ranks_that_hold_different_plans_do_not_begin():
+    same, other = "0123456789abcdef" * 2, "fedcba9876543210" * 2
+    assert run_ranks(_plans, 3, {"plans": [same] * 3}) == ["agreed"] * 3
+    (told,) = set(run_ranks(_plans, 3, {"plans": [same, same, other]}))
+    assert told == (
+        "expected one plan of iteration 4 on all ranks: the digest of its plan is 0123456789abcde… on rank 0 and "
+        "fedcba987654321… on rank 2"
+    )
+
+
+def _same_run(*, rank: int, world_size: int, folders: list[str], seeds: list[int]) -> str:
+    import argparse
+
+    from megatron_dynapipe.integration.supply.same_run import check_same_run
+
+    def check(control) -> str:
+        sampler = SamplerSettings(
+            family=ModelFamily.GPT, seed=seeds[rank], samples_per_iteration=4, max_input_length=80
+        )
+        shape = ModelShape(family=ModelFamily.GPT, hidden=32, heads=2, kv_channels=16, ffn=64, vocabulary=512)
+        inputs = PlanInputs(
+            data_folder=folders[rank],
+            splits=(SplitSettings(name="train", sampler=sampler),),
+            planner=PlannerSettings(family=ModelFamily.GPT, encoder_layers=2, hidden_size=32, memory_limit_bytes=10**9),
+            costs=AnalyticCosts(shape=shape, rates=CPU_RATES, max_size=4, max_length=128),
+        )
+        os.environ["LOCAL_RANK"] = "0"  # each is a node of its own
+        try:
+            check_same_run(control, argparse.Namespace(data=Path(folders[rank])), inputs)
+        except DynaPipeError as error:
+            return f"{type(error).__name__}: {error.message}"
+        return "same"
+
+    return _control(check)
+
+
+def test_nodes_with_other_data_of_equal_lengths_do_not_train(tmp_path):
+    """The same lengths, so that the plans are the same."""
+    first = make_dataset(tmp_path / "first")
+    second = shutil.copytree(first, tmp_path / "second")
+    assert run_ranks(_same_run, 2, {"folders": [str(first), str(second)], "seeds": [1, 1]}) == ["same"] * 2
+    content = (second / "train.bin").read_bytes()
+    (second / "train.bin").write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+    (told,) = set(run_ranks(_same_run, 2, {"folders": [str(first), str(second)], "seeds": [1, 1]}))
+    assert told.startswith("DataError: expected the same dataset on all nodes: the digest of train.bin is ")
+
+
+def test_ranks_with_other_settings_do_not_train(tmp_path):
+    folder = str(make_dataset(tmp_path / "data"))
+    (told,) = set(run_ranks(_same_run, 2, {"folders": [folder] * 2, "seeds": [1, 2]}))
+    assert told == (
+        "ConfigError: expected the same settings on all ranks: splits.train.sampler.seed is 1 on rank 0 and 2 on rank 1"
+    )

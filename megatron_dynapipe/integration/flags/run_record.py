@@ -1,0 +1,198 @@
+"""What a checkpoint says of the run that saved it, and what resuming it under other data, models or settings means.
+
+    CHECKPOINTS/iter_0000010/dynapipe.json      beside Megatron's own files
+
+another model, vocabulary      refused: the weights would not mean the same
+other data                     refused, unless --dynapipe-allow-other-data (or Megatron's --finetune) says so
+another layout, split, plan    fine, and named in one line
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from megatron_dynapipe.data.identity import check_files, folder_digest, whole_digest
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.files import read_bounded
+from megatron_dynapipe.integration.flags.arguments import RunSettings
+from megatron_dynapipe.service.settings import PlanInputs
+
+NAME = "dynapipe.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's, in the folder of checkpoints: the iteration of the last complete one."""
+
+_MODEL = (
+    "num_layers", "encoder_num_layers", "decoder_num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
+    "kv_channels", "num_query_groups", "position_embedding_type", "normalization", "swiglu", "add_bias_linear",
+    "untie_embeddings_and_output_weights", "relative_attention_num_buckets", "relative_attention_max_distance",
+)  # fmt: skip
+"""Megatron's arguments, by destination, that decide which weights a model has and what they mean."""
+_OF_A_START = (".first_iteration", ".iterations", ".model_state_bytes")
+_MOST_NAMED = 8
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A run, as far as a checkpoint of it depends on it; every value is text.
+
+    Attributes:
+        format: name and version of this form.
+        model: arguments of the model, and its vocabulary's size.
+        tokenizer: digest of its vocabulary.
+        dataset: digest of each file.
+        settings: what plans are made from, layout included, field by field.
+    """
+
+    format: Literal["dynapipe-run/1"] = "dynapipe-run/1"
+    model: dict[str, str]
+    tokenizer: str
+    dataset: dict[str, str]
+    settings: dict[str, str]
+
+
+def record_of(args: argparse.Namespace, settings: RunSettings, inputs: PlanInputs) -> RunRecord:
+    """The record of a run that is about to start; raises DataError where its dataset cannot be read."""
+    meta = read_meta(settings.data)
+    model = {name: str(getattr(args, name)) for name in _MODEL if getattr(args, name, None) is not None}
+    model["family"] = inputs.planner.family.value
+    model["vocabulary size"] = str(meta.vocabulary_size)
+    if model.get("position_embedding_type") == "learned_absolute":
+        model["max_position_embeddings"] = str(args.max_position_embeddings)
+    splits = [split.name for split in inputs.splits]
+    files = {name: file.quick for name, file in meta.files.items() if name.partition(".")[0] in splits}
+    fields = settings_fields(inputs).items()
+    return RunRecord(
+        model=model,
+        tokenizer=_tokenizer_digest(Path(str(args.tokenizer_model))),
+        dataset=files or check_files(settings.data, splits, {}),
+        settings={name: value for name, value in fields if not name.endswith(_OF_A_START)},
+    )
+
+
+def settings_fields(inputs: PlanInputs) -> dict[str, str]:
+    """What plans are made from, field by field, as text; the dataset's folder may lie elsewhere on every node."""
+    held = {
+        "costs": inputs.costs.load().digest,
+        "recalibrate": inputs.recalibrate,
+        "planner": msgspec.to_builtins(inputs.planner),
+        "splits": {split.name: msgspec.to_builtins(split) for split in inputs.splits},
+    }
+    return dict(_flat("", held))
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from _flat(f"{prefix}.{name}" if prefix else str(name), each)
+    else:
+        yield prefix, msgspec.json.encode(value).decode()
+
+
+def _tokenizer_digest(path: Path) -> str:
+    """Of the file with a tokenizer's vocabulary; the settings beside it are written anew by every version."""
+    if (path / "tokenizer.json").is_file():
+        return whole_digest(path / "tokenizer.json")
+    if path.is_dir():
+        return folder_digest(path)
+    return whole_digest(path) if path.is_file() else str(path)
+
+
+class CheckpointRecords:
+    """Puts a run's record into every checkpoint that the run saves; those of earlier runs are left as they are.
+
+    Args:
+        checkpoints: where Megatron saves.
+        record: of this run.
+    """
+
+    def __init__(self, checkpoints: Path, record: RunRecord) -> None:
+        self._checkpoints = checkpoints
+        self._record = record
+        self._known = self._last_save()
+
+    def update(self) -> None:
+        """Write the record if a checkpoint has been completed since the last call; raises OSError."""
+        last = self._last_save()
+        if last == self._known:
+            return
+        self._known = last
+        folder = _last_checkpoint(self._checkpoints, None)
+        if folder is not None and folder.is_dir():
+            fresh = folder / f".{NAME}.unfinished"
+            fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self._record), indent=1) + b"\n")
+            fresh.replace(folder / NAME)
+
+    def _last_save(self) -> int | None:
+        """When Megatron last completed a checkpoint; None if it has not."""
+        try:
+            return (self._checkpoints / TRACKER).stat().st_mtime_ns
+        except OSError:
+            return None
+
+
+def _last_checkpoint(checkpoints: Path, step: int | None) -> Path | None:
+    """The folder of the checkpoint of an iteration, or of the last one; None if there is none."""
+    if step is None:
+        try:
+            step = int(read_bounded(checkpoints / TRACKER, most_bytes=100))
+        except (OSError, ValueError):  # no checkpoint, or a release, which is no run's
+            return None
+    return checkpoints / f"iter_{step:07d}"
+
+
+def check_resumed(args: argparse.Namespace, record: RunRecord) -> str | None:
+    """Hold a run against the checkpoint that it resumes; what to tell the user, if anything.
+
+    Raises:
+        ConfigError: the checkpoint is of another model or vocabulary, or its record cannot be read.
+        DataError: it was trained on other data.
+    """
+    folder = None if args.load is None else _last_checkpoint(Path(args.load), getattr(args, "ckpt_step", None))
+    if folder is None or not folder.is_dir():
+        return None
+    saved = _read_record(folder / NAME)
+    if saved is None:
+        return f"{folder} does not say what it was trained on: its data, model and settings are not compared"
+    vocabulary = {"tokenizer": saved.tokenizer}, {"tokenizer": record.tokenizer}
+    if found := [*_differences(saved.model, record.model), *_differences(*vocabulary)]:
+        raise ConfigError(
+            f"expected the model and vocabulary of the checkpoint {folder}, got {_named(found)}",
+            hint="resume with the flags and the tokenizer that it was trained with, or leave --load out",
+        )
+    data = _differences(saved.dataset, record.dataset)
+    if data and not (args.dynapipe_allow_other_data or args.finetune):
+        raise DataError(
+            f"expected the data that the checkpoint {folder} was trained on, got {_named(data)}",
+            hint="give --dynapipe-data that dataset, or pass --dynapipe-allow-other-data to go on with this one",
+        )
+    found = [*data, *_differences(saved.settings, record.settings)]
+    return f"resuming {folder} with other settings: {_named(found)}" if found else None
+
+
+def _read_record(path: Path) -> RunRecord | None:
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(read_bounded(path, most_bytes=10_000_000), type=RunRecord)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(
+            f"cannot read what the checkpoint says of its run, {path}: {error}",
+            hint="delete this file to resume without a comparison",
+        ) from error
+
+
+def _differences(saved: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
+    """Fields in which two records differ; one that only one of them has differs, too."""
+    return [
+        f"{name} {given.get(name, 'absent')} (was {saved.get(name, 'absent')})"
+        for name in sorted(saved.keys() | given.keys())
+        if saved.get(name) != given.get(name)
+    ]
+
+
+def _named(found: list[str]) -> str:
+    more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return ", ".join(found[:_MOST_NAMED]) + more

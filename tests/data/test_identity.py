@@ -1,0 +1,140 @@
+"""Which dataset a folder holds: digests that change with its files, checksums that change with its samples."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.cli.main import main
+from megatron_dynapipe.data import identity
+from megatron_dynapipe.data.identity import check_files, checksums_path, file_digests, quick_digest, whole_digest
+from megatron_dynapipe.data.indexed import IndexedReader
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.data.prepare import PrepareSettings, TextSample, prepare_dataset
+from megatron_dynapipe.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    samples = [TextSample(task="a", input=f"number {at} and so on", target=f"{at * at}") for at in range(200)]
+    folder = tmp_path_factory.mktemp("made") / "data"
+    prepare_dataset(samples, folder, PrepareSettings(source="numbers", vocabulary_size=300))
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "data")
+
+
+def change(path: Path, place: int, byte: int | None = None) -> None:
+    """Overwrite one byte, in place, as a running copy would."""
+    with path.open("r+b") as file:
+        file.seek(place)
+        old = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([old ^ 1 if byte is None else byte]))
+
+
+def test_a_prepared_dataset_describes_its_files(made: Path) -> None:
+    meta = read_meta(made)
+    assert sorted(meta.files) == sorted(
+        f"{split}{ending}"
+        for split in ("train", "valid", "test")
+        for ending in (".bin", ".idx", ".tasks.npy", ".crc32.npy")
+    )
+    assert check_files(made, ("train", "valid", "test"), meta.files) == {
+        name: digests.quick for name, digests in meta.files.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.idx", "valid.tasks.npy", "test.crc32.npy"])
+def test_a_changed_file_is_named(folder: Path, name: str) -> None:
+    change(folder / name, (folder / name).stat().st_size - 1)
+    with pytest.raises(DataError, match=f"{name}: expected the file that meta.json describes"):
+        check_files(folder, ("train", "valid", "test"), read_meta(folder).files)
+
+
+def test_a_dataset_without_digests_has_nothing_to_be_held_against(folder: Path) -> None:
+    change(folder / "train.bin", 0)
+    assert set(check_files(folder, ("train",), {})) == {"train.bin", "train.idx", "train.tasks.npy", "train.crc32.npy"}
+
+
+@pytest.mark.parametrize(
+    ("place", "changes"), [(0, True), (99_999, True), (50_000, True), (1_000, True), (2_500, False), (97_000, False)]
+)
+def test_a_large_file_is_read_in_blocks(tmp_path: Path, monkeypatch, place: int, changes: bool) -> None:
+    """Head, tail and blocks in between; what lies between blocks is found by the whole digest."""
+    monkeypatch.setattr(identity, "WHOLE_BYTES", 50_000)
+    monkeypatch.setattr(identity, "BLOCK_BYTES", 2_000)
+    monkeypatch.setattr(identity, "BLOCKS", 5)
+    path = tmp_path / "file"
+    path.write_bytes(np.random.default_rng(0).bytes(100_000))
+    before = file_digests(path)
+    assert before.quick == quick_digest(path) != whole_digest(path) == before.whole
+    change(path, place)
+    assert (quick_digest(path) != before.quick) == changes
+    assert whole_digest(path) != before.whole
+
+
+def test_a_file_of_another_size_has_another_digest(tmp_path: Path) -> None:
+    digests = set()
+    for size in (0, 1, 2, 5_000_000):
+        (tmp_path / "file").write_bytes(bytes(size))
+        digests.add(quick_digest(tmp_path / "file"))
+    assert len(digests) == 4
+
+
+def test_files_that_cannot_be_read_are_one_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for name, said in (("none", "No such file"), ("fifo", "expected a regular file, found a pipe")):
+        with pytest.raises(DataError, match=said):
+            quick_digest(tmp_path / name)
+
+
+def test_a_sample_overwritten_while_it_is_mapped_is_found_when_it_is_read(folder: Path) -> None:
+    reader = IndexedReader(folder / "train")
+    sizes = reader.lengths.input + reader.lengths.target
+    reader[7]
+    change(folder / "train.bin", int(sizes[:7].sum()) * reader.dtype.itemsize)
+    with pytest.raises(DataError, match=r"train\.bin: the tokens of sample 7 are not those that were written"):
+        reader[7]
+    for sample in (6, 8):
+        reader[sample]
+
+
+def test_checksums_of_another_dataset_are_refused(folder: Path) -> None:
+    shutil.copy(checksums_path(folder / "valid"), checksums_path(folder / "train"))
+    with pytest.raises(DataError, match=r"train\.crc32\.npy: expected uint32\[\d+\]"):
+        IndexedReader(folder / "train")
+
+
+def test_a_dataset_without_checksums_is_read_unchecked(folder: Path) -> None:
+    checksums_path(folder / "train").unlink()
+    change(folder / "train.bin", 0)
+    assert len(IndexedReader(folder / "train")[0]) == 2
+
+
+def test_verify_checks_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "verify", str(folder)]) == 0
+    assert "200 samples are as they were written" in capsys.readouterr().out
+    change(folder / "train.bin", 0)
+    assert main(["data", "verify", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert "train.bin: expected the file that meta.json describes" in said
+    assert "the tokens of sample 0 are not those that were written" in said
+
+
+def test_verify_finds_tokens_beyond_the_vocabulary(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checksums_path(folder / "train").unlink()
+    for place in (0, 1):
+        change(folder / "train.bin", place, 255)
+    assert main(["data", "verify", str(folder)]) == 1
+    assert "expected tokens in 0…299, sample 0 has 65535" in capsys.readouterr().out
+
+
+def test_verify_needs_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "verify", str(tmp_path / "none")]) == 2
+    assert "expected a dataset folder" in capsys.readouterr().err

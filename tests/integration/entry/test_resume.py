@@ -1,0 +1,51 @@
+"""Resuming through the entry scripts: what is the same goes on, what is not is named or refused."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.integration.flags.run_record import NAME
+from megatron_dynapipe.store import StoreServer
+from tests.helpers.entry_scripts import train
+from tests.helpers.random_dataset import make_dataset
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data/, and checkpoints/ of a run of one rank that kept its plans on a shared server."""
+    folder = tmp_path_factory.mktemp("saved")
+    data = make_dataset(folder / "data")
+    with StoreServer() as server:
+        flags = f"--train-iters 2 --save {folder / 'checkpoints'} --save-interval 1"
+        flags += f" --dynapipe-store-url {server.address.url}"
+        (run,) = train("gpt", data, flags, ranks=1, report=folder / "report")
+        password = server.address.url.partition("://:")[2].partition("@")[0]
+        said = [run["stdout"], run["stderr"]]
+        files = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+        assert not any(password in text for text in said)
+        assert not any(password.encode() in content for content in files), "a file of the run holds the password"
+    return folder
+
+
+def test_every_checkpoint_says_what_it_was_trained_on(saved: Path) -> None:
+    for iteration in (1, 2):
+        assert (saved / "checkpoints" / f"iter_{iteration:07d}" / NAME).exists()
+
+
+def test_other_data_of_equal_lengths_is_refused(saved: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(saved / "data", tmp_path / "data")
+    content = (data / "train.bin").read_bytes()
+    (data / "train.bin").write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+    flags = f"--train-iters 4 --load {saved / 'checkpoints'}"
+    (run,) = train("gpt", data, flags, ranks=1, report=tmp_path / "report", status=2)
+    assert "expected the data that the checkpoint" in run["stderr"] and "train.bin" in run["stderr"]
+
+
+def test_another_layout_is_named(saved: Path, tmp_path: Path) -> None:
+    flags = f"--train-iters 3 --override-opt-param-scheduler --load {saved / 'checkpoints'}"
+    flags += " --pipeline-model-parallel-size 2"
+    runs = train("gpt", saved / "data", flags, ranks=2, report=tmp_path / "report")
+    assert "with other settings: " in runs[0]["stdout"]
+    assert "planner.pipeline_parallel 2 (was 1)" in runs[0]["stdout"]
+    assert list(runs[1]["losses"]) == ["3"]

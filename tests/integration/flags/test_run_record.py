@@ -1,0 +1,106 @@
+"""What a checkpoint says of its run, and what a run that resumes it is told."""
+
+import argparse
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.integration.flags.run_record import NAME, TRACKER, CheckpointRecords, RunRecord, check_resumed
+
+RECORD = RunRecord(
+    model={"hidden_size": "32", "vocabulary size": "4096"},
+    tokenizer="t",
+    dataset={"train.bin": "d"},
+    settings={"planner.pipeline_parallel": "2", "planner.layers_per_stage": "null"},
+)
+replace = msgspec.structs.replace
+
+
+def save(checkpoints: Path, iteration: int) -> Path:
+    """What Megatron leaves, in its order."""
+    folder = checkpoints / f"iter_{iteration:07d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (checkpoints / TRACKER).write_text(str(iteration))
+    return folder
+
+
+def resume(checkpoints: Path, record: RunRecord, **flags: object) -> str | None:
+    chosen = {"load": str(checkpoints), "ckpt_step": None, "finetune": False, "dynapipe_allow_other_data": False}
+    return check_resumed(argparse.Namespace(**(chosen | flags)), record)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    """Saved once, by `RECORD`."""
+    records = CheckpointRecords(tmp_path, RECORD)
+    save(tmp_path, 3)
+    records.update()
+    return tmp_path
+
+
+def test_each_checkpoint_that_a_run_saves_holds_its_record(checkpoints: Path) -> None:
+    assert (checkpoints / "iter_0000003" / NAME).exists()
+    assert resume(checkpoints, RECORD) is None
+
+
+def test_checkpoints_of_earlier_runs_are_left_as_they_are(tmp_path: Path) -> None:
+    old = save(tmp_path, 3)
+    records = CheckpointRecords(tmp_path, RECORD)
+    records.update()
+    assert not (old / NAME).exists()
+    new = save(tmp_path, 6)
+    records.update()
+    assert (new / NAME).exists() and not (old / NAME).exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"hidden_size": "64", "vocabulary size": "4096"}},
+        {"model": {"vocabulary size": "2048"}},
+        {"tokenizer": "other"},
+    ],
+)
+@pytest.mark.parametrize("flags", [{}, {"dynapipe_allow_other_data": True}])
+def test_another_model_or_vocabulary_is_refused(checkpoints: Path, changes: dict, flags: dict) -> None:
+    with pytest.raises(ConfigError, match="expected the model and vocabulary of the checkpoint"):
+        resume(checkpoints, replace(RECORD, **changes), **flags)
+
+
+def test_the_fields_that_differ_are_named(checkpoints: Path) -> None:
+    with pytest.raises(ConfigError, match=r"got vocabulary size 2048 \(was 4096\)"):
+        resume(checkpoints, replace(RECORD, model=RECORD.model | {"vocabulary size": "2048"}))
+
+
+def test_other_data_needs_a_flag_that_says_so(checkpoints: Path) -> None:
+    other = replace(RECORD, dataset={"train.bin": "e"})
+    with pytest.raises(DataError, match=r"got train.bin e \(was d\)") as caught:
+        resume(checkpoints, other)
+    assert "--dynapipe-allow-other-data" in str(caught.value.hint)
+    for flags in ({"dynapipe_allow_other_data": True}, {"finetune": True}):
+        assert "train.bin e (was d)" in str(resume(checkpoints, other, **flags))
+
+
+def test_other_settings_are_named_in_one_line(checkpoints: Path) -> None:
+    settings = {"planner.pipeline_parallel": "1", "planner.layers_per_stage": "null"}
+    said = resume(checkpoints, replace(RECORD, settings=settings))
+    assert said == f"resuming {checkpoints}/iter_0000003 with other settings: planner.pipeline_parallel 1 (was 2)"
+    many = {f"name {number}": "1" for number in range(20)}
+    assert "and 14 more" in str(resume(checkpoints, replace(RECORD, settings=many)))
+
+
+def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+    assert resume(tmp_path, RECORD) is None
+    save(tmp_path, 3)
+    assert "does not say what it was trained on" in str(resume(tmp_path, RECORD))
+    (tmp_path / TRACKER).write_text("release")
+    assert resume(tmp_path, RECORD) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b"[" * 100_000])
+def test_a_damaged_record_is_one_error(checkpoints: Path, content: bytes) -> None:
+    (checkpoints / "iter_0000003" / NAME).write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot read what the checkpoint says of its run"):
+        resume(checkpoints, RECORD)

@@ -1,0 +1,91 @@
+"""Recording a run: whatever fails, training and its exit status are those of a run without records."""
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.integration.supply import recorder as module
+from megatron_dynapipe.integration.supply.recorder import Recorder
+from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.store import MemoryStore, PlanKeys
+from megatron_dynapipe.units import Shape
+from tests.helpers.plans import make_plan
+
+KEYS = PlanKeys(job="job", settings_digest="s")
+
+
+class FakeTrace:
+    """The planned times as those measured."""
+
+    def __init__(self, entry: StageEntry) -> None:
+        self._entry = entry
+
+    def events(self):
+        return self._entry.stage_plan.predicted
+
+
+class NoMetrics:
+    def write(self, *_) -> None:
+        pass
+
+
+def recorder(folder, store, *, rank: int = 0, world_size: int = 1) -> Recorder:
+    return Recorder(
+        folder=folder, store=store, keys=KEYS, rank=rank, world_size=world_size, replica=0, stage=rank, tensor_rank=0,
+        metrics=NoMetrics(), maximum=Shape(1, 64), timeout_s=5,
+    )  # fmt: skip
+
+
+def run(*recorders: Recorder, iterations: int = 4) -> str | None:
+    """A run of two stages; what rank 0 says at its end."""
+    plan = make_plan((3,), 2)
+    for _ in range(iterations):
+        for rank, each in enumerate(recorders):
+            entry = StageEntry.of(plan, 0, rank, plan_digest="d")
+            each.add(PlannedIteration(entry=entry, micro_batches=()), FakeTrace(entry))
+    for each in recorders[1:]:
+        each.report()
+    return recorders[0].report()
+
+
+@pytest.fixture
+def store():
+    return MemoryStore()
+
+
+def test_a_run_ends_with_a_summary_and_a_picture(store, tmp_path, capsys) -> None:
+    summary = run(recorder(tmp_path, store, world_size=2), recorder(tmp_path, store, rank=1, world_size=2))
+    assert summary is not None and "timeline.png" in summary
+    assert (tmp_path / "timeline.png").exists()
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["write", "mkdir", "draw", "write_trace", "summarise", "store", "decode_records"])
+def test_what_fails_is_told_once_and_changes_nothing(store, tmp_path, monkeypatch, capsys, name) -> None:
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    folder = tmp_path / "report"
+    ranks = [recorder(folder, store, rank=rank, world_size=2) for rank in range(2)]
+    if name == "mkdir":
+        folder.write_bytes(b"a file where the folder should be")
+    elif name == "write":
+        monkeypatch.setattr("megatron_dynapipe.report.records.RecordFile._write", fail)
+    elif name == "store":
+        monkeypatch.setattr(store, "put", lambda *_: (_ for _ in ()).throw(StoreError("it is gone")))
+        monkeypatch.setattr(ranks[0], "_timeout_s", 0.1)
+    else:
+        monkeypatch.setattr(module, name, fail)
+    summary = run(*ranks)
+    said = capsys.readouterr().err
+    assert said.count("warning: rank 0 cannot ") == 1 and "goes on without" in said
+    assert said.count("warning: rank 1 cannot ") <= 1
+    if name in ("draw", "write_trace"):
+        assert summary is not None and "timeline" not in summary
+
+
+def test_numbers_that_are_none_do_not_end_a_run(store, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(NoMetrics, "write", lambda *_: np.array([]).max())
+    run(recorder(tmp_path, store, world_size=1))
+    assert capsys.readouterr().err.count("warning") == 1
