@@ -35,6 +35,7 @@ from megatron_dynapipe.integration.flags.plan_inputs import (
 )
 from megatron_dynapipe.integration.flags.preflight import check_run
 from megatron_dynapipe.integration.models import flags as model_flags
+from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
     gpt_provider,
@@ -77,9 +78,12 @@ def t5_run() -> Run:
     def needs() -> Needs:
         return t5_needs(split, parallel_state.get_pipeline_model_parallel_rank())
 
+    make_batch = partial(t5_batch, row_format=RowFormat.of(args))
     return Run(
         args=args,
-        session=_session(args, ModelFamily.T5, needs=needs, make_batch=t5_batch),
+        session=_session(
+            args, ModelFamily.T5, needs=needs, make_batch=partial(t5_batch, row_format=RowFormat.of(args))
+        ),
         model_provider=t5_provider(args, split),
         forward_step=partial(t5_step, check_for_nan=args.check_for_nan_in_loss_and_grad),
         embedding_ranks=split.embedding_ranks,
@@ -99,7 +103,7 @@ def gpt_run() -> Run:
             labels=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         )
 
-    make_batch = partial(gpt_batch, explicit_mask=gpt_takes_mask(args))
+    make_batch = partial(gpt_batch, explicit_mask=gpt_takes_mask(args), row_format=RowFormat.of(args))
     return Run(
         args=args,
         session=_session(args, ModelFamily.GPT, needs=needs, make_batch=make_batch),
