@@ -81,9 +81,7 @@ def t5_run() -> Run:
     make_batch = partial(t5_batch, row_format=RowFormat.of(args))
     return Run(
         args=args,
-        session=_session(
-            args, ModelFamily.T5, needs=needs, make_batch=partial(t5_batch, row_format=RowFormat.of(args))
-        ),
+        session=_session(args, ModelFamily.T5, needs=needs, make_batch=make_batch),
         model_provider=t5_provider(args, split),
         forward_step=partial(t5_step, check_for_nan=args.check_for_nan_in_loss_and_grad),
         embedding_ranks=split.embedding_ranks,
