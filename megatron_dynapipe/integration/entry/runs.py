@@ -22,7 +22,8 @@ from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import launch
 from megatron_dynapipe.integration.entry.session import MakeBatch, Session
-from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch
+from megatron_dynapipe.integration.execution.row_injection import RowInjection
+from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.step_functions import StepFunction, gpt_batch, gpt_step, t5_batch, t5_step
 from megatron_dynapipe.integration.flags import arguments, placement
 from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
@@ -157,16 +158,20 @@ def patched_session(args: argparse.Namespace) -> Session:
             labels=takes and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         )
 
-    make_batch = partial(gpt_batch, explicit_mask=args.create_attention_mask_in_dataloader)
+    masked = args.create_attention_mask_in_dataloader
+    make_batch = partial(gpt_batch, explicit_mask=masked, row_format=RowFormat.of(args))
 
     def broadcastable(host: HostMicroBatch, device: torch.device) -> DeviceBatch:
         batch = make_batch(host, device)
         mask = batch["attention_mask"]
         if mask is not None:
             mask = mask.expand(host.shape.size, -1, -1, -1).contiguous()
+        elif masked:  # a packed row's is broadcast too, and then not looked at
+            mask = torch.zeros(1, 1, *(host.shape.input_length,) * 2, dtype=torch.bool, device=device)
         return {**batch, "position_ids": batch["position_ids"].contiguous(), "attention_mask": mask}
 
-    return _session(args, ModelFamily.GPT, needs=needs, make_batch=broadcastable)
+    rows = RowInjection()
+    return _session(args, ModelFamily.GPT, needs=needs, make_batch=broadcastable, wrap_step=rows.wrap)
 
 
 def parse(family: ModelFamily) -> argparse.Namespace:
@@ -225,7 +230,12 @@ def _extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _session(
-    args: argparse.Namespace, family: ModelFamily, *, needs: Callable[[], Needs], make_batch: MakeBatch
+    args: argparse.Namespace,
+    family: ModelFamily,
+    *,
+    needs: Callable[[], Needs],
+    make_batch: MakeBatch,
+    wrap_step: Callable[[ForwardStep], ForwardStep] = lambda step: step,
 ) -> Session:
     settings = arguments.RunSettings.from_args(args)
     on_cpu = cpu.is_enabled()
@@ -234,6 +244,7 @@ def _session(
         inputs=lambda: plan_inputs(args, settings, family, on_cpu=on_cpu),
         needs=needs,
         make_batch=make_batch,
+        wrap_step=wrap_step,
         dtype=state_dtype(args),
         device=torch.device("cpu") if on_cpu else torch.device("cuda", args.local_rank or 0),
         seed=args.seed,

@@ -12,6 +12,7 @@ from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.integration.flags.arguments import RunSettings
+from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.flags.plan_inputs import describe_costs
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler
@@ -19,7 +20,7 @@ from megatron_dynapipe.service.settings import PlanInputs
 
 
 def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInputs, *, on_cpu: bool) -> None:
-    """Refuse a run that cannot train; print what its costs assume and which samples are left out or repeated.
+    """Refuse a run that cannot train; print what its costs assume, its layouts and which samples are left out or repeated.
 
     Raises:
         ConfigError: the report folder cannot be written, or the model or a sample does not fit the memory limit.
@@ -30,6 +31,8 @@ def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInput
     _check_vocabulary(settings.data, args.padded_vocab_size)
     if args.rank == 0:
         print(f"cost model: {describe_costs(args, inputs.costs, on_cpu=on_cpu)}", flush=True)
+        layouts = batch_layouts(args, inputs.planner.family, on_cpu=on_cpu)
+        print(f"layout of micro-batches: {layouts}", flush=True)
     costs = inputs.costs.load()
     for split in inputs.splits:
         sampler = Sampler(LengthTable.read(settings.data, split.name), split.sampler)

@@ -26,6 +26,7 @@ OURS = """
 --dynapipe-device-to-node --dynapipe-disable-mb-permutation --dynapipe-layer-to-device --dynapipe-partition-algo
 --dynapipe-prefetch-planner-num-workers --dynapipe-round-seqlen-multiple --dynapipe-schedule-method
 --dynapipe-token-based-partition-mbs --dynapipe-zero-stage
+--dynapipe-enable-packing --dynapipe-layout
 --dynapipe-attention --dynapipe-layers-per-stage --dynapipe-recalibrate --dynapipe-scatter-gather
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
@@ -255,7 +256,7 @@ def data(tmp_path_factory) -> Path:
         ("--dynapipe-inter-node-bw 0", "above 0"),
         ("--dynapipe-limit-rc-type all", "none,selective,full"),
         ("--dynapipe-schedule-method best", "adaptive, 1f1b, gpipe"),
-        ("--dynapipe-enable-packing", "compare"),
+        ("--dynapipe-enable-packing --dynapipe-layout padded", "expected --dynapipe-enable-packing or"),
         ("--lr fast", "invalid float value"),
     ],
 )
