@@ -122,7 +122,14 @@ PACKED = {
     ),
     "t5 1x4x1, packed, two chunks": Layout(family="t5", depth=8, stages=4, chunks=2, rows="packed"),
     "t5 2x2x2, rows mixed, scatter-gather, distributed optimizer": Layout(
-        family="t5", tensor=2, stages=2, replicas=2, rows="mixed", scatter_gather="on", distributed_optimizer=True
+        family="t5",
+        tensor=2,
+        stages=2,
+        replicas=2,
+        rows="mixed",
+        scatter_gather="on",
+        distributed_optimizer=True,
+        layer_overhead_us=50.0,
     ),
 }
 HALF = {
