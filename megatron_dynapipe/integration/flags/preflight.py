@@ -20,7 +20,7 @@ from megatron_dynapipe.service.settings import PlanInputs
 
 
 def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInputs, *, on_cpu: bool) -> None:
-    """Refuse a run that cannot train; print what its costs assume, its layouts and which samples are left out or repeated.
+    """Refuse a run that cannot train; print what costs assume, the layouts, and samples left out or repeated.
 
     Raises:
         ConfigError: the report folder cannot be written, or the model or a sample does not fit the memory limit.

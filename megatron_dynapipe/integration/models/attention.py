@@ -94,7 +94,7 @@ class SdpaCoreAttention(MegatronModule):
             key: [keys, b, groups, head size]; every group serves heads / groups heads.
             value: likewise.
             attention_mask: broadcast to [b, heads, queries, keys]: bool, True where attention is forbidden; or numbers
-                of the query's type to be added to the scores, which are passed on as they are.
+                to be added to the scores, which are not copied if they are of the query's type.
             attn_mask_type: in place of the constructor's.
             attention_bias: broadcast to [b, heads, queries, keys]; added to the scaled scores.
             packed_seq_params: where the samples of a packed row lie; b is 1, or left out as in Megatron's format
@@ -113,8 +113,8 @@ class SdpaCoreAttention(MegatronModule):
                 mask = _later_keys(query.size(0), key.size(0), query.device)
             bias = attention_bias.to(query.dtype)
             mask = bias if mask is None else bias.masked_fill(mask, -math.inf)
-        elif mask is not None and mask.dtype == torch.bool:
-            mask = ~mask
+        elif mask is not None:
+            mask = ~mask if mask.dtype == torch.bool else mask.to(query.dtype)
         batch_first = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         return self._attend(*batch_first, mask, causal=causal).transpose(0, 1).flatten(2)
 

@@ -58,3 +58,37 @@ def test_what_the_kernel_takes():
         "odd heads": False,
         "cuDNN": False,
     }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[5] == "samples" and not case[4]])
+def test_the_kernel_attends_as_samples_one_by_one_do(name):
+    """In bf16, whose rounding the bound is of; segments without queries or without keys too."""
+    import torch
+
+    from megatron_dynapipe.integration.models.packed_attention import attend_by_sample, attend_in_kernel
+    from tests.integration.models.packed_ranks import inputs, row_of
+
+    queries, keys, causal, groups, *_ = CASES[name]
+    row = row_of(queries, keys)
+    row.cu_seqlens_q, row.cu_seqlens_kv = row.cu_seqlens_q.cuda(), row.cu_seqlens_kv.cuda()
+    *tensors, gradient = (tensor.squeeze(1).cuda().bfloat16() for tensor in inputs(queries, keys, groups))
+
+    def one(query, key, value, bias):
+        given = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *given, is_causal=causal, scale=0.3, enable_gqa=groups < query.size(2)
+        )
+        return attended.transpose(1, 2)
+
+    found = []
+    for attend in (
+        lambda *given: attend_in_kernel(*given, row, causal=causal, scale=0.3),
+        lambda *given: attend_by_sample(*given, row, one),
+    ):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        result = attend(*leaves)
+        result.backward(gradient.view_as(result))
+        found.append([result.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02)
