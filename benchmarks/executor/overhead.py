@@ -85,13 +85,14 @@ def build(options: argparse.Namespace, device: torch.device, *, varying: bool = 
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
 
 
-def make_batch(shape: Shape, generator: torch.Generator, device: torch.device) -> dict[str, torch.Tensor]:
+def make_batch(shape: Shape, generator: torch.Generator, device: torch.device) -> dict[str, torch.Tensor | None]:
     rows, length = (shape.size, shape.input_length), shape.input_length
     tokens = torch.randint(0, VOCABULARY, rows, generator=generator).to(device)
     return {
         "tokens": tokens,
         "labels": tokens,
         "position_ids": torch.arange(length, device=device).expand(rows),
+        "packed_seq_params": None,
         "attention_mask": torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None],
         "loss_mask": torch.ones(rows, device=device),
     }

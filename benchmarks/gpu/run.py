@@ -212,6 +212,12 @@ def checks(case: Case) -> Iterator[tuple[str, Callable[[], Figures]]]:
         for count in (2,) if case.small else (2, 4):
             wanted = {"family": family, "stages": count, "dtype": "bf16"}
             yield f"{family}: {count} stages on one device, bf16", partial(stages, case, reference, noise, wanted)
+    for family in case.families:
+        packed = {"family": family, "stages": 2, "dtype": "bf16", "rows": "packed"}
+        yield f"{family}: packed rows, 2 stages on one device, bf16", partial(stages, case, reference, noise, packed)
+    if not case.small:
+        mixed = {"family": "t5", "stages": 1, "rows": "mixed"}
+        yield "t5: packed and padded rows, fp32", partial(stages, case, reference, lambda _: (EXACT, EXACT), mixed)
     two = {"family": "t5", "stages": 2}
     yield "t5: 2 stages on one device, fp32", partial(stages, case, reference, lambda _: (EXACT, EXACT), two)
     yield "executor against Megatron, 1 stage", partial(overhead, case, "overhead", 1, RATIO)

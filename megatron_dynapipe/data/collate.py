@@ -1,23 +1,32 @@
-"""A planned micro-batch → host tensors, padded to the micro-batch's own shape.
+"""A planned micro-batch → host tensors: a padded row for each sample, or all of them packed into one row.
 
 decoder-only, sequence a b c d            encoder–decoder, input a b c, target x y
   tokens    a b c .                         tokens          a b c .
   labels    b c d .                         decoder tokens  ^ x y .      ^ start, $ end, . pad
   loss mask 1 1 1 0                         labels          x y $ .
                                             loss mask       1 1 1 0
+
+packed, sequences a b c d and x y z         packed, inputs a b c and d, targets x y and z
+  tokens    a b c x y . . .                 tokens          a b c d . . . .
+  labels    b c d y z . . .                 decoder tokens  ^ x y . ^ z . .      positions as planned: one is spare
+  loss mask 1 1 1 1 1 0 0 0                 labels          x y $ . z $ . .
+                                            loss mask       1 1 1 0 1 1 0 0
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_dynapipe.data.segments import RowSegments
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.units import ModelFamily, Shape, input_positions
+from megatron_dynapipe.plan.packing import packed_shape, row_offsets
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape, input_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +51,16 @@ class RequiredFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HostMicroBatch:
-    """One micro-batch on the host, b × s (× t) padded; tensors that the stage does not need are None.
+    """One micro-batch on the host, of shape b × s (× t); tensors that the stage does not need are None.
 
     Attributes:
         index: number of the micro-batch in its replica's plan.
         family: kind of model.
         shape: (b, s, t); t is 0 for decoder-only models.
-        input_lengths: int32[b], real positions of s.
-        decoder_lengths: int32[b], real positions of t (target and one more); None for decoder-only models.
+        input_lengths: int32[samples], real positions of s.
+        decoder_lengths: int32[samples], real positions of t (target and one more); None for decoder-only models.
+        input_segments: where the samples of a packed row lie, on every stage; None if it is padded.
+        decoder_segments: likewise for the decoder's row; None for decoder-only models.
         tokens: int64[b, s].
         decoder_tokens: int64[b, t].
         labels: int64[b, t], decoder-only int64[b, s].
@@ -61,6 +72,8 @@ class HostMicroBatch:
     shape: Shape
     input_lengths: Tensor
     decoder_lengths: Tensor | None
+    input_segments: RowSegments | None
+    decoder_segments: RowSegments | None
     tokens: Tensor | None
     decoder_tokens: Tensor | None
     labels: Tensor | None
@@ -114,7 +127,7 @@ class Collator:
         """Collate micro-batch number `index` of a plan.
 
         Raises:
-            PlanError: the shape is smaller than a sample.
+            PlanError: the shape is smaller than a sample, or not that of the packed samples.
             DataError: the dataset has no such sample, or a shorter one than planned.
         """
         collate = self._decoder_only if family is ModelFamily.GPT else self._encoder_decoder
@@ -122,27 +135,26 @@ class Collator:
 
     def _decoder_only(self, index: int, plan: MicroBatch) -> HostMicroBatch:
         positions = np.array([input_positions(ModelFamily.GPT, tokens) for tokens in plan.input_lengths], np.int32)
+        rows = _Rows.of(index, ModelFamily.GPT, plan)
         _check_fits(index, plan, "input", positions, plan.shape.input_length)
-        size, length = plan.shape.size, plan.shape.input_length
-        tokens = self._filled(size, length) if self.required.tokens else None
-        labels = self._filled(size, length) if self.required.labels else None
-        loss_mask = np.zeros((size, length), np.float32) if self.required.labels else None
+        tokens = self._filled(plan, plan.shape.input_length) if self.required.tokens else None
+        labels, loss_mask = self._labels(plan, plan.shape.input_length)
         if self.required.text:
-            for row in range(size):
-                sequence = np.concatenate(self._read(plan.sample_ids[row]))
-                sequence = _first(sequence, plan.input_lengths[row], "tokens", plan.sample_ids[row])
-                if tokens is not None:
-                    # A sequence of one token keeps it, and trains on nothing.
-                    tokens[row, : positions[row]] = sequence[: positions[row]]
-                if labels is not None and loss_mask is not None:
-                    labels[row, : len(sequence) - 1] = sequence[1:]
-                    loss_mask[row, : len(sequence) - 1] = 1.0
+            for number, (sample, first) in enumerate(zip(plan.sample_ids, rows.input_starts, strict=True)):
+                sequence = np.concatenate(self._read(sample))
+                sequence = _first(sequence, plan.input_lengths[number], "tokens", sample)
+                # A sequence of one token keeps it, and trains on nothing.
+                _put(tokens, first, sequence[: positions[number]])
+                _put(labels, first, sequence[1:])
+                _put(loss_mask, first, np.ones(len(sequence) - 1))
         return HostMicroBatch(
             index=index,
             family=ModelFamily.GPT,
             shape=plan.shape,
             input_lengths=torch.from_numpy(positions),
             decoder_lengths=None,
+            input_segments=rows.input_segments,
+            decoder_segments=None,
             tokens=_tensor(tokens),
             decoder_tokens=None,
             labels=_tensor(labels),
@@ -152,46 +164,89 @@ class Collator:
     def _encoder_decoder(self, index: int, plan: MicroBatch) -> HostMicroBatch:
         input_lengths = np.array(plan.input_lengths, np.int32)
         decoder_lengths = np.array(plan.target_lengths, np.int32) + 1
+        rows = _Rows.of(index, ModelFamily.T5, plan)
         _check_fits(index, plan, "input", input_lengths, plan.shape.input_length)
         _check_fits(index, plan, "decoder", decoder_lengths, plan.shape.target_length)
-        size, input_length, target_length = plan.shape
-        tokens = self._filled(size, input_length) if self.required.tokens else None
-        decoder_tokens = self._filled(size, target_length) if self.required.decoder_tokens else None
-        labels = self._filled(size, target_length) if self.required.labels else None
-        loss_mask = np.zeros((size, target_length), np.float32) if self.required.labels else None
+        tokens = self._filled(plan, plan.shape.input_length) if self.required.tokens else None
+        decoder_tokens = self._filled(plan, plan.shape.target_length) if self.required.decoder_tokens else None
+        labels, loss_mask = self._labels(plan, plan.shape.target_length)
         if self.required.text:
-            for row, sample in enumerate(plan.sample_ids):
+            for number, sample in enumerate(plan.sample_ids):
                 given, wanted = self._read(sample)
-                given = _first(given, plan.input_lengths[row], "input tokens", sample)
-                wanted = _first(wanted, plan.target_lengths[row], "target tokens", sample)
-                if tokens is not None:
-                    tokens[row, : len(given)] = given
-                if decoder_tokens is not None:
-                    decoder_tokens[row, 0] = self.special.bos_id
-                    decoder_tokens[row, 1 : len(wanted) + 1] = wanted
-                if labels is not None and loss_mask is not None:
-                    labels[row, : len(wanted)] = wanted
-                    labels[row, len(wanted)] = self.special.eos_id
-                    loss_mask[row, : len(wanted) + 1] = 1.0
+                given = _first(given, plan.input_lengths[number], "input tokens", sample)
+                wanted = _first(wanted, plan.target_lengths[number], "target tokens", sample)
+                _put(tokens, rows.input_starts[number], given)
+                first = rows.target_starts[number]
+                _put(decoder_tokens, first, [self.special.bos_id, *wanted])
+                _put(labels, first, [*wanted, self.special.eos_id])
+                _put(loss_mask, first, np.ones(len(wanted) + 1))
         return HostMicroBatch(
             index=index,
             family=ModelFamily.T5,
             shape=plan.shape,
             input_lengths=torch.from_numpy(input_lengths),
             decoder_lengths=torch.from_numpy(decoder_lengths),
+            input_segments=rows.input_segments,
+            decoder_segments=rows.target_segments,
             tokens=_tensor(tokens),
             decoder_tokens=_tensor(decoder_tokens),
             labels=_tensor(labels),
             loss_mask=_tensor(loss_mask),
         )
 
+    def _labels(
+        self, plan: MicroBatch, length: int
+    ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float32] | None]:
+        """Labels and loss mask to be written, where the stage needs them."""
+        if not self.required.labels:
+            return None, None
+        return self._filled(plan, length), np.zeros((plan.shape.size, length), np.float32)
+
     def _read(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         assert self.reader is not None
         given, wanted = self.reader[sample]
         return given.astype(np.int64), wanted.astype(np.int64)
 
-    def _filled(self, size: int, length: int) -> npt.NDArray[np.int64]:
-        return np.full((size, length), self.special.pad_id, np.int64)
+    def _filled(self, plan: MicroBatch, length: int) -> npt.NDArray[np.int64]:
+        return np.full((plan.shape.size, length), self.special.pad_id, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Where each sample begins among a micro-batch's positions, counted through all its rows."""
+
+    input_starts: Sequence[int]
+    target_starts: Sequence[int]
+    input_segments: RowSegments | None = None
+    target_segments: RowSegments | None = None
+
+    @classmethod
+    def of(cls, index: int, family: ModelFamily, plan: MicroBatch) -> Self:
+        """A row for each sample, or the offsets in a packed row; raises PlanError if those do not cover it."""
+        size, input_length, target_length = plan.shape
+        if plan.layout is BatchLayout.PADDED:
+            inputs, targets = ([row * length for row in range(size)] for length in (input_length, target_length))
+            return cls(input_starts=inputs, target_starts=targets)
+        expected = packed_shape(family, plan.input_lengths, plan.target_lengths)
+        if plan.shape != expected:
+            raise PlanError(
+                f"micro-batch {index}: expected a packed row of shape {expected} for its {len(plan.sample_ids)} "
+                f"samples, got {plan.shape}"
+            )
+        offsets = row_offsets(family, plan)
+        return cls(
+            input_starts=offsets.inputs[:-1],
+            target_starts=offsets.targets[:-1],
+            input_segments=RowSegments.of(offsets.inputs, input_length),
+            target_segments=RowSegments.of(offsets.targets, target_length) if target_length else None,
+        )
+
+
+def _put(array: npt.NDArray[Any] | None, first: int, values: npt.ArrayLike) -> None:
+    """Write values into an array's rows from a position on, where the stage has the array."""
+    if array is not None:
+        written = np.asarray(values)
+        array.reshape(-1)[first : first + len(written)] = written
 
 
 def _first(tokens: npt.NDArray[np.int64], planned: int, what: str, sample: int) -> npt.NDArray[np.int64]:

@@ -31,6 +31,8 @@ class IterationRecord(
     """Of the whole iteration, over all replicas."""
     shapes: tuple[Shape, ...]
     """Of this replica's micro-batches."""
+    packed: int = 0
+    """How many of them are packed rows."""
     cost_model_version: int = 0
     """Of the cost model that the iteration was planned with; 0 is the one that the run began with."""
 

@@ -47,6 +47,8 @@ class Summary:
     """The same if every sample were padded to the maximum lengths."""
     micro_batches: Range
     """Per iteration, over all replicas."""
+    packed_share: float
+    """Of the micro-batches, packed rows."""
     sizes: Range
     input_lengths: Range
     target_lengths: Range
@@ -92,6 +94,7 @@ def summarise(records: Sequence[IterationRecord], *, maximum: Shape, pictures: S
         padding_efficiency=tokens / sum(run.totals.padded_positions for run in runs),
         maximum_padding_efficiency=tokens / (sum(run.totals.samples for run in runs) * _positions(maximum)),
         micro_batches=Range.of(sum(run.totals.micro_batches) for run in runs),
+        packed_share=sum(run.packed for run in runs) / len(shapes),
         sizes=Range.of(shape.size for shape in shapes),
         input_lengths=Range.of(shape.input_length for shape in shapes),
         target_lengths=Range.of(shape.target_length for shape in shapes),
@@ -112,8 +115,9 @@ def format_summary(summary: Summary) -> str:
         f"{summary.iterations} iterations, {summary.tokens_per_second:,.0f} tokens per second",
         f"padding efficiency {summary.padding_efficiency:.1%} "
         f"({summary.maximum_padding_efficiency:.1%} with every sample padded to the maximum)",
-        f"micro-batches per iteration {summary.micro_batches} (min / median / max)",
-        f"shapes: {_span(summary.sizes)} samples, {_span(summary.input_lengths)} input positions"
+        f"micro-batches per iteration {summary.micro_batches} (min / median / max)"
+        + (f", {summary.packed_share:.0%} of them packed rows" if summary.packed_share else ""),
+        f"shapes: {_span(summary.sizes)} rows, {_span(summary.input_lengths)} input positions"
         + (f", {_span(summary.target_lengths)} target positions" if summary.target_lengths.maximum else ""),
         f"time per iteration {summary.measured_ms:,.1f} ms measured, {summary.predicted_ms:,.1f} ms predicted "
         f"(scaled by {summary.prediction_scale:.3g} from the first iterations{error})",
@@ -136,6 +140,7 @@ def _joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
             plan_wait_ns=max(r.plan_wait_ns for r in group),
             totals=group[0].totals,
             shapes=tuple(shape for r in group for shape in r.shapes),
+            packed=sum(r.packed for r in group),
         )
         for iteration, group in sorted(by_iteration.items())
     ]

@@ -9,7 +9,7 @@ from megatron_dynapipe.data.indexed import IndexedWriter
 from megatron_dynapipe.data.meta import FORMAT, SPLITS, DatasetMeta, open_split, read_meta, write_meta
 from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals
 from megatron_dynapipe.sampling.lengths import task_ids_path
-from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
 
 PAD, BOS, EOS = 0, 1, 2
 
@@ -42,7 +42,12 @@ def write_dataset(folder: Path) -> Path:
 
 
 def micro_batch(
-    samples: list[int], shape: Shape, *, inputs: list[int] | None = None, targets: list[int] | None = None
+    samples: list[int],
+    shape: Shape,
+    *,
+    inputs: list[int] | None = None,
+    targets: list[int] | None = None,
+    layout: BatchLayout = BatchLayout.PADDED,
 ) -> MicroBatch:
     """A micro-batch of these samples of `SAMPLES`; their own lengths unless others are given."""
     return MicroBatch(
@@ -50,6 +55,7 @@ def micro_batch(
         input_lengths=tuple(inputs or [len(SAMPLES[at][0]) for at in samples]),
         target_lengths=tuple(targets or [len(SAMPLES[at][1]) for at in samples]),
         shape=shape,
+        layout=layout,
         recompute=Recompute.NONE,
         stored_bytes=(1,),
         peak_bytes=(1,),

@@ -8,7 +8,7 @@ import torch
 from megatron_dynapipe.data.collate import Collator, HostMicroBatch, RequiredFields
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.units import ModelFamily, Shape
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.data.dataset import BOS as B
 from tests.data.dataset import EOS as E
 from tests.data.dataset import collator_of, micro_batch, write_dataset
@@ -43,6 +43,7 @@ def test_encoder_decoder(folder: Path) -> None:
     assert batch.tokens is not None and batch.tokens.dtype == torch.int64
     assert batch.loss_mask is not None and batch.loss_mask.dtype == torch.float32
     assert batch.input_lengths.dtype == torch.int32
+    assert batch.input_segments is None and batch.decoder_segments is None
 
 
 def test_encoder_decoder_truncated(folder: Path) -> None:
@@ -68,6 +69,45 @@ def test_decoder_only(folder: Path) -> None:
     assert rows(batch.input_lengths) == [4, 5, 1, 1]
     assert batch.decoder_lengths is None
     assert batch.decoder_tokens is None
+
+
+def test_encoder_decoder_packed(folder: Path) -> None:
+    """A target has a spare position in the row, as planned; what is left at the end belongs to no sample."""
+    batch = collate(folder, "t5", micro_batch([2, 1], Shape(1, 8, 8), layout=BatchLayout.PACKED))
+    assert batch.shape == (1, 8, 8)
+    assert rows(batch.tokens) == [[15, 16, 17, 18, 14, 0, 0, 0]]
+    assert rows(batch.decoder_tokens) == [[B, 24, 25, 26, 0, B, 23, 0]]
+    assert rows(batch.labels) == [[24, 25, 26, E, 0, 23, E, 0]]
+    assert rows(batch.loss_mask) == [[1, 1, 1, 1, 0, 1, 1, 0]]
+    assert batch.input_segments is not None and batch.decoder_segments is not None
+    assert batch.input_segments.lengths == (4, 1, 3)
+    assert batch.decoder_segments.lengths == (5, 3, 0)
+    assert rows(batch.input_lengths) == [4, 1]
+
+
+def test_decoder_only_packed(folder: Path) -> None:
+    """Sample 0 whole, sample 3 cut inside its input, sample 1 to a single token."""
+    plan = micro_batch([0, 3, 1], Shape(1, 8), inputs=[5, 2, 1], targets=[0, 0, 0], layout=BatchLayout.PACKED)
+    batch = collate(folder, "gpt", plan)
+    assert rows(batch.tokens) == [[11, 12, 13, 21, 19, 14, 0, 0]]
+    assert rows(batch.labels) == [[12, 13, 21, 22, 20, 0, 0, 0]]
+    assert rows(batch.loss_mask) == [[1, 1, 1, 1, 1, 0, 0, 0]]
+    assert batch.input_segments is not None and batch.input_segments.lengths == (4, 1, 1, 2)
+    assert batch.decoder_segments is None
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "expected"),
+    [("gpt", Shape(1, 16), "1x8"), ("t5", Shape(1, 16, 8), "1x8+8"), ("t5", Shape(1, 8, 16), "1x8+8")],
+)
+def test_a_row_that_is_not_of_its_samples_is_refused(folder: Path, family: str, shape: Shape, expected: str) -> None:
+    targets = None if family == "t5" else [0, 0]
+    plan = micro_batch([2, 1], shape, targets=targets, layout=BatchLayout.PACKED)
+    with pytest.raises(PlanError) as caught:
+        collate(folder, family, plan, RequiredFields())
+    assert str(caught.value) == (
+        f"micro-batch 3: expected a packed row of shape {expected} for its 2 samples, got {shape}"
+    )
 
 
 @pytest.mark.parametrize("family", ["t5", "gpt"])

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron_dynapipe.errors import DataError
@@ -42,6 +43,12 @@ def test_micro_batches_and_shapes():
     assert (summary.sizes.minimum, summary.sizes.maximum) == (1, 9)
     assert (summary.input_lengths.minimum, summary.input_lengths.maximum) == (8, 64)
     assert (summary.target_lengths.minimum, summary.target_lengths.maximum) == (8, 16)
+
+
+def test_packed_rows_are_counted():
+    packed = msgspec.structs.replace(record(1), packed=1)
+    text = format_summary(summarise([record(0), packed], maximum=MAXIMUM))
+    assert "micro-batches per iteration 3 / 3 / 3 (min / median / max), 50% of them packed rows\n" in text
 
 
 def test_predictions_are_scaled_by_the_first_measured_iterations_and_judged_by_the_rest():
@@ -89,7 +96,7 @@ def test_text():
         "8 iterations, 3,000 tokens per second\n"
         "padding efficiency 75.0% (15.0% with every sample padded to the maximum)\n"
         "micro-batches per iteration 3 / 3 / 3 (min / median / max)\n"
-        "shapes: 4 samples, 16 input positions, 8 target positions\n"
+        "shapes: 4 rows, 16 input positions, 8 target positions\n"
         "time per iteration 20.0 ms measured, 20.0 ms predicted (scaled by 2 from the first iterations, error 0.0% "
         "(median))\n"
         "waiting for plans 0.00% of the time after iteration 2\n"

@@ -34,6 +34,7 @@ from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gp
 from megatron_dynapipe.integration.execution.transport import open_transport
 from megatron_dynapipe.integration.hooks import optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
+from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
 from megatron_dynapipe.integration.supply.control_group import ControlGroup
 from megatron_dynapipe.plan.iteration import IterationPlan
@@ -255,7 +256,8 @@ class MegatronPipeline:
         """What Megatron's training loop sets in the model's configuration."""
         config, models = self._config, self._models
         gpt = self._family is ModelFamily.GPT
-        self._make_batch = partial(gpt_batch, explicit_mask=takes_mask(models)) if gpt else t5_batch
+        made = partial(gpt_batch, explicit_mask=takes_mask(models)) if gpt else t5_batch
+        self._make_batch = partial(made, row_format=RowFormat.of(config))
         self._step_function = partial(gpt_step if gpt else t5_step, check_for_nan=False)
         config.finalize_model_grads_func = finalize_model_grads
         if self._optimizer is not None:

@@ -22,7 +22,8 @@ from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import launch
 from megatron_dynapipe.integration.entry.session import MakeBatch, Session
-from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch
+from megatron_dynapipe.integration.execution.row_injection import RowInjection
+from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.step_functions import StepFunction, gpt_batch, gpt_step, t5_batch, t5_step
 from megatron_dynapipe.integration.flags import arguments, placement
 from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
@@ -36,6 +37,7 @@ from megatron_dynapipe.integration.flags.plan_inputs import (
 from megatron_dynapipe.integration.flags.preflight import check_run
 from megatron_dynapipe.integration.flags.run_record import CheckpointRecords, record_of
 from megatron_dynapipe.integration.models import flags as model_flags
+from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
     gpt_provider,
@@ -78,9 +80,10 @@ def t5_run() -> Run:
     def required_fields() -> RequiredFields:
         return t5_required_fields(split, parallel_state.get_pipeline_model_parallel_rank())
 
+    make_batch = partial(t5_batch, row_format=RowFormat.of(args))
     return Run(
         args=args,
-        session=_session(args, ModelFamily.T5, required_fields=required_fields, make_batch=t5_batch),
+        session=_session(args, ModelFamily.T5, required_fields=required_fields, make_batch=make_batch),
         model_provider=t5_provider(args, split),
         forward_step=partial(t5_step, check_for_nan=args.check_for_nan_in_loss_and_grad),
         embedding_ranks=split.embedding_ranks,
@@ -100,7 +103,7 @@ def gpt_run() -> Run:
             labels=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         )
 
-    make_batch = partial(gpt_batch, explicit_mask=gpt_takes_mask(args))
+    make_batch = partial(gpt_batch, explicit_mask=gpt_takes_mask(args), row_format=RowFormat.of(args))
     return Run(
         args=args,
         session=_session(args, ModelFamily.GPT, required_fields=required_fields, make_batch=make_batch),
@@ -160,16 +163,22 @@ def patched_session(args: argparse.Namespace) -> Session:
             labels=takes and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         )
 
-    make_batch = partial(gpt_batch, explicit_mask=args.create_attention_mask_in_dataloader)
+    masked = args.create_attention_mask_in_dataloader
+    make_batch = partial(gpt_batch, explicit_mask=masked, row_format=RowFormat.of(args))
 
     def broadcastable(host: HostMicroBatch, device: torch.device) -> DeviceBatch:
         batch = make_batch(host, device)
         mask = batch["attention_mask"]
         if mask is not None:
             mask = mask.expand(host.shape.size, -1, -1, -1).contiguous()
+        elif masked:  # a packed row's is broadcast too, and then not looked at
+            mask = torch.zeros(1, 1, *(host.shape.input_length,) * 2, dtype=torch.bool, device=device)
         return {**batch, "position_ids": batch["position_ids"].contiguous(), "attention_mask": mask}
 
-    return _session(args, ModelFamily.GPT, required_fields=required_fields, make_batch=broadcastable)
+    rows = RowInjection()
+    return _session(
+        args, ModelFamily.GPT, required_fields=required_fields, make_batch=broadcastable, wrap_step=rows.wrap
+    )
 
 
 def parse(family: ModelFamily) -> argparse.Namespace:
@@ -233,6 +242,7 @@ def _session(
     *,
     required_fields: Callable[[], RequiredFields],
     make_batch: MakeBatch,
+    wrap_step: Callable[[ForwardStep], ForwardStep] = lambda step: step,
 ) -> Session:
     settings = arguments.RunSettings.from_args(args)
     on_cpu = cpu.is_enabled()
@@ -241,6 +251,7 @@ def _session(
         inputs=lambda: plan_inputs(args, settings, family, on_cpu=on_cpu),
         required_fields=required_fields,
         make_batch=make_batch,
+        wrap_step=wrap_step,
         dtype=state_dtype(args),
         device=torch.device("cpu") if on_cpu else torch.device("cuda", args.local_rank or 0),
         seed=args.seed,

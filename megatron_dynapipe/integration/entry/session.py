@@ -25,7 +25,7 @@ from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
-from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, PrepareMicroBatch
+from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep, PrepareMicroBatch
 from megatron_dynapipe.integration.execution.transport import open_transport
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.flags.model_state import StateBytes
@@ -54,6 +54,7 @@ class Session:
         inputs: makes what plans are made from; called once Megatron knows where training resumes.
         required_fields: which tensors this rank's stage reads; called once the pipeline exists.
         make_batch: host tensors to what the step function takes.
+        wrap_step: makes of Megatron's step function the one that is called.
         dtype: of the tensors that cross stage boundaries.
         device: this rank's device.
         state: what a parameter's copies take; None leaves a model's memory to the cost model.
@@ -72,6 +73,7 @@ class Session:
         inputs: Callable[[], PlanInputs],
         required_fields: Callable[[], RequiredFields],
         make_batch: MakeBatch,
+        wrap_step: Callable[[ForwardStep], ForwardStep],
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
@@ -83,6 +85,7 @@ class Session:
         self._make_inputs = inputs
         self._required_fields = required_fields
         self._make_batch = make_batch
+        self._wrap_step = wrap_step
         self._dtype = dtype
         self._device = device
         self._seed = seed
@@ -146,7 +149,7 @@ class Session:
             item.entry.stage_plan,
             self._executor,
             models,
-            forward_step_func,
+            self._wrap_step(forward_step_func),
             lambda index: self._make_batch(item.micro_batches[index], self._device),
             stage=self._stage,
             stages=self._stages,

@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron_dynapipe.integration.execution.random_state import LayerRandomness, has_dropout
 from megatron_dynapipe.integration.execution.recompute import RecomputeSwitch
+from megatron_dynapipe.integration.models.packed_rows import rotate_by_sample
 from megatron_dynapipe.units import Recompute
 
 
@@ -25,6 +26,7 @@ class MicroBatchContext:
     """
 
     def __init__(self, models: Sequence[nn.Module], *, seed: int, replica: int, tensor_rank: int, stage: int) -> None:
+        rotate_by_sample(models)
         self._recompute = RecomputeSwitch(models)
         self._randomness: LayerRandomness | None = None
         if has_dropout(get_model_config(models[0])):

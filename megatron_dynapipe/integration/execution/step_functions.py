@@ -5,7 +5,7 @@ function that turns it into a loss. The loss of a micro-batch is a sum over its 
 summed gradients by the number of tokens of the whole global batch (`--calculate-per-token-loss`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,13 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_dynapipe.data.collate import HostMicroBatch
 from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
+from megatron_dynapipe.data.segments import RowSegments
+from megatron_dynapipe.integration.execution.device_copy import copy_to
 from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
+from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, attention_row, self_row
 from megatron_dynapipe.integration.models.t5_stage import T5StageInputs
+from megatron_dynapipe.units import Shape
 
 LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -44,21 +48,32 @@ def masked_loss(loss_mask: torch.Tensor, output: torch.Tensor, *, check_for_nan:
     return loss, tokens, {LOSS_NAME: torch.stack([loss.detach(), tokens.to(loss.dtype)])}
 
 
-def gpt_batch(host: HostMicroBatch, device: torch.device, *, explicit_mask: bool) -> DeviceBatch:
-    """What `gpt_step` takes: tokens and labels [b, s] where the stage has them, positions, causal mask.
+def gpt_batch(
+    host: HostMicroBatch, device: torch.device, *, explicit_mask: bool, row_format: RowFormat = RowFormat.LOCAL
+) -> DeviceBatch:
+    """What `gpt_step` takes: tokens and labels [b, s] where the stage has them, positions, causal mask or packed row.
 
     Args:
         host: the collated micro-batch.
         device: where the tensors go.
-        explicit_mask: local attention takes a mask; Transformer Engine's causal kernel wants none.
+        explicit_mask: local attention takes a mask of padded rows; Transformer Engine's causal kernel wants none.
+        row_format: of packed rows.
     """
-    length = host.shape.input_length
+    segments = host.input_segments
+    packed = () if segments is None else (segments.offsets, segments.positions)
+    tokens, labels, loss_mask, *moved = copy_to(device, (host.tokens, host.labels, host.loss_mask, *packed))
+    length, row = host.shape.input_length, None
+    positions: torch.Tensor | None = torch.arange(length, device=device).expand(host.shape.size, -1)
+    if segments is not None:
+        row = self_row(_on_device(segments, moved), row_format)
+        positions = row.positions
     return {
-        "tokens": _moved(host.tokens, device),
-        "position_ids": torch.arange(length, device=device).expand(host.shape.size, -1),
-        "attention_mask": causal_mask(length, device) if explicit_mask else None,
-        "labels": _moved(host.labels, device),
-        "loss_mask": _moved(host.loss_mask, device),
+        "tokens": tokens,
+        "position_ids": positions,
+        "attention_mask": causal_mask(length, device) if explicit_mask and row is None else None,
+        "labels": labels,
+        "loss_mask": loss_mask,
+        "packed_seq_params": row,
     }
 
 
@@ -67,25 +82,41 @@ def gpt_step(
 ) -> tuple[torch.Tensor, Callable[..., LossReport]]:
     """One micro-batch through this stage of a `GPTModel`."""
     batch = next(batches)
-    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        packed_seq_params=batch["packed_seq_params"],
+    )
     return output, partial(masked_loss, batch["loss_mask"], check_for_nan=check_for_nan)
 
 
-def t5_batch(host: HostMicroBatch, device: torch.device) -> DeviceBatch:
-    """What `t5_step` takes: the tokens and labels that the stage has, and every mask, from lengths alone."""
-    _, input_length, target_length = host.shape
-    assert host.decoder_lengths is not None, "an encoder–decoder batch"
-    input_lengths, decoder_lengths = _moved(host.input_lengths, device), _moved(host.decoder_lengths, device)
-    assert input_lengths is not None and decoder_lengths is not None
-    inputs = T5StageInputs(
-        tokens=_moved(host.tokens, device),
-        decoder_tokens=_moved(host.decoder_tokens, device),
-        encoder_mask=encoder_mask(input_lengths, input_length),
-        decoder_mask=decoder_mask(decoder_lengths, target_length),
-        cross_mask=cross_mask(input_lengths, target_length, input_length),
-        labels=_moved(host.labels, device),
-    )
-    return {"inputs": inputs, "loss_mask": _moved(host.loss_mask, device)}
+def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowFormat = RowFormat.LOCAL) -> DeviceBatch:
+    """What `t5_step` takes: the tokens and labels that the stage has, and every mask or packed row, from lengths alone.
+
+    Args:
+        host: the collated micro-batch.
+        device: where the tensors go.
+        row_format: of packed rows.
+    """
+    texts = (host.tokens, host.decoder_tokens, host.labels, host.loss_mask)
+    if host.input_segments is not None and host.decoder_segments is not None:
+        segments = host.input_segments, host.decoder_segments
+        packed = [tensor for each in segments for tensor in (each.offsets, each.positions)]
+        tokens, decoder_tokens, labels, loss_mask, *moved = copy_to(device, (*texts, *packed))
+        encoder, decoder = _on_device(segments[0], moved[:2]), _on_device(segments[1], moved[2:])
+        cross = attention_row(decoder, encoder, row_format)
+        attention: dict[str, Any] = {
+            "encoder_row": self_row(encoder, row_format),
+            "decoder_row": self_row(decoder, row_format, cross),
+        }
+    else:
+        lengths = host.input_lengths, host.decoder_lengths
+        tokens, decoder_tokens, labels, loss_mask, *moved = copy_to(device, (*texts, *lengths))
+        attention = _masks(host.shape, *moved)
+    inputs = T5StageInputs(tokens=tokens, decoder_tokens=decoder_tokens, labels=labels, **attention)
+    return {"inputs": inputs, "loss_mask": loss_mask}
 
 
 def t5_step(
@@ -96,11 +127,22 @@ def t5_step(
     return model(batch["inputs"]), partial(masked_loss, batch["loss_mask"], check_for_nan=check_for_nan)
 
 
-def _moved(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """A host tensor on the device, through pinned memory: other copies wait for the device's work."""
-    if tensor is None or device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+def _masks(
+    shape: Shape, input_lengths: torch.Tensor | None, decoder_lengths: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Masks of a padded T5 micro-batch, by their names in `T5StageInputs`."""
+    assert input_lengths is not None and decoder_lengths is not None, "an encoder–decoder batch"
+    return {
+        "encoder_mask": encoder_mask(input_lengths, shape.input_length),
+        "decoder_mask": decoder_mask(decoder_lengths, shape.target_length),
+        "cross_mask": cross_mask(input_lengths, shape.target_length, shape.input_length),
+    }
+
+
+def _on_device(segments: RowSegments, moved: Sequence[torch.Tensor | None]) -> DeviceSegments:
+    offsets, positions = moved
+    assert offsets is not None and positions is not None, "every stage has them"
+    return DeviceSegments(host=segments, offsets=offsets, positions=positions)
 
 
 StepFunction = Callable[[Iterator[DeviceBatch], torch.nn.Module], tuple[Any, Callable[..., Any]]]

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_dynapipe import cpu
 from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import legacy, placement, store_address
+from megatron_dynapipe.integration.flags import batch_layout, legacy, placement, store_address
 from megatron_dynapipe.integration.flags.megatron import check as megatron_check
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.planning.baselines import PartitionSettings
@@ -204,6 +205,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="divide messages between stages over tensor-parallel ranks, which gather them: where the links' speeds "
         "make that faster (default), always, or never",
     )
+    batch_layout.add_arguments(group)
     model_flags.add_arguments(group)
     legacy.add_arguments(group)
 
@@ -230,6 +232,7 @@ def check(args: argparse.Namespace, family: ModelFamily) -> RunSettings:
     check_layout(args, world_size())
     check_supported(args, family)
     maximum_lengths(args, family)
+    batch_layout.batch_layouts(args, family, on_cpu=cpu.is_enabled())
     settings = RunSettings.from_args(args)
     if settings.cost_model is not None:
         read_file(settings.cost_model)

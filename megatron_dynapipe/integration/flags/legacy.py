@@ -78,11 +78,9 @@ FLAGS: tuple[LegacyName, ...] = (
         "--dynapipe-round-seqlen-multiple", f"{LENGTH_MULTIPLE} is accepted, which lengths are always rounded to"
     ),
     _honoured("--dynapipe-zero-stage", "0, or 1 with `--use-distributed-optimizer`, from which memory is computed"),
-    _refused(
+    _honoured(
         "--dynapipe-enable-packing",
-        "it needs an attention kernel that keeps packed samples apart, which is not there yet",
-        "`megatron-dynapipe compare` predicts what packing would cost",
-        switch=True,
+        "plans may pack samples into rows, which do not attend to each other: `--dynapipe-layout auto`, the default",
     ),
     _refused(
         "--dynapipe-disable-tsp",
@@ -196,6 +194,7 @@ def add_arguments(group: "argparse._ArgumentGroup") -> None:
         help="planners per node (default: spare cores)",
     )
     add("--dynapipe-round-seqlen-multiple", type=int, default=LENGTH_MULTIPLE, metavar="N", help=f"{LENGTH_MULTIPLE}")
+    add("--dynapipe-enable-packing", action="store_true", help="as --dynapipe-layout auto says (the default)")
     add("--dynapipe-zero-stage", type=int, metavar="0|1", help="as --use-distributed-optimizer says (the default)")
     for flag in FLAGS:
         if not flag.honoured and flag.switch:

@@ -13,6 +13,7 @@ from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.integration.flags import store_address
 from megatron_dynapipe.integration.flags.arguments import RunSettings
+from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.flags.plan_inputs import describe_costs
 from megatron_dynapipe.integration.flags.run_record import check_resumed, record_of
 from megatron_dynapipe.planning.planner import Planner
@@ -21,7 +22,7 @@ from megatron_dynapipe.service.settings import PlanInputs
 
 
 def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInputs, *, on_cpu: bool) -> None:
-    """Refuse a run that cannot train; print what its costs assume and which samples are left out or repeated.
+    """Refuse a run that cannot train; print what costs assume, the layouts, and samples left out or repeated.
 
     Raises:
         ConfigError: the report folder cannot be written, or the model or a sample does not fit the memory limit.
@@ -35,6 +36,8 @@ def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInput
     _check_vocabulary(settings.data, args.padded_vocab_size)
     if args.rank == 0:
         print(f"cost model: {describe_costs(args, inputs.costs, on_cpu=on_cpu)}", flush=True)
+        layouts = batch_layouts(args, inputs.planner.family, on_cpu=on_cpu)
+        print(f"layout of micro-batches: {layouts}", flush=True)
     if (said := check_resumed(args, record_of(args, settings, inputs))) and args.rank == 0:
         print(said, flush=True)
     costs = inputs.costs.load()

@@ -1,15 +1,21 @@
 """A core attention over PyTorch's `scaled_dot_product_attention`, in place of Megatron's unfused one.
 
 Megatron's local `DotProductAttention` keeps the scores of all heads, [b, heads, queries, keys], several times over, and
-refuses additive biases. PyTorch picks a kernel that keeps none of them where it has one for the device and the inputs;
-packed sequences, sliding windows and attention sinks stay with Transformer Engine.
+refuses additive biases and packed rows. PyTorch picks a kernel that keeps no scores where it has one for the device and
+the inputs; sliding windows and attention sinks stay with Transformer Engine.
+
+On CUDA, causal attention without a mask runs in FlashAttention, one with a mask or a bias in the memory-efficient
+kernel. cuDNN's is switched off, for all of the process: it builds an execution plan for every new shape, which takes
+tens of milliseconds, and here shapes change all the time.
 """
 
 import contextlib
 import math
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
@@ -19,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.models.packed_attention import attend_by_sample, attend_in_kernel, kernel_takes
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -65,6 +72,7 @@ class SdpaCoreAttention(MegatronModule):
                     f"the attention over scaled_dot_product_attention does not have {what}",
                     hint="use --dynapipe-attention megatron, or --transformer-impl transformer_engine",
                 )
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -77,7 +85,7 @@ class SdpaCoreAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -85,39 +93,61 @@ class SdpaCoreAttention(MegatronModule):
             query: [queries, b, heads, head size], of this tensor-parallel rank's heads.
             key: [keys, b, groups, head size]; every group serves heads / groups heads.
             value: likewise.
-            attention_mask: bool, broadcast to [b, heads, queries, keys]; True where attention is forbidden.
+            attention_mask: broadcast to [b, heads, queries, keys]: bool, True where attention is forbidden; or numbers
+                to be added to the scores, which are not copied if they are of the query's type.
             attn_mask_type: in place of the constructor's.
             attention_bias: broadcast to [b, heads, queries, keys]; added to the scaled scores.
-            packed_seq_params: refused.
+            packed_seq_params: where the samples of a packed row lie; b is 1, or left out as in Megatron's format
+                "thd". The mask is not looked at then, and a bias is that of the longest sample.
 
         Returns:
             [queries, b, heads × head size].
         """
-        assert packed_seq_params is None, "packed sequences need Transformer Engine's attention"
-        causal = attention_mask is None and (attn_mask_type or self.attn_mask_type) in _CAUSAL
-        heads_per_group = query.size(2) // key.size(2)
-        if heads_per_group > 1:  # repeated, since PyTorch's fused kernels with masks want one group per head
-            key, value = (tensor.repeat_interleave(heads_per_group, dim=2) for tensor in (key, value))
-        mask: Tensor | None = None
+        causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
+        if packed_seq_params is not None:
+            rows = [tensor.squeeze(1) if tensor.dim() == 4 else tensor for tensor in (query, key, value)]
+            return self._attend_packed(rows[0], rows[1], rows[2], packed_seq_params, attention_bias, causal=causal)
+        mask, causal = attention_mask, causal and attention_mask is None
         if attention_bias is not None:
             if causal:
-                attention_mask = _later_keys(query.size(0), key.size(0), query.device)
-            mask = attention_bias.to(query.dtype)
-            if attention_mask is not None:
-                mask = mask.masked_fill(attention_mask, -math.inf)
-        elif attention_mask is not None:
-            mask = ~attention_mask
+                mask = _later_keys(query.size(0), key.size(0), query.device)
+            bias = attention_bias.to(query.dtype)
+            mask = bias if mask is None else bias.masked_fill(mask, -math.inf)
+        elif mask is not None:
+            mask = ~mask if mask.dtype == torch.bool else mask.to(query.dtype)
+        batch_first = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        return self._attend(*batch_first, mask, causal=causal).transpose(0, 1).flatten(2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+        """[b, queries, heads, channels] of tensors so; `mask` is what SDPA takes, and says more than `causal`."""
+        heads_per_group = query.size(2) // key.size(2)
+        if heads_per_group > 1 and mask is not None:  # the kernel for masks wants one group per head
+            key, value = (tensor.repeat_interleave(heads_per_group, dim=2) for tensor in (key, value))
         with self._randomness():
             attended = scaled_dot_product_attention(
-                query.permute(1, 2, 0, 3),
-                key.permute(1, 2, 0, 3),
-                value.permute(1, 2, 0, 3),
+                query.transpose(1, 2),
+                key.transpose(1, 2),
+                value.transpose(1, 2),
                 attn_mask=mask,
                 dropout_p=self.dropout if self.training else 0.0,
                 is_causal=causal and mask is None,
                 scale=self.softmax_scale,
+                enable_gqa=heads_per_group > 1 and mask is None,
             )
-        return attended.permute(2, 0, 1, 3).flatten(2)
+        return attended.transpose(1, 2)
+
+    def _attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, row: PackedSeqParams, bias: Tensor | None, *, causal: bool
+    ) -> Tensor:
+        """[t, 1, heads × head size] of a packed row [t, heads, head size]."""
+        takes = partial(kernel_takes, query.dtype, query.size(2), on_cuda=query.is_cuda)
+        if takes(dropout=self.training and self.dropout > 0, biased=bias is not None):
+            attended = attend_in_kernel(query, key, value, row, causal=causal, scale=self.softmax_scale)
+        else:
+            if bias is not None and causal:
+                bias = bias.masked_fill(_later_keys(bias.size(2), bias.size(3), bias.device), -math.inf)
+            attended = attend_by_sample(query, key, value, row, partial(self._attend, causal=causal), bias)
+        return attended.flatten(1)[:, None]
 
     def _randomness(self) -> contextlib.AbstractContextManager[Any]:
         """Heads on different tensor-parallel ranks drop different weights, as in Megatron."""

@@ -1,47 +1,88 @@
-"""Attention masks in the form that layers expect, from those of `data.masks`: True where attention is forbidden."""
+"""Attention masks in the forms that layers expect, from those of `data.masks`: True where attention is forbidden.
 
-from typing import Any
+They are made once per micro-batch and stage, for all its layers.
+"""
 
+import math
+from typing import Any, Protocol
+
+import torch
 from torch import Tensor
 
 
-class LocalMasks:
+class Masks(Protocol):
+    """One form of masks."""
+
+    def encoder(self, mask: Tensor) -> Any:
+        """Self-attention of the encoder."""
+
+    def decoder(self, mask: Tensor) -> Any:
+        """Self-attention of the decoder."""
+
+    def cross(self, decoder: Tensor, cross: Tensor) -> Any:
+        """Attention of the decoder to the encoder's output."""
+
+
+class MegatronMasks(Masks):
     """As they come: [b, 1, queries, keys]."""
 
-    @staticmethod
-    def encoder(mask: Tensor) -> Any:
-        """Self-attention of the encoder."""
+    def encoder(self, mask: Tensor) -> Any:
+        """Padding keys, for every query."""
         return mask
 
-    @staticmethod
-    def decoder(mask: Tensor) -> Any:
-        """Self-attention of the decoder."""
+    def decoder(self, mask: Tensor) -> Any:
+        """Padding and later keys."""
         return mask
 
-    @staticmethod
-    def cross(_decoder: Tensor, cross: Tensor) -> Any:
-        """Attention of the decoder to the encoder's output."""
+    def cross(self, decoder: Tensor, cross: Tensor) -> Any:
+        """Padding keys, for every query."""
         return cross
 
 
-class TransformerEngineMasks:
+class SdpaMasks(Masks):
+    """As PyTorch's kernels add them to scores: 0 or -inf, [b, 1, 1, keys], which serves all queries.
+
+    A boolean mask would be turned into this one by every layer, and kept by each for its backward pass.
+
+    Args:
+        dtype: of the scores.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def encoder(self, mask: Tensor) -> Tensor:
+        """Padding keys."""
+        return added(mask[:, :, :1], self._dtype)
+
+    def decoder(self, mask: Tensor) -> None:
+        """None: padding stands at the end, where causality hides it; a causal kernel needs no mask."""
+
+    def cross(self, decoder: Tensor, cross: Tensor) -> Tensor:
+        """Padding keys."""
+        return added(cross[:, :, :1], self._dtype)
+
+
+def added(forbidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to add to scores: -inf where `forbidden`, else 0."""
+    return torch.zeros(forbidden.shape, dtype=dtype, device=forbidden.device).masked_fill_(forbidden, -math.inf)
+
+
+class TransformerEngineMasks(Masks):
     """Padding alone, [b, 1, 1, length], a pair of them for attention to another sequence; causality is built in.
 
     Source: Transformer Engine's `DotProductAttention` ("attention_mask"; mask types "padding" and "causal"), and what
     Megatron's T5 data set makes for it. Not yet run: Transformer Engine could not be installed where this was written.
     """
 
-    @staticmethod
-    def encoder(mask: Tensor) -> Any:
+    def encoder(self, mask: Tensor) -> Any:
         """Self-attention of the encoder: which keys are padding."""
         return mask[:, :, :1]
 
-    @staticmethod
-    def decoder(_mask: Tensor) -> Any:
+    def decoder(self, mask: Tensor) -> Any:
         """Self-attention of the decoder: padding stands at the end, where causality hides it."""
         return None
 
-    @staticmethod
-    def cross(decoder: Tensor, cross: Tensor) -> Any:
+    def cross(self, decoder: Tensor, cross: Tensor) -> Any:
         """Attention of the decoder to the encoder's output: padding of queries, padding of keys."""
         return decoder[:, :, -1:], cross[:, :, :1]

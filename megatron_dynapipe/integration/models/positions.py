@@ -1,5 +1,6 @@
 """Positions in a T5's layers, besides learned embeddings: rotary embeddings and relative position biases."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from megatron.core.models.common.embeddings.relative_pos_embedding import Relati
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+
+from megatron_dynapipe.integration.models.packed_rows import PackedRow
 
 LEARNED, ROTARY, RELATIVE = "learned_absolute", "rope", "relative"
 T5_POSITIONS = (LEARNED, ROTARY, RELATIVE, "none")
@@ -46,6 +49,21 @@ class Positions:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackInputs:
+    """What one stack on one stage is run on.
+
+    Attributes:
+        state: [length, b, h]; divided in its first dimension under sequence parallelism.
+        mask: of its self-attention.
+        arguments: further ones of Megatron's block: rotations, biases, the packed row.
+    """
+
+    state: Tensor
+    mask: Any
+    arguments: dict[str, Any]
+
+
 class StackPositions:
     """What one stack on one stage hands to its layers beside their input.
 
@@ -53,28 +71,49 @@ class StackPositions:
         rotary: Megatron's `RotaryEmbedding`, or None.
         table: the stage's copy of the stack's relative biases, or None.
         tp_group: over whose ranks the heads are divided.
+        causal: whether biases are to hide later keys too.
+        biases_hide: whether biases say by themselves which keys are forbidden, so that layers are given no mask.
     """
 
     def __init__(
-        self, rotary: Callable[[int], Tensor] | None, table: nn.Module | None, tp_group: torch.distributed.ProcessGroup
+        self,
+        rotary: Callable[[int], Tensor] | None,
+        table: nn.Module | None,
+        tp_group: torch.distributed.ProcessGroup,
+        *,
+        causal: bool,
+        biases_hide: bool,
     ) -> None:
         self._rotary, self._table, self._tp_group = rotary, table, tp_group
+        self._causal, self._biases_hide = causal, biases_hide
 
-    def of(self, state: Tensor, length: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The stack's input and the arguments for its layers.
+    def of(self, state: Tensor, mask: Any, length: int, row: PackedRow | None = None) -> StackInputs:
+        """The stack's input and what its layers take with it.
 
         Args:
-            state: the stack's input [length, b, h]; divided in its first dimension under sequence parallelism.
-            length: positions of the whole sequence.
+            state: the stack's input, as of `StackInputs`.
+            mask: of its self-attention, in the layers' form.
+            length: positions of the whole sequence; of a packed row's longest segment.
+            row: where the samples of a packed row lie.
         """
-        arguments: dict[str, Tensor] = {}
+        arguments: dict[str, Any] = {} if row is None else {"packed_seq_params": row}
         if self._rotary is not None:
-            arguments["rotary_pos_emb"] = self._rotary(length)
+            rotations = self._rotary(length)
+            arguments["rotary_pos_emb"] = rotations if row is None else row.pick(rotations)
         if self._table is not None:
             biases = self._table(length, length).permute(0, 2, 3, 1)
             biases = scatter_to_tensor_model_parallel_region(biases, self._tp_group).permute(0, 3, 1, 2)
+            if self._biases_hide:
+                biases, mask = self._with_mask(biases.to(state.dtype), mask), None
             state, arguments["attention_bias"] = shared_over_layers(state, biases)
-        return state, arguments
+        return StackInputs(state=state, mask=mask, arguments=arguments)
+
+    def _with_mask(self, biases: Tensor, mask: Tensor | None) -> Tensor:
+        """Biases with -inf where attention is forbidden, once for all layers."""
+        if self._causal:
+            later = torch.ones(biases.shape[-2:], dtype=torch.bool, device=biases.device).triu(1)
+            biases = biases.masked_fill(later, -math.inf)
+        return biases if mask is None else biases + mask
 
 
 def shared_over_layers(state: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

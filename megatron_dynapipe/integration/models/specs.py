@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.core.models.T5 import t5_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,13 +32,16 @@ class CoreAttention(enum.StrEnum):
         return SdpaCoreAttention if self is CoreAttention.SDPA else DotProductAttention
 
 
-def t5_layer(config: TransformerConfig, attention: CoreAttention | None, *, decoder: bool) -> tuple[ModuleSpec, Any]:
+def t5_layer(
+    config: TransformerConfig, attention: CoreAttention | None, *, decoder: bool, biases_hide: bool = False
+) -> tuple[ModuleSpec, Any]:
     """One layer of a T5's encoder or decoder, and the class of the norm after the last one.
 
     Args:
         config: the model's configuration.
         attention: the core attention of a local layer; None for layers of Transformer Engine.
         decoder: of the decoder.
+        biases_hide: later keys are hidden by biases, so that self-attention need not hide them itself.
 
     Raises:
         ConfigError: Transformer Engine is asked for and not installed.
@@ -45,7 +49,8 @@ def t5_layer(config: TransformerConfig, attention: CoreAttention | None, *, deco
     if attention is not None:
         made = t5_spec.decoder_model_with_local_spec() if decoder else t5_spec.encoder_model_with_local_spec()
         norm = local_norm(normalization=config.normalization, sequence_parallel=config.sequence_parallel)
-        return local_layer(made, norm, attention), norm
+        local = local_layer(made, norm, attention)
+        return (_without_causality(local) if biases_hide else local), norm
     if not HAVE_TRANSFORMER_ENGINE:
         raise ConfigError(
             "--transformer-impl transformer_engine needs Transformer Engine, which is not installed",
@@ -54,6 +59,14 @@ def t5_layer(config: TransformerConfig, attention: CoreAttention | None, *, deco
     if decoder:
         return t5_spec.decoder_model_with_transformer_engine_default_spec(), t5_spec.TENorm
     return t5_spec.encoder_model_with_transformer_engine_default_spec(), t5_spec.TENorm
+
+
+def _without_causality(layer: ModuleSpec) -> ModuleSpec:
+    """The layer with a self-attention that forbids nothing by itself."""
+    parts: Any = layer.submodules
+    attention = parts.self_attention
+    free = replace(attention, params={**attention.params, "attn_mask_type": AttnMaskType.no_mask})
+    return replace(layer, submodules=replace(parts, self_attention=free))
 
 
 def local_layer(layer: ModuleSpec, norm: Any, attention: CoreAttention) -> ModuleSpec:

@@ -1,17 +1,20 @@
 """The layers of one stack (encoder or decoder) on one stage."""
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
+
+from megatron_dynapipe.integration.models.packed_rows import CrossRows
+from megatron_dynapipe.integration.models.positions import StackInputs
 
 
 class T5Stack(TransformerBlock):
@@ -48,21 +51,24 @@ class T5Stack(TransformerBlock):
         )
         self.first_layer = layers.start
         self.depth = depth
+        for built in self.layers:
+            if isinstance(built.cross_attention, Attention):
+                CrossRows(built)
 
-    def run(
-        self,
-        state: Tensor,
-        mask: Any,
-        context: Tensor | None = None,
-        context_mask: Any = None,
-        positions: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        """The state [length, b, h] after this block's layers; see `T5Stage.forward` for the masks' shapes.
+    def run(self, inputs: StackInputs, context: Tensor | None = None, context_mask: Any = None) -> Tensor:
+        """The state [length, b, h] after this block's layers.
 
-        `positions` are further arguments of Megatron's block: rotations, biases.
+        Args:
+            inputs: the state, and what self-attention takes.
+            context: the encoder's output [s, b, h], in the decoder.
+            context_mask: of the attention to it; a packed row has its `cross` instead.
         """
         output: Tensor = self(
-            hidden_states=state, attention_mask=mask, context=context, context_mask=context_mask, **(positions or {})
+            hidden_states=inputs.state,
+            attention_mask=inputs.mask,
+            context=context,
+            context_mask=context_mask,
+            **inputs.arguments,
         )
         return output
 

@@ -23,8 +23,16 @@ from torch import Tensor
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.layers import T5Split
-from megatron_dynapipe.integration.models.masks import LocalMasks, TransformerEngineMasks
-from megatron_dynapipe.integration.models.positions import LEARNED, RELATIVE, ROTARY, Positions, StackPositions
+from megatron_dynapipe.integration.models.masks import Masks, MegatronMasks, SdpaMasks, TransformerEngineMasks
+from megatron_dynapipe.integration.models.packed_rows import PackedRow
+from megatron_dynapipe.integration.models.positions import (
+    LEARNED,
+    RELATIVE,
+    ROTARY,
+    Positions,
+    StackInputs,
+    StackPositions,
+)
 from megatron_dynapipe.integration.models.shared_weights import SharedWeight, SharedWeights
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
 from megatron_dynapipe.integration.models.t5_stack import T5Stack
@@ -32,9 +40,10 @@ from megatron_dynapipe.integration.models.t5_stack import T5Stack
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class T5StageInputs:
-    """What a stage needs of one micro-batch besides the boundary tensors: b samples, s input and t target positions.
+    """What a stage needs of one micro-batch besides the boundary tensors: b rows, s input and t target positions.
 
-    Masks are True where attention is forbidden. What a stage has no use for may be None.
+    Masks are True where attention is forbidden. What a stage has no use for may be None; a packed row (b is 1) has no
+    masks.
 
     Attributes:
         tokens: int64[b, s], where the encoder starts.
@@ -42,6 +51,7 @@ class T5StageInputs:
         encoder_mask: bool[b, 1, s, s], with encoder layers.
         decoder_mask: bool[b, 1, t, t], causal and padding, with decoder layers.
         cross_mask: bool[b, 1, t, s], with decoder layers.
+        encoder_row, decoder_row: where the samples of a packed row lie; the decoder's has that of cross-attention.
         labels: int64[b, t], on the last stage; without them it returns logits.
     """
 
@@ -50,6 +60,8 @@ class T5StageInputs:
     encoder_mask: Tensor | None = None
     decoder_mask: Tensor | None = None
     cross_mask: Tensor | None = None
+    encoder_row: PackedRow | None = None
+    decoder_row: PackedRow | None = None
     labels: Tensor | None = None
 
 
@@ -68,6 +80,17 @@ class T5Options:
     attention: CoreAttention = CoreAttention.SDPA
     positions: Positions = field(default_factory=Positions)
     tied: bool = True
+
+    @property
+    def biases_hide(self) -> bool:
+        """Whether relative biases say which keys are forbidden; Transformer Engine's kernels are told otherwise."""
+        return self.positions.kind == RELATIVE and not self.transformer_engine
+
+    def masks(self, dtype: torch.dtype) -> Masks:
+        """The form of the layers' masks; `dtype` is that of attention scores."""
+        if self.transformer_engine:
+            return TransformerEngineMasks()
+        return SdpaMasks(dtype) if self.attention is CoreAttention.SDPA else MegatronMasks()
 
 
 class T5Stage(LanguageModule):
@@ -188,17 +211,17 @@ class T5Stage(LanguageModule):
         encoded = inputs[0] if inputs else None
         decoded = inputs[1] if len(inputs) > 1 else None
         if self.encoder is not None:
-            encoded = self._embed(batch.tokens) if self.layers.starts_encoder else encoded
-            mask = _given(batch.encoder_mask)
-            encoded, positions = self._encoder_positions.of(_given(encoded), mask.size(-1))
-            encoded = self.encoder.run(encoded, self._masks.encoder(mask), positions=positions)
+            if self.layers.starts_encoder:
+                encoded = self._embed(batch.tokens, batch.encoder_row)
+            encoded = self.encoder.run(self._encoder_inputs(_given(encoded), batch))
         if self.decoder is None:
             return _given(encoded)
-        decoded = self._embed(batch.decoder_tokens) if self.layers.starts_decoder else decoded
-        mask, cross = _given(batch.decoder_mask), _given(batch.cross_mask)
-        decoded, positions = self._decoder_positions.of(_given(decoded), mask.size(-1))
-        masks = self._masks.decoder(mask), self._masks.cross(mask, cross)
-        decoded = self.decoder.run(decoded, masks[0], _given(encoded), masks[1], positions=positions)
+        if self.layers.starts_decoder:
+            decoded = self._embed(batch.decoder_tokens, batch.decoder_row)
+        cross = None
+        if batch.decoder_row is None:
+            cross = self._masks.cross(_given(batch.decoder_mask), _given(batch.cross_mask))
+        decoded = self.decoder.run(self._decoder_inputs(_given(decoded), batch), _given(encoded), cross)
         if not self.post_process:
             return _given(encoded), decoded
         weight = self.shared_embedding_or_output_weight() if self.options.tied and self.pre_process else None
@@ -206,6 +229,18 @@ class T5Stage(LanguageModule):
         if batch.labels is None:
             return torch.as_tensor(logits.transpose(0, 1).contiguous())
         return torch.as_tensor(self.compute_language_model_loss(batch.labels, logits))
+
+    def _encoder_inputs(self, state: Tensor, batch: T5StageInputs) -> StackInputs:
+        if batch.encoder_row is not None:
+            return self._encoder_positions.of(state, None, batch.encoder_row.max_seqlen_q, batch.encoder_row)
+        mask = _given(batch.encoder_mask)
+        return self._encoder_positions.of(state, self._masks.encoder(mask), mask.size(-1))
+
+    def _decoder_inputs(self, state: Tensor, batch: T5StageInputs) -> StackInputs:
+        if batch.decoder_row is not None:
+            return self._decoder_positions.of(state, None, batch.decoder_row.max_seqlen_q, batch.decoder_row)
+        mask = _given(batch.decoder_mask)
+        return self._decoder_positions.of(state, self._masks.decoder(mask), mask.size(-1))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -236,23 +271,25 @@ class T5Stage(LanguageModule):
             self.encoder_relative_pos_emb = encoder
         if decoder is not None:
             self.decoder_relative_pos_emb = decoder
-        self._encoder_positions = StackPositions(rotary, encoder, self.tp_group)
-        self._decoder_positions = StackPositions(rotary, decoder, self.tp_group)
-        self._masks = TransformerEngineMasks if self.options.transformer_engine else LocalMasks
+        hide = self.options.biases_hide
+        self._encoder_positions = StackPositions(rotary, encoder, self.tp_group, causal=False, biases_hide=hide)
+        self._decoder_positions = StackPositions(rotary, decoder, self.tp_group, causal=True, biases_hide=hide)
+        self._masks = self.options.masks(config.params_dtype)
 
     def _stack(self, layers: range, depth: int, *, decoder: bool) -> T5Stack | None:
         if not layers:
             return None
         attention = None if self.options.transformer_engine else self.options.attention
-        layer, norm = t5_layer(self.config, attention, decoder=decoder)
+        hide = decoder and self.options.biases_hide
+        layer, norm = t5_layer(self.config, attention, decoder=decoder, biases_hide=hide)
         return T5Stack(
             self.config, layer=layer, layer_norm=norm, layers=layers, depth=depth, pg_collection=self.pg_collection
         )
 
-    def _embed(self, tokens: Tensor | None) -> Tensor:
+    def _embed(self, tokens: Tensor | None, row: PackedRow | None) -> Tensor:
         """Word and position embeddings [length, b, h] of tokens [b, length]."""
         tokens = _given(tokens)
-        positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+        positions = row.positions if row else torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
         embedded: Tensor = self.embedding(input_ids=tokens, position_ids=positions)
         return embedded
 

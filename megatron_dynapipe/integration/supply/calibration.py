@@ -10,6 +10,7 @@ from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.service.recalibration import Recalibration, encode_passes
 from megatron_dynapipe.store import PlanKeys, PlanStore
+from megatron_dynapipe.units import BatchLayout
 
 _DEADLINE_S = 0.1
 """For a version that was made long ago."""
@@ -64,7 +65,7 @@ class PassPublisher:
 
 
 def measured_passes(entry: StageEntry, events: Sequence[Event]) -> list[PassSample]:
-    """One sample per micro-batch and chunk that ran on this rank.
+    """One sample per padded micro-batch and chunk that ran on this rank; a packed row's shape does not say its costs.
 
     A pass is charged with what its stage does for it besides: loading before a forward, issuing the sends after.
     """
@@ -92,4 +93,5 @@ def measured_passes(entry: StageEntry, events: Sequence[Event]) -> list[PassSamp
             backward_ns=passes.get(Backward, 0),
         )
         for (index, chunk), passes in times.items()
+        if entry.micro_batches[index].layout is BatchLayout.PADDED
     ]

@@ -15,7 +15,7 @@ from megatron_dynapipe.report.timeline import Panel, draw
 from megatron_dynapipe.report.trace import write_trace
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.store import PlanKeys, PlanStore
-from megatron_dynapipe.units import NS_PER_MS, Shape
+from megatron_dynapipe.units import NS_PER_MS, BatchLayout, Shape
 
 
 class Recorder:
@@ -195,5 +195,6 @@ def _iteration_record(item: PlannedIteration, events: Sequence[Event], version: 
         plan_wait_ns=round(item.waited_seconds * 1e9),
         totals=item.entry.totals,
         shapes=tuple(batch.shape for batch in item.entry.micro_batches),
+        packed=sum(batch.layout is BatchLayout.PACKED for batch in item.entry.micro_batches),
         cost_model_version=version,
     )

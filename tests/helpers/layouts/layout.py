@@ -46,6 +46,7 @@ class Layout:
     samples: tuple[int, ...] = ALL
     layer_overhead_us: float = 5.0  # the less, the more micro-batches
     scatter_gather: str = "off"
+    rows: str = "padded"  # packed, or mixed: every second micro-batch
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Layout":

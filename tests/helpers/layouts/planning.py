@@ -9,12 +9,14 @@ from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import Recompute
 from tests.helpers.layouts.layout import HEADS, HIDDEN, MAX_LENGTH, VOCABULARY, Layout
+from tests.helpers.packed_plans import relaid
 
 
 class TurnPlanner(Planner):
-    """A planner that gives the micro-batches of a replica the layout's modes of recomputation in turn."""
+    """A planner that gives the micro-batches of a replica the layout's modes of recomputation in turn, and its rows."""
 
     modes: tuple[Recompute, ...] = (Recompute.NONE,)
+    rows = "padded"
 
     def plan(self, batch: object, iteration: int, *, forward_only: bool = False) -> IterationPlan:
         plan = super().plan(batch, iteration, forward_only=forward_only)
@@ -25,7 +27,9 @@ class TurnPlanner(Planner):
                 for index, micro_batch in enumerate(replica.micro_batches)
             )
             replicas.append(msgspec.structs.replace(replica, micro_batches=micro_batches))
-        return msgspec.structs.replace(plan, replicas=tuple(replicas))
+        plan = msgspec.structs.replace(plan, replicas=tuple(replicas))
+        ranks = self.settings.tensor_parallel if self.settings.sequence_parallel else 1
+        return relaid(plan, self.rows, sequence_parallel=ranks)
 
 
 def planner(layout: Layout) -> TurnPlanner:
@@ -50,5 +54,5 @@ def planner(layout: Layout) -> TurnPlanner:
     shape = ModelShape(family=layout.kind, hidden=HIDDEN, heads=HEADS, kv_channels=8, ffn=128, vocabulary=VOCABULARY)
     rates = msgspec.structs.replace(CPU_RATES, layer_overhead_us=layout.layer_overhead_us)
     made = TurnPlanner(settings, AnalyticCostModel(shape, rates, max_size=64, max_length=MAX_LENGTH))
-    made.modes = tuple(map(Recompute, layout.recompute))
+    made.modes, made.rows = tuple(map(Recompute, layout.recompute)), layout.rows
     return made

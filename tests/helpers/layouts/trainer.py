@@ -8,6 +8,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
 from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, Tokens, global_batch
+from megatron_dynapipe.plan.iteration import MicroBatch
+from megatron_dynapipe.units import BatchLayout
 from tests.helpers.layouts.compare import Part
 from tests.helpers.layouts.layout import Layout, samples
 from tests.helpers.layouts.model import DTYPES, build, entries, start, t5_split
@@ -95,5 +97,10 @@ def train(layout: Layout, *, steps: int = 5, **where: str) -> dict[str, object]:
         "tokens": results[0].tokens if results else 0,
         "micro_batches": [len(replica.micro_batches) for replica in plan.replicas],
         "shapes": [list(mb.shape) for replica in plan.replicas for mb in replica.micro_batches],
+        "packed": [_shares_a_row(mb) for replica in plan.replicas for mb in replica.micro_batches],
         "modes": [mb.recompute.value for replica in plan.replicas for mb in replica.micro_batches],
     }
+
+
+def _shares_a_row(micro_batch: MicroBatch) -> bool:
+    return micro_batch.layout is BatchLayout.PACKED and len(micro_batch.sample_ids) > 1

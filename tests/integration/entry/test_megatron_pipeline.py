@@ -22,8 +22,9 @@ def test_the_example_learns(ranks):
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_evaluation_gives_the_loss_and_leaves_gradients_and_masks_alone():
-    for result in on_ranks("probes.evaluate", Layout(family="t5", stages=2, dropout=0.1)):
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+def test_evaluation_gives_the_loss_and_leaves_gradients_and_masks_alone(rows):
+    for result in on_ranks("probes.evaluate", Layout(family="t5", stages=2, dropout=0.1, rows=rows)):
         assert result["first"] == result["second"]
         assert result["training"] and result["untouched"]
 

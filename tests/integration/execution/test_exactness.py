@@ -93,6 +93,45 @@ LAYOUTS = {
     "t5 1x7x1, layers 1+1+1+2+1+1+1": Layout(family="t5", depth=8, stages=7, split=(1, 1, 1, 2, 1, 1, 1)),
     "t5 1x6x1, layers 1+2+1+2+1+1": Layout(family="t5", depth=8, stages=6, split=(1, 2, 1, 2, 1, 1)),
 }
+PACKED = {
+    "gpt 1x1x1, packed": Layout(family="gpt", rows="packed"),
+    "gpt 1x1x1, rows mixed, rotary positions, recompute mixed": Layout(
+        family="gpt", rows="mixed", positions="rope", recompute=MIXED
+    ),
+    "gpt 1x2x1, packed, recompute mixed *": Layout(family="gpt", stages=2, rows="packed", recompute=MIXED),
+    "gpt 2x2x1, packed, two chunks, sequence parallel, rotary positions, recompute mixed *": Layout(
+        family="gpt", tensor=2, stages=2, chunks=2, sequence=True, positions="rope", rows="packed", recompute=MIXED
+    ),
+    "gpt 1x4x1, packed": Layout(family="gpt", stages=4, rows="packed"),
+    "gpt 1x2x2, rows mixed, no positions": Layout(
+        family="gpt", stages=2, replicas=2, positions="none", rows="mixed", layer_overhead_us=0.0
+    ),
+    "gpt 2x2x2, rows mixed, distributed optimizer, overlapped": Layout(
+        family="gpt", tensor=2, stages=2, replicas=2, rows="mixed", distributed_optimizer=True, overlap=True
+    ),
+    "t5 1x1x1, packed, recompute mixed": Layout(family="t5", rows="packed", recompute=MIXED),
+    "t5 1x2x1, packed *": Layout(family="t5", stages=2, rows="packed"),
+    "t5 1x2x2, rows mixed, rotary positions, recompute mixed *": Layout(
+        family="t5", stages=2, replicas=2, positions="rope", rows="mixed", recompute=MIXED, layer_overhead_us=0.0
+    ),
+    "t5 1x2x1, packed, relative positions, recompute mixed": Layout(
+        family="t5", stages=2, positions="relative", rows="packed", recompute=MIXED
+    ),
+    "t5 2x2x1, packed, two chunks, sequence parallel, recompute mixed": Layout(
+        family="t5", tensor=2, stages=2, chunks=2, sequence=True, rows="packed", recompute=MIXED
+    ),
+    "t5 1x4x1, packed, two chunks": Layout(family="t5", depth=8, stages=4, chunks=2, rows="packed"),
+    "t5 2x2x2, rows mixed, scatter-gather, distributed optimizer": Layout(
+        family="t5",
+        tensor=2,
+        stages=2,
+        replicas=2,
+        rows="mixed",
+        scatter_gather="on",
+        distributed_optimizer=True,
+        layer_overhead_us=50.0,
+    ),
+}
 HALF = {
     "gpt 1x2x1, bf16 *": Layout(family="gpt", stages=2, dtype="bf16"),
     "gpt 2x2x1, bf16, two chunks, recompute mixed": Layout(
@@ -105,11 +144,16 @@ HALF = {
         family="t5", stages=2, replicas=2, dtype="bf16", distributed_optimizer=True
     ),
     "t5 2x2x1, bf16, recompute mixed": Layout(family="t5", tensor=2, stages=2, dtype="bf16", recompute=MIXED),
+    "gpt 1x2x1, packed, bf16, recompute mixed": Layout(
+        family="gpt", stages=2, rows="packed", dtype="bf16", recompute=MIXED
+    ),
+    "t5 1x2x1, rows mixed, bf16": Layout(family="t5", stages=2, rows="mixed", dtype="bf16"),
+    "t5 1x2x1, packed, fp16": Layout(family="t5", stages=2, rows="packed", dtype="fp16", loss_scale=64.0),
     "t5 1x2x1, fp16": Layout(family="t5", stages=2, dtype="fp16", loss_scale=64.0),
 }
 
 
-@pytest.mark.parametrize("layout", table(LAYOUTS))
+@pytest.mark.parametrize("layout", table(LAYOUTS | PACKED))
 def test_a_layout_trains_as_one_process_with_samples_one_by_one(layout):
     expected = reference(layout.model)
     results = on_ranks("trainer.train", layout)
@@ -123,6 +167,9 @@ def test_a_layout_trains_as_one_process_with_samples_one_by_one(layout):
     counts = results[0]["micro_batches"]
     if max(counts) > 1:
         assert len({tuple(shape) for shape in results[0]["shapes"]}) > 1, "micro-batches of varying shape"
+    if layout.rows != "padded":
+        assert any(results[0]["packed"]), "samples share a row"
+        assert layout.rows == "packed" or not all(results[0]["packed"])
     if len(layout.recompute) > 1:
         assert set(results[0]["modes"]) == set(layout.recompute[: max(counts)])
 

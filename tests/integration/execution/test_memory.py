@@ -7,7 +7,9 @@ from tests.helpers.layouts.layout import Layout, on_ranks
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [Layout(stages=2, chunks=2), Layout(family="t5", stages=2)], ids=["gpt, two chunks", "t5"]
+    "layout",
+    [Layout(stages=2, chunks=2), Layout(family="t5", stages=2), Layout(family="t5", stages=2, rows="mixed")],
+    ids=["gpt, two chunks", "t5", "t5, packed and padded rows"],
 )
 def test_two_hundred_iterations_of_varying_shapes_leave_nothing_behind(layout):
     for result in on_ranks("probes.count_tensors", layout, iterations=200, deadline_s=280):

@@ -28,7 +28,7 @@ OURS = """
 --dynapipe-prefetch-planner-num-workers --dynapipe-round-seqlen-multiple --dynapipe-schedule-method
 --dynapipe-token-based-partition-mbs --dynapipe-zero-stage
 --dynapipe-allow-other-data --dynapipe-attention --dynapipe-layers-per-stage --dynapipe-recalibrate
---dynapipe-scatter-gather
+--dynapipe-enable-packing --dynapipe-layout --dynapipe-scatter-gather
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
 
@@ -257,7 +257,7 @@ def data(tmp_path_factory) -> Path:
         ("--dynapipe-inter-node-bw 0", "above 0"),
         ("--dynapipe-limit-rc-type all", "none,selective,full"),
         ("--dynapipe-schedule-method best", "adaptive, 1f1b, gpipe"),
-        ("--dynapipe-enable-packing", "compare"),
+        ("--dynapipe-enable-packing --dynapipe-layout padded", "expected --dynapipe-enable-packing or"),
         ("--lr fast", "invalid float value"),
     ],
 )

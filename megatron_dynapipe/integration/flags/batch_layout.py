@@ -1,0 +1,133 @@
+"""Which layouts a run's micro-batches may have: padded rows, packed ones, or whichever the plan finds better.
+
+--dynapipe-layout    nothing in the way    no fast kernel        a part that cannot
+auto                 padded, packed        padded, said once     padded, said once
+packed               packed                packed                refused
+padded               padded                padded                padded
+"""
+
+import argparse
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.planning.baselines import PartitionAlgorithm
+from megatron_dynapipe.units import BatchLayout, ModelFamily
+
+FLAG = "--dynapipe-layout"
+MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8
+"""Head sizes of `torch.nn.attention.varlen.varlen_attn`."""
+
+
+class LayoutChoice(enum.StrEnum):
+    """What `--dynapipe-layout` may say."""
+
+    AUTO = "auto"
+    PADDED = "padded"
+    PACKED = "packed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layouts:
+    """What micro-batches may be, and why not packed where that was left open."""
+
+    allowed: tuple[BatchLayout, ...]
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"padded ({self.reason})"
+        return " or ".join(self.allowed) + (", whichever a plan finds faster" if len(self.allowed) > 1 else "")
+
+
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flag."""
+    group.add_argument(
+        FLAG,
+        choices=[choice.value for choice in LayoutChoice],
+        default=LayoutChoice.AUTO.value,
+        help="micro-batches of padded rows, of samples packed into one row that do not attend to each other, or"
+        " whichever plans find faster (default, where a kernel serves)",
+    )
+
+
+def batch_layouts(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Layouts:
+    """The layouts that a run's flags ask for and its model takes.
+
+    Args:
+        args: Megatron's arguments, with DynaPipe's.
+        family: kind of model.
+        on_cpu: whether the run has no CUDA device.
+
+    Raises:
+        ConfigError: packed rows are asked for, and a part of the model cannot take them.
+    """
+    choice = LayoutChoice(args.dynapipe_layout)
+    if choice is LayoutChoice.PADDED:
+        if args.dynapipe_enable_packing:
+            raise ConfigError(f"expected --dynapipe-enable-packing or {FLAG} padded, got both")
+        return Layouts(allowed=(BatchLayout.PADDED,))
+    impossible = _first(_cannot_pack(args, on_cpu=on_cpu))
+    if choice is LayoutChoice.PACKED:
+        if impossible:
+            raise ConfigError(f"{FLAG} packed cannot be honoured: {impossible}", hint=f"pass {FLAG} auto or padded")
+        return Layouts(allowed=(BatchLayout.PACKED,))
+    if reason := impossible or _first(_packs_slowly(args, family, on_cpu=on_cpu)):
+        return Layouts(allowed=(BatchLayout.PADDED,), reason=reason)
+    return Layouts(allowed=(BatchLayout.PADDED, BatchLayout.PACKED))
+
+
+def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:
+    """The parts of a model that cannot take packed rows."""
+    engine, patched = args.transformer_impl != "local", bool(args.use_dynapipe)
+    relative = args.position_embedding_type == "relative"
+    return (
+        (
+            not engine and not patched and args.dynapipe_attention == "megatron",
+            "Megatron's local attention takes no packed rows",
+        ),
+        (bool(getattr(args, "multi_latent_attention", False)), "multi-latent attention rotates by places in the row"),
+        (args.position_embedding_type == "mrope", "multimodal rotary positions are given for whole rows"),
+        (bool(getattr(args, "fused_single_qkv_rope", False)), "--fused-single-qkv-rope takes no packed rows"),
+        (getattr(args, "softmax_type", "vanilla") != "vanilla", "attention sinks take no packed rows"),
+        (getattr(args, "window_size", None) is not None, "sliding windows take no packed rows"),
+        (
+            not engine and not on_cpu and args.attention_dropout > 0,
+            "PyTorch's attention over packed rows has no dropout, and --attention-dropout is "
+            f"{args.attention_dropout:g}",
+        ),
+        (engine and relative, "Transformer Engine's attention over packed rows has no biases"),
+        (engine and not _is_half(args), "Transformer Engine's attention over packed rows is for fp16 and bf16"),
+        (
+            args.dynapipe_partition_algo != PartitionAlgorithm.DP,
+            f"--dynapipe-partition-algo {args.dynapipe_partition_algo} pads",
+        ),
+    )
+
+
+def _packs_slowly(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:
+    """What packed rows can do, but not in one kernel: each length for itself, or waiting for the device."""
+    engine = args.transformer_impl != "local"
+    head = args.kv_channels or args.hidden_size // args.num_attention_heads
+    kernel = not on_cpu and not engine
+    return (
+        (engine, f"attention of Transformer Engine over packed rows has not been run yet; {FLAG} packed takes it"),
+        (kernel and not _is_half(args), "PyTorch's attention over packed rows is for fp16 and bf16"),
+        (
+            kernel and (head > MAX_HEAD_SIZE or head % HEAD_SIZE_MULTIPLE > 0),
+            f"PyTorch's attention over packed rows has no heads of {head} channels",
+        ),
+        (
+            kernel and family is ModelFamily.T5 and args.position_embedding_type == "relative",
+            "PyTorch's attention over packed rows has no biases, which relative positions are",
+        ),
+    )
+
+
+def _is_half(args: argparse.Namespace) -> bool:
+    return bool(args.bf16 or args.fp16)
+
+
+def _first(reasons: Sequence[tuple[bool, str]]) -> str:
+    return next((reason for holds, reason in reasons if holds), "")

@@ -1,0 +1,131 @@
+"""Packed rows in the form that Megatron's layers take, and what those layers do not do with them by themselves.
+
+Megatron's attention knows a packed row as `PackedSeqParams`. In its format "thd" the unfused rotary embedding reads
+offsets on the host in every layer, which waits for the device each time. Local layers are therefore given the format
+"sbhd": for Megatron the row is one sequence of batch size 1, the core attention keeps its samples apart, and rotations
+are picked by position once for all layers. Transformer Engine's layers are given "thd", as their kernels want it.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor, nn
+
+from megatron_dynapipe.data.segments import RowSegments
+
+
+class RowFormat(enum.StrEnum):
+    """Megatron's `qkv_format` of a packed row."""
+
+    LOCAL = "sbhd"
+    TRANSFORMER_ENGINE = "thd"
+
+    @classmethod
+    def of(cls, options: Any) -> "RowFormat":
+        """That of a model's layers, by the `transformer_impl` of Megatron's arguments or configuration."""
+        return cls.LOCAL if options.transformer_impl == "local" else cls.TRANSFORMER_ENGINE
+
+
+@dataclass(eq=False)
+class PackedRow(PackedSeqParams):
+    """One packed row on the device: Megatron's parameters, and what is known of them on the host.
+
+    Attributes:
+        lengths_q, lengths_kv: positions of every segment of queries and of keys; some may be 0.
+        positions: int64[1, t], each query's place in its segment.
+        cross: in a decoder, the row that its cross-attention takes: the decoder's queries, the encoder's keys.
+    """
+
+    lengths_q: tuple[int, ...] = ()
+    lengths_kv: tuple[int, ...] = ()
+    positions: Tensor | None = None
+    cross: "PackedRow | None" = None
+
+    def pick(self, rotations: Tensor) -> Tensor:
+        """Rotations [t, 1, 1, channels] of every position of the row, from those of the first positions.
+
+        Transformer Engine's kernels pick them by themselves, and so does whoever has done it before: then there are as
+        many as positions, or there is one sample alone.
+        """
+        assert self.positions is not None, "a row of queries has positions"
+        if self.qkv_format == RowFormat.TRANSFORMER_ENGINE or rotations.size(0) >= self.positions.size(1):
+            return rotations
+        return rotations[self.positions[0]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeviceSegments:
+    """The segments of one row, with offsets int32[segments + 1] and positions int64[1, t] on the device."""
+
+    host: RowSegments
+    offsets: Tensor
+    positions: Tensor
+
+
+def self_row(segments: DeviceSegments, row_format: RowFormat, cross: PackedRow | None = None) -> PackedRow:
+    """What self-attention over a row takes."""
+    return attention_row(segments, segments, row_format, cross)
+
+
+def attention_row(
+    queries: DeviceSegments, keys: DeviceSegments, row_format: RowFormat, cross: PackedRow | None = None
+) -> PackedRow:
+    """What attention of one row's segments to those of another takes, segment i to segment i."""
+    return PackedRow(
+        qkv_format=row_format.value,
+        cu_seqlens_q=queries.offsets,
+        cu_seqlens_kv=keys.offsets,
+        max_seqlen_q=queries.host.longest,
+        max_seqlen_kv=keys.host.longest,
+        lengths_q=queries.host.lengths,
+        lengths_kv=keys.host.lengths,
+        positions=queries.positions,
+        cross=cross,
+    )
+
+
+def rotate_by_sample(models: Sequence[nn.Module]) -> None:
+    """Let the blocks of model chunks pick rotations by position where they are given a packed row.
+
+    Megatron's `GPTModel` makes rotations for the longest sample and hands them to its block, for all layers.
+    """
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, TransformerBlock):
+                module.register_forward_pre_hook(_pick_rotations, with_kwargs=True)
+
+
+def _pick_rotations(_block: nn.Module, arguments: Any, keywords: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    row, rotations = keywords.get("packed_seq_params"), keywords.get("rotary_pos_emb")
+    if isinstance(row, PackedRow) and isinstance(rotations, torch.Tensor):
+        keywords = {**keywords, "rotary_pos_emb": row.pick(rotations)}
+    return arguments, keywords
+
+
+class CrossRows:
+    """Hands a decoder layer's row on to its cross-attention: Megatron's layer gives it to self-attention alone.
+
+    In a recomputation the layer is called with its row again, so that nothing is kept between passes.
+
+    Args:
+        layer: Megatron's `TransformerLayer` with a cross-attention.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._row: PackedRow | None = None
+        layer.register_forward_pre_hook(self._take, with_kwargs=True)
+        attention: Any = layer.cross_attention
+        attention.register_forward_pre_hook(self._give, with_kwargs=True)
+
+    def _take(self, _layer: nn.Module, _arguments: Any, keywords: Mapping[str, Any]) -> None:
+        row = keywords.get("packed_seq_params")
+        self._row = row.cross if isinstance(row, PackedRow) else None
+
+    def _give(self, _attention: nn.Module, arguments: Any, keywords: Mapping[str, Any]) -> Any:
+        row, self._row = self._row, None
+        return arguments, {**keywords, "packed_seq_params": row}

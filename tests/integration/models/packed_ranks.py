@@ -1,0 +1,136 @@
+"""What the rank of the packed attention tests runs: packed rows beside the same samples one by one."""
+
+from collections.abc import Sequence
+from unittest.mock import patch
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from megatron_dynapipe.data.segments import RowSegments
+from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.integration.models import attention as attention_module
+from megatron_dynapipe.integration.models import packed_attention
+from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, PackedRow, RowFormat, attention_row
+from tests.integration.models.attention_ranks import CHANNELS, HEADS, config, start
+
+Case = tuple[list[int], list[int], bool, int, bool, str]
+
+
+def row_of(queries: Sequence[int], keys: Sequence[int]) -> PackedRow:
+    """The row of segments of these lengths; the last of each is the tail."""
+    made = []
+    for lengths in (queries, keys):
+        starts = [sum(lengths[:index]) for index in range(len(lengths))]
+        host = RowSegments.of(starts, sum(lengths))
+        made.append(DeviceSegments(host=host, offsets=host.offsets, positions=host.positions))
+    return attention_row(*made, RowFormat.LOCAL)
+
+
+def inputs(queries: Sequence[int], keys: Sequence[int], groups: int) -> list[Tensor]:
+    """Query [t, 1, heads, channels], key and value [s, 1, groups, channels], the gradient of the result."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = (
+        (sum(queries), 1, HEADS, CHANNELS),
+        *((sum(keys), 1, groups, CHANNELS),) * 2,
+        (sum(queries), 1, HEADS * CHANNELS),
+    )
+    return [torch.randn(shape, generator=draw) for shape in shapes]
+
+
+def by_kernel(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **options: object) -> Tensor:
+    """`varlen_attn` as its documentation has it, by plain formulas."""
+    offsets_q, offsets_k, longest_q, longest_k = arguments
+    assert offsets_q.dtype == offsets_k.dtype == torch.int32
+    assert type(longest_q) is int and longest_q == offsets_q.diff().max() and longest_k == offsets_k.diff().max()
+    assert offsets_q[-1] == len(query) and offsets_k[-1] == len(key) == len(value)
+    repeats = query.size(1) // key.size(1)
+    result = torch.zeros_like(query)
+    for segment in range(len(offsets_q) - 1):
+        of_q = slice(offsets_q[segment], offsets_q[segment + 1])
+        of_k = slice(offsets_k[segment], offsets_k[segment + 1])
+        if of_k.start == of_k.stop:
+            continue  # the kernel writes zeros
+        keys, values = (tensor[of_k].repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[of_q], keys) * options["scale"]
+        if options["window_size"] == (-1, 0):
+            scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+        result[of_q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return result
+
+
+def compare_all(rank: int, world_size: int, cases: list[Case]) -> list[list[float]]:
+    start()
+    return [compare(*case) for case in cases]
+
+
+def compare(queries: list[int], keys: list[int], causal: bool, groups: int, biased: bool, how: str) -> list[float]:
+    """Largest difference of result and gradients from the samples one by one; `how` the row is attended to."""
+    kind = AttnMaskType.causal if causal else AttnMaskType.padding
+    attention = SdpaCoreAttention(config(num_query_groups=groups), 1, kind, "self")
+    row, tensors = row_of(queries, keys), inputs(queries, keys, groups)
+    bias = torch.randn(1, HEADS, max(queries), max(keys)) if biased else None
+    plain = PackedSeqParams(qkv_format="thd", cu_seqlens_q=row.cu_seqlens_q, cu_seqlens_kv=row.cu_seqlens_kv)
+
+    def packed(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        if how == "thd":  # as Megatron's attention hands them over
+            query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
+            return attention(query, key, value, None, packed_seq_params=plain, attention_bias=bias)
+        if how == "kernel":
+            with (
+                patch.object(attention_module, "kernel_takes", lambda *_, **__: True),
+                patch.object(packed_attention, "varlen_attn", by_kernel),
+            ):
+                return attention(query, key, value, None, packed_seq_params=row)
+        return attention(query, key, value, None, packed_seq_params=row, attention_bias=bias)
+
+    def one_by_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        parts = query.split(queries), key.split(keys), value.split(keys)
+        results = []
+        for q, k, v in zip(*parts, strict=True):
+            corner = None if bias is None else bias[:, :, : len(q), : len(k)]
+            alone = attention(q, k, v, None, attention_bias=corner) if len(k) else q.flatten(2) * 0
+            results.append(alone)
+        return torch.cat(results)
+
+    found = []
+    for attend in (packed, one_by_one):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+        leaf = None if bias is None else bias.clone().requires_grad_()
+        result = attend(*leaves, leaf)
+        result.backward(tensors[3])
+        found.append([result.detach(), *(x.grad for x in (*leaves, leaf) if x is not None)])
+    assert [x.shape for x in found[0]] == [x.shape for x in found[1]]
+    return [(a - b).abs().max().item() for a, b in zip(*found, strict=True)]
+
+
+def refuse(rank: int, world_size: int) -> str:
+    """What is said of segments that do not cover the row."""
+    start()
+    attention = SdpaCoreAttention(config(), 1, AttnMaskType.causal, "self")
+    query, key, value, _ = inputs([5, 4], [5, 4], HEADS)
+    try:
+        attention(query, key, value, None, packed_seq_params=row_of([5, 3], [5, 4]))
+    except PlanError as error:
+        return str(error)
+    return "nothing"
+
+
+def which(rank: int, world_size: int) -> dict[str, bool]:
+    """What the kernel takes; and that cuDNN is out of the choice."""
+    start()
+    SdpaCoreAttention(config(), 1, AttnMaskType.causal, "self")
+    half, fits = torch.bfloat16, {"on_cuda": True, "dropout": False, "biased": False}
+    takes = packed_attention.kernel_takes
+    return {
+        "half": takes(half, 128, **fits),
+        "fp32": takes(torch.float32, 128, **fits),
+        "on a CPU": takes(half, 128, **fits | {"on_cuda": False}),
+        "dropout": takes(half, 128, **fits | {"dropout": True}),
+        "biases": takes(half, 128, **fits | {"biased": True}),
+        "heads too large": takes(half, 264, **fits),
+        "odd heads": takes(half, 60, **fits),
+        "cuDNN": torch.backends.cuda.cudnn_sdp_enabled(),
+    }
