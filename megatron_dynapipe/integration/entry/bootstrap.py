@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
-from megatron_dynapipe.integration.entry import launch
+from megatron_dynapipe.integration.entry import environment, launch
 
 
 def run(main: Callable[[], None]) -> None:
     """Prepare the device, then call `main`; a `DynaPipeError` ends the process as `reported` says."""
     with reported():
         device = config.value_of(sys.argv[1:], "dynapipe-device", "auto")
+        environment.prepare(sys.argv[1:], device)  # before anything asks for a device
         cpu.quieten()
         if cpu.enable(device):  # type: ignore[arg-type]  # enable() checks the name
             cpu.silence_prints()
