@@ -45,9 +45,9 @@ nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> to_numpy(Integers&& values, size_t 
 using Out = decltype(to_numpy({}, 0));
 
 PipelineShape pipeline_shape(int64_t chunks, const Ints& model_state, int64_t memory_limit, bool forward_only,
-                             bool peak_covers_backward) {
+                             bool peak_covers_backward, int64_t receive_ahead = -1, bool ordered_starts = false) {
     PipelineShape shape{static_cast<int64_t>(model_state.size()), chunks, forward_only, copy(model_state), memory_limit,
-                        peak_covers_backward};
+                        peak_covers_backward, {receive_ahead, ordered_starts}};
     shape.check();
     return shape;
 }
@@ -60,10 +60,11 @@ public:
                  const Matrix& in_flight, int64_t replicas, bool forward_only, bool peak_covers_backward,
                  int64_t bytes_per_position, const Array<bool, 1>& decoder_forward,
                  const Array<bool, 1>& decoder_backward, const Array<double, 1>& latency_ns,
-                 const Array<double, 1>& gbps)
+                 const Array<double, 1>& gbps, int64_t receive_ahead, bool ordered_starts)
         : tables_(std::move(modes)),
           problem_{copy(inputs), copy(targets), {}, {},
-                   pipeline_shape(chunks, model_state, memory_limit, forward_only, peak_covers_backward),
+                   pipeline_shape(chunks, model_state, memory_limit, forward_only, peak_covers_backward, receive_ahead,
+                                  ordered_starts),
                    {bytes_per_position, copy_flags(decoder_forward), copy_flags(decoder_backward), copy(latency_ns),
                     copy(gbps)},
                    {in_flight.data(), in_flight.data() + in_flight.size()}, replicas} {
@@ -205,8 +206,11 @@ std::vector<PassCosts> pass_costs(const std::vector<Matrix>& arrays, size_t virt
 std::tuple<Out, Out, Integers, int64_t, bool> run_simulate(const std::vector<Matrix>& arrays, int64_t chunks,
                                                            const Ints& model_state, bool forward_only,
                                                            const Matrix& order, bool queue_links,
-                                                           bool peak_covers_backward) {
-    const PipelineShape shape = pipeline_shape(chunks, model_state, 0, forward_only, peak_covers_backward);
+                                                           bool peak_covers_backward, int64_t receive_ahead,
+                                                           bool ordered_starts) {
+    const PipelineShape shape =
+        pipeline_shape(chunks, model_state, 0, forward_only, peak_covers_backward, receive_ahead, ordered_starts);
+    require(shape.transfers.are_plain() || !queue_links, "queued links, or starts of transfers that wait");
     const std::vector<PassCosts> costs = pass_costs(arrays, shape.virtual_stages());
     require(order.shape(0) == model_state.size(), "passes of every stage");
     for (size_t i = 0; i < order.size(); ++i)
@@ -243,7 +247,7 @@ std::tuple<int64_t, std::vector<uint8_t>> run_list_schedule(const std::vector<Ma
 using Steps = std::vector<Integers>;
 
 std::tuple<bool, Steps, Steps> run_fast_verify(const nb::bytes& lists, int64_t chunks, int64_t micro_batches,
-                                               bool forward_only) {
+                                               bool forward_only, bool ordered_starts) {
     require(chunks >= 1 && chunks <= 4096, "between 1 and 4096 chunks");
     require(micro_batches >= 0 && micro_batches <= (int64_t{1} << 24) / chunks,
             "at most 2^24 micro-batches times chunks");
@@ -251,7 +255,7 @@ std::tuple<bool, Steps, Steps> run_fast_verify(const nb::bytes& lists, int64_t c
     {
         nb::gil_scoped_release release;
         found = fast_verify(reinterpret_cast<const uint8_t*>(lists.c_str()), lists.size(),
-                            {chunks, micro_batches, forward_only});
+                            {chunks, micro_batches, forward_only, ordered_starts});
     }
     return {found.holds, std::move(found.passes), std::move(found.sends)};
 }
@@ -264,12 +268,12 @@ NB_MODULE(_native, module) {
     nb::class_<BatchProblem>(module, "BatchProblem", "See megatron_dynapipe.planning.problem.BatchProblem.")
         .def(nb::init<const Ints&, const Ints&, std::vector<Mode>, const Ints&, const Ints&, int64_t, const Ints&,
                       int64_t, const Matrix&, int64_t, bool, bool, int64_t, const Array<bool, 1>&,
-                      const Array<bool, 1>&, const Array<double, 1>&, const Array<double, 1>&>(),
+                      const Array<bool, 1>&, const Array<double, 1>&, const Array<double, 1>&, int64_t, bool>(),
              "inputs"_a.noconvert(), "targets"_a.noconvert(), "modes"_a.noconvert(), "encoder_layers"_a.noconvert(),
              "decoder_layers"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(), "memory_limit"_a,
              "in_flight"_a.noconvert(), "replicas"_a, "forward_only"_a, "peak_covers_backward"_a,
              "bytes_per_position"_a, "decoder_forward"_a.noconvert(), "decoder_backward"_a.noconvert(),
-             "latency_ns"_a.noconvert(), "gbps"_a.noconvert())
+             "latency_ns"_a.noconvert(), "gbps"_a.noconvert(), "receive_ahead"_a = -1, "ordered_starts"_a = false)
         .def("partition", &BatchProblem::partition, "orders"_a.noconvert(), "improve"_a,
              "The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits.")
         .def("search", &BatchProblem::run_search, "order"_a.noconvert(), "partitions"_a.noconvert(), "evaluations"_a,
@@ -277,12 +281,12 @@ NB_MODULE(_native, module) {
         .def("costs", &BatchProblem::costs, "sizes"_a.noconvert(), "inputs"_a.noconvert(), "targets"_a.noconvert(),
              "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each micro-batch.");
     module.def("simulate", &run_simulate, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
-               "forward_only"_a, "order"_a.noconvert(), "queue_links"_a, "peak_covers_backward"_a = false,
+               "forward_only"_a, "order"_a.noconvert(), "queue_links"_a, "peak_covers_backward"_a = false, "receive_ahead"_a = -1, "ordered_starts"_a = false,
                "See megatron_dynapipe.planning.simulate; (starts, ends, peak bytes, makespan, whether it stalled).");
     module.def("list_schedule", &run_list_schedule, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
                "memory_limit"_a, "forward_only"_a, "depth"_a.noconvert(), "rule"_a, "peak_covers_backward"_a = false,
                "See megatron_dynapipe.planning.schedules.list_scheduling; (makespan, 1 per forward of every stage).");
-    module.def("fast_verify", &run_fast_verify, "lists"_a, "chunks"_a, "micro_batches"_a, "forward_only"_a,
+    module.def("fast_verify", &run_fast_verify, "lists"_a, "chunks"_a, "micro_batches"_a, "forward_only"_a, "ordered_starts"_a = false,
                "See megatron_dynapipe.planning.native; (whether lists hold, steps of passes and of sends per stage).");
 }
 

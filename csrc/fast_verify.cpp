@@ -201,6 +201,8 @@ bool Walk::transfer(int64_t kind, Reader& reader) {
     if (!sending && receiving_[payload]) return false;  // at most one unmatched receive on a channel
     if (!advance(buffer, key, sending ? kReady : kAbsent, kMoving)) return false;
     if (sending) {
+        if (shape_.ordered_starts && !transfers.empty())
+            waits.push_back({length, payload, static_cast<int64_t>(transfers.size()) - 1, true});
         number_[payload][key] = transfers.size();
         send_steps.push_back(length);
     } else {

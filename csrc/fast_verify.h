@@ -10,6 +10,7 @@ namespace dynapipe {
 struct ListShape {
     int64_t chunks, micro_batches;
     bool forward_only;
+    bool ordered_starts;  // a send's start waits for the channel's previous message
 };
 
 // Where passes and starts of sends stand in every list.

@@ -165,4 +165,19 @@ int64_t ListScheduler::run(const Costs& costs, const Policy& policy, int64_t bou
                              : run_chunked<false>(costs, policy, bound, forwards);
 }
 
+std::vector<Pass> ListScheduler::order(const std::vector<uint8_t>& forwards) const {
+    const int64_t passes = forwards.size() / shape_.stages, chunks = shape_.chunks;
+    std::vector<Pass> order(forwards.size());
+    for (int64_t s = 0; s < shape_.stages; ++s) {
+        int64_t places[2] = {0, 0};
+        for (int64_t i = s * passes; i < (s + 1) * passes; ++i) {
+            const bool forward = forwards[i];
+            const int64_t place = places[forward]++;
+            const Item at = chunks > 1 ? item<true>(forward, place) : item<false>(forward, place);
+            order[i] = (at.row * chunks + at.chunk) * 2 + !forward;
+        }
+    }
+    return order;
+}
+
 }  // namespace dynapipe

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "pipeline.h"
+#include "simulate.h"
 
 namespace dynapipe {
 
@@ -32,6 +33,9 @@ public:
     // Fills `forwards`, if given, with [stages][passes]: 1 for a forward pass, 0 for a backward pass. The passes of
     // either kind keep one sequence on all stages: group by group, and in a group chunk by chunk.
     int64_t run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* forwards);
+
+    // The order of passes, [stages][passes], that the `forwards` of a run with as many micro-batches say.
+    std::vector<Pass> order(const std::vector<uint8_t>& forwards) const;
 
 private:
     // A place of a sequence: a micro-batch on a chunk. `after` is the place, in the sequence of what runs next, of the

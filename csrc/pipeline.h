@@ -6,6 +6,14 @@
 
 namespace dynapipe {
 
+// When transfers are started, and what a start waits for (plan/transfer_rules.py).
+struct TransferRules {
+    int64_t receive_ahead = -1;   // passes between a receive's start and its wait; -1 for as many as one receive allows
+    bool ordered_starts = false;  // a send's start waits for the channel's previous message
+
+    bool are_plain() const { return receive_ahead < 0 && !ordered_starts; }
+};
+
 // Virtual stage v is chunk v / stages of pipeline stage v % stages.
 struct PipelineShape {
     int64_t stages, chunks;
@@ -13,6 +21,7 @@ struct PipelineShape {
     std::vector<int64_t> model_state;  // [stages] bytes
     int64_t memory_limit;
     bool peak_covers_backward;  // peaks count while either pass runs, not the forward alone
+    TransferRules transfers = {};
 
     int64_t virtual_stages() const { return stages * chunks; }
     void check() const;

@@ -7,6 +7,7 @@
 #include "checks.h"
 #include "jitter.h"
 #include "mutations.h"
+#include "transfers.h"
 
 namespace dynapipe {
 namespace {
@@ -57,7 +58,7 @@ private:
     Mutations mutations_;
     int64_t left_;
     std::vector<const PassCosts*> rows_;
-    std::vector<uint8_t> forwards_;
+    std::vector<uint8_t> forwards_, scheduled_;
     std::vector<size_t> touched_;
 };
 
@@ -80,7 +81,15 @@ int64_t Search::evaluate(ReplicaState& replica, int64_t bound, std::vector<uint8
         if (!look_up(batch)) return kUnreachable;
         rows_.push_back(batch.costs);
     }
-    return scheduler_.run(rows_, replica.policy, bound, forwards);
+    const bool is_plain = problem_.pipeline.transfers.are_plain();
+    const int64_t makespan = scheduler_.run(rows_, replica.policy, bound, is_plain ? forwards : &scheduled_);
+    if (is_plain || makespan >= bound) return makespan;
+    if (forwards) *forwards = scheduled_;
+    // The order is that of transfers that wait for nothing, and takes at least as long with those that do.
+    std::vector<PassCosts> costs;
+    for (const PassCosts* row : rows_) costs.push_back(*row);
+    const Simulation run = simulate_transfers(problem_.pipeline, costs, scheduler_.order(scheduled_));
+    return run.stalled ? kUnreachable : run.makespan;
 }
 
 // The depths that fill the pipeline, and `extra` beyond them on all stages but the last.

@@ -2,12 +2,15 @@
 
 #include <algorithm>
 
+#include "transfers.h"
+
 #include "checks.h"
 
 namespace dynapipe {
 
 Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& costs, const std::vector<Pass>& order,
                     bool queue_links) {
+    if (!shape.transfers.are_plain()) return simulate_transfers(shape, costs, order);
     const int64_t stages = shape.stages, chunks = shape.chunks, last = shape.virtual_stages() - 1;
     const int64_t passes = order.size() / stages;
     constexpr int64_t kUnknown = -1;

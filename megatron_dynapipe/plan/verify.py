@@ -21,13 +21,18 @@ FastVerify = Callable[[Dimensions, Sequence[Sequence[Instruction]]], Steps | Non
 
 
 def verify(
-    plan: IterationPlan, *, expected_samples: Collection[int] | None = None, fast_verify: FastVerify | None = None
+    plan: IterationPlan,
+    *,
+    expected_samples: Collection[int] | None = None,
+    fast_verify: FastVerify | None = None,
+    ordered_starts: bool = False,
 ) -> None:
     """Verify that every rank can run its share of the plan and that no sample is lost.
 
     Args:
         plan: the whole iteration.
         expected_samples: ids of the global batch, with repetitions; None where the caller does not know them.
+        ordered_starts: verify that lists also end where a send's start waits for its channel's previous message.
         fast_verify: of the instruction lists. Where it returns None, the lists are verified here, which says why.
 
     Raises:
@@ -37,13 +42,18 @@ def verify(
     check_samples(plan, expected_samples)
     for index, replica in enumerate(plan.replicas):
         try:
-            _verify_replica(plan, replica, fast_verify)
+            _verify_replica(plan, replica, fast_verify, ordered_starts)
         except PlanError as error:
             raise PlanError(f"iteration {plan.iteration}, replica {index}: {error.message}", hint=error.hint) from error
 
 
 def verify_lists(
-    lists: Sequence[Sequence[Instruction]], *, micro_batches: int, chunks: int = 1, forward_only: bool = False
+    lists: Sequence[Sequence[Instruction]],
+    *,
+    micro_batches: int,
+    chunks: int = 1,
+    forward_only: bool = False,
+    ordered_starts: bool = False,
 ) -> Steps:
     """Verify that instruction lists, one per pipeline rank, run every pass once and never stall.
 
@@ -53,7 +63,13 @@ def verify_lists(
     Raises:
         PlanError: as `verify`.
     """
-    dimensions = Dimensions(stages=len(lists), chunks=chunks, micro_batches=micro_batches, forward_only=forward_only)
+    dimensions = Dimensions(
+        stages=len(lists),
+        chunks=chunks,
+        micro_batches=micro_batches,
+        forward_only=forward_only,
+        ordered_starts=ordered_starts,
+    )
     return _verify_lists(dimensions, lists)
 
 
@@ -91,13 +107,16 @@ def _check_form(plan: IterationPlan) -> None:
             raise PlanError(f"replica {index}: expected stages 0 to {plan.pipeline_stages - 1} in order, got {stages}")
 
 
-def _verify_replica(plan: IterationPlan, replica: ReplicaPlan, fast_verify: FastVerify | None) -> None:
+def _verify_replica(
+    plan: IterationPlan, replica: ReplicaPlan, fast_verify: FastVerify | None, ordered_starts: bool
+) -> None:
     lists = [stage.instructions for stage in replica.stages]
     dimensions = Dimensions(
         stages=len(lists),
         chunks=plan.chunks,
         micro_batches=len(replica.micro_batches),
         forward_only=plan.forward_only,
+        ordered_starts=ordered_starts,
     )
     steps = (fast_verify and fast_verify(dimensions, lists)) or _verify_lists(dimensions, lists)
     check_shapes(plan, replica, steps.sends)

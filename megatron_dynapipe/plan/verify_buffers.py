@@ -43,6 +43,8 @@ class Dimensions:
     chunks: int
     micro_batches: int
     forward_only: bool
+    ordered_starts: bool = False
+    """A send's start waits for its channel's previous message."""
 
 
 class TransferEnd(msgspec.Struct, frozen=True, gc=False):
@@ -204,6 +206,8 @@ class _Walk:
         key = self.advance(SENT_BUFFER[payload], send.micro_batch, send.chunk, READY, MOVING)
         boundary = send.chunk * self.dimensions.stages + self.trace.stage - (payload is _GRADIENT)
         sends = self.trace.sends[payload]
+        if self.dimensions.ordered_starts and sends:
+            self.trace.waits.append(Wait(step, payload, True, len(sends) - 1))
         self.sent[payload][key] = len(sends)
         sends.append(TransferEnd(send.micro_batch, boundary, send.shapes, step))
 

@@ -32,6 +32,8 @@ class BatchProblem:
         decoder_backward: _Flags,
         latency_ns: _Floats,
         gbps: _Floats,
+        receive_ahead: int = -1,
+        ordered_starts: bool = False,
     ) -> None: ...
     def partition(
         self, *, orders: Sequence[_Ints], improve: bool
@@ -54,6 +56,8 @@ def simulate(
     order: _Ints,
     queue_links: bool,
     peak_covers_backward: bool = False,
+    receive_ahead: int = -1,
+    ordered_starts: bool = False,
 ) -> tuple[_Ints, _Ints, list[int], int, bool]:
     """(starts, ends, peak bytes, makespan, whether it stalled)."""
 
@@ -70,6 +74,6 @@ def list_schedule(
     """(makespan, 1 per forward and 0 per backward of every stage)."""
 
 def fast_verify(
-    lists: bytes, chunks: int, micro_batches: int, forward_only: bool
+    lists: bytes, chunks: int, micro_batches: int, forward_only: bool, ordered_starts: bool = False
 ) -> tuple[bool, list[list[int]], list[list[int]]]:
     """(whether the lists hold, steps of passes and of sends per stage)."""

@@ -5,7 +5,7 @@
     … F0 SEND_F0>2 …                                       add_sends       right after the pass that makes them
     … WAIT_RECV_F0<0 F0 …                                  add_recv_waits  right before the pass that needs them
     … WAIT_RECV_B0<2 WAIT_SEND_F0>2 FREE_OUTPUT0 …         add_send_waits  once the send is known to be complete
-    RECV_F0<0 … WAIT_RECV_F0<0 RECV_F1<0 …                 add_recv_starts as early as one per channel allows
+    RECV_F0<0 … WAIT_RECV_F0<0 RECV_F1<0 …                 add_recv_starts early: one per channel at a time
     … B0 FREE_INPUT0 FREE_OUTPUT_GRAD0 …                   add_frees       what was received
 
 A channel (`plan.instructions.Channel`) between two stages is a FIFO: both ends issue its transfers in the sender's
@@ -53,6 +53,8 @@ class Topology:
     chunks: int
     shapes: BoundaryShapes
     forward_only: bool = False
+    receive_ahead: int | None = None
+    """Passes that may run between a receive's start and its wait; None for as many as one receive at a time allows."""
 
     def __post_init__(self) -> None:
         assert self.stages > 1 or self.chunks == 1, "one rank has no use for several chunks"
@@ -70,7 +72,7 @@ def lower(order: PassOrder, topology: Topology) -> Lists:
     lists = add_sends(lists, topology)
     lists = add_recv_waits(lists, topology)
     lists = add_send_waits(lists, topology)
-    lists = add_recv_starts(lists)
+    lists = add_recv_starts(lists, topology.receive_ahead)
     return add_frees(lists, topology)
 
 
@@ -262,9 +264,41 @@ def _complete(send: SendStart) -> Iterator[Instruction]:
     yield Free(SENT_BUFFER[send.payload], send.micro_batch, send.chunk)
 
 
-def add_recv_starts(lists: Lists) -> Lists:
-    """Start each receive as early as at most one unmatched receive per channel allows: after the one before."""
-    return tuple(_hoist_recv_starts(instructions) for instructions in lists)
+def add_recv_starts(lists: Lists, ahead: int | None = None) -> Lists:
+    """Start each receive as early as at most one unmatched receive per channel allows: after the one before.
+
+        None   RECV_F1 … WAIT_RECV_F1 RECV_F2 F1 SEND_F1 …
+        1      F0 SEND_F0 WAIT_RECV_B0 RECV_F1 B0 … WAIT_RECV_F1 F1
+        0      … B0 SEND_B0 RECV_F1 WAIT_RECV_F1 F1
+
+    Args:
+        lists: with each receive's start right before its wait.
+        ahead: most passes that may run between the two.
+    """
+    if ahead is None:
+        return tuple(_hoist_recv_starts(instructions) for instructions in lists)
+    return tuple(_start_receives_before_passes(instructions, ahead) for instructions in lists) if ahead else lists
+
+
+def _start_receives_before_passes(instructions: Sequence[Instruction], ahead: int) -> tuple[Instruction, ...]:
+    """Move each receive's start before the pass `ahead` places earlier, but not past the channel's previous wait."""
+    moved: list[Instruction] = []
+    passes: list[int] = []  # places of the passes in `moved`
+    waited: dict[Payload, int] = {}  # place of each channel's latest wait
+    for instruction in instructions:
+        if not isinstance(instruction, RecvStart):
+            if isinstance(instruction, _PASSES):
+                passes.append(len(moved))
+            elif isinstance(instruction, RecvWait):
+                waited[instruction.payload] = len(moved)
+            moved.append(instruction)
+            continue
+        allowed = [place for place in passes[-ahead:] if place > waited.get(instruction.payload, -1)]
+        place = allowed[0] if allowed else len(moved)
+        moved.insert(place, instruction)
+        passes = [at + (at >= place) for at in passes]
+        waited = {payload: at + (at >= place) for payload, at in waited.items()}
+    return tuple(moved)
 
 
 def _hoist_recv_starts(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:

@@ -31,6 +31,6 @@ def fast_verify(dimensions: Dimensions, lists: Sequence[Sequence[Instruction]]) 
     knows nothing of how they are made.
     """
     holds, passes, sends = core.fast_verify(
-        _encode(lists), dimensions.chunks, dimensions.micro_batches, dimensions.forward_only
+        _encode(lists), dimensions.chunks, dimensions.micro_batches, dimensions.forward_only, dimensions.ordered_starts
     )
     return Steps(passes=passes, sends=sends) if holds else None

@@ -113,7 +113,13 @@ class Planner:
         with _timed(seconds, "lowering"):
             plan = self._lower(samples, scheduled, iteration, forward_only)
         with _timed(seconds, "verify"):
-            verify(plan, expected_samples=samples.ids.tolist(), fast_verify=fast_verify)
+            ordered_starts = self.settings.transfers.ordered_starts
+            verify(
+                plan,
+                expected_samples=samples.ids.tolist(),
+                fast_verify=fast_verify,
+                ordered_starts=ordered_starts,
+            )
         return plan, seconds
 
     def samples(self, batch: GlobalBatch) -> Samples:
@@ -150,6 +156,7 @@ class Planner:
             bytes_per_position=s.hidden_size * s.element_bytes,
             forward_only=forward_only,
             peak_covers_backward=self._peak_covers_backward,
+            transfers=s.transfers,
         )
 
     def in_flight_options(self) -> IntArray:
@@ -203,6 +210,7 @@ class Planner:
             chunks=self.layout.chunks,
             shapes=self._boundaries.shapes([scheduled.shapes[row] for row in rows]),
             forward_only=forward_only,
+            receive_ahead=self.settings.transfers.receive_ahead,
         )
         lists = lower(schedule.order, topology)
         return ReplicaPlan(

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from megatron_dynapipe.cost import LayerTables, Links, PipelineLayout
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Pass
+from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules
 from megatron_dynapipe.planning.native import core
 from megatron_dynapipe.units import Shape
 
@@ -25,6 +26,12 @@ BoolArray = npt.NDArray[np.bool_]
 
 PassOrder = tuple[tuple[Pass, ...], ...]
 """Per pipeline stage, its forward and backward passes in the order in which it runs them."""
+
+
+def native_rules(rules: TransferRules) -> dict[str, Any]:
+    """The rules of transfers as the native core takes them."""
+    ahead = -1 if rules.receive_ahead is None else rules.receive_ahead
+    return {"receive_ahead": ahead, "ordered_starts": rules.ordered_starts}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,6 +51,7 @@ class BatchProblem:
         bytes_per_position: of one hidden state.
         forward_only: no backward runs and nothing is kept for it.
         peak_covers_backward: as in `ScheduleProblem`.
+        transfers: when transfers are started, and what a start waits for.
     """
 
     inputs: IntArray
@@ -58,6 +66,7 @@ class BatchProblem:
     bytes_per_position: int
     forward_only: bool = False
     peak_covers_backward: bool = False
+    transfers: TransferRules = GLOO_RULES
 
     @cached_property
     def native(self) -> core.BatchProblem:
@@ -86,6 +95,7 @@ class BatchProblem:
                 decoder_backward=np.array(layout.decoder_state_backward, np.bool_),
                 latency_ns=self.links.latency_ns.ravel(),
                 gbps=self.links.gbps.ravel(),
+                **native_rules(self.transfers),
             )
         except ValueError as error:
             raise PlanningError(f"the batch cannot be planned: {error}") from error
@@ -117,6 +127,7 @@ class BatchProblem:
             memory_limit_bytes=self.memory_limit_bytes,
             forward_only=self.forward_only,
             peak_covers_backward=self.peak_covers_backward,
+            transfers=self.transfers,
         )
         return problem, np.array(covered, np.bool_)
 
@@ -125,8 +136,8 @@ class BatchProblem:
 class ScheduleProblem:
     """One replica's micro-batches on its pipeline. Arrays are int64, [micro-batches, virtual stages] unless said.
 
-    Times are nanoseconds, memory is bytes. A send does not hold up its stage; a message arrives its transfer time
-    after the pass that made it ends.
+    Times are nanoseconds, memory is bytes. Under the default rules a send does not hold up its stage, and a message
+    arrives its transfer time after the pass that made it ends.
     """
 
     stages: int
@@ -147,6 +158,7 @@ class ScheduleProblem:
     memory_limit_bytes: int
     forward_only: bool = False
     peak_covers_backward: bool = False
+    transfers: TransferRules = GLOO_RULES
 
     def __post_init__(self) -> None:
         shape = (self.micro_batches, self.stages * self.chunks)

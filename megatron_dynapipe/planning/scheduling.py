@@ -4,12 +4,11 @@ adaptive over dp     partitions ── search: assignment, order and policy toge
 otherwise            each partition ── assign to replicas ── schedule each replica ──► the fastest ScheduledBatch
 """
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_dynapipe.errors import InfeasibleError
+from megatron_dynapipe.errors import InfeasibleError, PlanningError
 from megatron_dynapipe.planning.balance import assign
 from megatron_dynapipe.planning.partition import OrderedPartitions, Partition
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray, ScheduleProblem
@@ -57,7 +56,8 @@ def schedule_batch(
         searchable: whether a search may change the partition.
 
     Raises:
-        PlanningError: costs or settings outside what 64-bit sums can hold.
+        PlanningError: costs or settings outside what 64-bit sums can hold, or every order stalls under the problem's
+            rules of transfers.
     """
     found = []
     if searchable and chosen.method == "adaptive":
@@ -68,9 +68,16 @@ def schedule_batch(
             found.append(searched)
             # Here list scheduling may refuse a forward that 1F1B has memory for; else 1F1B is in the search.
             chosen = replace(chosen, method="1f1b")
+    stalled: PlanningError | None = None
     for partition in partitioned.partitions:
-        with suppress(InfeasibleError):
+        try:
             found.append(_scheduled(problem, partitioned.order, partition, chosen))
+        except InfeasibleError:
+            continue
+        except PlanningError as error:
+            stalled = error
+    if stalled is not None and not found:
+        raise stalled
     return min(found, key=lambda scheduled: scheduled.makespan_ns, default=None)
 
 

@@ -6,6 +6,7 @@ import msgspec
 
 from megatron_dynapipe.cost import Links, Network, PipelineLayout, ScatterGather
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.planning.baselines import PartitionSettings
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute
@@ -35,6 +36,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             counted; None takes them from the cost model.
         partition: how micro-batches are made.
         schedule: how passes are ordered.
+        transfers: when transfers are started, and what a start waits for.
     """
 
     family: ModelFamily
@@ -56,6 +58,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model_state_bytes: tuple[int, ...] | None = None
     partition: PartitionSettings = PartitionSettings()
     schedule: ScheduleSettings = ScheduleSettings()
+    transfers: TransferRules = TransferRules()
 
     def __post_init__(self) -> None:
         if not self.recompute or len(set(self.recompute)) != len(self.recompute):

@@ -7,6 +7,7 @@ where an order stalls.
     stage 1     F0 B0 F1 B1 …         a message arrives its transfer time after the pass that made it ends
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron_dynapipe.plan.instructions import Forward, Pass
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import Event, Timeline
 from megatron_dynapipe.planning.native import core
-from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
+from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem, native_rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,12 @@ class Simulation:
 
 
 def simulate(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = False) -> Simulation:
-    """Run `order` on the problem's costs.
+    """Run `order` on the problem's costs, under its rules of transfers.
+
+    Where they are not the default, a message is under way once its send has been started and its receive posted, and
+    arrives its transfer time later. A receive is posted `receive_ahead` passes before the one that needs it, after the
+    channel's previous message has been received. With `ordered_starts` a stage that starts a send stands still until
+    the channel's previous message has arrived.
 
     Args:
         problem: costs of the micro-batches.
@@ -49,11 +55,33 @@ def simulate(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = 
     """
     same_length = len({len(passes) for passes in order}) == 1
     run = _simulate_natively(problem, order, queue_links) if same_length else None
+    if run is None and not problem.transfers.are_plain:
+        simulate_in_python(problem, order)  # says where it stalls under any rules
+        raise PlanningError(
+            "the pass order stalls where starts of transfers wait: stages wait for one another to receive",
+            hint="let stages run fewer forwards ahead, or plan without ordered_starts",
+        )
     return run or simulate_in_python(problem, order, queue_links=queue_links)
 
 
+def simulate_all(problem: ScheduleProblem, orders: Sequence[PassOrder]) -> list[tuple[Simulation, PassOrder]]:
+    """`simulate` of several orders, without those that stall; raises the first one's PlanningError if all do."""
+    runs, errors = [], []
+    for order in orders:
+        try:
+            runs.append((simulate(problem, order), order))
+        except PlanningError as error:
+            errors.append(error)
+    if not runs:
+        raise errors[0]
+    return runs
+
+
 def simulate_in_python(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = False) -> Simulation:
-    """`simulate`, also of orders that leave passes out on a stage; it says where an order stalls."""
+    """`simulate` by the default rules of transfers, also of orders that leave passes out on a stage.
+
+    It says where an order stalls.
+    """
     run = _Run(problem, queue_links)
     position = [0] * problem.stages
     events: list[list[Event]] = [[] for _ in range(problem.stages)]
@@ -92,6 +120,7 @@ def _simulate_natively(problem: ScheduleProblem, order: PassOrder, queue_links: 
         codes,
         queue_links,
         problem.peak_covers_backward,
+        **native_rules(problem.transfers),
     )
     if stalled:
         return None

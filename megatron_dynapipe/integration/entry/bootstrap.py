@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
-from megatron_dynapipe.integration.entry import launch, parent_death
+from megatron_dynapipe.integration.entry import environment, launch, parent_death
 
 
 def run(main: Callable[[], None]) -> None:
@@ -18,6 +18,7 @@ def run(main: Callable[[], None]) -> None:
     parent_death.end_with_launcher()
     with reported():
         device = config.value_of(sys.argv[1:], "dynapipe-device", "auto")
+        environment.prepare(sys.argv[1:], device)  # before anything asks for a device
         cpu.quieten()
         if cpu.enable(device):  # type: ignore[arg-type]  # enable() checks the name
             cpu.silence_prints()

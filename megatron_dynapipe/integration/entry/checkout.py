@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.entry import parent_death
+from megatron_dynapipe.integration.entry import environment, parent_death
 from megatron_dynapipe.integration.entry.bootstrap import reported
 from megatron_dynapipe.integration.flags import arguments
 from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser.error = reported()(parser.error)  # type: ignore[method-assign]
         if cpu.is_enabled():
             cpu.set_args_defaults(parser)
+        environment.prepare(sys.argv[1:], "cpu" if cpu.is_enabled() else "auto")
     return parser
 
 

@@ -15,6 +15,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_dynapipe.integration.execution.parameter_gather import gather_parameters
 from megatron_dynapipe.integration.execution.stage_handlers import (
     ForwardStep,
     LoadMicroBatch,
@@ -59,7 +60,12 @@ def run_iteration(
     device = next(models[0].parameters()).device
     with _timed(config.timers, "forward-backward", barrier=config.barrier_with_L1_time):
         reduction = _GradientReduction(
-            config, models, plan.instructions, is_first_stage=stage == 0, forward_only=forward_only
+            config,
+            models,
+            plan.instructions,
+            is_first_stage=stage == 0,
+            forward_only=forward_only,
+            force_all_reduce=force_all_reduce,
         )
         stage_handlers = StageHandlers(
             models,
@@ -74,6 +80,7 @@ def run_iteration(
             before_backward=reduction.before_backward,
         )
         with reduction, without_timers(config):
+            gather_parameters(models, plan.instructions)
             trace = executor.execute(plan, stage_handlers.table)
         if not forward_only and config.finalize_model_grads_func is not None:
             config.finalize_model_grads_func(
@@ -106,8 +113,10 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
         *,
         is_first_stage: bool,
         forward_only: bool,
+        force_all_reduce: bool,
     ) -> None:
         self._models = models
+        self._force_all_reduce = force_all_reduce
         self._overlaps = config.no_sync_func is not None and not forward_only
         self._no_sync = _per_chunk(config.no_sync_func, len(models))
         self._last = {i.chunk: i for i in instructions if isinstance(i, Backward)}
@@ -127,11 +136,25 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
             self._release(instruction.chunk)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for chunk in list(self._held):
-            self._release(chunk)
+        # Reductions match by their order, on every replica: the last chunk's first, as backward passes end. What hooks
+        # have not begun begins here: all of a replica without passes, and all of Megatron's first batch, in which its
+        # hooks only count.
+        for chunk in reversed(range(len(self._models))):
+            held = chunk in self._held
+            if held:
+                self._release(chunk)
             if self._overlaps and kind is None:
-                start_grad_sync: Callable[[], None] = getattr(self._models[chunk], "start_grad_sync")  # noqa: B009
-                start_grad_sync()
+                self._start(self._models[chunk], held=held)
+
+    def _start(self, model: Any, *, held: bool) -> None:
+        has_handles = model.ddp_config.num_distributed_optimizer_instances == 1
+        for group in model.bucket_groups:
+            if has_handles:
+                begun = group.grad_reduce_handle is not None or group.grad_reduce_finished
+            else:
+                begun = not held or group.is_first_batch
+            if not begun:
+                group.start_grad_sync(force_all_reduce=self._force_all_reduce)
 
     def _release(self, chunk: int) -> None:
         self._held.pop(chunk).__exit__(None, None, None)

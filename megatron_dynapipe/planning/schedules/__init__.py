@@ -14,7 +14,7 @@ from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.planning.schedules.adaptive import adaptive
 from megatron_dynapipe.planning.schedules.gpipe import gpipe
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
-from megatron_dynapipe.planning.simulate import simulate
+from megatron_dynapipe.planning.simulate import simulate_all
 from megatron_dynapipe.units import in_mb
 
 SCHEDULES: Mapping[str, Callable[[ScheduleProblem], PassOrder]] = MappingProxyType(
@@ -69,7 +69,7 @@ def predict(problem: ScheduleProblem, *orders: PassOrder) -> Schedule:
     Raises:
         InfeasibleError: every order holds more than a rank's memory.
     """
-    runs = [(simulate(problem, order), order) for order in orders]
+    runs = simulate_all(problem, orders)
     fitting = [(run, order) for run, order in runs if max(run.peak_bytes) <= problem.memory_limit_bytes]
     run, order = min(fitting or runs, key=lambda candidate: candidate[0].makespan_ns)
     check_memory(problem, run.peak_bytes)

@@ -6,7 +6,7 @@ Where the planner also cuts the batch, the order search (`planning.search`) does
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.planning.schedules.list_scheduling import Policy, Rule, list_schedule
 from megatron_dynapipe.planning.schedules.one_f_one_b import filling_depths, one_f_one_b_within_memory
-from megatron_dynapipe.planning.simulate import simulate
+from megatron_dynapipe.planning.simulate import simulate_all
 
 DEEPENINGS = (0, 1, 3, 8)
 """Micro-batches in flight beyond those that fill the pipeline, as tried by `adaptive`."""
@@ -16,7 +16,7 @@ def adaptive(problem: ScheduleProblem) -> PassOrder:
     """The best of (interleaved) 1F1B and the list schedules of a few policies, for the micro-batches in index order."""
     plain = one_f_one_b_within_memory(problem)
     scheduled = [order for policy in policies(problem) if (order := list_schedule(problem, policy)) is not None]
-    runs = [(simulate(problem, order), order) for order in (plain, *scheduled)]
+    runs = simulate_all(problem, (plain, *scheduled))
     fitting = [(run, order) for run, order in runs if max(run.peak_bytes) <= problem.memory_limit_bytes]
     return min(fitting or runs, key=lambda candidate: candidate[0].makespan_ns)[1]
 

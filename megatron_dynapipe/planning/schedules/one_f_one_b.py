@@ -6,9 +6,11 @@ rank 2 of 3   F0 B0 F1 B1 F2 B2 …        B4
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from megatron_dynapipe.plan.instructions import Backward, Forward, Pass
+from megatron_dynapipe.plan.transfer_rules import GLOO_RULES
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.planning.simulate import simulate
 
@@ -36,6 +38,7 @@ def one_f_one_b_within_memory(problem: ScheduleProblem) -> PassOrder:
 
     Interleaved 1F1B has no smaller depths; it comes as it is.
     """
+    problem = replace(problem, transfers=GLOO_RULES)  # the order alone says what is held
     depths = list(default_depths(problem))
     while True:
         order = one_f_one_b(problem, depths)

@@ -40,6 +40,7 @@ class Layout:
     dtype: str = "fp32"
     distributed_optimizer: bool = False
     overlap: bool = False
+    gather: bool = False  # parameters in the forward pass, with the distributed optimizer
     dropout: float = 0.0
     learning_rate: float = 1e-2
     loss_scale: float | None = None  # of fp16, to begin with

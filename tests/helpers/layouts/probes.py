@@ -2,13 +2,16 @@
 
 import gc
 import tracemalloc
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.errors import DynaPipeError
-from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
+from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, global_batch
+from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.units import Recompute
 from tests.helpers.layouts.compare import Part
 from tests.helpers.layouts.layout import Layout
@@ -83,6 +86,16 @@ def planned_before(layout: Layout) -> dict[str, object]:
         "losses": (given.loss, made.loss),
         "ran_the_list": passes == list(plan.replicas[0].stages[dist.get_rank()].instructions),
     }
+
+
+def train_one_replica(layout: Layout) -> list[float]:
+    """Losses of three steps in which the first replica has all micro-batches, and the others have none."""
+    trainer = Trainer(layout)
+    busy = planner(replace(layout, replicas=1)).plan(global_batch(trainer.batch, layout.kind, 0), 0)
+    stages = tuple(StagePlan(stage=stage, instructions=(), predicted=()) for stage in range(layout.stages))
+    idle = msgspec.structs.replace(busy.replicas[0], micro_batches=(), stages=stages)
+    plan = msgspec.structs.replace(busy, replicas=(*busy.replicas, *[idle] * (layout.replicas - 1)))
+    return [trainer.pipeline.step(trainer.batch, plan).loss for _ in range(3)]
 
 
 def refused(layout: Layout, *, wanted: str) -> str:

@@ -33,6 +33,7 @@ class Trainer:
             self.chunks = [Float16Module(model_config, chunk) for chunk in self.chunks]
         ddp_config = DistributedDataParallelConfig(
             overlap_grad_reduce=layout.overlap,
+            overlap_param_gather=layout.gather,
             use_distributed_optimizer=layout.distributed_optimizer,
             grad_reduce_in_fp32=layout.dtype != "fp32",
             bucket_size=20_000,
@@ -51,6 +52,7 @@ class Trainer:
             bf16=layout.dtype == "bf16",
             params_dtype=DTYPES[layout.dtype],
             use_distributed_optimizer=layout.distributed_optimizer,
+            overlap_param_gather=layout.gather,
             **scale,
         )
         self.optimizer = get_megatron_optimizer(options, self.models)

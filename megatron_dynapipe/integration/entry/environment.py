@@ -1,0 +1,82 @@
+"""Variables that CUDA, NCCL and PyTorch read once, before a device is used; what the user has set stays.
+
+Imports no torch: asking it for a device may load the driver, which reads some of them.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_dynapipe import config
+
+BLACKWELL = 10
+"""Major compute capability from which Megatron allows several hardware queues with tensor parallelism."""
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The older and the newer name of one setting; PyTorch reads the older first."""
+
+
+def settings(*, tensor_parallel: int, capability: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What a planned run wants set, without what is set already.
+
+    Args:
+        tensor_parallel: ranks that a layer is sharded over.
+        capability: major compute capability of the devices.
+        environ: the environment as given.
+    """
+    one_queue = tensor_parallel > 1 and capability < BLACKWELL  # Megatron asserts it
+    wanted = {
+        # A kernel that is loaded at its first use may wait for the device, on which a receive waits for a peer.
+        "CUDA_MODULE_LOADING": "EAGER",
+        # One queue makes launches wait for each other across streams; the default of 8 does from nine streams on.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1" if one_queue else "32",
+        # A pending receive occupies a thread block per channel; NVLink would get 16 or more for messages of a few MB.
+        "NCCL_MAX_P2P_NCHANNELS": "8",
+        # Micro-batches of many shapes fragment segments of fixed sizes.
+        ALLOCATOR[1]: "expandable_segments:True",
+    }
+    if ALLOCATOR[0] in environ:
+        del wanted[ALLOCATOR[1]]
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def prepare(arguments: Sequence[str], device: str, *, capabilities: Callable[[], list[int]] | None = None) -> None:
+    """Set the variables for a run on GPUs, and say on rank 0 which; nothing happens where there is none.
+
+    Args:
+        arguments: the command line, with its run files.
+        device: of `--dynapipe-device`.
+        capabilities: gives each device's major compute capability; asks the driver's management library if None.
+    """
+    found = [] if device == "cpu" else (capabilities or _capabilities)()
+    if not found:
+        return
+    given = config.value_of(arguments, "tensor-model-parallel-size", "1")
+    tensor_parallel = int(given) if given.isdecimal() else 1  # what is no number is reported with all other flags
+    chosen = settings(tensor_parallel=tensor_parallel, capability=min(found), environ=os.environ)
+    os.environ.update(chosen)
+    if chosen and os.environ.get("RANK", "0") == "0":
+        print(f"environment: set {' '.join(f'{name}={value}' for name, value in chosen.items())}", flush=True)
+
+
+def _capabilities() -> list[int]:
+    """Each device's major compute capability, by NVML, which makes no CUDA context; empty without a driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2() != 0:
+        return []
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return []
+        return [major for index in range(count.value) if (major := _capability(nvml, index))]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _capability(nvml: ctypes.CDLL, index: int) -> int:
+    handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+    failed = failed or nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    return 0 if failed else major.value

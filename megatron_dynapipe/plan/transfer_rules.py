@@ -1,0 +1,35 @@
+"""When receives are started, and what the start of a transfer waits for: what a plan is made and verified under.
+
+On gloo a started transfer holds up nobody. On a GPU a started receive is a kernel that spins until its peer sends, and
+what is queued behind a waiting kernel may wait with it.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+
+class TransferRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The rules of transfers; the defaults are those of gloo.
+
+    Attributes:
+        receive_ahead: passes that may run between a receive's start and the wait for it; 0 starts it right before its
+            wait, None as early as one receive at a time on a channel allows.
+        ordered_starts: a send's start completes only when its channel's previous message is through, as where streams
+            share one hardware queue. Plans in which stages would then wait for one another are not made.
+    """
+
+    receive_ahead: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    ordered_starts: bool = False
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether a started transfer holds up nobody, and receives are started as early as they can be."""
+        return self.receive_ahead is None and not self.ordered_starts
+
+
+GLOO_RULES = TransferRules()
+"""A started transfer holds up nobody."""
+
+CUDA_RULES = TransferRules(receive_ahead=0, ordered_starts=True)
+"""Of training on GPUs: no receive waits on the device beside a pass, and plans count on one hardware queue alone."""
