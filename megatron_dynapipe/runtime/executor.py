@@ -7,7 +7,7 @@ caller's: a handler for each of `Load`, `Forward` and `Backward`, registered onc
     executor.execute(stage_plan, {Load: load, Forward: forward, Backward: backward})
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -56,6 +56,7 @@ class PipelineExecutor:
         stages: ranks of the pipeline.
         dtype: of the tensors that cross stage boundaries.
         watch: told of every list and its trace when it begins; see `Watchdog`.
+        dtypes: those of the tensors that a receive fills, where they are not all `dtype`.
     """
 
     def __init__(
@@ -66,12 +67,13 @@ class PipelineExecutor:
         stages: int,
         dtype: torch.dtype,
         watch: Callable[[StagePlan, Trace], None] | None = None,
+        dtypes: Callable[[RecvStart], Sequence[torch.dtype]] | None = None,
     ) -> None:
         self._transport = transport
         self._platform = platform
         self._stages = stages
-        self._dtype = dtype
         self._watch = watch
+        self._dtypes = dtypes or (lambda instruction: (dtype,) * len(instruction.shapes))
         self._handlers: dict[type[Instruction], Handler[Any]] = {}
         self._sending: dict[_Move, Work] = {}
         self._receiving: dict[_Move, tuple[Work, list[torch.Tensor]]] = {}
@@ -142,7 +144,8 @@ class PipelineExecutor:
         work.wait()
 
     def _start_recv(self, instruction: RecvStart, buffers: BufferTable) -> None:
-        tensors = [torch.empty(s, dtype=self._dtype, device=self._platform.device) for s in instruction.shapes]
+        each = zip(instruction.shapes, self._dtypes(instruction), strict=True)
+        tensors = [torch.empty(shape, dtype=dtype, device=self._platform.device) for shape, dtype in each]
         channel = channel_of(instruction.payload, instruction.peer, self._stage, self._stages)
         work = self._transport.start_recv(channel, instruction.peer, tensors)
         self._receiving[_move(instruction)] = work, tensors
