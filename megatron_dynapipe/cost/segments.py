@@ -74,7 +74,8 @@ class SegmentCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         shapes = {_shapes(table) for each in self.segments for table in _tables(each)}
         if len(shapes) != 1 or not next(iter(shapes)):
             raise CostModelError(
-                f"expected all tables of cost model {self.name} to hold the same shapes, got {len(shapes)} different sets"
+                f"expected all tables of cost model {self.name} to hold the same shapes, got "
+                f"{len(shapes)} different sets"
             )
 
     @property

@@ -55,7 +55,7 @@ class Layout:
 
 
 class Part(nn.Module):
-    """This rank's share of a model: its virtual stages, and where it stands.
+    """The share of a model that one rank holds: its virtual stages, and where it stands.
 
     Parameters, buffers and their names are those of the whole model. `split_model` makes one; `Stage` wraps a module
     of the user's.
@@ -72,7 +72,7 @@ class Part(nn.Module):
 
     @property
     def stage(self) -> int:
-        """This rank's stage."""
+        """The stage of this rank."""
         return self.ranks.stage
 
     @property

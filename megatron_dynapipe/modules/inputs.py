@@ -78,7 +78,8 @@ class Inputs:
             raise DataError(f"expected the batch to hold {', '.join(self.names)}, but {missing[0]} is missing")
         if unknown := [key for key in batch if key not in self.names and key not in self.labels]:
             raise DataError(
-                f"the batch has the key {unknown[0]!r}, which the model does not know: it takes {', '.join(self.names)}",
+                f"the batch has the key {unknown[0]!r}, which the model does not know: it "
+                f"takes {', '.join(self.names)}",
                 hint="give split_model an example batch with it, or name it among its labels",
             )
         return dict(batch)

@@ -44,7 +44,7 @@ def materialise(
                 empty = empty or (tensor.is_meta and value is None and id(tensor) not in made)
                 if id(tensor) not in made:
                     made[id(tensor)] = _filled(tensor, value, device)
-                kind[name] = made[id(tensor)]  # type: ignore[assignment]  # a parameter for a parameter
+                kind[name] = made[id(tensor)]
         if empty:
             initialise(module)
 

@@ -6,13 +6,15 @@ for batch in batches:
     loss, overflow = pipeline.step(batch)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.boundary import Part
+from megatron_dynapipe.modules.checkpoint import load_checkpoint, save_checkpoint
 from megatron_dynapipe.modules.gradients import Gradients, Norm
 from megatron_dynapipe.modules.handlers import LossFunction
 from megatron_dynapipe.modules.inputs import batch_rows, split_batch
@@ -102,7 +104,7 @@ class Pipeline:
 
     @property
     def stage(self) -> int:
-        """This rank's stage."""
+        """The stage of this rank."""
         return self.part.stage
 
     @property
@@ -154,18 +156,25 @@ class Pipeline:
         self.trace = outcome.trace
         return _result(outcome, overflow=False, keep_outputs=return_outputs)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a run needs to go on besides weights and the optimizer's state."""
+    def save(self, path: str | Path) -> None:
+        """Write weights, optimizer state and loss scale into a folder; every rank calls it."""
+        save_checkpoint(Path(path), self.part, self._optimizer, self._extra())
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a folder that `save` wrote, under whatever number of stages and replicas.
+
+        Raises:
+            DataError: there is no such checkpoint, or it lacks a weight.
+        """
+        extra = load_checkpoint(Path(path), self.part, self._optimizer, self._extra())
+        if self.loss_scale is not None:
+            self.loss_scale.value, self.loss_scale.good_steps = extra["loss_scale"], int(extra["good_steps"])
+
+    def _extra(self) -> dict[str, float]:
         scale = self.loss_scale
         return {} if scale is None else {"loss_scale": scale.value, "good_steps": scale.good_steps}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        if self.loss_scale is not None and "loss_scale" in state:
-            self.loss_scale.value = float(state["loss_scale"])
-            self.loss_scale.good_steps = int(state["good_steps"])
-
-    def _train(self, work: Any, *, keep_outputs: bool) -> Any:
+    def _train(self, work: Callable[[], Work], *, keep_outputs: bool) -> Any:
         self._gradients.zero()
         scale = None if self.loss_scale is None else self.loss_scale.value
         outcome = self._runner.run(work, schedule=self._schedule, scale=scale, keep_outputs=keep_outputs)

@@ -32,6 +32,7 @@ class ModulePlanner:
 
     Attributes:
         planner: what plans.
+        stages, replicas: as given.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ModulePlanner:
         network: Network | None = None,
         **settings: Any,
     ) -> None:
+        self.stages, self.replicas = stages, replicas
         virtual = stage_of[-1] + 1
         state = costs.state_bytes(stage_of)
         self.planner = Planner(

@@ -15,7 +15,7 @@ from megatron_dynapipe.runtime.agreement import ControlGroup
 
 
 class Ranks:
-    """This rank's place, and what all ranks agree through. Every rank makes it at the same point.
+    """A rank's place, and what all ranks agree through. Every rank makes it at the same point.
 
     Args:
         replicas: data-parallel replicas of the pipeline.

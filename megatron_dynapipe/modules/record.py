@@ -16,22 +16,8 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.symbols import expression_of
 
 _IN_PLACE = {
-    f"__i{name}__"
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "matmul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-    ]
+    *("__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
+    *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
 }
 
 
@@ -206,7 +192,8 @@ class Recorder(TorchFunctionMode):
                 return slice(*map(self.encode, (value.start, value.stop, value.step)))
             case dict() if type(value) is dict:
                 return {key: self.encode(each) for key, each in value.items()}
-        return self._encode_object(value)
+            case _:
+                return self._encode_object(value)
 
     def _encode_object(self, value: Any) -> Any:
         """Values of other types are constants, or hold tensors in a way that can be taken apart and put together."""
@@ -226,9 +213,9 @@ class Recorder(TorchFunctionMode):
             return Weight(name)
         if (number := self._numbers.get(id(tensor))) is not None:
             made = self._tensors[number][3]
-            if isinstance(tensor.grad_fn, BackwardCFunction) and tensor.grad_fn is not made:
+            if (function := tensor.grad_fn) is not made and _is_of_user(function):
                 raise ConfigError(
-                    f"the autograd function {type(tensor.grad_fn).__name__} is applied between modules, where its "
+                    f"the autograd function {type(function).__name__} is applied between modules, where its "
                     "backward cannot be followed",
                     hint="call it inside a module of its own",
                 )
@@ -281,6 +268,11 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
     """The shape of attention's output: choosing its kernel would ask for sizes as numbers."""
     whole = query[..., :1] + key.sum() + value.sum()
     return whole.expand(*query.shape[:-1], value.shape[-1]).contiguous()
+
+
+def _is_of_user(function: object) -> bool:
+    """Whether a gradient function is that of a `torch.autograd.Function`."""
+    return isinstance(function, BackwardCFunction)
 
 
 def values_in(tree: Any) -> Sequence[Any]:

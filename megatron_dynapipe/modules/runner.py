@@ -117,7 +117,7 @@ class Runner:
     def _agree(
         self, work: Callable[[], Work]
     ) -> tuple[Sequence[Batch], Sequence[Layout], Sequence[Instruction] | None]:
-        """This rank's micro-batches, how they run, and the instructions of their plan, if there is one.
+        """The micro-batches, how they run, and the instructions of their plan, if there is one.
 
         One exchange over all ranks finds errors, and batches that differ within a pipeline. What is new to a rank of a
         pipeline is new to all of them, and found out while all look on.
@@ -164,7 +164,7 @@ def _identity(plan: Plan | None) -> tuple[Any, ...] | None:
 
 
 def _planned(plan: Plan, part: Part, micro_batches: int) -> Sequence[Instruction]:
-    """This rank's instructions; raises ConfigError for a plan of another layout or other micro-batches."""
+    """The instructions of this rank; raises ConfigError for a plan of another layout or other micro-batches."""
     if (plan.pipeline_stages, plan.chunks) != (part.stages, part.chunks):
         raise ConfigError(
             f"expected a plan for {part.stages} stages of {part.chunks} chunks, got one for {plan.pipeline_stages} of "

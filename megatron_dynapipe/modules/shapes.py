@@ -48,7 +48,7 @@ class Mapped(msgspec.Struct, frozen=True, tag="mapped"):
 class Constant(msgspec.Struct, frozen=True, tag="constant"):
     """What is no tensor."""
 
-    value: None | bool | int | float | str
+    value: bool | int | float | str | None
 
 
 Structure = TensorMeta | Items | Mapped | Constant

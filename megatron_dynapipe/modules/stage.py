@@ -34,7 +34,7 @@ Shapes = Sequence[TensorShape] | Callable[[Batch], Sequence[TensorShape]]
 
 
 class Stage(Part):
-    """This rank's module, one of a pipeline's. Every rank makes one at the same point.
+    """The module of one rank of a pipeline. Every rank makes one at the same point.
 
     The first stage is called with the batch's entries that are its arguments. A later one's first argument is what the
     stage before returned: a tensor, or a tuple, list or dict of tensors and constants; its others are the batch's.
@@ -101,7 +101,9 @@ class Stage(Part):
 
     def _layout(self, batch: Batch, autocast: torch.dtype | None) -> Layout:
         if self._shapes is not None:
-            received = sent = _given(self._shapes(batch) if callable(self._shapes) else self._shapes, autocast)
+            shapes = self._shapes(batch) if callable(self._shapes) else self._shapes
+            received: Structure | None = _given(shapes, autocast)
+            sent: Structure | None = received
         else:
             key, run = self._key(batch, autocast), partial(self._run_without_memory, batch, autocast)
             received, sent = self.tracker.learn(key, run)
@@ -142,7 +144,8 @@ class Stage(Part):
             entries = {k: torch.empty_like(v, device=device) for k, v in batch.items() if isinstance(v, torch.Tensor)}
             given = {name: entries.get(name, batch[name]) for name in self._arguments if name in batch}
             first = () if received is None else (_empty(received, device),)
-            weights = {n: mode.from_tensor(t) for n, t in [*module.named_parameters(), *module.named_buffers()]}
+            held = [*module.named_parameters(), *module.named_buffers()]
+            weights: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held}
             return structure_of(torch.func.functional_call(module, weights, first, given))
 
     def _key(self, batch: Batch, autocast: torch.dtype | None) -> tuple[Any, ...]:
@@ -168,8 +171,8 @@ class Stage(Part):
             counts = {stage: [len(names) for names in held] for stage, held in lists.items()}
             if len(lists) < len(stages) or len({tuple(count) for count in counts.values()}) > 1:
                 raise ConfigError(
-                    f"expected the stages {', '.join(map(str, stages))} to hold the modules that they share, of as many "
-                    f"weights each, got {counts}",
+                    f"expected the stages {', '.join(map(str, stages))} to hold the modules that they share, of as "
+                    f"many weights each, got {counts}",
                     hint="register the shared module on each of its stages",
                 )
             for index, all_names in enumerate(zip(*(lists[stage] for stage in stages), strict=True)):
@@ -179,10 +182,9 @@ class Stage(Part):
 
 
 def _empty(structure: Structure, device: torch.device) -> Any:
-    metas = tensors_in(structure)
     tensors = [
         torch.empty(m.shape, dtype=getattr(torch, m.dtype), device=device, requires_grad=m.differentiable)
-        for m in metas
+        for m in tensors_in(structure)
     ]
     return fill(structure, tensors)
 

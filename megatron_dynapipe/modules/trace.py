@@ -74,7 +74,7 @@ def trace(
     """
     symbolic = SymbolicBatch(batch, device)
     with symbolic.mode:
-        weights = {name: _empty(p, device) for name, p in model.named_parameters()}
+        weights: dict[str, torch.Tensor] = {name: _empty(p, device) for name, p in model.named_parameters()}
         weights |= {name: torch.empty_like(b, device=device) for name, b in model.named_buffers()}
     casting = torch.autocast(device.type, autocast) if autocast is not None else contextlib.nullcontext()
     with casting:
@@ -142,7 +142,7 @@ class _Calls(contextlib.AbstractContextManager[None]):
         if name in self.reached:
             raise ConfigError(
                 f"expected the forward to reach the split point {name} once, but it calls it twice",
-                hint="make one CutPoint for every place, and do not divide a model at a module that it calls repeatedly",
+                hint="make one CutPoint for every place; do not divide a model at a module that it calls repeatedly",
             )
         self.reached.append(name)
         self._recorder.segment += 1

@@ -40,7 +40,8 @@ class Entry:
         if wanted and torch.is_grad_enabled():
             self._metas = [(tensor.shape, tensor.dtype, tensor.device) for tensor in wanted]
             self._gradients = [None] * len(wanted)
-            placed = iter(_Enter.apply(self, torch.empty(0, requires_grad=True), *wanted))
+            anchor = torch.empty(0, requires_grad=True)
+            placed = iter(_Enter.apply(self, anchor, *wanted))  # type: ignore[no-untyped-call]
             self.tensors = [next(placed) if wants else t for t, wants in zip(tensors, differentiable, strict=True)]
 
     def arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -66,7 +67,7 @@ class _Enter(torch.autograd.Function):
         return tensors
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         ctx.entry.arrived(gradients)
         return (None, None, *(None for _ in gradients))
