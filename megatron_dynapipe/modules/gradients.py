@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_dynapipe.modules.boundary import Part
 from megatron_dynapipe.modules.shared import SharedWeights
-from megatron_dynapipe.runtime.groups import backend_of
+from megatron_dynapipe.runtime.process_groups import backend_of
 
 _BUCKET_BYTES = 64_000_000
 

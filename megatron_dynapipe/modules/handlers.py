@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,7 @@ from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.modules.boundary import Layout, Part
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.plan.instructions import Backward, Buffer, Forward, Load
-from megatron_dynapipe.runtime import BufferTable, PipelineExecutor
-from megatron_dynapipe.runtime.graphs import Entry, StageGraph
+from megatron_dynapipe.runtime import BufferTable, Entry, Handlers, StageGraph
 
 LossFunction = Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor | float]]
 """From a model's output and the micro-batch to the sum of the losses and their number."""
@@ -48,7 +48,8 @@ class StageHandlers:
         keep_outputs: bool = False,
     ) -> None:
         self._part, self._micro_batches, self._layouts = part, micro_batches, layouts
-        self._loss_fn, self._scale = loss_fn, scale
+        self._loss_fn = loss_fn
+        self._scaled = None if scale is None else partial(torch.mul, scale)
         self._autocast = autocast
         self._forward_only, self._keep_outputs = forward_only, keep_outputs
         self._device = part.device
@@ -56,11 +57,10 @@ class StageHandlers:
         self.totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         self.outputs: dict[int, Any] = {}
 
-    def register(self, executor: PipelineExecutor) -> None:
-        """Be the executor's handlers."""
-        executor.register_handler(Load, self.load)
-        executor.register_handler(Forward, self.forward)
-        executor.register_handler(Backward, self.backward)
+    @property
+    def table(self) -> Handlers:
+        """For the executor."""
+        return {Load: self.load, Forward: self.forward, Backward: self.backward}
 
     def load(self, instruction: Load, buffers: BufferTable) -> None:
         """Bring what this rank reads of a micro-batch to the device; on the last stage the loss may read all of it."""
@@ -96,7 +96,7 @@ class StageHandlers:
         row, chunk = instruction.micro_batch, instruction.chunk
         stage = self._virtual(chunk)
         gradients = buffers.tensors(Buffer.OUTPUT_GRAD, row, chunk) if stage != self._part.last else ()
-        made = self._graphs.pop((row, chunk)).backward(gradients, scale=self._scale)
+        made = self._graphs.pop((row, chunk)).backward(gradients, scale=self._scaled)
         if stage:
             buffers.put(Buffer.INPUT_GRAD, row, chunk, [gradient.contiguous() for gradient in made])
 

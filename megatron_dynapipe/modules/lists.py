@@ -11,8 +11,8 @@ import numpy as np
 from megatron_dynapipe.modules.boundary import Boundary, Layout
 from megatron_dynapipe.plan.instructions import Instruction, Payload, RecvStart, SendStart
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.planning.lowering import Pipeline, lower
-from megatron_dynapipe.planning.problem import PipelineProblem
+from megatron_dynapipe.planning.lowering import Topology, lower
+from megatron_dynapipe.planning.problem import ScheduleProblem
 from megatron_dynapipe.planning.schedules import SCHEDULES
 
 _NO_LIMIT = 2**60
@@ -25,7 +25,7 @@ def lists_without_shapes(
     """The lists of all ranks under a schedule, every pass taken to be as long as any other."""
     virtual = stages * chunks
     ones, zeros = (np.full((micro_batches, virtual), value, np.int64) for value in (1, 0))
-    problem = PipelineProblem(
+    problem = ScheduleProblem(
         stages=stages,
         chunks=chunks,
         forward_ns=ones,
@@ -39,8 +39,8 @@ def lists_without_shapes(
         forward_only=forward_only,
     )
     nothing = (((),) * (virtual - 1),) * micro_batches
-    pipeline = Pipeline(stages=stages, chunks=chunks, shapes=nothing, forward_only=forward_only)
-    return lower(SCHEDULES[schedule](problem), pipeline)
+    topology = Topology(stages=stages, chunks=chunks, shapes=nothing, forward_only=forward_only)
+    return lower(SCHEDULES[schedule](problem), topology)
 
 
 def fill(instructions: Sequence[Instruction], layouts: Sequence[Layout], *, stage: int, stages: int) -> StagePlan:

@@ -27,6 +27,7 @@ class ModelPart(Part):
 
     Attributes:
         division: the model over virtual stages, as it was first traced.
+        stage_of: as given.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class ModelPart(Part):
         names: Mapping[str, str],
     ) -> None:
         super().__init__()
-        self.ranks, self.inputs, self.division = ranks, inputs, division
+        self.ranks, self.inputs, self.division, self.stage_of = ranks, inputs, division, list(stage_of)
         self.chunks = division.stages // ranks.stages
         self._holders = _holders(skeleton, division, names)
         self.train(model.training)
@@ -117,6 +118,13 @@ def parameter_names(model: nn.Module, division: Division, stage: int) -> list[st
         for name, _ in model.get_submodule(module).named_parameters(remove_duplicate=False)
     ]
     return [*inside, *(name for name in division.weights(stage) if name in known)]
+
+
+def segment_parameters(model: nn.Module, division: Division) -> list[int]:
+    """The number of parameters that each stage of a division uses."""
+    known = dict(model.named_parameters(remove_duplicate=False))
+    used = [{id(known[n]): known[n] for n in parameter_names(model, division, s)} for s in range(division.stages)]
+    return [sum(parameter.numel() for parameter in each.values()) for each in used]
 
 
 def _holders(model: nn.Module, division: Division, names: Mapping[str, str]) -> dict[str, list[tuple[int, str]]]:

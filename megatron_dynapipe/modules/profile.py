@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,12 +15,13 @@ from megatron_dynapipe.cost.segments import Segment, SegmentCosts
 from megatron_dynapipe.modules.boundary import Layout
 from megatron_dynapipe.modules.cutpoint import cut_points, resolve_split_points
 from megatron_dynapipe.modules.inputs import Inputs
-from megatron_dynapipe.modules.part import parameter_names
+from megatron_dynapipe.modules.part import segment_parameters
 from megatron_dynapipe.modules.program import Division
 from megatron_dynapipe.modules.split import without_memory
 from megatron_dynapipe.modules.trace import trace
 from megatron_dynapipe.modules.variants import Kind, Variants
-from megatron_dynapipe.runtime.graphs import Entry, StageGraph
+from megatron_dynapipe.runtime import Entry, StageGraph
+from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.links import measure_links
 from megatron_dynapipe.runtime.memory import pass_memory
 from megatron_dynapipe.units import BYTES_PER_MB
@@ -54,43 +56,56 @@ def profile_module(
     Raises:
         ConfigError: as `split_model`.
     """
-    example = get_batch(max(sizes), max(lengths))
-    inputs = Inputs.of(model, example)
-    points = cut_points(model) if split_points is None else resolve_split_points(model, split_points)
-    skeleton = without_memory(model)
-    named = inputs.of_model(inputs.name(example))
-    traced = trace(skeleton, named, points)
-    segments = range(len(points) + 1)
-    variants = Variants(skeleton, list(segments), list(segments), model.get_submodule)
-    device = next(model.parameters()).device
-    division = Division(traced, list(segments))
-    kind = Kind.of(named, training=model.training, autocast=None, device=device)
-    variants.add(kind, division)
-    tables = [_Tables() for _ in segments]
+    model_segments = _Segments(model, get_batch(max(sizes), max(lengths)), split_points)
     for length in lengths:
         for size in sizes:
-            batch = inputs.of_model(inputs.name(get_batch(size, length)))
-            on_device = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-            layout = variants.layout(on_device, kind)
-            received: Sequence[torch.Tensor] = ()
-            for segment, table in zip(segments, tables, strict=True):
-                measured = _Segment(layout, segment, received, on_device, device)
-                received = table.add(size, length, measured, repeats)
+            model_segments.measure(size, length, get_batch(size, length), repeats)
     model.zero_grad(set_to_none=True)
-    known = dict(skeleton.named_parameters(remove_duplicate=False))
-    counts = [sum(known[n].numel() for n in set(parameter_names(skeleton, division, s))) for s in segments]
+    device = model_segments.device
     costs = SegmentCosts(
         kind="segments",
         name=name,
         source="megatron_dynapipe.modules.profile_module",
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         units={**UNITS, "time": "ms for one segment, one micro-batch"},
-        segments=tuple(
-            table.segment(cut, count) for table, cut, count in zip(tables, ("", *traced.points), counts, strict=True)
-        ),
+        segments=model_segments.result(),
         links=_links(device),
     )
     return _of_first_rank(costs)
+
+
+class _Segments:
+    """A model's segments one after another, and what has been measured of them."""
+
+    def __init__(self, model: nn.Module, example: Any, split_points: Sequence[str] | None) -> None:
+        self.device = next(model.parameters()).device
+        self._inputs = Inputs.of(model, example)
+        points = cut_points(model) if split_points is None else resolve_split_points(model, split_points)
+        self._skeleton = without_memory(model)
+        named = self._inputs.of_model(self._inputs.name(example))
+        traced = trace(self._skeleton, named, points)
+        segments = list(range(len(traced.points) + 1))
+        self._division = Division(traced, segments)
+        self._kind = Kind.of(named, training=model.training, autocast=None, device=self.device)
+        self._variants = Variants(self._skeleton, segments, segments, model.get_submodule)
+        self._variants.add(self._kind, self._division)
+        self._tables = [_Tables() for _ in segments]
+
+    def measure(self, size: int, length: int, batch: Any, repeats: int) -> None:
+        """Measure all of them with a batch."""
+        named = self._inputs.of_model(self._inputs.name(batch))
+        on_device = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in named.items()}
+        layout = self._variants.layout(on_device, self._kind)
+        received: Sequence[torch.Tensor] = ()
+        for segment, table in enumerate(self._tables):
+            received = table.add(size, length, _Segment(layout, segment, received, on_device, self.device), repeats)
+
+    def result(self) -> tuple[Segment, ...]:
+        """What was measured."""
+        names = ("", *self._division.trace.points)
+        counts = segment_parameters(self._skeleton, self._division)
+        each = zip(self._tables, names, counts, strict=True)
+        return tuple(table.segment(name, count) for table, name, count in each)
 
 
 class _Segment:
@@ -181,9 +196,5 @@ def _of_first_rank(costs: SegmentCosts) -> SegmentCosts:
     """The costs that rank 0 measured: all ranks must plan with the same."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return costs
-    import msgspec
-
-    from megatron_dynapipe.runtime.agreement import ControlGroup
-
     control = ControlGroup(timeout_s=300.0)
     return SegmentCosts.decode(control.broadcast_text(msgspec.json.encode(costs).decode()).encode())

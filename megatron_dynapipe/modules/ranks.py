@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.runtime.agreement import ControlGroup
+from megatron_dynapipe.runtime.control_group import ControlGroup
 
 
 class Ranks:

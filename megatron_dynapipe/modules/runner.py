@@ -15,10 +15,10 @@ from megatron_dynapipe.modules.handlers import LossFunction, StageHandlers
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.modules.lists import boundary_of, fill, lists_without_shapes
 from megatron_dynapipe.modules.ranks import difference, digest_of
-from megatron_dynapipe.plan.instructions import Instruction, Payload, RecvStart
+from megatron_dynapipe.plan.instructions import Instruction, Payload, RecvStart, SendStart
 from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry, StagePlan
 from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, Trace, platform_of, watched
-from megatron_dynapipe.runtime.groups import backend_of, make_groups, warm_up
+from megatron_dynapipe.runtime.process_groups import backend_of, make_groups, warm_up
 
 Plan = IterationPlan | StageEntry
 """What says in which order passes run: a whole iteration's plan, or this rank's share of it."""
@@ -107,10 +107,11 @@ class Runner:
             forward_only=forward_only,
             keep_outputs=keep_outputs,
         )
-        handlers.register(self._executor)
         self._layouts = layouts
-        trace = self._executor.execute(self._list(layouts, planned, schedule, forward_only=forward_only))
-        loss, count = self._part.ranks.control.reduce(handlers.totals.cpu()).tolist()
+        trace = self._executor.execute(
+            self._list(layouts, planned, schedule, forward_only=forward_only), handlers.table
+        )
+        loss, count = self._part.ranks.control.sum(handlers.totals.cpu()).tolist()
         outputs = [handlers.outputs[row] for row in sorted(handlers.outputs)]
         return Outcome(loss=loss / count if count else 0.0, count=count, outputs=outputs, trace=trace)
 
@@ -133,7 +134,8 @@ class Runner:
         except Exception as raised:  # noqa: BLE001  (whatever it is, the other ranks must hear of it)
             error, told[16] = raised, 1
         heard = [each.tolist() for each in ranks.control.gather(told)]
-        ranks.control.raise_on_all(error, next((rank for rank, each in enumerate(heard) if each[16]), None))
+        if failing := [rank for rank, each in enumerate(heard) if each[16]]:
+            ranks.control.raise_on_all(error, failing[0])
         digests = [tuple(each[:16]) for each in heard]
         for pipeline in ranks.pipelines:
             if (other := difference(digests, "a replica's batch, its shapes and its plan", pipeline)) is not None:
@@ -154,9 +156,9 @@ class Runner:
             self._filled = key, instructions, fill(instructions, layouts, stage=part.stage, stages=part.stages)
         return self._filled[2]
 
-    def _dtypes(self, receive: RecvStart) -> Sequence[torch.dtype]:
-        boundary = boundary_of(receive, self._layouts, stage=self._part.stage, stages=self._part.stages)
-        return boundary.dtypes if receive.payload is Payload.ACTIVATION else boundary.gradient_dtypes
+    def _dtypes(self, transfer: SendStart | RecvStart) -> Sequence[torch.dtype]:
+        boundary = boundary_of(transfer, self._layouts, stage=self._part.stage, stages=self._part.stages)
+        return boundary.dtypes if transfer.payload is Payload.ACTIVATION else boundary.gradient_dtypes
 
 
 def _identity(plan: Plan | None) -> tuple[Any, ...] | None:

@@ -5,6 +5,7 @@ model ──(trace)──► nodes between cuts ──(choose cuts)──► sta
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.cutpoint import cut_points, resolve_split_points
 from megatron_dynapipe.modules.even import even_split, even_split_of_costs
-from megatron_dynapipe.modules.inputs import LABELS, Inputs
+from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
 from megatron_dynapipe.modules.materialise import Initialise, initialise_with, materialise
-from megatron_dynapipe.modules.part import ModelPart, parameter_names
+from megatron_dynapipe.modules.part import ModelPart, segment_parameters
 from megatron_dynapipe.modules.program import Division
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.trace import Trace, trace
@@ -69,26 +70,43 @@ def split_model(
             on data, an unknown key or weight, other models on other ranks.
     """
     ranks = Ranks(replicas=replicas, timeout_s=timeout_s)
+    request = _Request(split_points, stages, costs, memory_limit_bytes)
 
     def split() -> ModelPart:
         inputs = Inputs.of(model, example_batch, labels)
-        example = inputs.of_model(inputs.name(example_batch))
-        skeleton = without_memory(model)
-        traced = trace(skeleton, example, _points(model, split_points))
-        stage_of = _stages(
-            skeleton, traced, ranks, stages, split_points is not None, _loaded(costs), memory_limit_bytes
-        )
-        division = Division(traced, stage_of)
-        names = _canonical_names(model, shared_weights)
-        part = ModelPart(model, skeleton, division, stage_of, example, ranks=ranks, inputs=inputs, names=names)
-        fill = initialise or initialise_with(model)
-        materialise(part, names, state_dict, fill, None if device is None else torch.device(device))
+        names = _first_names(model, shared_weights)
+        part = _part_of(model, inputs, inputs.of_model(inputs.name(example_batch)), names, request, ranks)
+        target = None if device is None else torch.device(device)
+        materialise(part, names, state_dict, initialise or initialise_with(model), target)
         return part
 
     part = ranks.run_on_all(split)
     every = [rank for pipeline in ranks.pipelines for rank in pipeline]
     ranks.require_equal(part.division.description, "the divided model", across=every)
     return part
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Where and how a model is to be divided."""
+
+    split_points: Sequence[str] | None
+    stages: int | None
+    costs: SegmentCosts | str | Path | None
+    memory_limit_bytes: int | None
+
+
+def _part_of(
+    model: nn.Module, inputs: Inputs, example: Batch, names: Mapping[str, str], request: _Request, ranks: Ranks
+) -> ModelPart:
+    """Trace, choose the stages, and take this rank's modules."""
+    skeleton = without_memory(model)
+    points = request.split_points
+    found = cut_points(model) if points is None else resolve_split_points(model, points)
+    traced = trace(skeleton, example, found)
+    stage_of = _stages(skeleton, traced, ranks, request)
+    division = Division(traced, stage_of)
+    return ModelPart(model, skeleton, division, stage_of, example, ranks=ranks, inputs=inputs, names=names)
 
 
 def without_memory(model: nn.Module) -> nn.Module:
@@ -102,26 +120,10 @@ def without_memory(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _points(model: nn.Module, split_points: Sequence[str] | None) -> list[str]:
-    return cut_points(model) if split_points is None else resolve_split_points(model, split_points)
-
-
-def _loaded(costs: SegmentCosts | str | Path | None) -> SegmentCosts | None:
-    return SegmentCosts.load(Path(costs)) if isinstance(costs, str | Path) else costs
-
-
-def _stages(
-    model: nn.Module,
-    traced: Trace,
-    ranks: Ranks,
-    stages: int | None,
-    by_name: bool,
-    costs: SegmentCosts | None,
-    memory_limit_bytes: int | None,
-) -> list[int]:
+def _stages(model: nn.Module, traced: Trace, ranks: Ranks, request: _Request) -> list[int]:
     """The virtual stage of each segment."""
     segments = len(traced.points) + 1
-    wanted = stages or (segments if by_name else ranks.stages)
+    wanted = request.stages or (ranks.stages if request.split_points is None else segments)
     if ranks.stages == 1:
         return [0] * segments
     if segments < wanted:
@@ -134,17 +136,15 @@ def _stages(
             f"expected a number of stages that {ranks.stages} ranks of a pipeline can share alike, got {wanted}",
             hint="name one split point less than there are ranks, or run as many ranks as there are stages",
         )
-    if costs is not None:
-        return even_split_of_costs(costs, traced.points, wanted, memory_limit_bytes)
+    if request.costs is not None:
+        costs = request.costs if isinstance(request.costs, SegmentCosts) else SegmentCosts.load(Path(request.costs))
+        return even_split_of_costs(costs, traced.points, wanted, request.memory_limit_bytes)
     if segments == wanted:
         return list(range(segments))
-    division = Division(traced, list(range(segments)))
-    known = dict(model.named_parameters(remove_duplicate=False))
-    sizes = [sum(known[n].numel() for n in set(parameter_names(model, division, s))) for s in range(segments)]
-    return even_split(sizes, wanted)
+    return even_split(segment_parameters(model, Division(traced, list(range(segments)))), wanted)
 
 
-def _canonical_names(model: nn.Module, shared_weights: Sequence[tuple[str, str]]) -> dict[str, str]:
+def _first_names(model: nn.Module, shared_weights: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Of every parameter, by each of its names, the first name of those that share it."""
     first: dict[int, str] = {}
     names = {

@@ -56,7 +56,7 @@ class PipelineExecutor:
         stages: ranks of the pipeline.
         dtype: of the tensors that cross stage boundaries.
         watch: told of every list and its trace when it begins; see `Watchdog`.
-        dtypes: those of the tensors that a receive fills, where they are not all `dtype`.
+        dtypes: those of a transfer's tensors, where they are not all `dtype`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PipelineExecutor:
         stages: int,
         dtype: torch.dtype,
         watch: Callable[[StagePlan, Trace], None] | None = None,
-        dtypes: Callable[[RecvStart], Sequence[torch.dtype]] | None = None,
+        dtypes: Callable[[SendStart | RecvStart], Sequence[torch.dtype]] | None = None,
     ) -> None:
         self._transport = transport
         self._platform = platform
@@ -129,9 +129,10 @@ class PipelineExecutor:
         shapes = tuple(tuple(t.shape) for t in tensors)
         if shapes != instruction.shapes:
             raise ExecutionError(f"expected to send tensors of shapes {instruction.shapes}, got {shapes}")
-        if other := {tensor.dtype for tensor in tensors} - {self._dtype}:
+        expected, dtypes = tuple(self._dtypes(instruction)), tuple(tensor.dtype for tensor in tensors)
+        if dtypes != expected:
             raise ExecutionError(
-                f"expected to send tensors of {self._dtype}, as which they are received, got {other.pop()}",
+                f"expected to send tensors of {_names(expected)}, as which they are received, got {_names(dtypes)}",
                 hint="give the executor the type of the states between stages (Megatron's `pipeline_dtype`)",
             )
         channel = channel_of(instruction.payload, self._stage, instruction.peer, self._stages)
@@ -178,6 +179,10 @@ def _check_handlers(plan: StagePlan, handlers: Handlers) -> None:
             f"no handler is registered for {', '.join(sorted(missing))}",
             hint="give execute a handler for Load, Forward and Backward, or register them before",
         )
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(dict.fromkeys(map(str, dtypes)))
 
 
 def _move(instruction: SendStart | SendWait | RecvStart | RecvWait) -> _Move:

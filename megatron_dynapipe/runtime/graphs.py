@@ -7,7 +7,7 @@ A stage keeps the *gradient edge* of each output, not the output: its storage go
 over all edges lets autograd add what returns for a tensor that was handed on to what the stage itself makes of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,13 +100,13 @@ class StageGraph:
         return cls(entry, loss=loss)
 
     def backward(
-        self, gradients: Sequence[torch.Tensor] = (), *, scale: torch.Tensor | float | None = None
+        self, gradients: Sequence[torch.Tensor] = (), *, scale: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Run the backward pass.
 
         Args:
             gradients: of the differentiable outputs, in their order; none where the graph ends in a loss.
-            scale: a factor of the loss.
+            scale: makes of the loss what gradients are taken of.
 
         Returns:
             Gradients of the differentiable tensors that were received.
@@ -116,5 +116,5 @@ class StageGraph:
             if wanted:
                 torch.autograd.backward([edge for edge, _ in wanted], [gradient for _, gradient in wanted])
         elif self.loss.requires_grad:
-            torch.autograd.backward(self.loss if scale is None else self.loss * scale)
+            torch.autograd.backward(self.loss if scale is None else scale(self.loss))
         return self.entry.take_gradients()

@@ -20,7 +20,7 @@ from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.supply.agreed_iterator import AgreedIterator
-from megatron_dynapipe.integration.supply.control_group import ControlGroup
+from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.service.client import PlanClient
 from megatron_dynapipe.service.process import PlannerProcess
 from megatron_dynapipe.service.recalibration import Recalibration

@@ -7,7 +7,7 @@ from tests.helpers.processes import run_ranks
 def _control(function):
     import torch.distributed as dist
 
-    from megatron_dynapipe.integration.supply.control_group import ControlGroup
+    from megatron_dynapipe.runtime.control_group import ControlGroup
 
     dist.init_process_group("gloo")
     return function(ControlGroup(timeout_s=20))
