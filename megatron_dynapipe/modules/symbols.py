@@ -37,7 +37,7 @@ class SymbolicBatch:
     """
 
     def __init__(self, batch: Mapping[str, Any], device: torch.device) -> None:
-        self._env = ShapeEnv()
+        self._env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
         self.values: dict[str, Any] = {}
         self._sizes: dict[str, tuple[sympy.Expr | int, ...]] = {}
