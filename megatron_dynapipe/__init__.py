@@ -1,7 +1,7 @@
 """DynaPipe for Megatron-LM: micro-batches of varying shape, planned ahead of training, executed from instructions.
 
 The flow of one iteration is the order of the packages: `sampling` → `planning` (with `cost`) → `plan` → `store` →
-`data` → `runtime` → `integration`. `docs/design.md` draws it.
+`data` → `runtime` → `integration`, or `modules` for models without Megatron. `docs/design.md` draws it.
 
 The names below are loaded when they are first used, so that importing the package imports neither torch nor Megatron.
 """
@@ -13,14 +13,45 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
+    from megatron_dynapipe.modules import (
+        CutPoint,
+        DynaPipeDataLoader,
+        ModulePlanner,
+        Pipeline,
+        SharedModule,
+        Stage,
+        profile_module,
+        split_model,
+    )
     from megatron_dynapipe.runtime import PipelineExecutor
 
+_MODULES = "megatron_dynapipe.modules"
 _LAZY = {
+    "CutPoint": _MODULES,
+    "DynaPipeDataLoader": _MODULES,
     "MegatronPipeline": "megatron_dynapipe.integration.entry.megatron_pipeline",
+    "ModulePlanner": _MODULES,
+    "Pipeline": _MODULES,
     "PipelineExecutor": "megatron_dynapipe.runtime",
+    "SharedModule": _MODULES,
+    "Stage": _MODULES,
+    "profile_module": _MODULES,
+    "split_model": _MODULES,
 }
 
-__all__ = ["MegatronPipeline", "PipelineExecutor", "__version__"]
+__all__ = [
+    "CutPoint",
+    "DynaPipeDataLoader",
+    "MegatronPipeline",
+    "ModulePlanner",
+    "Pipeline",
+    "PipelineExecutor",
+    "SharedModule",
+    "Stage",
+    "__version__",
+    "profile_module",
+    "split_model",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -63,8 +63,8 @@ class Bench:
         from megatron.core import parallel_state
 
         from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
-        from megatron_dynapipe.integration.supply.control_group import ControlGroup
         from megatron_dynapipe.planning.planner import Planner
+        from megatron_dynapipe.runtime.control_group import ControlGroup
         from megatron_dynapipe.sampling import LengthTable, Sampler
 
         inputs = _plan_inputs(setup)
@@ -251,7 +251,7 @@ def _counted(run: Callable[[], Any], device: Any) -> int:
     """The most bytes that a run holds above what was there before: by the allocator, on the CPU by hooks."""
     import torch
 
-    from megatron_dynapipe.integration.profiling.memory import LiveStorages
+    from megatron_dynapipe.runtime.memory import LiveStorages
 
     if device.type == "cpu":
         with LiveStorages() as live:

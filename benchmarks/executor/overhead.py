@@ -39,12 +39,12 @@ from megatron_dynapipe.cost import PipelineLayout  # noqa: E402
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration  # noqa: E402
 from megatron_dynapipe.integration.execution.process_groups import connect  # noqa: E402
 from megatron_dynapipe.integration.execution.step_functions import gpt_step  # noqa: E402
-from megatron_dynapipe.integration.supply.control_group import ControlGroup  # noqa: E402
 from megatron_dynapipe.plan.instructions import Backward, Forward  # noqa: E402
 from megatron_dynapipe.plan.iteration import StagePlan  # noqa: E402
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors  # noqa: E402
 from megatron_dynapipe.planning.lowering import Topology, lower  # noqa: E402
 from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, platform_of  # noqa: E402
+from megatron_dynapipe.runtime.control_group import ControlGroup  # noqa: E402
 from megatron_dynapipe.units import ModelFamily, Shape  # noqa: E402
 
 VOCABULARY = 512

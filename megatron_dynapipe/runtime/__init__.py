@@ -5,6 +5,7 @@ Nothing here plans: an executor runs a hand-written list as readily as a planned
 
 from megatron_dynapipe.runtime.buffers import BufferTable
 from megatron_dynapipe.runtime.executor import Handler, Handlers, PipelineExecutor
+from megatron_dynapipe.runtime.graphs import Entry, StageGraph
 from megatron_dynapipe.runtime.host_staged import HostStagedTransport
 from megatron_dynapipe.runtime.platform import CpuPlatform, CudaPlatform, DevicePlatform, platform_of
 from megatron_dynapipe.runtime.scatter_gather import ScatterGatherTransport
@@ -17,11 +18,13 @@ __all__ = [
     "CpuPlatform",
     "CudaPlatform",
     "DevicePlatform",
+    "Entry",
     "Handler",
     "Handlers",
     "HostStagedTransport",
     "PipelineExecutor",
     "ScatterGatherTransport",
+    "StageGraph",
     "TorchTransport",
     "Trace",
     "Transport",

@@ -7,7 +7,7 @@ caller's: a handler for each of `Load`, `Forward` and `Backward`, registered onc
     executor.execute(stage_plan, {Load: load, Forward: forward, Backward: backward})
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -56,6 +56,7 @@ class PipelineExecutor:
         stages: ranks of the pipeline.
         dtype: of the tensors that cross stage boundaries.
         watch: told of every list and its trace when it begins; see `Watchdog`.
+        dtypes: those of a transfer's tensors, where they are not all `dtype`.
     """
 
     def __init__(
@@ -66,12 +67,13 @@ class PipelineExecutor:
         stages: int,
         dtype: torch.dtype,
         watch: Callable[[StagePlan, Trace], None] | None = None,
+        dtypes: Callable[[SendStart | RecvStart], Sequence[torch.dtype]] | None = None,
     ) -> None:
         self._transport = transport
         self._platform = platform
         self._stages = stages
-        self._dtype = dtype
         self._watch = watch
+        self._dtypes = dtypes or (lambda instruction: (dtype,) * len(instruction.shapes))
         self._handlers: dict[type[Instruction], Handler[Any]] = {}
         self._sending: dict[_TransferKey, Work] = {}
         self._receiving: dict[_TransferKey, tuple[Work, list[torch.Tensor]]] = {}
@@ -127,9 +129,10 @@ class PipelineExecutor:
         shapes = tuple(tuple(t.shape) for t in tensors)
         if shapes != instruction.shapes:
             raise ExecutionError(f"expected to send tensors of shapes {instruction.shapes}, got {shapes}")
-        if other := {tensor.dtype for tensor in tensors} - {self._dtype}:
+        expected, dtypes = tuple(self._dtypes(instruction)), tuple(tensor.dtype for tensor in tensors)
+        if dtypes != expected:
             raise ExecutionError(
-                f"expected to send tensors of {self._dtype}, as which they are received, got {other.pop()}",
+                f"expected to send tensors of {_names(expected)}, as which they are received, got {_names(dtypes)}",
                 hint="give the executor the type of the states between stages (Megatron's `pipeline_dtype`)",
             )
         channel = channel_of(instruction.payload, self._stage, instruction.peer, self._stages)
@@ -142,7 +145,8 @@ class PipelineExecutor:
         work.wait()
 
     def _start_recv(self, instruction: RecvStart, buffers: BufferTable) -> None:
-        tensors = [torch.empty(s, dtype=self._dtype, device=self._platform.device) for s in instruction.shapes]
+        each = zip(instruction.shapes, self._dtypes(instruction), strict=True)
+        tensors = [torch.empty(shape, dtype=dtype, device=self._platform.device) for shape, dtype in each]
         channel = channel_of(instruction.payload, instruction.peer, self._stage, self._stages)
         work = self._transport.start_recv(channel, instruction.peer, tensors)
         self._receiving[_transfer_key(instruction)] = work, tensors
@@ -175,6 +179,10 @@ def _check_handlers(plan: StagePlan, handlers: Handlers) -> None:
             f"no handler is registered for {', '.join(sorted(missing))}",
             hint="give execute a handler for Load, Forward and Backward, or register them before",
         )
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(dict.fromkeys(map(str, dtypes)))
 
 
 def _transfer_key(instruction: SendStart | SendWait | RecvStart | RecvWait) -> _TransferKey:

@@ -36,10 +36,10 @@ from megatron_dynapipe.integration.hooks import optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
-from megatron_dynapipe.integration.supply.control_group import ControlGroup
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.runtime import PipelineExecutor, Trace, platform_of, watched
+from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily
 

@@ -33,11 +33,11 @@ from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flo
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreed_iterator import AgreedIterator
 from megatron_dynapipe.integration.supply.calibration import PassPublisher
-from megatron_dynapipe.integration.supply.control_group import ControlGroup
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.integration.supply.same_run import check_same_run
 from megatron_dynapipe.runtime import PipelineExecutor, platform_of, watched
+from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import Shape, input_positions, target_positions
 

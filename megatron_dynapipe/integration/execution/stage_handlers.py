@@ -6,16 +6,14 @@ to that of the stage's own cross-attention.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from megatron.core.utils import get_attr_wrapped_model
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_dynapipe.plan.instructions import Backward, Buffer, Forward, Load
-from megatron_dynapipe.runtime import BufferTable, Handlers
+from megatron_dynapipe.runtime import BufferTable, Entry, Handlers, StageGraph
 
 DeviceBatch = Mapping[str, Any]
 """What a step function takes from its iterator for one micro-batch."""
@@ -25,19 +23,6 @@ PrepareMicroBatch = Callable[[int], None]
 """Called with the index of the micro-batch that runs next."""
 ForwardStep = Callable[[Iterator[DeviceBatch], torch.nn.Module], tuple[Any, Callable[..., Any]]]
 """Megatron's step function: takes one batch, returns the model's output and the loss function for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """What a backward pass needs of its forward: the leaves it filled and the roots it starts from.
-
-    A root is the gradient edge of an output, not the output: its storage is gone once it has been sent. The last
-    stage keeps its loss instead.
-    """
-
-    inputs: Sequence[torch.Tensor]
-    roots: Sequence[GradientEdge | None]
-    loss: torch.Tensor | None
 
 
 class StageHandlers:
@@ -83,7 +68,7 @@ class StageHandlers:
         self._forward_only = forward_only
         self._prepare = prepare
         self._before_backward = before_backward
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[tuple[int, int], StageGraph] = {}
         self.losses: list[dict[str, torch.Tensor]] = []
         # On the device from the start: moving it there later would wait for all passes.
         self.tokens: torch.Tensor = torch.zeros([], dtype=torch.int, device=next(models[0].parameters()).device)
@@ -102,18 +87,15 @@ class StageHandlers:
         """Handler of `Forward`."""
         micro_batch, chunk = instruction.micro_batch, instruction.chunk
         self._prepare(micro_batch)
-        inputs: Sequence[torch.Tensor] = ()
-        if not self._is_first(chunk):
-            inputs = buffers.tensors(Buffer.INPUT, micro_batch, chunk)
-            for tensor in inputs:
-                tensor.requires_grad_(not self._forward_only)
-        output = self._run_forward(chunk, inputs, buffers.get(Buffer.DATA, micro_batch, 0))
+        received = () if self._is_first(chunk) else buffers.tensors(Buffer.INPUT, micro_batch, chunk)
+        entry = Entry(received, [not self._forward_only] * len(received))
+        output = self._run_forward(chunk, entry.tensors, buffers.get(Buffer.DATA, micro_batch, 0))
         if self._is_last(chunk):
-            graph = _Graph(inputs, (), output)
+            graph = StageGraph.to_loss(entry, output)
         else:
             outputs: Sequence[torch.Tensor] = output if isinstance(output, tuple | list) else (output,)
             buffers.put(Buffer.OUTPUT, micro_batch, chunk, tuple(t.detach() for t in outputs))
-            graph = _Graph(inputs, [get_gradient_edge(t) if t.requires_grad else None for t in outputs], None)
+            graph = StageGraph.to_outputs(entry, outputs)
         if not self._forward_only:
             self._graphs[micro_batch, chunk] = graph
 
@@ -122,16 +104,11 @@ class StageHandlers:
         micro_batch, chunk = instruction.micro_batch, instruction.chunk
         self._prepare(micro_batch)
         self._before_backward(instruction)
+        gradients = () if self._is_last(chunk) else buffers.tensors(Buffer.OUTPUT_GRAD, micro_batch, chunk)
         graph = self._graphs.pop((micro_batch, chunk))
-        if graph.loss is not None:
-            scale = self._config.grad_scale_func
-            torch.autograd.backward(graph.loss if scale is None else scale(graph.loss))
-        else:
-            gradients = buffers.tensors(Buffer.OUTPUT_GRAD, micro_batch, chunk)
-            wanted = [(r, g) for r, g in zip(graph.roots, gradients, strict=True) if r is not None]
-            torch.autograd.backward([r for r, _ in wanted], [g for _, g in wanted])
-        if graph.inputs:
-            buffers.put(Buffer.INPUT_GRAD, micro_batch, chunk, tuple(_gradient(t) for t in graph.inputs))
+        made = graph.backward(gradients, scale=self._config.grad_scale_func)
+        if not self._is_first(chunk):
+            buffers.put(Buffer.INPUT_GRAD, micro_batch, chunk, made)
 
     def _run_forward(self, chunk: int, inputs: Sequence[torch.Tensor], batch: DeviceBatch) -> Any:
         model, config = self._models[chunk], self._config
@@ -161,8 +138,3 @@ class StageHandlers:
 
     def _is_last(self, chunk: int) -> bool:
         return self._stage == self._stages - 1 and chunk == len(self._models) - 1
-
-
-def _gradient(leaf: torch.Tensor) -> torch.Tensor:
-    """The gradient a leaf has received; zeros where nothing of the stage depends on it."""
-    return leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)

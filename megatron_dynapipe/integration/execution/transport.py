@@ -11,9 +11,9 @@ from megatron.core import parallel_state
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.execution.process_groups import connect, tensor_group
-from megatron_dynapipe.integration.supply.control_group import ControlGroup
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.runtime import HostStagedTransport, ScatterGatherTransport, TorchTransport, Transport
+from megatron_dynapipe.runtime.control_group import ControlGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

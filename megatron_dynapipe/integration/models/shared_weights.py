@@ -20,6 +20,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.utils import unwrap_model
 from torch import nn
 
+from megatron_dynapipe.runtime.shared_weights import SharedCopies
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedWeight:
@@ -79,7 +81,7 @@ class SharedWeights:
         stages = pipeline.size()
         pipelines = _pipelines(pipeline)
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        self._copies: list[tuple[list[nn.Parameter], dist.ProcessGroup | None]] = []
+        self._copies: list[SharedCopies] = []
         for weight in weights:
             holders = tuple(sorted({stage % stages for stage in weight.stages}))
             if len(weight.stages) < 2:
@@ -88,31 +90,14 @@ class SharedWeights:
                 groups[holders] = _group(holders, pipelines) if len(holders) > 1 else None
             mine = [weight.find(chunks[stage])[1] for stage in weight.stages if stage in chunks]
             if mine:
-                self._copies.append((mine, groups[holders]))
-                self._start_equal(mine, groups[holders], holders.index(weight.stages[0] % stages))
+                copies = SharedCopies(mine, groups[holders], first=holders.index(weight.stages[0] % stages))
+                copies.start_equal(_device())  # weights may be drawn on the CPU and moved later
+                self._copies.append(copies)
 
-    @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Give every copy the sum of all copies' gradients."""
-        for copies, group in self._copies:
-            gradients = [_gradient(copy) for copy in copies]
-            total = gradients[0]
-            for other in gradients[1:]:
-                total += other
-            if group is not None:
-                dist.all_reduce(total, group=group)
-            for other in gradients[1:]:
-                other.copy_(total)
-
-    @staticmethod
-    @torch.no_grad()
-    def _start_equal(copies: Sequence[nn.Parameter], group: dist.ProcessGroup | None, first: int) -> None:
-        if group is not None:
-            value = copies[0].to(_device())  # weights may be drawn on the CPU and moved later
-            dist.broadcast(value, group=group, group_src=first)
-            copies[0].copy_(value)
-        for other in copies[1:]:
-            other.copy_(copies[0])
+        for copies in self._copies:
+            copies.reduce_gradients()
 
 
 def reduce_shared_gradients(models: Sequence[nn.Module]) -> None:
@@ -123,13 +108,6 @@ def reduce_shared_gradients(models: Sequence[nn.Module]) -> None:
     shared: SharedWeights | None = getattr(unwrap_model(models[0]), "shared_weights", None)
     if shared is not None:
         shared.reduce_gradients()
-
-
-def _gradient(weight: nn.Parameter) -> torch.Tensor:
-    """What Megatron accumulates into: `main_grad` where the model is wrapped."""
-    gradient: torch.Tensor | None = getattr(weight, "main_grad", weight.grad)
-    assert gradient is not None, "a shared weight without a gradient"
-    return gradient
 
 
 def _device() -> torch.device:

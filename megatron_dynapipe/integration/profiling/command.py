@@ -14,11 +14,11 @@ from megatron_dynapipe.cost.tabulate import Range
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.profiling.journal import Journal
 from megatron_dynapipe.integration.profiling.layers import build_parts
-from megatron_dynapipe.integration.profiling.links import measure_links
 from megatron_dynapipe.integration.profiling.measure import clock_of
 from megatron_dynapipe.integration.profiling.profiler import Profiler
 from megatron_dynapipe.integration.profiling.result import cost_file, describe, identity
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
+from megatron_dynapipe.runtime.links import measure_links
 from megatron_dynapipe.units import ModelFamily, Recompute
 
 BUDGET_FOR_MEASURING = 0.9

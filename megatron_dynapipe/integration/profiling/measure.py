@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from megatron_dynapipe.integration.profiling.layers import Forward, Part, Point
-from megatron_dynapipe.integration.profiling.memory import PassMemory, pass_memory
+from megatron_dynapipe.runtime.memory import PassMemory, pass_memory
 from megatron_dynapipe.runtime.platform import CpuPlatform, DevicePlatform, Mark, platform_of
 
 FEWEST_REPEATS = 3

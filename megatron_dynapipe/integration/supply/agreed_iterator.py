@@ -5,7 +5,7 @@ from typing import Self
 
 from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
 from megatron_dynapipe.errors import DynaPipeError
-from megatron_dynapipe.integration.supply.control_group import Agreement, ControlGroup
+from megatron_dynapipe.runtime.control_group import Agreement, ControlGroup
 
 
 class AgreedIterator:

@@ -23,7 +23,7 @@ from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.integration.flags import placement
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.supply.agreed_iterator import AgreedIterator
-from megatron_dynapipe.integration.supply.control_group import ControlGroup
+from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.service.client import PlanClient
 from megatron_dynapipe.service.pool import PlannerPool
 from megatron_dynapipe.service.recalibration import Recalibration

@@ -8,7 +8,7 @@ from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.flags.run_record import settings_fields
-from megatron_dynapipe.integration.supply.control_group import ControlGroup
+from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.service.settings import PlanInputs
 
 

@@ -19,7 +19,7 @@ SAID = "ranks share a GPU: messages between stages go by way of the host"
 def notice(*, rank: int, world_size: int, devices: list[str | None]) -> bool:
     """Whether ranks whose devices have these identities are on one; None is a CPU."""
     from megatron_dynapipe.integration.execution.transport import share_a_device
-    from megatron_dynapipe.integration.supply.control_group import ControlGroup
+    from megatron_dynapipe.runtime.control_group import ControlGroup
 
     dist.init_process_group("gloo")
     identity = devices[rank]

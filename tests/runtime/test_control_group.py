@@ -19,7 +19,7 @@ from tests.helpers.random_dataset import make_dataset
 def _control(function):
     import torch.distributed as dist
 
-    from megatron_dynapipe.integration.supply.control_group import ControlGroup
+    from megatron_dynapipe.runtime.control_group import ControlGroup
 
     dist.init_process_group("gloo")
     return function(ControlGroup(timeout_s=20))

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_dynapipe.integration.profiling.memory import LiveStorages, pass_memory
+from megatron_dynapipe.runtime.memory import LiveStorages, pass_memory
 
 KB = torch.float32.itemsize * 256
 

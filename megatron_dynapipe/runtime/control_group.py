@@ -26,6 +26,7 @@ class ControlGroup:
     def __init__(self, *, timeout_s: float) -> None:
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
 
     def broadcast_text(self, text: str, *, source: int = 0) -> str:
         """`text` of rank `source`, on every rank."""
@@ -39,7 +40,7 @@ class ControlGroup:
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """`values` of every rank, by rank; all of one shape."""
-        gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(self._group))]
+        gathered = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(gathered, values, group=self._group)
         return gathered
 
@@ -66,6 +67,25 @@ class ControlGroup:
                     return Difference(field=name, ranks=(having[0], rank), values=values)
         return None
 
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """`values`, on the host, summed over all ranks in place."""
+        dist.all_reduce(values, group=self._group)
+        return values
+
+    def send_text(self, text: str, to: int) -> None:
+        """Send a text to a rank that calls `receive_text`."""
+        data = text.encode()
+        dist.send(torch.tensor([len(data)]), to, group=self._group)
+        dist.send(torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8), to, group=self._group)
+
+    def receive_text(self, source: int) -> str:
+        """The text that a rank sends with `send_text`."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, source, group=self._group)
+        data = torch.zeros(max(int(size), 1), dtype=torch.uint8)
+        dist.recv(data, source, group=self._group)
+        return bytes(data.numpy().tobytes()[: int(size)]).decode()
+
     def run_on_all(self, function: Callable[[], _T]) -> _T:
         """Call a function on every rank; if it fails on any, all raise."""
         try:
@@ -75,6 +95,18 @@ class ControlGroup:
             raise
         self.start_agreement(None).wait()
         return value
+
+    def raise_on_all(self, error: Exception | None, source: int) -> None:
+        """Raise the error of rank `source` on every rank; all of them know that it has one.
+
+        That rank raises its own exception; the others one of the same kind and message.
+        """
+        name = "" if error is None else type(error).__name__
+        text = self.broadcast_text(f"{name}: {error}", source=source)
+        if self.rank == source:
+            assert error is not None
+            raise error
+        raise _same_kind(text, source) from error
 
     def start_agreement(self, error: Exception | None, *, plan: str = "", what: str = "") -> "Agreement":
         """Start telling the other ranks whether this one has an error; `Agreement.wait` on all ranks ends it.
@@ -125,17 +157,10 @@ class Agreement:
         """
         self._work.wait()
         code, most, least = self._code.tolist()
-        if code == 0:
-            if most != -least:
-                raise self._other_plans()
-            return
-        source = self._world - code
-        name = "" if self._error is None else type(self._error).__name__
-        text = self._control.broadcast_text(f"{name}: {self._error}", source=source)
-        if self._control.rank == source:
-            assert self._error is not None
-            raise self._error
-        raise _same_kind(text, source) from self._error
+        if code:
+            self._control.raise_on_all(self._error, self._world - code)
+        if most != -least:
+            raise self._other_plans()
 
     def _other_plans(self) -> PlanError:
         found = self._control.find_difference({"plan": f"{self._number:0{_DIGITS}x}…"})

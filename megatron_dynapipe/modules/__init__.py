@@ -1,0 +1,35 @@
+"""Any `torch.nn.Module` as pipeline stages: cut points, shared weights, shapes learned on the fly, training steps.
+
+    trace ──► division into stages ──► this rank's part ──► pipeline: micro-batches, instruction lists, gradients
+
+`docs/your-own-model.md` shows how to use it.
+"""
+
+from megatron_dynapipe.modules.collate import Pack, Pad
+from megatron_dynapipe.modules.cutpoint import CutPoint
+from megatron_dynapipe.modules.loader import DynaPipeDataLoader
+from megatron_dynapipe.modules.loss_scale import LossScale
+from megatron_dynapipe.modules.part import ModelPart
+from megatron_dynapipe.modules.pipeline import Pipeline, StepOutputs, StepResult
+from megatron_dynapipe.modules.planner import ModulePlanner
+from megatron_dynapipe.modules.profile import profile_module
+from megatron_dynapipe.modules.shared import SharedModule
+from megatron_dynapipe.modules.split import split_model
+from megatron_dynapipe.modules.stage import Stage
+
+__all__ = [
+    "CutPoint",
+    "DynaPipeDataLoader",
+    "LossScale",
+    "ModelPart",
+    "ModulePlanner",
+    "Pack",
+    "Pad",
+    "Pipeline",
+    "SharedModule",
+    "Stage",
+    "StepOutputs",
+    "StepResult",
+    "profile_module",
+    "split_model",
+]

@@ -1,0 +1,107 @@
+"""Checkpoints through `torch.distributed.checkpoint`: every weight once under the whole model's name.
+
+So a run may go on with other stages and replicas, and the weights can be read without any of this. PyTorch's own
+format describes its contents in a pickle: load checkpoints that you trust.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.modules.boundary import Part
+
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_EXTRA = "dynapipe."
+
+
+def save_checkpoint(
+    path: Path, part: Part, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, float]
+) -> None:
+    """Write a part's weights, its share of the optimizer's state and some numbers. Every rank calls it."""
+    save(_tensors(part, optimizer, extra), checkpoint_id=path)
+
+
+def load_checkpoint(
+    path: Path, part: Part, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, float]
+) -> dict[str, float]:
+    """Read what `save_checkpoint` wrote, for whatever stages and replicas; gives back the numbers.
+
+    Raises:
+        DataError: on every rank alike: there is no such checkpoint, or it lacks a weight.
+    """
+    tensors = _tensors(part, optimizer, extra)
+    try:
+        load(tensors, checkpoint_id=path)
+    except CheckpointException as error:
+        reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
+        raise DataError(
+            f"cannot read the checkpoint {path}: {reasons}",
+            hint="give the folder of a checkpoint of the same model and the same kind of optimizer",
+        ) from None
+    if optimizer is not None:
+        state = _optimizer_state(part, optimizer)
+        found = {key: _as(value, tensors[_renamed(key, part)]) for key, value in state.items() if _is_kept(value)}
+        set_optimizer_state_dict(part, optimizer, {**state, **found}, options=_OPTIONS)
+    return {key: float(tensors[_EXTRA + key]) for key in extra}
+
+
+def _tensors(
+    part: Part, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, float]
+) -> dict[str, torch.Tensor]:
+    """Everything to be written or read, as tensors: other values would be written by rank 0 alone."""
+    first = _first_names(part)
+    tensors: dict[str, Any] = {first.get(key, key): value for key, value in get_model_state_dict(part).items()}
+    if optimizer is not None:
+        state = _optimizer_state(part, optimizer)
+        tensors |= {_renamed(key, part): _tensor(value) for key, value in state.items() if _is_kept(value)}
+    return tensors | {_EXTRA + key: torch.tensor(value, dtype=torch.float64) for key, value in extra.items()}
+
+
+def _optimizer_state(part: Part, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(get_optimizer_state_dict(part, optimizer, options=_OPTIONS))
+
+
+def _first_names(part: Part) -> dict[str, str]:
+    """By its name on this rank, the name under which a shared weight is saved."""
+    return {name: first for first, places in part.holders().items() for _, name in places}
+
+
+def _renamed(key: str, part: Part) -> str:
+    """The key of a part of the optimizer's state, in which a weight's name stands between two words."""
+    for name, first in _first_names(part).items():
+        for kind in ("state", "param_groups"):
+            if key.startswith(f"{kind}.{name}."):
+                return f"optimizer.{kind}.{first}.{key.removeprefix(f'{kind}.{name}.')}"
+    return f"optimizer.{key}"
+
+
+def _is_kept(value: Any) -> bool:
+    """Tensors and numbers are; switches and names stay as the program has them."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return all(map(_is_kept, value))
+    return isinstance(value, torch.Tensor | int | float) and not isinstance(value, bool)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def _as(like: Any, tensor: torch.Tensor) -> Any:
+    """A tensor as a value of the type that it was made of."""
+    if isinstance(like, torch.Tensor):
+        return tensor
+    if isinstance(like, Sequence):
+        return type(like)(tensor.tolist())  # type: ignore[call-arg]
+    return type(like)(tensor.item())

@@ -1,0 +1,136 @@
+"""Planning a divided model's micro-batches by the measured costs of its segments."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from megatron_dynapipe.cost import Network
+from megatron_dynapipe.cost.segments import SegmentCosts
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.modules.inputs import Batch, batch_rows
+from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import ModelFamily, Recompute
+
+
+class ModulePlanner:
+    """A `Planner` for the stages of a divided model; every stage counts as one layer of the heaviest one's cost.
+
+    Args:
+        costs: of the segments.
+        stage_of: the virtual stage of each segment, `part.stage_of`.
+        stages: ranks of a pipeline.
+        replicas: of the pipeline.
+        memory_limit_bytes: of one device.
+        network: links between devices; by default those that the costs were measured with.
+        settings: further fields of `PlannerSettings`.
+
+    Attributes:
+        planner: what plans.
+        stages, replicas: as given.
+    """
+
+    def __init__(
+        self,
+        costs: SegmentCosts,
+        stage_of: Sequence[int],
+        *,
+        stages: int,
+        replicas: int = 1,
+        memory_limit_bytes: int,
+        network: Network | None = None,
+        **settings: Any,
+    ) -> None:
+        self.stages, self.replicas = stages, replicas
+        virtual = stage_of[-1] + 1
+        state = costs.state_bytes(stage_of)
+        self.planner = Planner(
+            PlannerSettings(
+                family=ModelFamily.GPT,
+                encoder_layers=virtual,
+                hidden_size=costs.bytes_per_position(stage_of),
+                element_bytes=1,
+                data_parallel=replicas,
+                pipeline_parallel=stages,
+                chunks=virtual // stages,
+                memory_limit_bytes=memory_limit_bytes,
+                recompute=(Recompute.NONE,),
+                network=network or Network.over(costs.links, devices_per_node=8),
+                model_state_bytes=tuple(sum(state[rank::stages]) for rank in range(stages)),
+                **settings,
+            ),
+            costs.heaviest_stage(stage_of),
+        )
+        self._alone = self.planner if replicas == 1 else _for_one_replica(self.planner)
+
+    @property
+    def digest(self) -> str:
+        """Of everything that plans depend on besides lengths."""
+        return self.planner.digest
+
+    def plan(self, lengths: Sequence[int], iteration: int, *, forward_only: bool = False) -> IterationPlan:
+        """The plan of a global batch over all replicas.
+
+        Args:
+            lengths: of its samples, in positions; a micro-batch's sample ids are places in it.
+            iteration: its number.
+            forward_only: no backward passes.
+
+        Raises:
+            PlanningError, InfeasibleError: as `Planner.plan`.
+        """
+        return self.planner.plan(_global_batch(lengths, iteration), iteration, forward_only=forward_only)
+
+    def share(self, batch: Batch, *, forward_only: bool = False) -> tuple[list[dict[str, Any]], IterationPlan]:
+        """One replica's batch as planned micro-batches, each trimmed to the length of its longest sample.
+
+        Lengths are the sums of the batch's "attention_mask", if it has one, else the second dimension of its first
+        tensor. Padding is expected at the end of each row.
+        """
+        lengths = _lengths(batch)
+        plan = self._alone.plan(_global_batch(lengths, 0), 0, forward_only=forward_only)
+        return [_rows(batch, micro_batch) for micro_batch in plan.replicas[0].micro_batches], plan
+
+
+def _for_one_replica(planner: Planner) -> Planner:
+    return Planner(msgspec.structs.replace(planner.settings, data_parallel=1), planner.cost_model)
+
+
+def _global_batch(lengths: Sequence[int], iteration: int) -> GlobalBatch:
+    """A sample of n positions counts as n + 1 tokens: a decoder-only one trains on one position less than it has."""
+    tokens = np.asarray(lengths, np.int32) + 1
+    return GlobalBatch(
+        iteration=iteration,
+        sample_ids=np.arange(len(tokens)),
+        input_lengths=tokens,
+        target_lengths=np.zeros_like(tokens),
+    )
+
+
+def _lengths(batch: Batch) -> list[int]:
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor):
+        return [max(int(n), 1) for n in mask.sum(1).tolist()]
+    widths = [value.shape[1] for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 1]
+    if not widths:
+        raise DataError("expected a batch with a tensor of samples × positions, or an attention_mask, to plan")
+    return [widths[0]] * batch_rows(batch)
+
+
+def _rows(batch: Batch, micro_batch: MicroBatch) -> dict[str, Any]:
+    """The samples of a micro-batch, cut off at its longest one's end."""
+    rows, width = batch_rows(batch), max(_lengths(batch))
+    ids, longest = torch.tensor(micro_batch.sample_ids), max(micro_batch.input_lengths) - 1
+    found = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.dim() and len(value) == rows:
+            value = value[ids]
+            if value.dim() > 1 and value.shape[1] >= width:
+                value = value[:, :longest]
+        found[key] = value
+    return found

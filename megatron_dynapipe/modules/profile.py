@@ -1,0 +1,200 @@
+"""What the segments of a model cost on the device at hand, for planning and for choosing where to divide it."""
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_dynapipe.cost.format import UNITS, Link, Table
+from megatron_dynapipe.cost.segments import Segment, SegmentCosts
+from megatron_dynapipe.modules.boundary import Layout
+from megatron_dynapipe.modules.cutpoint import cut_points, resolve_split_points
+from megatron_dynapipe.modules.inputs import Inputs
+from megatron_dynapipe.modules.part import segment_parameters
+from megatron_dynapipe.modules.program import Division
+from megatron_dynapipe.modules.split import without_memory
+from megatron_dynapipe.modules.trace import trace
+from megatron_dynapipe.modules.variants import Kind, Variants
+from megatron_dynapipe.runtime import Entry, StageGraph
+from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.runtime.links import measure_links
+from megatron_dynapipe.runtime.memory import pass_memory
+from megatron_dynapipe.units import BYTES_PER_MB
+
+_REPEATS = 5
+
+
+def profile_module(
+    model: nn.Module,
+    get_batch: Callable[[int, int], Any],
+    sizes: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    split_points: Sequence[str] | None = None,
+    name: str = "module",
+    repeats: int = _REPEATS,
+) -> SegmentCosts:
+    """Measure every segment between cut points over a grid of micro-batch shapes.
+
+    On a rank of a process group all ranks call it; each measures, and rank 0's costs, with the links between ranks,
+    are what all of them return.
+
+    Args:
+        model: the whole model, on the device that it is to be measured on.
+        get_batch: makes the model's arguments for a micro-batch of a size and a length.
+        sizes: samples of a micro-batch.
+        lengths: positions of a sample.
+        split_points: places at which the model may be divided, as `split_model` takes them; by default its CutPoints.
+        name: of the model, for people.
+        repeats: of every measurement, of which the median is taken.
+
+    Raises:
+        ConfigError: as `split_model`.
+    """
+    model_segments = _Segments(model, get_batch(max(sizes), max(lengths)), split_points)
+    for length in lengths:
+        for size in sizes:
+            model_segments.measure(size, length, get_batch(size, length), repeats)
+    model.zero_grad(set_to_none=True)
+    device = model_segments.device
+    costs = SegmentCosts(
+        kind="segments",
+        name=name,
+        source="megatron_dynapipe.modules.profile_module",
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        units={**UNITS, "time": "ms for one segment, one micro-batch"},
+        segments=model_segments.result(),
+        links=_links(device),
+    )
+    return _of_first_rank(costs)
+
+
+class _Segments:
+    """A model's segments one after another, and what has been measured of them."""
+
+    def __init__(self, model: nn.Module, example: Any, split_points: Sequence[str] | None) -> None:
+        self.device = next(model.parameters()).device
+        self._inputs = Inputs.of(model, example)
+        points = cut_points(model) if split_points is None else resolve_split_points(model, split_points)
+        self._skeleton = without_memory(model)
+        named = self._inputs.of_model(self._inputs.name(example))
+        traced = trace(self._skeleton, named, points)
+        segments = list(range(len(traced.points) + 1))
+        self._division = Division(traced, segments)
+        self._kind = Kind.of(named, training=model.training, autocast=None, device=self.device)
+        self._variants = Variants(self._skeleton, segments, segments, model.get_submodule)
+        self._variants.add(self._kind, self._division)
+        self._tables = [_Tables() for _ in segments]
+
+    def measure(self, size: int, length: int, batch: Any, repeats: int) -> None:
+        """Measure all of them with a batch."""
+        named = self._inputs.of_model(self._inputs.name(batch))
+        on_device = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in named.items()}
+        layout = self._variants.layout(on_device, self._kind)
+        received: Sequence[torch.Tensor] = ()
+        for segment, table in enumerate(self._tables):
+            received = table.add(size, length, _Segment(layout, segment, received, on_device, self.device), repeats)
+
+    def result(self) -> tuple[Segment, ...]:
+        """What was measured."""
+        names = ("", *self._division.trace.points)
+        counts = segment_parameters(self._skeleton, self._division)
+        each = zip(self._tables, names, counts, strict=True)
+        return tuple(table.segment(name, count) for table, name, count in each)
+
+
+class _Segment:
+    """One segment with what it receives, to be run again and again."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        segment: int,
+        received: Sequence[torch.Tensor],
+        batch: dict[str, Any],
+        device: torch.device,
+    ) -> None:
+        self._run, self._batch, self._received, self._device = layout.runs[segment], batch, received, device
+        self._differentiable = layout.boundaries[segment - 1].differentiable if segment else ()
+
+    def forward(self) -> tuple[StageGraph, Sequence[torch.Tensor]]:
+        """The graph, and what is sent: every tensor of what the model returns at the last segment."""
+        entry = Entry([tensor.clone() for tensor in self._received], self._differentiable)
+        output = self._run(entry.tensors, self._batch, self._device)
+        sent = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        return StageGraph.to_outputs(entry, sent), sent
+
+    @staticmethod
+    def backward(made: tuple[StageGraph, Sequence[torch.Tensor]]) -> None:
+        """The backward pass, from gradients of ones."""
+        graph, sent = made
+        graph.backward([torch.ones_like(tensor) for tensor in sent])
+
+
+class _Tables:
+    """What one segment costs, by shape."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, Table] = {}
+
+    def add(self, size: int, length: int, segment: _Segment, repeats: int) -> Sequence[torch.Tensor]:
+        """Measure a shape; gives back what the segment sends."""
+        device = segment._device
+        memory = pass_memory(segment.forward, segment.backward, device)
+        times = [_time_once(segment, device) for _ in range(repeats)]
+        _, sent = segment.forward()
+        row = {
+            "forward": median(forward for forward, _ in times),
+            "backward": median(backward for _, backward in times),
+            "stored": memory.stored_bytes / BYTES_PER_MB,
+            "peak": max(memory.peak_bytes, memory.stored_bytes) / BYTES_PER_MB,
+            "boundary": sum(tensor.nbytes for tensor in sent) / BYTES_PER_MB,
+        }
+        for quantity, value in row.items():
+            self._tables.setdefault(quantity, {}).setdefault(str(length), []).append((size, round(value, 6)))
+        return [tensor.detach() for tensor in sent]
+
+    def segment(self, name: str, parameters: int) -> Segment:
+        """As the cost model has it."""
+        tables = self._tables
+        return Segment(
+            name=name,
+            parameters=parameters,
+            time_ms={"forward": tables["forward"], "backward": tables["backward"]},
+            stored_activation_mb=tables["stored"],
+            peak_activation_mb=tables["peak"],
+            boundary_mb=tables["boundary"],
+        )
+
+
+def _time_once(segment: _Segment, device: torch.device) -> tuple[float, float]:
+    """Milliseconds of a forward and its backward."""
+    marks = [_now(device)]
+    made = segment.forward()
+    marks.append(_now(device))
+    segment.backward(made)
+    marks.append(_now(device))
+    return (marks[1] - marks[0]) / 1e6, (marks[2] - marks[1]) / 1e6
+
+
+def _now(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter_ns()
+
+
+def _links(device: torch.device) -> dict[str, Link]:
+    return measure_links(device) if dist.is_initialized() and dist.get_world_size() > 1 else {}
+
+
+def _of_first_rank(costs: SegmentCosts) -> SegmentCosts:
+    """The costs that rank 0 measured: all ranks must plan with the same."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return costs
+    control = ControlGroup(timeout_s=300.0)
+    return SegmentCosts.decode(control.broadcast_text(msgspec.json.encode(costs).decode()).encode())

@@ -1,0 +1,191 @@
+"""Shapes at a boundary, learned once: what a stage of the user's own receives and sends for a batch of given shapes.
+
+    stage 0                         stage 1                          stage 2
+    runs without memory ──layout──► runs without memory ──layout──► runs without memory
+
+Both sides of a boundary know the micro-batch's own shapes, which all ranks of a pipeline have agreed on, and so both
+know whether they have met them before. If so, nothing is sent. If not, both exchange, in the order of the stages: no
+side can wait for a message that the other does not mean to send.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import msgspec
+import torch
+
+from megatron_dynapipe.errors import ConfigError, ExecutionError
+from megatron_dynapipe.modules.boundary import Boundary
+from megatron_dynapipe.modules.ranks import Ranks
+from megatron_dynapipe.plan.instructions import TensorShape
+
+_MOST_SHAPES = 4096
+_FAILED = "failed: "
+
+
+class TensorMeta(msgspec.Struct, frozen=True, tag="tensor"):
+    """A tensor inside what a stage sends."""
+
+    shape: TensorShape
+    dtype: str
+    differentiable: bool
+
+
+class Items(msgspec.Struct, frozen=True, tag="items"):
+    """A tuple or list."""
+
+    kind: str
+    items: "tuple[Structure, ...]"
+
+
+class Mapped(msgspec.Struct, frozen=True, tag="mapped"):
+    """A dict."""
+
+    items: "dict[str, Structure]"
+
+
+class Constant(msgspec.Struct, frozen=True, tag="constant"):
+    """What is no tensor."""
+
+    value: bool | int | float | str | None
+
+
+Structure = TensorMeta | Items | Mapped | Constant
+"""What crosses a boundary: tensors inside tuples, lists and dicts, and constants beside them."""
+
+_decoder = msgspec.json.Decoder(Structure)
+
+
+class ShapeTracker:
+    """What crosses one boundary, by the shapes of the micro-batch.
+
+    Args:
+        ranks: this rank's place.
+
+    Attributes:
+        exchanges: how often this rank has received a structure from the stage before it, or sent one.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._known: OrderedDict[Hashable, tuple[Structure | None, Structure | None]] = OrderedDict()
+        self.exchanges = 0
+
+    def knows(self, key: Hashable) -> bool:
+        """Whether micro-batches of this key have been met."""
+        return key in self._known
+
+    def learn(
+        self, key: Hashable, run: Callable[[Structure | None], Structure | None]
+    ) -> tuple[Structure | None, Structure | None]:
+        """What is received and what is sent for a micro-batch; every rank of the pipeline calls it.
+
+        Args:
+            key: of the micro-batch, the same on all of them.
+            run: from what is received to what is sent; None at the pipeline's ends.
+
+        Raises:
+            ConfigError: a stage cannot run what it receives; those after it say which it was.
+        """
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        ranks, control, pipeline = self._ranks, self._ranks.control, self._ranks.pipeline
+        received: Structure | None = None
+        text = ""
+        if ranks.stage:
+            self.exchanges += 1
+            text = control.receive_text(pipeline[ranks.stage - 1])
+        try:
+            if text.startswith(_FAILED):
+                raise ConfigError(text.removeprefix(_FAILED))
+            received = _decoder.decode(text) if text else None
+            sent = run(received)
+        except Exception as error:
+            self._pass_on(f"{_FAILED}stage {ranks.stage}: {error}" if not text.startswith(_FAILED) else text)
+            raise
+        if ranks.stage < ranks.stages - 1:
+            self._pass_on(msgspec.json.encode(sent).decode())
+        self._known[key] = received, sent
+        if len(self._known) > _MOST_SHAPES:
+            self._known.popitem(last=False)
+        return received, sent
+
+    def _pass_on(self, text: str) -> None:
+        if self._ranks.stage < self._ranks.stages - 1:
+            self.exchanges += 1
+            self._ranks.control.send_text(text, self._ranks.pipeline[self._ranks.stage + 1])
+
+
+def structure_of(value: Any) -> Structure:
+    """The structure of what a stage returns; raises ConfigError for values that cannot cross a boundary."""
+    match value:
+        case torch.Tensor():
+            differentiable = value.requires_grad and value.is_floating_point()
+            name = str(value.dtype).removeprefix("torch.")
+            return TensorMeta(tuple(int(n) for n in value.shape), name, differentiable)
+        case tuple() | list():
+            kind = "list" if isinstance(value, list) else "tuple"
+            return Items(kind, tuple(map(structure_of, value)))
+        case dict():
+            return Mapped({key: structure_of(each) for key, each in value.items()})
+        case None | bool() | int() | float() | str():
+            return Constant(value)
+    raise ConfigError(
+        f"a stage returns a {type(value).__name__}, which cannot cross to the next one",
+        hint="return tensors, numbers, strings, and tuples, lists and dicts of them",
+    )
+
+
+def tensors_in(structure: Structure | None) -> list[TensorMeta]:
+    """Its tensors, in order."""
+    match structure:
+        case TensorMeta():
+            return [structure]
+        case Items():
+            return [meta for each in structure.items for meta in tensors_in(each)]
+        case Mapped():
+            return [meta for each in structure.items.values() for meta in tensors_in(each)]
+    return []
+
+
+def fill(structure: Structure, tensors: list[torch.Tensor]) -> Any:
+    """The value of a structure, given its tensors; they are taken from the front."""
+    match structure:
+        case TensorMeta():
+            return tensors.pop(0)
+        case Items():
+            items = [fill(each, tensors) for each in structure.items]
+            return items if structure.kind == "list" else tuple(items)
+        case Mapped():
+            return {key: fill(each, tensors) for key, each in structure.items.items()}
+        case Constant():
+            return structure.value
+
+
+def flatten(value: Any, structure: Structure) -> list[torch.Tensor]:
+    """The tensors of what a stage returned; raises ExecutionError where it is not of the structure."""
+    if (found := structure_of(value)) != structure:
+        raise ExecutionError(f"expected the stage to return {structure} for this batch, as it did before, got {found}")
+    leaves: list[torch.Tensor] = []
+    pending = [value]
+    while pending:
+        each = pending.pop(0)
+        if isinstance(each, torch.Tensor):
+            leaves.append(each)
+        elif isinstance(each, tuple | list):
+            pending = [*each, *pending]
+        elif isinstance(each, dict):
+            pending = [*each.values(), *pending]
+    return leaves
+
+
+def boundary_of(structure: Structure) -> Boundary:
+    """What crosses, as the executor is told of it."""
+    metas = tensors_in(structure)
+    return Boundary(
+        shapes=tuple(meta.shape for meta in metas),
+        dtypes=tuple(getattr(torch, meta.dtype) for meta in metas),
+        differentiable=tuple(meta.differentiable for meta in metas),
+    )

@@ -1,0 +1,165 @@
+"""`split_model`: from a whole model to this rank's part.
+
+model ──(trace)──► nodes between cuts ──(choose cuts)──► stages ──(share modules, materialise)──► this rank's part
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_dynapipe.cost.segments import SegmentCosts
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.modules.cutpoint import cut_points, resolve_split_points
+from megatron_dynapipe.modules.even import even_split, even_split_of_costs
+from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
+from megatron_dynapipe.modules.materialise import Initialise, initialise_with, materialise
+from megatron_dynapipe.modules.part import ModelPart, segment_parameters
+from megatron_dynapipe.modules.program import Division
+from megatron_dynapipe.modules.ranks import Ranks
+from megatron_dynapipe.modules.trace import Trace, trace
+
+
+def split_model(
+    model: nn.Module,
+    example_batch: Any,
+    *,
+    split_points: Sequence[str] | None = None,
+    stages: int | None = None,
+    costs: SegmentCosts | str | Path | None = None,
+    memory_limit_bytes: int | None = None,
+    shared_weights: Sequence[tuple[str, str]] = (),
+    replicas: int = 1,
+    labels: Sequence[str] = LABELS,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    initialise: Initialise | None = None,
+    device: torch.device | str | None = None,
+    timeout_s: float = 300.0,
+) -> ModelPart:
+    """Divide a model over the ranks of the process group, and keep this rank's part. Every rank calls it alike.
+
+    The part shares its modules with the model, which may be dropped afterwards. Ranks are stages × replicas: rank
+    `stage × replicas + replica`.
+
+    Args:
+        model: the whole model, or one built under `torch.device("meta")`, which costs no memory.
+        example_batch: what a forward takes: a dict by the names of its arguments, a tuple or a tensor. Sizes may
+            differ later; keys may not.
+        split_points: names of the modules at which stages begin: "transformer.h.3", or "h.3" where only one module's
+            name ends so. By default the `CutPoint`s inside the model.
+        stages: virtual stages, where there are more places to divide at than are needed; they are evened out by
+            `costs`, else by numbers of parameters. By default one per rank of a pipeline, or one more than there are
+            split points. A multiple of the ranks gives every rank as many virtual stages.
+        costs: what segments between cuts cost, from `profile_module`, or the path of its file.
+        memory_limit_bytes: of one device, where costs are given.
+        shared_weights: pairs of names of parameters that are to be one weight, on whatever stages they are. Those
+            that the model shares already are found by themselves.
+        replicas: data-parallel replicas of the pipeline.
+        labels: keys of a batch that only the loss reads.
+        state_dict: values of the parameters, read for this rank's part alone: a model on "meta" needs them, or
+        initialise: gives a module without values its values; by default as `initialise_with`.
+        device: where the part goes.
+        timeout_s: deadline of every exchange between ranks.
+
+    Raises:
+        ConfigError: on every rank alike: too few cuts, one that is never or twice reached, control flow that depends
+            on data, an unknown key or weight, other models on other ranks.
+    """
+    ranks = Ranks(replicas=replicas, timeout_s=timeout_s)
+    request = _Request(split_points, stages, costs, memory_limit_bytes)
+
+    def split() -> ModelPart:
+        inputs = Inputs.of(model, example_batch, labels)
+        names = _first_names(model, shared_weights)
+        part = _part_of(model, inputs, inputs.of_model(inputs.name(example_batch)), names, request, ranks)
+        target = None if device is None else torch.device(device)
+        materialise(part, names, state_dict, initialise or initialise_with(model), target)
+        return part
+
+    part = ranks.run_on_all(split)
+    every = [rank for pipeline in ranks.pipelines for rank in pipeline]
+    ranks.require_equal(part.division.description, "the divided model", across=every)
+    return part
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Where and how a model is to be divided."""
+
+    split_points: Sequence[str] | None
+    stages: int | None
+    costs: SegmentCosts | str | Path | None
+    memory_limit_bytes: int | None
+
+
+def _part_of(
+    model: nn.Module, inputs: Inputs, example: Batch, names: Mapping[str, str], request: _Request, ranks: Ranks
+) -> ModelPart:
+    """Trace, choose the stages, and take this rank's modules."""
+    skeleton = without_memory(model)
+    points = request.split_points
+    found = cut_points(model) if points is None else resolve_split_points(model, points)
+    traced = trace(skeleton, example, found)
+    stage_of = _stages(skeleton, traced, ranks, request)
+    division = Division(traced, stage_of)
+    return ModelPart(model, skeleton, division, stage_of, example, ranks=ranks, inputs=inputs, names=names)
+
+
+def without_memory(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers have shapes alone."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def _stages(model: nn.Module, traced: Trace, ranks: Ranks, request: _Request) -> list[int]:
+    """The virtual stage of each segment."""
+    segments = len(traced.points) + 1
+    wanted = request.stages or (ranks.stages if request.split_points is None else segments)
+    if ranks.stages == 1:
+        return [0] * segments
+    if segments < wanted:
+        raise ConfigError(
+            f"expected at least {wanted - 1} places to divide the model at for {wanted} stages, got {segments - 1}",
+            hint="put more CutPoints into the model, name more split points, or use fewer stages",
+        )
+    if wanted % ranks.stages:
+        raise ConfigError(
+            f"expected a number of stages that {ranks.stages} ranks of a pipeline can share alike, got {wanted}",
+            hint="name one split point less than there are ranks, or run as many ranks as there are stages",
+        )
+    if request.costs is not None:
+        costs = request.costs if isinstance(request.costs, SegmentCosts) else SegmentCosts.load(Path(request.costs))
+        return even_split_of_costs(costs, traced.points, wanted, request.memory_limit_bytes)
+    if segments == wanted:
+        return list(range(segments))
+    return even_split(segment_parameters(model, Division(traced, list(range(segments)))), wanted)
+
+
+def _first_names(model: nn.Module, shared_weights: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Of every parameter, by each of its names, the first name of those that share it."""
+    first: dict[int, str] = {}
+    names = {
+        name: first.setdefault(id(weight), name) for name, weight in model.named_parameters(remove_duplicate=False)
+    }
+    known = dict(model.named_parameters(remove_duplicate=False))
+    for one, other in shared_weights:
+        for name in (one, other):
+            if name not in known:
+                raise ConfigError(f"expected shared weights among the model's parameters, got {name!r}")
+        if known[one].shape != known[other].shape:
+            raise ConfigError(
+                f"expected shared weights of one shape, got {one} of {tuple(known[one].shape)} and {other} of "
+                f"{tuple(known[other].shape)}"
+            )
+        kept, dropped = names[one], names[other]
+        names = {name: kept if name_of == dropped else name_of for name, name_of in names.items()}
+    return names

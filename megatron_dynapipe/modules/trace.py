@@ -1,0 +1,191 @@
+"""What a model does between its modules: its forward, run once on tensors without memory and written down.
+
+    model.forward ──► n0 embedding(batch[ids])   segment 0
+                      n1 + n0 …                  segment 0     ◄ operations between modules, one by one
+                      n2 h.0(n1, mask)           segment 0     ◄ modules inside one segment, whole
+                     ──── cut ────
+                      n3 h.1(n2, mask)           segment 1
+
+A module that no cut divides is one node, whatever happens inside: it runs later as the user wrote it, with its hooks,
+its random numbers, its own control flow over sizes. Only what stands between such modules becomes a list of
+operations. Control flow that depends on a tensor's values cannot be followed and is refused with its place.
+"""
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.modules.cutpoint import CutPoint, containers
+from megatron_dynapipe.modules.record import Node, Recorder, Result
+from megatron_dynapipe.modules.symbols import Domain, SymbolicBatch
+
+_HOST = torch.device("cpu")
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """A model's forward as nodes.
+
+    Attributes:
+        nodes: in the order in which they ran.
+        values: every tensor that appears, by number: a batch's or a node's.
+        output: what the model returned, its tensors as numbered values.
+        points: names of the cuts in the order of the forward; there is one segment more.
+        domain: sizes for which all this holds.
+    """
+
+    nodes: Sequence[Node]
+    values: Sequence[Result]
+    output: Any
+    points: tuple[str, ...]
+    domain: Domain
+
+
+def trace(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    points: Sequence[str],
+    *,
+    device: torch.device = _HOST,
+    autocast: torch.dtype | None = None,
+) -> Trace:
+    """Run a model's forward on tensors without memory.
+
+    Args:
+        model: its parameters and buffers may be on any device; they are neither read nor changed.
+        batch: arguments of the forward, by name.
+        points: names of the modules at which segments begin, or of `CutPoint`s at which they end.
+        device: kind of device that the model will run on.
+        autocast: the dtype that operations will be cast to, if any.
+
+    Raises:
+        ConfigError: a point is never reached or reached twice, control flow depends on data, or a value passes
+            between modules in a way that cannot be followed; the message names the place.
+    """
+    symbolic = SymbolicBatch(batch, device)
+    with symbolic.mode:
+        weights: dict[str, torch.Tensor] = {name: _empty(p, device) for name, p in model.named_parameters()}
+        weights |= {name: torch.empty_like(b, device=device) for name, b in model.named_buffers()}
+    casting = torch.autocast(device.type, autocast) if autocast is not None else contextlib.nullcontext()
+    with casting:
+        recorder = Recorder(symbolic.values, weights, device)
+    calls = _Calls(model, recorder, points)
+    with contextlib.ExitStack() as stack:
+        for context in (_without_caches(model), enable_python_dispatcher(), symbolic.mode, casting, recorder, calls):
+            stack.enter_context(context)
+        with _explained():
+            output = torch.func.functional_call(model, weights, (), symbolic.values)
+            returned = recorder.encode(output)
+    calls.check_reached()
+    return Trace(
+        nodes=recorder.nodes,
+        values=recorder.results(),
+        output=returned,
+        points=tuple(calls.reached),
+        domain=symbolic.domain(),
+    )
+
+
+class _Calls(contextlib.AbstractContextManager[None]):
+    """Sees every call of a module while the block lasts, and tells the recorder of those that matter."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder, points: Sequence[str]) -> None:
+        self._recorder = recorder
+        self._points = list(points)
+        self.reached: list[str] = []
+        self._names = {module: name for name, module in model.named_modules()}
+        self._divided = containers(model, points)
+        self._call = nn.Module.__call__
+
+    def __enter__(self) -> None:
+        seen, original = self, self._call
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return seen._of(module, original, args, kwargs)
+
+        setattr(nn.Module, "__call__", call)  # noqa: B010  (a method, which mypy would not have assigned)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(nn.Module, "__call__", self._call)  # noqa: B010
+
+    def check_reached(self) -> None:
+        """Refuse a point that the forward did not come to."""
+        if missing := [point for point in self._points if point not in self.reached]:
+            raise ConfigError(
+                f"expected the forward to reach every split point, but it never calls {', '.join(missing)}",
+                hint="name modules that are called, not lists of them; every CutPoint must be called",
+            )
+
+    def _of(
+        self, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        name = self._names.get(module)
+        if name is None or self._recorder.inside:
+            return original(module, *args, **kwargs)
+        if name in self._points:
+            self._begin(name)
+        if isinstance(module, CutPoint) or name in self._divided:
+            return original(module, *args, **kwargs)
+        return self._recorder.call_module(name, lambda: original(module, *args, **kwargs), args, kwargs)
+
+    def _begin(self, name: str) -> None:
+        if name in self.reached:
+            raise ConfigError(
+                f"expected the forward to reach the split point {name} once, but it calls it twice",
+                hint="make one CutPoint for every place; do not divide a model at a module that it calls repeatedly",
+            )
+        self.reached.append(name)
+        self._recorder.segment += 1
+
+
+def _empty(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+
+
+@contextlib.contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Turn off the key and value caches of generation, which `transformers` leaves on in training."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    try:
+        for config in on:
+            config.use_cache = False
+        yield
+    finally:
+        for config in on:
+            config.use_cache = True
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turn what the tracing machinery raises into an error that names the place in the user's code."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{error.message} ({_place(error)})", hint=error.hint) from error
+    except _DATA_DEPENDENT as error:
+        raise ConfigError(
+            f"control flow or sizes depend on a tensor's values, which are not known before the model runs "
+            f"({_place(error)})",
+            hint="use torch.where or a mask instead of a Python condition on a tensor",
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of the traceback that is neither PyTorch's nor this package's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [f for f in frames if "/torch/" not in f.filename and "/megatron_dynapipe/" not in f.filename]
+    if not mine:
+        return "in the model's forward"
+    frame = mine[-1]
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}: {(frame.line or '').strip()}"

@@ -1,0 +1,157 @@
+"""How micro-batches of any shape run: one trace for most of them, another where sizes lie outside what it holds for."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.modules.boundary import Boundary, Layout, Run, signature
+from megatron_dynapipe.modules.inputs import Batch
+from megatron_dynapipe.modules.program import Crossing, Division, StageFunction
+from megatron_dynapipe.modules.symbols import Evaluate
+from megatron_dynapipe.modules.trace import trace
+
+_MOST_LAYOUTS = 4096
+"""Shapes whose layouts are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a trace depends on besides sizes."""
+
+    training: bool
+    autocast: torch.dtype | None
+    device_type: str
+    constants: str
+
+    @classmethod
+    def of(cls, batch: Batch, *, training: bool, autocast: torch.dtype | None, device: torch.device) -> "Kind":
+        """That of a batch."""
+        constants = {key: value for key, value in batch.items() if not isinstance(value, torch.Tensor)}
+        return cls(training, autocast, device.type, repr(constants))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Variant:
+    """A division as this rank runs it."""
+
+    division: Division
+    functions: Mapping[int, StageFunction]
+    sizes: Mapping[int, Evaluate]
+    boundaries: Mapping[int, Evaluate]
+
+
+class Variants:
+    """The traces of one model.
+
+    Args:
+        skeleton: the whole model without memory.
+        stage_of: the virtual stage of each segment.
+        mine: virtual stages of this rank.
+        resolve: this rank's module of a name.
+    """
+
+    def __init__(
+        self, skeleton: nn.Module, stage_of: Sequence[int], mine: Sequence[int], resolve: Callable[[str], Any]
+    ) -> None:
+        self._skeleton = skeleton
+        self._stage_of = stage_of
+        self._mine = mine
+        self._resolve = resolve
+        self._known: dict[Kind, list[_Variant]] = {}
+        self._layouts: OrderedDict[tuple[Kind, Any], Layout] = OrderedDict()
+
+    def add(self, kind: Kind, division: Division) -> None:
+        """Use a division for the batches for which it holds."""
+        evaluator = division.trace.domain.evaluator
+        functions = {stage: division.compile(stage, self._resolve) for stage in self._mine}
+        near = {stage for mine in self._mine for stage in (mine - 1, mine) if 0 <= stage < division.stages - 1}
+        variant = _Variant(
+            division=division,
+            functions=functions,
+            sizes={stage: evaluator(function.sizes) for stage, function in functions.items()},
+            boundaries={stage: division.sizes_at(stage) for stage in near},
+        )
+        self._known.setdefault(kind, []).append(variant)
+
+    def source(self, stage: int) -> str:
+        """The code of a virtual stage, as first traced."""
+        return next(iter(self._known.values()))[0].functions[stage].source
+
+    def knows(self, batch: Batch, kind: Kind) -> bool:
+        """Whether a known trace holds for a micro-batch."""
+        return (kind, signature(batch)) in self._layouts or self._bound(kind, _shapes(batch)) is not None
+
+    def layout(self, batch: Batch, kind: Kind) -> Layout:
+        """How a micro-batch runs; the model is traced again where no known trace holds for it."""
+        key = (kind, signature(batch))
+        if (found := self._layouts.get(key)) is not None:
+            self._layouts.move_to_end(key)
+            return found
+        shapes = _shapes(batch)
+        if (layout := self._bound(kind, shapes)) is None:
+            self.add(kind, self._trace(batch, kind))
+            layout = self._bound(kind, shapes)
+        assert layout is not None, "a trace holds for the batch that it was made with"
+        self._layouts[key] = layout
+        if len(self._layouts) > _MOST_LAYOUTS:
+            self._layouts.popitem(last=False)
+        return layout
+
+    def _bound(self, kind: Kind, shapes: Mapping[str, tuple[int, ...]]) -> Layout | None:
+        for variant in self._known.get(kind, ()):
+            if (symbols := variant.division.trace.domain.bind(shapes)) is not None:
+                return _layout(variant, symbols)
+        return None
+
+    def _trace(self, batch: Batch, kind: Kind) -> Division:
+        known = next(iter(self._known.values()))[0].division
+        points = known.trace.points
+        self._skeleton.train(kind.training)
+        device = torch.device(kind.device_type)
+        traced = trace(self._skeleton, batch, points, device=device, autocast=kind.autocast)
+        division = Division(traced, self._stage_of)
+        if traced.points != points or any(
+            not set(division.modules(stage)) <= set(known.modules(stage)) for stage in self._mine
+        ):
+            raise ConfigError(
+                f"expected the forward to run the same modules on each stage for every batch, in the order "
+                f"{', '.join(points)}; a batch of shapes {signature(batch)} runs others",
+                hint="give split_model an example batch like those of training",
+            )
+        return division
+
+
+def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def _layout(variant: _Variant, symbols: Sequence[int]) -> Layout:
+    division = variant.division
+    return Layout(
+        boundaries={
+            stage: _boundary(division.boundaries[stage], division, evaluate(symbols))
+            for stage, evaluate in variant.boundaries.items()
+        },
+        runs={stage: _run(function, variant.sizes[stage](symbols)) for stage, function in variant.functions.items()},
+        keys={stage: division.batch_keys(stage) for stage in variant.functions},
+    )
+
+
+def _boundary(crossings: Sequence[Crossing], division: Division, sizes: Sequence[int]) -> Boundary:
+    remaining = iter(sizes)
+    ranks = [len(division.trace.values[crossing.value].sizes) for crossing in crossings]
+    return Boundary(
+        shapes=tuple(tuple(next(remaining) for _ in range(rank)) for rank in ranks),
+        dtypes=tuple(crossing.dtype for crossing in crossings),
+        differentiable=tuple(crossing.differentiable for crossing in crossings),
+    )
+
+
+def _run(function: StageFunction, sizes: Sequence[Any]) -> Run:
+    run = function.run
+    return lambda received, batch, device: run(received, batch, sizes, device)

@@ -1,0 +1,31 @@
+"""Models that nobody here wrote, in pieces: losses and gradients of one process, whatever the pieces."""
+
+import pytest
+
+from tests.helpers.processes import run_ranks
+from tests.modules.models import CASES, build
+from tests.modules.training import train
+
+TOLERANCE = 1e-5
+EVERYDAY = {("gpt2", 2, 1), ("t5", 2, 1), ("vision", 2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "replicas"),
+    [
+        pytest.param(name, stages, replicas, marks=() if (name, stages, replicas) in EVERYDAY else pytest.mark.slow)
+        for name in CASES
+        for stages in (2, 4)
+        for replicas in (1, 2)
+    ],
+)
+def test_losses_and_gradients_are_those_of_one_process(name, stages, replicas):
+    ranks = run_ranks(train, stages * replicas, {"name": name, "replicas": replicas}, deadline_s=240)
+    for found in ranks:
+        assert found["losses"] == pytest.approx(found["expected"], abs=TOLERANCE)
+        assert found["gradients"] < TOLERANCE
+        assert found["weights"] < TOLERANCE
+    held = [name for found in ranks for name in found["names"]]
+    whole = dict(build(name).named_parameters(remove_duplicate=False))
+    used = {key for key in whole if key in held or not any(whole[key] is whole[other] for other in held)}
+    assert used == set(held), "names are those of the whole model, and none is missing"

@@ -1,0 +1,237 @@
+"""Training steps over several ranks: settings, loaders' micro-batches, evaluation, clipping, precision, checkpoints."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.helpers.processes import run_ranks
+from tests.modules.models import CASES
+from tests.modules.training import SIZES, train
+
+
+class Toy(nn.Module):
+    """Four layers with two cuts, and a weight that the first and the last layer share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from megatron_dynapipe import CutPoint
+
+        self.table = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.cuts = nn.ModuleList([CutPoint() for _ in range(3)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for cut, layer in zip(self.cuts, self.layers, strict=True):
+            x = torch.tanh(layer(cut(x)))
+        return x @ self.table.weight.T
+
+
+def toy(seed: int = 5) -> Toy:
+    torch.manual_seed(seed)
+    return Toy()
+
+
+def toy_loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    loss = nn.functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return loss, batch["labels"].numel()
+
+
+def toy_batch(size: int, length: int, seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {key: torch.randint(0, 16, (size, length), generator=draw) for key in ("ids", "labels")}
+
+
+def toy_pipeline(lr: float = 0.1, replicas: int = 1, **settings: Any) -> tuple[Any, Any]:
+    from megatron_dynapipe import Pipeline, split_model
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    split = {key: settings.pop(key) for key in ("stages", "split_points") if key in settings}
+    part = split_model(toy(), toy_batch(2, 3, 0), replicas=replicas, **split)
+    optimizer = torch.optim.AdamW(part.parameters(), lr=lr)
+    return part, Pipeline(part, optimizer, toy_loss, **settings)
+
+
+def whole_losses(steps: int, lr: float = 0.1, max_norm: float | None = None) -> list[float]:
+    """What one process comes to."""
+    model = toy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses = []
+    for step in range(steps):
+        batch = toy_batch(4, 5 + step, step)
+        optimizer.zero_grad()
+        total, count = toy_loss(model(batch["ids"]), batch)
+        (total / count).backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        losses.append((total / count).item())
+    return losses
+
+
+def settings_on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    for name, settings in {
+        "plain": {},
+        "clipped": {"max_norm": 0.3},
+        "one micro-batch": {"micro_batches": 1},
+        "micro-batches of one": {"micro_batch_size": 1},
+        "gpipe": {"schedule": "gpipe"},
+        "virtual stages": {"stages": 4},
+    }.items():
+        _, pipeline = toy_pipeline(**settings)
+        found[name] = [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(3)]
+    part, pipeline = toy_pipeline()
+    batch = toy_batch(4, 6, 9)
+    found["evaluated"] = [pipeline.evaluate(batch).loss.item()]
+    assert part.training and all(p.grad is None for p in part.parameters())
+    loss, overflow, outputs = pipeline.step((batch["ids"], batch["labels"]), return_outputs=True)
+    assert not loss.requires_grad and not overflow
+    found["outputs"] = [tuple(output.shape) for output in outputs]
+    assert all(not output.requires_grad for output in outputs)
+    rows = [{key: value[k : k + 2] for key, value in toy_batch(4, 6, 9).items()} for k in (0, 2)]
+    _, fresh = toy_pipeline()
+    found["run"] = [fresh.run(rows).loss.item()]
+    found["nothing"] = [fresh.run([]).loss.item()]
+    return found
+
+
+def test_settings_change_no_loss():
+    ranks = run_ranks(settings_on_two_ranks, 2)
+    expected, clipped = whole_losses(3), whole_losses(3, max_norm=0.3)
+    assert clipped != pytest.approx(expected, abs=1e-3)
+    for rank, found in enumerate(ranks):
+        for name in ("plain", "one micro-batch", "micro-batches of one", "gpipe", "virtual stages"):
+            assert found[name] == pytest.approx(expected, abs=1e-5), name
+        assert found["clipped"] == pytest.approx(clipped, abs=1e-5)
+        model, batch = toy(), toy_batch(4, 6, 9)
+        total, count = toy_loss(model(batch["ids"]), batch)
+        assert found["evaluated"] == found["run"] == pytest.approx([total.item() / count], abs=1e-5)
+        assert found["outputs"] == ([(2, 6, 16)] * 2 if rank == 1 else [])
+        assert found["nothing"] == [0.0]
+
+
+def uneven(rank: int, world_size: int) -> list[Any]:
+    part, pipeline = toy_pipeline(replicas=2, split_points=["layers.1"])
+    losses = []
+    for step in range(3):
+        batch = toy_batch(4, 5 + step, step)
+        rows = slice(0, 3) if part.replica == 0 else slice(3, 4)
+        if step == 2:  # one replica has nothing to do
+            rows = slice(0, 4) if part.replica == 0 else slice(0, 0)
+        mine = {key: value[rows] for key, value in batch.items()}
+        losses.append((pipeline.run([mine]) if len(mine["ids"]) else pipeline.run([])).loss.item())
+    return [losses, part.table.weight.detach()]
+
+
+def test_replicas_of_different_sizes_and_tied_weights():
+    """Also: the embedding that the first stage reads and the last one multiplies with stays one weight."""
+    ranks = run_ranks(uneven, 4)
+    for losses, table in ranks:
+        assert losses == pytest.approx(whole_losses(3), abs=1e-5)
+        assert torch.equal(table, ranks[0][1])
+
+
+def half_precision(rank: int, world_size: int) -> dict[str, Any]:
+    from megatron_dynapipe.modules import LossScale, Pipeline, split_model
+
+    part, pipeline = toy_pipeline(precision="bf16")
+    found: dict[str, Any] = {"bf16": [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(3)]}
+    scale = LossScale(value=2.0**40, growth_interval=2)
+    part = split_model(toy(), toy_batch(2, 3, 0))
+    pipeline = Pipeline(
+        part, torch.optim.AdamW(part.parameters(), lr=0.1), toy_loss, precision="fp16", loss_scale=scale
+    )
+    before = [p.detach().clone() for p in part.parameters()]
+    overflows, scales = [], []
+    while not overflows or overflows[-1]:
+        loss, overflow = pipeline.step(toy_batch(4, 5, 0))
+        overflows.append(overflow)
+        scales.append(pipeline.loss_scale.value)
+        if overflow:
+            assert all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
+    found |= {"overflows": overflows, "scales": scales, "fp16": [loss.item()]}
+    return found
+
+
+def test_half_precision_and_a_loss_scale_that_all_ranks_agree_on():
+    ranks = run_ranks(half_precision, 2)
+    for found in ranks:
+        assert found["bf16"] == pytest.approx(whole_losses(3), abs=0.05)
+        assert found["fp16"] == pytest.approx(whole_losses(1), abs=0.02)
+        assert found["overflows"][0] and not found["overflows"][-1]
+        assert found["scales"][0] == 2.0**39
+    assert ranks[0]["overflows"] == ranks[1]["overflows"]
+    assert ranks[0]["scales"] == ranks[1]["scales"]
+
+
+def first_half(rank: int, world_size: int, folder: str, stages: int) -> list[float]:
+    _, pipeline = toy_pipeline(replicas=world_size // stages, split_points=SPLITS[stages])
+    losses = [step_of(pipeline, step) for step in range(2)]
+    pipeline.save(folder)
+    return losses
+
+
+def second_half(rank: int, world_size: int, folder: str, stages: int) -> list[float]:
+    part, pipeline = toy_pipeline(replicas=world_size // stages, split_points=SPLITS[stages])
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter.fill_(9.0)
+    pipeline.load(folder)
+    return [step_of(pipeline, step) for step in range(2, 4)]
+
+
+SPLITS = {1: [], 2: ["layers.1"], 4: ["layers.0", "layers.1", "layers.2"]}
+
+
+def step_of(pipeline: Any, step: int) -> float:
+    batch, replicas = toy_batch(4, 5 + step, step), pipeline.part.ranks.replicas
+    return pipeline.step({k: v.tensor_split(replicas)[pipeline.replica] for k, v in batch.items()}).loss.item()
+
+
+def test_a_checkpoint_goes_on_under_other_stages_and_replicas(tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    expected = whole_losses(4)
+    for losses in run_ranks(first_half, 2, {"folder": folder, "stages": 2}):
+        assert losses == pytest.approx(expected[:2], abs=1e-5)
+    for ranks, stages in ((4, 4), (2, 1)):
+        for losses in run_ranks(second_half, ranks, {"folder": folder, "stages": stages}):
+            assert losses == pytest.approx(expected[2:], abs=1e-5)
+    names = set(checkpoint_names(folder))
+    assert {name for name in names if not name.startswith(("optimizer", "dynapipe"))} == set(toy().state_dict())
+
+
+def checkpoint_names(folder: str) -> list[str]:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def missing(rank: int, world_size: int, folder: str) -> str:
+    from megatron_dynapipe.errors import DataError
+
+    _, pipeline = toy_pipeline(split_points=["layers.1"])
+    try:
+        pipeline.load(folder)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_on_every_rank(tmp_path):
+    for said in run_ranks(missing, 2, {"folder": str(tmp_path / "none")}):
+        assert "cannot read the checkpoint" in said
+
+
+@pytest.mark.slow
+def test_shared_weights_are_equal_after_twenty_steps():
+    sizes = [SIZES[step % len(SIZES)] for step in range(20)]
+    ranks = run_ranks(train, 4, {"name": "gpt2", "replicas": 2, "sizes": sizes}, deadline_s=240)
+    assert all(found["losses"] == pytest.approx(found["expected"], abs=1e-4) for found in ranks)
+    assert all(found["weights"] < 1e-4 for found in ranks), CASES

@@ -1,0 +1,216 @@
+"""What stands between modules, written down and divided; what cannot be followed, refused with its place."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.modules.cutpoint import CutPoint, cut_points, resolve_split_points
+from megatron_dynapipe.modules.program import Division
+from megatron_dynapipe.modules.trace import trace
+
+HOST = torch.device("cpu")
+
+
+class Steps(nn.Module):
+    """Linear layers with cuts between them; `between` is code that runs in the middle."""
+
+    def __init__(self, between=lambda x, first: x, cuts=2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(cuts + 1)])
+        self.cuts = nn.ModuleList([CutPoint() for _ in range(cuts)])
+        self.scale = nn.Parameter(torch.full((4,), 2.0))
+        self.between = between
+
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        first = x = self.layers[0](x) * factor
+        for cut, layer in zip(self.cuts, list(self.layers)[1:], strict=True):
+            x = cut(x)
+            x = layer(self.between(x, first))
+        return x * self.scale
+
+
+def run_divided(model: nn.Module, example: dict, batch: dict) -> tuple[torch.Tensor, Division]:
+    """The model's stages one after another, on a batch of other sizes than the example's."""
+    traced = trace(model, example, cut_points(model))
+    division = Division(traced, list(range(len(traced.points) + 1)))
+    shapes = {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    symbols = traced.domain.bind(shapes)
+    assert symbols is not None
+    received = ()
+    for stage in range(division.stages):
+        function = division.compile(stage, model.get_submodule)
+        sizes = traced.domain.evaluator(function.sizes)(symbols)
+        received = function.run(received, batch, sizes, HOST)
+        if stage < division.stages - 1:
+            flat = [size for tensor in received for size in tensor.shape]
+            assert flat == list(division.sizes_at(stage)(symbols))
+    return received, division
+
+
+class TwoSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+def in_place(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    x[:, 0] = 0.0
+    return x.add_(first)
+
+
+BETWEEN = {
+    "nothing": lambda x, first: x,
+    "a skip over stages": lambda x, first: x + first,
+    "sizes": lambda x, first: x.view(x.shape[0] * x.shape[1] // 2, -1).view(x.shape) + x.shape[1] / 7,
+    "a branch on sizes": lambda x, first: x + 1 if x.shape[0] > 1 else x - 1,
+    "constants and dtypes": lambda x, first: torch.cat([x, first.to(torch.float64).to(x.dtype)], dim=-1)[..., 2:6],
+    "made from nothing": lambda x, first: x + torch.arange(x.shape[-1], device=x.device),
+    "in place": in_place,
+    "no gradient": lambda x, first: x + _frozen(first),
+    "several results": lambda x, first: (
+        torch.stack(x.split(1, dim=-1)[::-1], dim=-1).squeeze(-2).contiguous() + x.max(-1)[0][..., None]
+    ),
+}
+
+
+def _frozen(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x * 2
+
+
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+def test_what_stands_between_modules_runs_as_it_was_written(between):
+    model = Steps(between)
+    example, batch = {"x": torch.randn(3, 6, 4)}, {"x": torch.randn(5, 8, 4)}
+    output, _ = run_divided(model, example, batch)
+    expected = model(**batch)
+    assert torch.equal(output, expected)
+    parameters = list(model.parameters())
+    ours = torch.autograd.grad(output.sum(), parameters, allow_unused=True)
+    theirs = torch.autograd.grad(expected.sum(), parameters, allow_unused=True)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.allclose(one, other)
+
+
+def test_a_value_that_skips_stages_crosses_every_boundary_in_between():
+    _, plain = run_divided(Steps(BETWEEN["nothing"]), {"x": torch.randn(3, 4)}, {"x": torch.randn(2, 4)})
+    _, skip = run_divided(Steps(BETWEEN["a skip over stages"]), {"x": torch.randn(3, 4)}, {"x": torch.randn(2, 4)})
+    assert [len(each) for each in plain.boundaries] == [1, 1]
+    # At the first boundary the two are one tensor.
+    assert [len(each) for each in skip.boundaries] == [1, 2]
+
+
+def test_what_follows_from_the_batch_alone_crosses_no_boundary():
+    class Masked(Steps):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            wide = mask[:, None].float().expand(-1, x.shape[1]).unsqueeze(-1)
+            for cut, layer in zip(self.cuts, self.layers, strict=False):
+                x = cut(layer(x) * wide)
+            return self.layers[-1](x) * wide
+
+    batch = {"x": torch.randn(3, 5, 4), "mask": torch.tensor([1, 0, 1])}
+    model = Masked()
+    output, division = run_divided(model, batch, batch)
+    assert torch.equal(output, model(**batch))
+    assert [len(each) for each in division.boundaries] == [1, 1]
+    assert [division.batch_keys(stage) for stage in range(3)] == [["x", "mask"], ["mask"], ["mask"]]
+
+
+def test_a_trace_holds_for_other_sizes_until_control_flow_says_otherwise():
+    model = Steps(BETWEEN["a branch on sizes"])
+    domain = trace(model, {"x": torch.randn(3, 4)}, cut_points(model)).domain
+    assert domain.bind({"x": (7, 4)}) == (7, 4)
+    assert domain.bind({"x": (1, 4)}) is None, "a size of one is another trace's"
+    assert domain.bind({"x": (7, 5)}) is None
+    assert domain.bind({"x": (7, 4, 4)}) is None
+    assert domain.bind({"y": (7, 4)}) is None
+
+
+def test_a_trace_neither_reads_nor_changes_the_model():
+    model = Steps()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    meta = {name: nn.Parameter(value.to("meta")) for name, value in model.named_parameters()}
+    trace(model, {"x": torch.randn(3, 4)}, cut_points(model))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    for name, value in meta.items():
+        holder, _, last = name.rpartition(".")
+        setattr(model.get_submodule(holder), last, value)
+    assert len(trace(model, {"x": torch.randn(3, 4)}, cut_points(model)).points) == 2
+
+
+def leaky(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    return Leak.kept
+
+
+class Leak(nn.Linear):
+    kept: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Leak.kept = super().forward(x)
+        return x
+
+
+REFUSED = {
+    "a branch on data": (lambda x, first: x if x.sum() > 0 else first, "x.sum\\(\\) > 0"),
+    "a number from data": (lambda x, first: x * x.mean().item(), "x.mean\\(\\).item\\(\\)"),
+    "sizes from data": (lambda x, first: x[x[:, 0] > 0], "x\\[x\\[:, 0\\] > 0\\]"),
+    "an autograd function": (lambda x, first: TwoSums.apply(x), "TwoSums"),
+    "an object with tensors": (None, "holds tensors"),
+    "a value from inside": (leaky, "without having been returned"),
+}
+
+
+@pytest.mark.parametrize(("between", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_followed_is_refused_with_its_place(between, said):
+    class Box:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+    class TakesBox(nn.Linear):
+        def forward(self, box: Box) -> torch.Tensor:
+            return super().forward(box.value)
+
+    model = Steps(between or (lambda x, first: Box(x)))
+    if between is None:
+        model.layers[1] = TakesBox(4, 4)
+    if between is leaky:
+        model.layers[0] = Leak(4, 4)
+    with pytest.raises(ConfigError, match=said) as raised:
+        trace(model, {"x": torch.randn(3, 4)}, cut_points(model))
+    assert "test_trace.py:" in str(raised.value)
+
+
+def test_a_cut_point_that_is_used_twice_or_never_is_refused():
+    model = Steps()
+    model.cuts[1] = model.cuts[0]
+    with pytest.raises(ConfigError, match=r"reach the split point cuts\.0 once, but it calls it twice"):
+        trace(model, {"x": torch.randn(3, 4)}, cut_points(model))
+    model = Steps()
+    model.unused = CutPoint()
+    with pytest.raises(ConfigError, match="it never calls unused"):
+        trace(model, {"x": torch.randn(3, 4)}, cut_points(model))
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["layers.1"], ["layers.1"]),
+        (["1"], "got 2"),
+        (["layers.7"], "got 0"),
+        (["layers.1", "layers.1"], "more than once"),
+    ],
+)
+def test_split_points_by_name(names, found):
+    model = nn.Sequential(Steps())
+    if isinstance(found, list):
+        assert resolve_split_points(model, names) == [f"0.{name}" for name in found]
+        return
+    with pytest.raises(ConfigError, match=found):
+        resolve_split_points(model, names)
