@@ -2,7 +2,7 @@
 
     python benchmarks/cost_accuracy/run.py --output FOLDER [--models t5]
 
-Published profiles: a random quarter of the points predicts the rest; the analytic model, calibrated on five points.
+Published profiles: a random quarter of the points predicts the rest; the analytic model.
 This machine: profiles of the two demo models, then planned iterations over two stages, predicted against measured; in
 eight minutes, with fewer iterations on a slow machine.
 """
@@ -20,39 +20,20 @@ import numpy as np
 
 from megatron_dynapipe.cost import A100_RATES, ModelShape
 from megatron_dynapipe.cost.analytic import layer_costs
-from megatron_dynapipe.cost.calibrate import calibrate, measured_at
 from megatron_dynapipe.cost.check import held_out_errors
 from megatron_dynapipe.cost.format import CostFile, read_file, read_points
 from megatron_dynapipe.cost.work import LayerWork
-from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+from megatron_dynapipe.units import ModelFamily, Recompute
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(5)
 STARTING_MINUTES = 0.4
 """Of one model's iterations: starting, warming up, counting memory."""
-PUBLISHED: dict[str, tuple[ModelShape, list[tuple[str, Shape]]]] = {
-    "gpt_6.7b": (
-        ModelShape(family=ModelFamily.GPT, hidden=4096, heads=32, kv_channels=128, ffn=16384, vocabulary=50304),
-        [
-            ("tp1_none", Shape(16, 64)),
-            ("tp1_none", Shape(16, 512)),
-            ("tp1_full", Shape(4, 1024)),
-            ("tp8_selective", Shape(8, 1024)),
-            ("tp4_none", Shape(4, 256)),
-        ],
-    ),
-    "t5_11b": (
-        ModelShape(family=ModelFamily.T5, hidden=1024, heads=128, kv_channels=128, ffn=65536, vocabulary=32128),
-        [
-            ("tp1_none", Shape(4, 32, 32)),
-            ("tp1_none", Shape(4, 512, 128)),
-            ("tp1_full", Shape(2, 512, 256)),
-            ("tp8_selective", Shape(8, 512, 256)),
-            ("tp4_none", Shape(8, 256, 128)),
-        ],
-    ),
+PUBLISHED = {
+    "gpt_6.7b": ModelShape(family=ModelFamily.GPT, hidden=4096, heads=32, kv_channels=128, ffn=16384, vocabulary=50304),
+    "t5_11b": ModelShape(family=ModelFamily.T5, hidden=1024, heads=128, kv_channels=128, ffn=65536, vocabulary=32128),
 }
-"""The published models, and five points that span sizes, tensor parallelism and recomputation."""
+"""The published models."""
 
 
 def main() -> None:
@@ -88,12 +69,9 @@ def published(path: Path, name: str) -> dict[str, Any]:
         quantity: {which: max(getattr(run[quantity], which) for run in runs) for which in ("median", "p90")}
         for quantity in runs[0]
     }
-    shape, points = PUBLISHED[name]
-    five = [measured for key, at in points for measured in measured_at(file, key, at, shape, sequence_parallel=False)]
     return {
         "a quarter predicts the rest (worst of five seeds)": fit,
-        "analytic, not calibrated (median)": analytic_errors(file, shape, A100_RATES),
-        "analytic, calibrated on five points (median)": analytic_errors(file, shape, calibrate(A100_RATES, five)),
+        "analytic (median)": analytic_errors(file, PUBLISHED[name], A100_RATES),
     }
 
 

@@ -28,33 +28,33 @@ class ScatterGather(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Links:
-    """The ways in which a message can cross each boundary between virtual stages; it takes the fastest.
+    """The routes by which a message can cross each boundary between virtual stages; it takes the fastest.
 
     Attributes:
-        latency_ns, gbps: latency, and bits of the whole message per ns: float64[ways, virtual stages - 1].
-        divided: per way, whether the message is divided over the tensor-parallel ranks.
+        latency_ns, gbps: latency, and bits of the whole message per ns: float64[routes, virtual stages - 1].
+        sharded: per route, whether the message is sharded over the tensor-parallel ranks.
     """
 
     latency_ns: Reals
     gbps: Reals
-    divided: tuple[bool, ...]
+    sharded: tuple[bool, ...]
 
     def transfer_ns(self, message_bytes: IntArray) -> IntArray:
         """Time of messages over every boundary, either way: `[queries, virtual stages - 1]`, as the bytes given."""
-        ways_ns = np.rint(self.latency_ns + message_bytes[:, None] * 8 / self.gbps)
-        return np.asarray(ways_ns.min(axis=1), np.int64)
+        routes_ns = np.rint(self.latency_ns + message_bytes[:, None] * 8 / self.gbps)
+        return np.asarray(routes_ns.min(axis=1), np.int64)
 
-    def divides(self, boundary: int, message_bytes: int) -> bool:
-        """Whether a message goes over a boundary divided; whole, where both ways take as long.
+    def is_sharded(self, boundary: int, message_bytes: int) -> bool:
+        """Whether a message crosses a boundary sharded; whole, where both routes take as long.
 
         Args:
             boundary: that of the virtual stages `boundary` and `boundary + 1`.
-            message_bytes: of all its tensors together, undivided.
+            message_bytes: of all its tensors together, whole.
         """
-        if len(self.divided) == 1:
-            return self.divided[0]
-        ways_ns = np.rint(self.latency_ns[:, boundary] + message_bytes * 8 / self.gbps[:, boundary])
-        return self.divided[int(ways_ns.argmin())]
+        if len(self.sharded) == 1:
+            return self.sharded[0]
+        routes_ns = np.rint(self.latency_ns[:, boundary] + message_bytes * 8 / self.gbps[:, boundary])
+        return self.sharded[int(routes_ns.argmin())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,26 +116,26 @@ class Network:
     ) -> Links:
         """The boundaries between virtual stages, every device having a link of its own.
 
-        A message takes latency + bytes / rate. Under sequence parallelism a rank's message is a share of the whole.
-        A divided message takes latency + share / rate, and an all-gather around the ring of its tensor-parallel ranks:
-        (ranks - 1) × (latency + share / rate) of the links between those.
+        A message takes latency + bytes / rate. Under sequence parallelism a rank's message is a shard of the whole.
+        A sharded message takes latency + shard / rate, and an all-gather around the ring of its tensor-parallel ranks:
+        (ranks - 1) × (latency + shard / rate) of the links between those.
         """
         node = np.arange(virtual_stages) % stages * ranks_per_stage // self.devices_per_node
         latency_ns, gbps = self._link(node[:-1] == node[1:])
         if tensor_parallel == 1 or sequence_parallel:
-            return Links(latency_ns=latency_ns[None], gbps=gbps[None] * tensor_parallel, divided=(False,))
+            return Links(latency_ns=latency_ns[None], gbps=gbps[None] * tensor_parallel, sharded=(False,))
         ring_latency_ns, ring_gbps = self._link(np.full_like(latency_ns, self.devices_per_node % tensor_parallel == 0))
         steps = tensor_parallel - 1
-        ways = {
+        routes = {
             False: (latency_ns, gbps),
             True: (latency_ns + steps * ring_latency_ns, tensor_parallel / (1 / gbps + steps / ring_gbps)),
         }
         wanted = {ScatterGather.OFF: (False,), ScatterGather.ON: (True,), ScatterGather.AUTO: (False, True)}
-        divided = wanted[scatter_gather]
+        sharded = wanted[scatter_gather]
         return Links(
-            latency_ns=np.stack([ways[way][0] for way in divided]),
-            gbps=np.stack([ways[way][1] for way in divided]),
-            divided=divided,
+            latency_ns=np.stack([routes[each][0] for each in sharded]),
+            gbps=np.stack([routes[each][1] for each in sharded]),
+            sharded=sharded,
         )
 
     def _link(self, same_node: npt.NDArray[np.generic]) -> tuple[Reals, Reals]:

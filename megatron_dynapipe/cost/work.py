@@ -165,15 +165,15 @@ class LayerWork:
     ) -> Work:
         """From counts over all ranks: multiplications, elements that every rank keeps, elements that they share."""
         tp, size = self.tensor_parallel, self.element_bytes
-        shared_ways = tp if self.sequence_parallel else 1
+        shared_ranks = tp if self.sequence_parallel else 1
         return Work(
             linear_flops=2 * linear / tp,
             core_flops=4 * pairs * self.shape.heads * self.shape.kv_channels / tp,
-            shared_bytes=shared / shared_ways * size,
+            shared_bytes=shared / shared_ranks * size,
             split_bytes=(split + ffn) / tp * size,
             ffn_bytes=ffn / tp * size,
             core_bytes=2.5 * pairs * self.shape.heads / tp * size,
-            input_bytes=inputs / shared_ways * size,
+            input_bytes=inputs / shared_ranks * size,
             message_bytes=messages * size * 2 * (tp - 1) / tp,  # as a ring all-reduce moves them
             kernels=kernels,
         )

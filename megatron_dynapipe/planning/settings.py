@@ -26,12 +26,12 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         chunks: virtual stages per pipeline rank.
         layers_per_stage: layers per virtual stage in model order; None splits them equally.
         memory_limit_bytes: memory of one device that the plan may use, model state included.
-        distributed_optimizer: whether optimizer state is shared over the replicas.
+        distributed_optimizer: whether optimizer state is sharded over the replicas.
         recompute: modes that a micro-batch may be given.
         network: links between devices.
-        scatter_gather: whether messages between stages are divided over the tensor-parallel ranks.
+        scatter_gather: whether messages between stages are sharded over the tensor-parallel ranks.
         element_bytes: bytes of an element of the states that cross boundaries.
-        sequence_parallel: whether those states are divided over the tensor-parallel ranks.
+        sequence_parallel: whether those states are sharded over the tensor-parallel ranks.
         model_state_bytes: memory of every pipeline rank's parameters, gradients and optimizer states, where they were
             counted; None takes them from the cost model.
         partition: how micro-batches are made.

@@ -1,17 +1,13 @@
-"""The analytic model: work counted by hand, recompute modes, parallelism, and calibration on five points."""
+"""The analytic model: work counted by hand, recompute modes, parallelism."""
 
 import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, DeviceRates, ModelShape, Row
-from megatron_dynapipe.cost.analytic import PeakRatios, geometric, layer_costs
-from megatron_dynapipe.cost.calibrate import Measured, calibrate, measured_at
-from megatron_dynapipe.cost.format import read_file
+from megatron_dynapipe.cost.analytic import geometric, layer_costs
 from megatron_dynapipe.cost.work import LayerWork
 from megatron_dynapipe.errors import CostModelError
-from megatron_dynapipe.units import ModelFamily, Recompute, Shape
-from tests.cost.models import gpt_file
-from tests.helpers.benchmark_data import A100_COSTS
+from megatron_dynapipe.units import ModelFamily, Recompute
 
 GPT = ModelShape(family=ModelFamily.GPT, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=1000)
 T5 = ModelShape(family=ModelFamily.T5, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=1000)
@@ -116,47 +112,3 @@ def test_what_cannot_be_is_refused(tensor_parallel: int, size: int, length: int,
         AnalyticCostModel(GPT, A100_RATES, max_size=size, max_length=length).tables(
             tensor_parallel=tensor_parallel, recompute=Recompute.NONE
         )
-
-
-def test_calibration_finds_the_rates_that_made_the_points() -> None:
-    truth = DeviceRates(
-        flops_per_second=5e13, bytes_per_second=4e11, layer_overhead_us=300.0, backward_products=1.7,
-        backward_traffic=2.2, sharpness=4.0, peaks=PeakRatios(none=2.0, selective=2.0, full=1.5),
-    )  # fmt: skip
-    shape = ModelShape(family=ModelFamily.GPT, hidden=1024, heads=16, kv_channels=64, ffn=4096, vocabulary=32000)
-    layer, points = LayerWork(shape=shape), []
-    for b, q, mode in ((1, 16, "none"), (8, 64, "none"), (16, 512, "full"), (4, 2048, "selective"), (32, 128, "none")):
-        for work in (layer.encoder(np.array(b), np.array(q)), layer.head(np.array(b), np.array(q))):
-            costs = layer_costs(work, truth, Recompute(mode)) / 1e6
-            points.append(Measured(work=work, recompute=Recompute(mode), forward_ms=float(costs[0]),
-                                   backward_ms=float(costs[1]), peak_mb=float(costs[3])))  # fmt: skip
-    fitted = calibrate(A100_RATES, points)
-    for b, q in ((2, 100), (64, 256), (1, 4000)):
-        work = layer.encoder(np.array(b), np.array(q))
-        expected = layer_costs(work, truth, Recompute.FULL)
-        assert layer_costs(work, fitted, Recompute.FULL)[:3] == pytest.approx(expected[:3], rel=0.1)
-
-
-def test_calibration_needs_points_that_were_measured() -> None:
-    with pytest.raises(CostModelError, match="at least one measured point"):
-        calibrate(A100_RATES, [])
-    with pytest.raises(CostModelError, match="nothing was measured at 3x8"):
-        measured_at(gpt_file(), "tp1_none", Shape(3, 8), GPT, sequence_parallel=False)
-    with pytest.raises(CostModelError, match="no key 'tp2_none'; it has tp1_none"):
-        measured_at(gpt_file(), "tp2_none", Shape(1, 8), GPT, sequence_parallel=False)
-
-
-def test_five_points_of_a_published_profile_predict_its_times() -> None:
-    file, _ = read_file(A100_COSTS["gpt"])
-    shape = ModelShape(family=ModelFamily.GPT, hidden=4096, heads=32, kv_channels=128, ffn=16384, vocabulary=50304)
-    at = [("tp1_none", 16, 64), ("tp1_none", 16, 512), ("tp1_full", 4, 1024), ("tp8_selective", 8, 1024),
-          ("tp4_none", 4, 256)]  # fmt: skip
-    points = [p for key, b, q in at for p in measured_at(file, key, Shape(b, q), shape, sequence_parallel=False)]
-    rates, errors = calibrate(A100_RATES, points), []
-    for entry in file.keys.values():
-        layer = LayerWork(shape=shape, tensor_parallel=entry.tp)
-        for length, rows in entry.time_ms["encoder.forward"].items():
-            for size, measured in rows:
-                costs = layer_costs(layer.encoder(np.array(size), np.array(float(length))), rates, entry.recompute)
-                errors.append(abs(costs[0] / 1e6 / measured - 1))
-    assert np.median(errors) <= 0.15

@@ -84,7 +84,7 @@ def test_a_message_is_divided_where_that_is_faster(
         links = made.links(virtual_stages=2, stages=2, ranks_per_stage=4, tensor_parallel=4, scatter_gather=choice)
         assert links.transfer_ns(np.array([[message_bytes]])).tolist() == [[round(us * 1e3)]]
         divides = {ScatterGather.OFF: False, ScatterGather.ON: True, ScatterGather.AUTO: divided_us < whole_us}
-        assert links.divides(0, message_bytes) == divides[choice]
+        assert links.is_sharded(0, message_bytes) == divides[choice]
 
 
 def test_the_choice_is_each_boundarys_and_each_messages() -> None:
@@ -93,8 +93,8 @@ def test_the_choice_is_each_boundarys_and_each_messages() -> None:
     links = network.links(
         virtual_stages=4, stages=4, ranks_per_stage=4, tensor_parallel=4, scatter_gather=ScatterGather.AUTO
     )
-    assert [links.divides(boundary, MESSAGE) for boundary in range(3)] == [False, True, False]
-    assert not links.divides(1, 10_000)
+    assert [links.is_sharded(boundary, MESSAGE) for boundary in range(3)] == [False, True, False]
+    assert not links.is_sharded(1, 10_000)
     times = links.transfer_ns(np.array([[MESSAGE] * 3, [10_000] * 3]))
     assert times.tolist() == [[20_000, 20_000 + 120_000 + 37_500, 20_000], [10_017, 20_800, 10_017]]
 
@@ -109,9 +109,9 @@ def test_parts_of_a_sequence_are_shares_already() -> None:
         scatter_gather=ScatterGather.AUTO,
     )
     assert links.transfer_ns(np.array([[MESSAGE]])).tolist() == [[120_000]]
-    assert not links.divides(0, MESSAGE)
+    assert not links.is_sharded(0, MESSAGE)
 
 
 def test_one_rank_has_nothing_to_divide() -> None:
     links = Network().links(virtual_stages=2, stages=2, ranks_per_stage=8, scatter_gather=ScatterGather.AUTO)
-    assert not links.divides(0, MESSAGE)
+    assert not links.is_sharded(0, MESSAGE)

@@ -61,9 +61,9 @@ def open_transport(
         _say(control, "ranks share a GPU: messages between stages go by way of the host, which NCCL would not do")
         return StageTransport(ranks=groups.ranks, stage=stage, transport=HostStagedTransport(transport))
     links = settings.links
-    if any(links.divided) and links.gbps.size:
+    if any(links.sharded) and links.gbps.size:
         group = tensor_group(control, device=device, timeout_s=timeout_s)
-        transport = ScatterGatherTransport(transport, group, stage=stage, is_sharded=links.divides)
+        transport = ScatterGatherTransport(transport, group, stage=stage, is_sharded=links.is_sharded)
         size = parallel_state.get_tensor_model_parallel_world_size()
         which = "where that is faster" if settings.scatter_gather is ScatterGather.AUTO else "all of them"
         _say(control, f"messages between stages are divided over {size} tensor-parallel ranks, {which}")
