@@ -135,7 +135,7 @@ class StageEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
 
     @classmethod
     def of(cls, plan: IterationPlan, replica: int, stage: int, *, plan_digest: str) -> Self:
-        """Cut the share of one rank out of a whole plan."""
+        """The part of one rank in a whole plan."""
         share = plan.replicas[replica]
         return cls(
             iteration=plan.iteration,

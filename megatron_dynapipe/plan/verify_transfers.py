@@ -102,8 +102,8 @@ def _differ(send: TransferEnd, receive: TransferEnd) -> bool:
     return send.micro_batch != receive.micro_batch or send.boundary != receive.boundary or send.shapes != receive.shapes
 
 
-def _describe(trace: StageTrace, move: TransferEnd | None) -> str:
-    return "nothing" if move is None else f"{point_at(trace.instructions, move.step, around=1)} (step {move.step})"
+def _describe(trace: StageTrace, end: TransferEnd | None) -> str:
+    return "nothing" if end is None else f"{point_at(trace.instructions, end.step, around=1)} (step {end.step})"
 
 
 def _next_wait(trace: StageTrace, number: int) -> int:

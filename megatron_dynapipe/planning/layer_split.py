@@ -97,11 +97,11 @@ def choose_layer_split(
 def _neighbours(split: Split) -> list[Split]:
     """Splits with one layer moved from one stage to another."""
     moved = []
-    for giver, taker in permutations(range(len(split)), 2):
-        if split[giver] > 1:
+    for source, destination in permutations(range(len(split)), 2):
+        if split[source] > 1:
             layers = list(split)
-            layers[giver] -= 1
-            layers[taker] += 1
+            layers[source] -= 1
+            layers[destination] += 1
             moved.append(tuple(layers))
     return moved
 

@@ -36,13 +36,13 @@ from megatron_dynapipe.planning.boundary import BoundaryShapes
 from megatron_dynapipe.planning.problem import PassOrder
 
 Lists = tuple[tuple[Instruction, ...], ...]
-"""Instructions per pipeline rank."""
+"""Instructions per pipeline stage."""
 
 
 _PASSES = (Forward, Backward)
 
 _Message = tuple[Payload, int, int]
-"""(payload, micro-batch, chunk) as one rank names it."""
+"""(payload, micro-batch, chunk) as one stage names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Topology:
     """Passes that may run between a receive's start and its wait; None for as many as one receive at a time allows."""
 
     def __post_init__(self) -> None:
-        assert self.stages > 1 or self.chunks == 1, "one rank has no use for several chunks"
+        assert self.stages > 1 or self.chunks == 1, "one stage has no use for several chunks"
 
     @property
     def last(self) -> int:
@@ -66,7 +66,7 @@ class Topology:
 
 
 def lower(order: PassOrder, topology: Topology) -> Lists:
-    """The instruction lists of all ranks for a pass order that does not stall."""
+    """The instruction lists of all stages for a pass order that does not stall."""
     lists: Lists = order
     lists = add_data(lists)
     lists = add_sends(lists, topology)
@@ -77,7 +77,7 @@ def lower(order: PassOrder, topology: Topology) -> Lists:
 
 
 def add_data(lists: Lists) -> Lists:
-    """Load each micro-batch before its first pass on a rank; drop it after its last forward there."""
+    """Load each micro-batch before its first pass on a stage; drop it after its last forward there."""
     return tuple(tuple(_with_data(instructions)) for instructions in lists)
 
 
@@ -96,50 +96,50 @@ def _with_data(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
 
 def add_sends(lists: Lists, topology: Topology) -> Lists:
     """Start sending a pass's result right after the pass."""
-    return tuple(tuple(_with_sends(rank, instructions, topology)) for rank, instructions in enumerate(lists))
+    return tuple(tuple(_with_sends(stage, instructions, topology)) for stage, instructions in enumerate(lists))
 
 
-def _with_sends(rank: int, instructions: Sequence[Instruction], topology: Topology) -> Iterator[Instruction]:
-    downstream, upstream = (rank + 1) % topology.stages, (rank - 1) % topology.stages
+def _with_sends(stage: int, instructions: Sequence[Instruction], topology: Topology) -> Iterator[Instruction]:
+    downstream, upstream = (stage + 1) % topology.stages, (stage - 1) % topology.stages
     for instruction in instructions:
         yield instruction
         if isinstance(instruction, Forward):
             row, chunk = instruction.micro_batch, instruction.chunk
-            if (stage := chunk * topology.stages + rank) < topology.last:
-                yield SendStart(Payload.ACTIVATION, row, chunk, downstream, topology.shapes[row][stage])
+            if (v := chunk * topology.stages + stage) < topology.last:
+                yield SendStart(Payload.ACTIVATION, row, chunk, downstream, topology.shapes[row][v])
         elif isinstance(instruction, Backward):
             row, chunk = instruction.micro_batch, instruction.chunk
-            if (stage := chunk * topology.stages + rank) > 0:
-                yield SendStart(Payload.GRADIENT, row, chunk, upstream, topology.shapes[row][stage - 1])
+            if (v := chunk * topology.stages + stage) > 0:
+                yield SendStart(Payload.GRADIENT, row, chunk, upstream, topology.shapes[row][v - 1])
 
 
 def add_recv_waits(lists: Lists, topology: Topology) -> Lists:
     """Wait for a pass's input right before the pass, after whatever its channel carries before it."""
     arrivals = _arrivals(lists)
-    return tuple(tuple(_with_recv_waits(rank, lists[rank], arrivals[rank], topology)) for rank in range(len(lists)))
+    return tuple(tuple(_with_recv_waits(stage, lists[stage], arrivals[stage], topology)) for stage in range(len(lists)))
 
 
 _Received = dict[Payload, list[RecvStart]]
-"""What a rank receives, in the order in which it is sent. A rank receives each payload from one peer only."""
+"""What a stage receives, in the order in which it is sent. A stage receives each payload from one peer only."""
 
 
 def _arrivals(lists: Lists) -> list[_Received]:
     received: list[_Received] = [{payload: [] for payload in Payload} for _ in lists]
-    for rank, instructions in enumerate(lists):
+    for stage, instructions in enumerate(lists):
         for send in instructions:
             if isinstance(send, SendStart):
-                payload, row, chunk = _received_as(rank, send)
-                received[send.peer][payload].append(RecvStart(payload, row, chunk, rank, send.shapes))
+                payload, row, chunk = _received_as(stage, send)
+                received[send.peer][payload].append(RecvStart(payload, row, chunk, stage, send.shapes))
     return received
 
 
 def _with_recv_waits(
-    rank: int, instructions: Sequence[Instruction], received: _Received, topology: Topology
+    stage: int, instructions: Sequence[Instruction], received: _Received, topology: Topology
 ) -> Iterator[Instruction]:
     queues = {payload: iter(queue) for payload, queue in received.items()}
     waited: set[_Message] = set()
     for instruction in instructions:
-        if isinstance(instruction, _PASSES) and not _is_first(rank, instruction, topology):
+        if isinstance(instruction, _PASSES) and not _is_first(stage, instruction, topology):
             payload = Payload.ACTIVATION if isinstance(instruction, Forward) else Payload.GRADIENT
             needed = (payload, instruction.micro_batch, instruction.chunk)
             while needed not in waited:
@@ -150,97 +150,97 @@ def _with_recv_waits(
         yield instruction
 
 
-def _is_first(rank: int, step: Pass, topology: Topology) -> bool:
-    """Whether the pass begins its direction's way through the model, and so receives nothing."""
-    stage = step.chunk * topology.stages + rank
-    return stage == (0 if isinstance(step, Forward) else topology.last)
+def _is_first(stage: int, step: Pass, topology: Topology) -> bool:
+    """Whether the pass is its direction's first through the model, and so receives nothing."""
+    v = step.chunk * topology.stages + stage
+    return v == (0 if isinstance(step, Forward) else topology.last)
 
 
 _AHEAD = 4
-"""Forwards that a rank of a forward-only plan runs before it waits for a send. At 4 none of the public batches is
+"""Forwards that a stage of a forward-only plan runs before it waits for a send. At 4 none of the public batches is
 predicted to take longer than with no wait; at 2, up to 5%."""
 
 
 def add_send_waits(lists: Lists, topology: Topology) -> Lists:
-    """Wait for each send, and drop what it sent, where the wait cannot hold up the rank.
+    """Wait for each send, and drop what it sent, where the wait cannot hold up the stage.
 
         sender    SEND_F0>1 … WAIT_RECV_B0<1  WAIT_SEND_F0>1 FREE_OUTPUT0
         receiver  … WAIT_RECV_F0<0 … SEND_B0>0
 
     The receiver had received the message before it sent what the sender has by then received.
 
-    Nothing answers the sends of a forward-only plan. There a rank waits for each a few forwards later:
+    Nothing answers the sends of a forward-only plan. There a stage waits for each a few forwards later:
 
         sender    F0 SEND_F0>1 F1 SEND_F1>1 … WAIT_SEND_F0>1 FREE_OUTPUT0 F4
 
-    If all ranks run forwards in one sequence, this ends: the receiver starts to receive a message once it is about to
+    If all stages run forwards in one sequence, this ends: the receiver starts to receive a message once it is about to
     run the forward before it, so that a wait depends on earlier places of the sequence alone. What crosses the ring's
     end is needed at a later place; those sends, like others that nothing answers, are waited for at the list's end.
     """
     ends = tuple(tuple(i for i in instructions if isinstance(i, _ENDS)) for instructions in lists)
-    plans = [_answered_sends(rank, ends) for rank in range(len(lists))]
+    plans = [_answered_sends(stage, ends) for stage in range(len(lists))]
     if topology.forward_only:
         sequences = {tuple(i for i in instructions if isinstance(i, Forward)) for instructions in lists}
         if len(sequences) == 1:
-            plans = [_paced(rank, plan, *sequences) for rank, plan in enumerate(plans)]
-    return tuple(tuple(_with_send_waits(lists[rank], plans[rank])) for rank in range(len(lists)))
+            plans = [_paced(stage, plan, *sequences) for stage, plan in enumerate(plans)]
+    return tuple(tuple(_with_send_waits(lists[stage], plans[stage])) for stage in range(len(lists)))
 
 
 _ENDS = (SendStart, RecvWait)
-"""The ends of a transfer that order what comes before them on one rank and after them on the other."""
+"""The ends of a transfer that order what comes before them on one stage and after them on the other."""
 
 
 _Completed = dict[_Message | Forward | None, list[SendStart]]
 """Sends to wait for once a message is received, or before a forward; under None, at the list's end."""
 
 
-def _paced(rank: int, completed: _Completed, sequence: Sequence[Forward]) -> _Completed:
-    """Wait for sends to the next rank a few forwards after their own."""
+def _paced(stage: int, completed: _Completed, sequence: Sequence[Forward]) -> _Completed:
+    """Wait for sends to the next stage a few forwards after their own."""
     number = {(step.micro_batch, step.chunk): place for place, step in enumerate(sequence)}
     paced: _Completed = defaultdict(list)
     for point, sends in completed.items():
         for send in sends:
             later = number[send.micro_batch, send.chunk] + _AHEAD
-            onwards = send.peer == rank + 1 and later < len(sequence)
+            onwards = send.peer == stage + 1 and later < len(sequence)
             paced[sequence[later] if onwards else point].append(send)
     return paced
 
 
-def _answered_sends(rank: int, ends: Lists) -> _Completed:
-    """For each message the rank receives, the sends known to be complete with it; under None, the unanswered ones."""
+def _answered_sends(stage: int, ends: Lists) -> _Completed:
+    """For each message the stage receives, the sends known to be complete with it; under None, the unanswered ones."""
     answered: _Completed = defaultdict(list)
     sends: dict[int, list[SendStart]] = defaultdict(list)
-    for instruction in ends[rank]:
+    for instruction in ends[stage]:
         if isinstance(instruction, SendStart):
             sends[instruction.peer].append(instruction)
     for peer, started in sends.items():
-        answers = _answers(rank, peer, ends)
+        answers = _answers(stage, peer, ends)
         for send in started:
-            answered[answers.get(_received_as(rank, send))].append(send)
+            answered[answers.get(_received_as(stage, send))].append(send)
     return answered
 
 
-def _received_as(rank: int, send: SendStart) -> _Message:
+def _received_as(stage: int, send: SendStart) -> _Message:
     """The message's name on its receiver: past the ring's end, the chunk is another."""
     step = 1 if send.payload is Payload.ACTIVATION else -1
-    return send.payload, send.micro_batch, send.chunk + step * (rank + step != send.peer)
+    return send.payload, send.micro_batch, send.chunk + step * (stage + step != send.peer)
 
 
-def _answers(rank: int, peer: int, ends: Lists) -> dict[_Message, _Message]:
-    """For each message `peer` waits for from `rank`, the next that it sends back which `rank` waits for first."""
+def _answers(stage: int, peer: int, ends: Lists) -> dict[_Message, _Message]:
+    """For each message `peer` waits for from `stage`, the next that it sends back which `stage` waits for first."""
     position = {
         (i.payload, i.micro_batch, i.chunk): step
-        for step, i in enumerate(ends[rank])
+        for step, i in enumerate(ends[stage])
         if isinstance(i, RecvWait) and i.peer == peer
     }
     answers: dict[_Message, _Message] = {}
     earliest: _Message | None = None
     for instruction in reversed(ends[peer]):
-        if isinstance(instruction, SendStart) and instruction.peer == rank:
+        if isinstance(instruction, SendStart) and instruction.peer == stage:
             name = _received_as(peer, instruction)
             if earliest is None or position[name] < position[earliest]:
                 earliest = name
-        elif isinstance(instruction, RecvWait) and instruction.peer == rank and earliest is not None:
+        elif isinstance(instruction, RecvWait) and instruction.peer == stage and earliest is not None:
             answers[instruction.payload, instruction.micro_batch, instruction.chunk] = earliest
     return answers
 
@@ -319,17 +319,17 @@ def _hoist_recv_starts(instructions: Sequence[Instruction]) -> tuple[Instruction
 
 def add_frees(lists: Lists, topology: Topology) -> Lists:
     """Drop what was received once it has been used: after the backward, or the forward of a forward-only plan."""
-    return tuple(tuple(_with_frees(rank, instructions, topology)) for rank, instructions in enumerate(lists))
+    return tuple(tuple(_with_frees(stage, instructions, topology)) for stage, instructions in enumerate(lists))
 
 
-def _with_frees(rank: int, instructions: Sequence[Instruction], topology: Topology) -> Iterator[Instruction]:
+def _with_frees(stage: int, instructions: Sequence[Instruction], topology: Topology) -> Iterator[Instruction]:
     final = Forward if topology.forward_only else Backward
     for instruction in instructions:
         yield instruction
         if isinstance(instruction, final):
             row, chunk = instruction.micro_batch, instruction.chunk
-            stage = chunk * topology.stages + rank
-            if stage > 0:
+            v = chunk * topology.stages + stage
+            if v > 0:
                 yield Free(RECEIVED_BUFFER[Payload.ACTIVATION], row, chunk)
-            if stage < topology.last and not topology.forward_only:
+            if v < topology.last and not topology.forward_only:
                 yield Free(RECEIVED_BUFFER[Payload.GRADIENT], row, chunk)

@@ -22,7 +22,7 @@ from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem, nativ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """One replica's iteration as predicted. Tuples are per pipeline rank."""
+    """One replica's iteration as predicted. Tuples are per pipeline stage."""
 
     timeline: Timeline
     """One event per pass."""
@@ -33,7 +33,7 @@ class Simulation:
 
     @property
     def idle_ns(self) -> tuple[int, ...]:
-        """Time of each rank that no pass fills, from the iteration's first pass to its last."""
+        """Time in which a stage runs no pass, from the iteration's first pass to its last."""
         return tuple(self.makespan_ns - busy for busy in self.busy_ns)
 
 
@@ -47,7 +47,7 @@ def simulate(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = 
 
     Args:
         problem: costs of the micro-batches.
-        order: passes per rank.
+        order: passes per stage.
         queue_links: a link carries one message at a time (per direction and payload), instead of all at once.
 
     Raises:
@@ -88,19 +88,19 @@ def simulate_in_python(problem: ScheduleProblem, order: PassOrder, *, queue_link
     moved = True
     while moved:
         moved = False
-        for rank, passes in enumerate(order):
-            while position[rank] < len(passes) and (event := run.attempt(rank, passes[position[rank]])):
-                events[rank].append(event)
-                position[rank] += 1
+        for stage, passes in enumerate(order):
+            while position[stage] < len(passes) and (event := run.attempt(stage, passes[position[stage]])):
+                events[stage].append(event)
+                position[stage] += 1
                 moved = True
-    stuck = [rank for rank in range(problem.stages) if position[rank] < len(order[rank])]
+    stuck = [stage for stage in range(problem.stages) if position[stage] < len(order[stage])]
     if stuck:
-        at = ", ".join(f"stage {rank} at {format_instruction(order[rank][position[rank]])}" for rank in stuck)
+        at = ", ".join(f"stage {stage} at {format_instruction(order[stage][position[stage]])}" for stage in stuck)
         raise PlanningError(f"the pass order stalls: {at}")
     return Simulation(
         timeline=tuple(map(tuple, events)),
         makespan_ns=max(run.free_ns, default=0),
-        busy_ns=tuple(sum(e.end_ns - e.start_ns for e in rank_events) for rank_events in events),
+        busy_ns=tuple(sum(e.end_ns - e.start_ns for e in stage_events) for stage_events in events),
         peak_bytes=tuple(run.peak_bytes),
     )
 
@@ -137,7 +137,7 @@ def _simulate_natively(problem: ScheduleProblem, order: PassOrder, queue_links: 
 
 
 class _Run:
-    """State of a simulation: when each rank is free, what it holds, and when each message arrives."""
+    """State of a simulation: when each stage is free, what it holds, and when each message arrives."""
 
     def __init__(self, problem: ScheduleProblem, queue_links: bool) -> None:
         self.problem = problem
@@ -149,38 +149,38 @@ class _Run:
         """(forward?, micro-batch, virtual stage) → when its input is there; first stages' inputs are there at 0."""
         self.link_free_ns: dict[tuple[bool, int], int] = {}
 
-    def attempt(self, rank: int, step: Pass) -> Event | None:
+    def attempt(self, stage: int, step: Pass) -> Event | None:
         """Run one pass if its input has been made; None otherwise."""
         forward = isinstance(step, Forward)
-        row, stage = step.micro_batch, step.chunk * self.problem.stages + rank
-        ready = 0 if forward and stage == 0 else self.arrival_ns.get((forward, row, stage))
-        if ready is None or (not forward and (True, row, stage + 1) not in self.arrival_ns):
+        row, v = step.micro_batch, step.chunk * self.problem.stages + stage
+        ready = 0 if forward and v == 0 else self.arrival_ns.get((forward, row, v))
+        if ready is None or (not forward and (True, row, v + 1) not in self.arrival_ns):
             return None
         costs = self.problem.forward_ns if forward else self.problem.backward_ns
-        start = max(self.free_ns[rank], ready)
-        end = start + int(costs[row, stage])
-        self.free_ns[rank] = end
-        self._hold(rank, row, stage, forward)
-        self._send(row, stage, forward, end)
+        start = max(self.free_ns[stage], ready)
+        end = start + int(costs[row, v])
+        self.free_ns[stage] = end
+        self._hold(stage, row, v, forward)
+        self._send(row, v, forward, end)
         return Event(step, start, end)
 
-    def _hold(self, rank: int, row: int, stage: int, forward: bool) -> None:
-        stored = 0 if self.problem.forward_only else int(self.problem.stored_bytes[row, stage])
-        others = self.held_bytes[rank] - (0 if forward else stored)
+    def _hold(self, stage: int, row: int, v: int, forward: bool) -> None:
+        stored = 0 if self.problem.forward_only else int(self.problem.stored_bytes[row, v])
+        others = self.held_bytes[stage] - (0 if forward else stored)
         if forward or self.problem.peak_covers_backward:
-            high = others + int(self.problem.peak_bytes[row, stage])
-            self.peak_bytes[rank] = max(self.peak_bytes[rank], high)
-        self.held_bytes[rank] = others + (stored if forward else 0)
+            high = others + int(self.problem.peak_bytes[row, v])
+            self.peak_bytes[stage] = max(self.peak_bytes[stage], high)
+        self.held_bytes[stage] = others + (stored if forward else 0)
 
-    def _send(self, row: int, stage: int, forward: bool, end: int) -> None:
+    def _send(self, row: int, v: int, forward: bool, end: int) -> None:
         last = self.problem.virtual_stages - 1
         times = self.problem.forward_transfer_ns if forward else self.problem.backward_transfer_ns
-        duration = int(times[row, stage])
+        duration = int(times[row, v])
         depart = end
         if self.queue_links:
-            link = (forward, stage % self.problem.stages)
+            link = (forward, v % self.problem.stages)
             depart = max(end, self.link_free_ns.get(link, 0))
             self.link_free_ns[link] = depart + duration
-        self.arrival_ns[forward, row, stage + 1 if forward else stage - 1] = depart + duration
-        if forward and stage == last:
-            self.arrival_ns[False, row, stage] = end
+        self.arrival_ns[forward, row, v + 1 if forward else v - 1] = depart + duration
+        if forward and v == last:
+            self.arrival_ns[False, row, v] = end

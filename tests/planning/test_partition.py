@@ -60,6 +60,15 @@ def test_no_partition_fits() -> None:
     assert partition(by_size([5, 6], 1, stored=51), [np.arange(2)]).partitions == ()
 
 
+def test_a_large_order_is_partitioned_block_by_block() -> None:
+    """Pairs are best; with 20,001 samples one is left over."""
+    problem = by_size([5, 6], 1)
+    large = replace(problem, inputs=np.full(20_001, 8), targets=np.zeros(20_001, np.int64))
+    (sizes, _, warmup, total), *_ = found(large, [as_given(large)], improve=True)[1]
+    assert (warmup, total) == (6, 10_000 * 6 + 5)
+    assert sorted(sizes) == [1] + [2] * 10_000
+
+
 def as_given(problem: BatchProblem) -> IntArray:
     return np.arange(len(problem.inputs))
 

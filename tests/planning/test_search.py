@@ -10,8 +10,11 @@ from megatron_dynapipe.cost.work import ModelShape
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning import search as search_module
+from megatron_dynapipe.planning.partition import Partition
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.search import default_evaluations
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -142,3 +145,16 @@ def test_messages_sharded_over_tensor_parallel_ranks_make_plans_faster(family):
     sharded = made.plan(batch(40, family, 0), 0)
     whole = Planner(msgspec.structs.replace(settings, scatter_gather=ScatterGather.OFF), made.cost_model)
     assert time_of(sharded) < time_of(whole.plan(batch(40, family, 0), 0))
+
+
+def test_evaluations_scale_down_with_large_batches_which_is_said_once(caplog, monkeypatch):
+    partitions = [Partition(sizes=np.ones(n, np.int64), modes=np.zeros(n, np.int64)) for n in (10, 300, 3000, 30_000)]
+    numbers = [default_evaluations([partition], replicas=1, chunks=1) for partition in partitions]
+    assert numbers == [8000, 2500, 2500, 250]
+    assert default_evaluations(partitions, replicas=2, chunks=2) == 250
+    monkeypatch.setattr(search_module, "LARGE_BUDGET", 20_000)
+    for _ in range(2):
+        planner(ModelFamily.GPT, 2).plan(batch(60, ModelFamily.GPT, 0), 0)
+    assert [record.message for record in caplog.records] == [
+        "notice: large batches are searched with fewer evaluations than 2500, so that they take seconds"
+    ]

@@ -1,4 +1,4 @@
-"""Schedules: from a replica's costs to the order of passes on each of its ranks.
+"""Schedules: from a replica's costs to the order of passes on each of its stages.
 
 A schedule is a pure function `ScheduleProblem → PassOrder`, under a name in `SCHEDULES`.
 See `docs/adding-a-schedule.md`.
@@ -51,14 +51,14 @@ class Schedule:
     timeline: Timeline
     makespan_ns: int
     peak_bytes: tuple[int, ...]
-    """Per rank, model state included."""
+    """Per stage, model state included."""
 
 
 def schedule(problem: ScheduleProblem, settings: ScheduleSettings) -> Schedule:
     """Order the passes of one replica.
 
     Raises:
-        InfeasibleError: the order holds more than a rank's memory.
+        InfeasibleError: the order holds more than a stage's memory.
     """
     return predict(problem, SCHEDULES[settings.method](problem))
 
@@ -67,7 +67,7 @@ def predict(problem: ScheduleProblem, *orders: PassOrder) -> Schedule:
     """What the fastest of some pass orders comes to, of those that fit the memory.
 
     Raises:
-        InfeasibleError: every order holds more than a rank's memory.
+        InfeasibleError: every order holds more than a stage's memory.
     """
     runs = simulate_all(problem, orders)
     fitting = [(run, order) for run, order in runs if max(run.peak_bytes) <= problem.memory_limit_bytes]
@@ -77,11 +77,11 @@ def predict(problem: ScheduleProblem, *orders: PassOrder) -> Schedule:
 
 
 def check_memory(problem: ScheduleProblem, peak_bytes: tuple[int, ...]) -> None:
-    """Raise an InfeasibleError naming the first rank whose peak is over the limit."""
-    for rank, used in enumerate(peak_bytes):
+    """Raise an InfeasibleError naming the first stage whose peak is over the limit."""
+    for stage, used in enumerate(peak_bytes):
         if used > problem.memory_limit_bytes:
             needed, available = in_mb(used, problem.memory_limit_bytes)
             raise InfeasibleError(
-                f"stage {rank} needs {needed} with this schedule, of {available}",
+                f"stage {stage} needs {needed} with this schedule, of {available}",
                 hint="use smaller micro-batches, more recomputation, or a schedule that holds fewer of them",
             )

@@ -1,6 +1,6 @@
 """The best of 1F1B and a few list schedules: the schedule `adaptive` where micro-batches are given in their order.
 
-Where the planner also cuts the batch, the order search (`planning.search`) does more: it begins with these.
+Where the planner also partitions the batch, the search (`planning.search`) does more: it begins with these.
 """
 
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
@@ -22,6 +22,6 @@ def adaptive(problem: ScheduleProblem) -> PassOrder:
 
 
 def policies(problem: ScheduleProblem) -> list[Policy]:
-    """Policies to try: every rule, at 1F1B's depths and deeper; the last rank turns each micro-batch round at once."""
+    """Policies to try: every rule, at 1F1B's depths and deeper; the last stage turns each micro-batch round at once."""
     base = filling_depths(problem.stages, problem.chunks)
     return [Policy((*(depth + extra for depth in base[:-1]), 1), rule) for extra in DEEPENINGS for rule in Rule]

@@ -1,13 +1,13 @@
-"""List scheduling: every rank takes the next pass that can start, within its memory.
+"""List scheduling: every stage takes the next pass that can start, within its memory.
 
-Passes keep one sequence on all ranks, forward and backward (that of 1F1B, interleaved where ranks hold several chunks),
-so that a rank only ever chooses between *the* next forward and *the* next backward. It takes the one that can start
-first; a `Rule` breaks ties. A forward is admitted while fewer than `depth` forwards of the rank wait for their
+Passes keep one sequence on all stages, forward and backward (that of 1F1B, interleaved where stages have several
+chunks), so that a stage only ever chooses between *the* next forward and *the* next backward. It takes the one that can start
+first; a `Rule` breaks ties. A forward is admitted while fewer than `depth` forwards of the stage wait for their
 backward, and its peak fits beside what they keep; where peaks cover the backward, what it keeps must besides leave room
 for every backward.
 
 With one chunk, the oldest micro-batch in flight is never held up by younger ones, and each fits alone: list scheduling
-ends under every rule but the strict one, which can wait for a forward that never comes. With several, ranks short of
+ends under every rule but the strict one, which can wait for a forward that never comes. With several, stages short of
 memory can also wait for each other, since a later chunk of the oldest needs room too.
 
 The native core schedules (`csrc/list_schedule.cpp`), since a search does so thousands of times per plan.
@@ -26,7 +26,7 @@ from megatron_dynapipe.planning.schedules.one_f_one_b import sequences
 
 
 class Rule(IntEnum):
-    """Which pass a rank takes where its next forward and its next backward could both start."""
+    """Which pass a stage takes where its next forward and its next backward could both start."""
 
     BACKWARD_FIRST = 0
     FORWARD_FIRST = 1
@@ -39,14 +39,14 @@ class Policy:
     """How list scheduling chooses."""
 
     depths: tuple[int, ...]
-    """Per rank, most forwards ahead of its backwards; with several chunks, beyond `forwards_of_earlier_chunks`."""
+    """Per stage, most forwards ahead of its backwards; with several chunks, beyond `forwards_of_earlier_chunks`."""
     rule: Rule
 
 
 def list_schedule(problem: ScheduleProblem, policy: Policy) -> PassOrder | None:
-    """The order in which ranks take passes under a policy, in the problem's own predicted times.
+    """The order in which stages take passes under a policy, in the problem's own predicted times.
 
-    None where a micro-batch does not fit a rank's memory even alone, and where ranks wait for each other for ever.
+    None where a micro-batch does not fit a stage's memory even alone, and where stages wait for each other for ever.
     """
     makespan, forwards = core.list_schedule(
         problem.cost_arrays,
@@ -64,9 +64,9 @@ def list_schedule(problem: ScheduleProblem, policy: Policy) -> PassOrder | None:
 
 
 def order_of(forwards: Sequence[Sequence[int]], micro_batches: int, chunks: int) -> PassOrder:
-    """The passes of every rank from 1 per forward and 0 per backward, as the native core returns them."""
+    """The passes of every stage from 1 per forward and 0 per backward, as the native core returns them."""
     in_order = sequences(micro_batches, len(forwards), chunks)
-    return tuple(_passes(rank, *in_order) for rank in forwards)
+    return tuple(_passes(stage, *in_order) for stage in forwards)
 
 
 def _passes(taken: Sequence[int], forwards: Sequence[Forward], backwards: Sequence[Backward]) -> tuple[Pass, ...]:

@@ -1,8 +1,8 @@
-"""1F1B (Narayanan et al., SOSP 2019), and interleaved 1F1B (Narayanan et al., SC 2021) for several chunks per rank.
+"""1F1B (Narayanan et al., SOSP 2019), and interleaved 1F1B (Narayanan et al., SC 2021) for several chunks per stage.
 
-rank 0 of 3   F0 F1 F2 B0 F3 B1 F4 B2 …  B4      each rank runs `depth` forwards, then one backward and one
-rank 1 of 3   F0 F1 B0 F2 B1 F3 B2 …     B4      forward in turn, then the remaining backwards
-rank 2 of 3   F0 B0 F1 B1 F2 B2 …        B4
+stage 0 of 3   F0 F1 F2 B0 F3 B1 F4 B2 …  B4      each stage runs `depth` forwards, then one backward and one
+stage 1 of 3   F0 F1 B0 F2 B1 F3 B2 …     B4      forward in turn, then the remaining backwards
+stage 2 of 3   F0 B0 F1 B1 F2 B2 …        B4
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from megatron_dynapipe.planning.simulate import simulate
 
 
 def one_f_one_b(problem: ScheduleProblem, depths: Sequence[int] | None = None) -> PassOrder:
-    """1F1B over the micro-batches in index order; interleaved where ranks have several chunks.
+    """1F1B over the micro-batches in index order; interleaved where stages have several chunks.
 
     Args:
         problem: only its numbers of stages, chunks and micro-batches matter.
-        depths: forwards per rank before its first backward, at least 1 and never rising from rank to rank; by default
-            as many as fill the pipeline. A smaller depth holds fewer micro-batches in memory.
+        depths: forwards per stage before its first backward, at least 1 and never rising from stage to stage; by
+            default as many as fill the pipeline. A smaller depth holds fewer micro-batches in memory.
     """
     forwards, backwards = sequences(problem.micro_batches, problem.stages, problem.chunks)
     if problem.forward_only:
@@ -34,7 +34,7 @@ def one_f_one_b(problem: ScheduleProblem, depths: Sequence[int] | None = None) -
 
 
 def one_f_one_b_within_memory(problem: ScheduleProblem) -> PassOrder:
-    """1F1B with as many forwards ahead on each rank as its memory allows, at most the default number.
+    """1F1B with as many forwards ahead on each stage as its memory allows, at most the default number.
 
     Interleaved 1F1B has no smaller depths; it comes as it is.
     """
@@ -43,7 +43,7 @@ def one_f_one_b_within_memory(problem: ScheduleProblem) -> PassOrder:
     while True:
         order = one_f_one_b(problem, depths)
         peaks = simulate(problem, order).peak_bytes
-        over = [rank for rank, peak in enumerate(peaks) if peak > problem.memory_limit_bytes and depths[rank] > 1]
+        over = [stage for stage, peak in enumerate(peaks) if peak > problem.memory_limit_bytes and depths[stage] > 1]
         if problem.chunks > 1 or problem.forward_only or not over:
             return order
         depths = depths[: over[0]] + [min(depth, depths[over[0]] - 1) for depth in depths[over[0] :]]
@@ -57,16 +57,16 @@ def default_depths(problem: ScheduleProblem) -> tuple[int, ...]:
 
 def filling_depths(stages: int, chunks: int) -> tuple[int, ...]:
     """`default_depths` without `forwards_of_earlier_chunks`: they do not depend on the number of micro-batches."""
-    return tuple((2 if chunks > 1 else 1) * (stages - 1 - rank) + 1 for rank in range(stages))
+    return tuple((2 if chunks > 1 else 1) * (stages - 1 - stage) + 1 for stage in range(stages))
 
 
 def forwards_of_earlier_chunks(micro_batches: int, stages: int, chunks: int) -> int:
-    """Forwards that a rank runs of the largest group before the group comes to its last chunk."""
+    """Forwards that a stage runs of the largest group before the group comes to its last chunk."""
     return (chunks - 1) * max(_groups(micro_batches, stages), default=0)
 
 
 def sequences(micro_batches: int, stages: int, chunks: int) -> tuple[tuple[Forward, ...], tuple[Backward, ...]]:
-    """The order of forwards and of backwards that all ranks share: group by group, and in a group chunk by chunk."""
+    """The order of forwards and of backwards that all stages share: group by group, and in a group chunk by chunk."""
     forwards: list[Forward] = []
     backwards: list[Backward] = []
     first = 0
@@ -79,10 +79,10 @@ def sequences(micro_batches: int, stages: int, chunks: int) -> tuple[tuple[Forwa
 
 
 def _groups(micro_batches: int, stages: int) -> list[int]:
-    """Micro-batches that pass a chunk together: even groups of at least as many as there are ranks.
+    """Micro-batches that pass a chunk together: even groups of at least as many as there are stages.
 
-    With groups of g ≥ ranks (or a single one), and depths by the largest, a rank's forward never waits for a backward
-    that stands after it, whatever the number of micro-batches; Megatron's rule, groups of exactly `ranks`, is the case
+    With groups of g ≥ stages (or a single one), and depths by the largest, a stage's forward never waits for a backward
+    that stands after it, whatever the number of micro-batches; Megatron's rule, groups of exactly `stages`, is the case
     in which the number divides.
     """
     count = max(micro_batches // stages, 1)
