@@ -1,7 +1,7 @@
 """Patches of Megatron's distributed optimizer while DynaPipe trains, on every device.
 
 A run could not be resumed, or would resume with another optimizer than it saved. The table is all there is; each row
-goes when upstream's own code passes `tests/integration/models/test_checkpoints.py` without it.
+goes when upstream's own code passes `tests/integration/entry/test_checkpoints.py` without it.
 """
 
 import functools

@@ -29,6 +29,7 @@ class Layout:
     tensor: int = 1
     stages: int = 1
     replicas: int = 1
+    idle: int = 0  # replicas that get no samples
     chunks: int = 1
     sequence: bool = False  # sequence parallelism
     positions: str = "learned_absolute"

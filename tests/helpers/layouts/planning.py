@@ -3,7 +3,7 @@
 import msgspec
 
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, ScatterGather
-from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan, StagePlan
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -12,14 +12,16 @@ from tests.helpers.layouts.layout import HEADS, HIDDEN, MAX_LENGTH, VOCABULARY, 
 from tests.helpers.packed_plans import relaid
 
 
-class TurnPlanner(Planner):
-    """A planner that gives the micro-batches of a replica the layout's modes of recomputation in turn, and its rows."""
+class LayoutPlanner(Planner):
+    """Gives the micro-batches of a replica the layout's recompute modes and rows in turn, and some replicas none."""
 
     modes: tuple[Recompute, ...] = (Recompute.NONE,)
     rows = "padded"
+    of_busy: Planner | None = None
 
     def plan(self, batch: object, iteration: int, *, forward_only: bool = False) -> IterationPlan:
-        plan = super().plan(batch, iteration, forward_only=forward_only)
+        planned_by = super() if self.of_busy is None else self.of_busy
+        plan = planned_by.plan(batch, iteration, forward_only=forward_only)
         replicas = []
         for replica in plan.replicas:
             micro_batches = tuple(
@@ -27,12 +29,15 @@ class TurnPlanner(Planner):
                 for index, micro_batch in enumerate(replica.micro_batches)
             )
             replicas.append(msgspec.structs.replace(replica, micro_batches=micro_batches))
-        plan = msgspec.structs.replace(plan, replicas=tuple(replicas))
+        stages = [StagePlan(stage=s, instructions=(), predicted=()) for s in range(plan.pipeline_stages)]
+        empty = ReplicaPlan(micro_batches=(), stages=tuple(stages), predicted_ns=0)
+        idle = self.settings.data_parallel - len(replicas)
+        plan = msgspec.structs.replace(plan, replicas=(*replicas, *[empty] * idle))
         ranks = self.settings.tensor_parallel if self.settings.sequence_parallel else 1
         return relaid(plan, self.rows, sequence_parallel=ranks)
 
 
-def planner(layout: Layout) -> TurnPlanner:
+def planner(layout: Layout) -> LayoutPlanner:
     encoder, decoder = layout.layers
     settings = PlannerSettings(
         family=layout.kind,
@@ -53,6 +58,9 @@ def planner(layout: Layout) -> TurnPlanner:
     )
     shape = ModelShape(family=layout.kind, hidden=HIDDEN, heads=HEADS, kv_channels=8, ffn=128, vocabulary=VOCABULARY)
     rates = msgspec.structs.replace(CPU_RATES, layer_overhead_us=layout.layer_overhead_us)
-    made = TurnPlanner(settings, AnalyticCostModel(shape, rates, max_size=64, max_length=MAX_LENGTH))
+    costs = AnalyticCostModel(shape, rates, max_size=64, max_length=MAX_LENGTH)
+    made = LayoutPlanner(settings, costs)
     made.modes, made.rows = tuple(map(Recompute, layout.recompute)), layout.rows
+    if layout.idle:
+        made.of_busy = Planner(msgspec.structs.replace(settings, data_parallel=layout.replicas - layout.idle), costs)
     return made

@@ -18,6 +18,10 @@ LAYOUTS = {
     "gpt 1x1x1, recompute mixed *": Layout(family="gpt", recompute=MIXED),
     "gpt 1x2x1, recompute mixed": Layout(family="gpt", stages=2, recompute=MIXED),
     "gpt 1x2x2 *": Layout(family="gpt", stages=2, replicas=2, layer_overhead_us=0.0),
+    "gpt 1x1x2, overlapped *": Layout(family="gpt", replicas=2, overlap=True),
+    "gpt 1x2x2, overlapped, Megatron's attention, one replica without samples *": Layout(
+        family="gpt", stages=2, replicas=2, overlap=True, attention="megatron", idle=1
+    ),
     "gpt 1x4x1, full": Layout(family="gpt", stages=4, recompute=("full",)),
     "gpt 1x2x1, layers 3+1 *": Layout(family="gpt", stages=2, split=(3, 1)),
     "gpt 1x3x1, layers 1+2+1, selective": Layout(family="gpt", stages=3, split=(1, 2, 1), recompute=("selective",)),
@@ -59,6 +63,11 @@ LAYOUTS = {
     "gpt 1x1x4, distributed optimizer": Layout(family="gpt", replicas=4, distributed_optimizer=True),
     "t5 1x1x1, recompute mixed": Layout(family="t5", recompute=MIXED),
     "t5 1x2x2, recompute mixed *": Layout(family="t5", stages=2, replicas=2, recompute=MIXED, layer_overhead_us=0.0),
+    "t5 1x1x2, one replica without samples *": Layout(family="t5", replicas=2, idle=1),
+    "t5 1x2x2, overlapped, one replica without samples *": Layout(
+        family="t5", stages=2, replicas=2, overlap=True, idle=1
+    ),
+    "t5 1x4x1 *": Layout(family="t5", stages=4),
     "t5 1x3x1, layers 1+2+1 *": Layout(family="t5", stages=3, split=(1, 2, 1)),
     "t5 1x2x1, two chunks, recompute mixed *": Layout(family="t5", stages=2, chunks=2, recompute=MIXED),
     "t5 2x2x2, two chunks, distributed optimizer": Layout(
@@ -165,6 +174,7 @@ def test_a_layout_trains_as_one_process_with_samples_one_by_one(layout):
         assert not any(result["overflowed"])
     whole([result["weights"] for result in results], tolerance=0)  # copies are equal still, those of tied weights too
     counts = results[0]["micro_batches"]
+    assert counts.count(0) == layout.idle
     if max(counts) > 1:
         assert len({tuple(shape) for shape in results[0]["shapes"]}) > 1, "micro-batches of varying shape"
     if layout.rows != "padded":

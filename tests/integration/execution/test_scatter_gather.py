@@ -1,4 +1,4 @@
-"""Training with messages divided over tensor-parallel ranks: bit by bit what it is without, at the bytes of a share."""
+"""Training with messages sharded over tensor-parallel ranks: bitwise the same as without, at a shard's bytes."""
 
 from dataclasses import replace
 
@@ -38,11 +38,11 @@ def train(*, rank: int, world_size: int, layout: Layout) -> dict:
 
 
 @pytest.mark.parametrize("wanted", table(LAYOUTS))
-def test_divided_messages_change_nothing_but_their_size(wanted):
-    whole, divided = (
+def test_sharded_messages_change_nothing_but_their_size(wanted):
+    whole, sharded = (
         run_ranks(train, wanted.ranks, {"layout": replace(wanted, scatter_gather=choice)}) for choice in ("off", "on")
     )
-    for one, other in zip(whole, divided, strict=True):
+    for one, other in zip(whole, sharded, strict=True):
         assert one["sent"] and [2 * size for size in other["sent"]] == one["sent"]
         assert one["learned"]["losses"] == other["learned"]["losses"]
         assert one["learned"]["norms"] == other["learned"]["norms"]
