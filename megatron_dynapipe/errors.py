@@ -42,6 +42,10 @@ class PlanningError(DynaPipeError):
     """No plan can be made of this batch under these settings."""
 
 
+class StallError(PlanningError):
+    """Every order of passes that was tried lets stages wait for one another, by the plan's rules of transfers."""
+
+
 class InfeasibleError(PlanningError):
     """A micro-batch, however small, does not fit the memory of a stage or the range of the cost model."""
 

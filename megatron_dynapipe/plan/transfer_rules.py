@@ -4,6 +4,7 @@ On gloo a started transfer holds up nobody. On a GPU a started receive is a kern
 what is queued behind a waiting kernel may wait with it.
 """
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -14,7 +15,8 @@ class TransferRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Attributes:
         receive_ahead: passes that may run between a receive's start and the wait for it; 0 starts it right before its
-            wait, None as early as one receive at a time on a channel allows.
+            wait, None as early as one receive at a time on a channel allows. More may run where every order would
+            stall otherwise.
         ordered_starts: a send's start completes only when its channel's previous message is through, as where streams
             share one hardware queue. Plans in which stages would then wait for one another are not made.
     """
@@ -27,6 +29,17 @@ class TransferRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Whether a started transfer holds up nobody, and receives are started as early as they can be."""
         return self.receive_ahead is None and not self.ordered_starts
 
+    def relaxed(self) -> Iterator["TransferRules"]:
+        """Rules to try in turn where every order stalls by these: receives earlier and earlier, starts ordered as here.
+
+        Interleaved orders whose groups of micro-batches are larger than the pipeline need it.
+        """
+        if self.receive_ahead is not None:
+            for ahead in (*range(self.receive_ahead + 1, _MOST_AHEAD + 1), None):
+                yield msgspec.structs.replace(self, receive_ahead=ahead)
+
+
+_MOST_AHEAD = 2
 
 GLOO_RULES = TransferRules()
 """A started transfer holds up nobody."""

@@ -9,12 +9,13 @@ import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost import CostModel, LayerTables
-from megatron_dynapipe.errors import CostModelError, InfeasibleError, PlanningError
+from megatron_dynapipe.errors import CostModelError, InfeasibleError, PlanningError, StallError
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, baseline_partitions
@@ -107,7 +108,7 @@ class Planner:
             partitioned = self._partition(problem, orders)
         with _timed(seconds, "schedule"):
             searchable = self.settings.partition.algorithm is PartitionAlgorithm.DP
-            scheduled = schedule_batch(problem, partitioned, self.settings.schedule, searchable=searchable)
+            scheduled = self._schedule(problem, partitioned, searchable=searchable)
         if scheduled is None:
             raise explain_infeasible(samples, problem)
         with _timed(seconds, "lowering"):
@@ -184,6 +185,20 @@ class Planner:
             return partition(problem, orders)
         return OrderedPartitions(order=orders[0], partitions=baseline_partitions(problem, orders[0], chosen))
 
+    def _schedule(
+        self, problem: BatchProblem, partitioned: OrderedPartitions, *, searchable: bool
+    ) -> ScheduledBatch | None:
+        """The fastest schedule by the first rules of transfers under which there is one, or None."""
+        rules = self.settings.transfers.relaxed()
+        while True:
+            try:
+                return schedule_batch(problem, partitioned, self.settings.schedule, searchable=searchable)
+            except StallError:
+                following = next(rules, None)
+                if following is None:
+                    raise
+                problem = replace(problem, transfers=following)
+
     def _lower(self, samples: Samples, scheduled: ScheduledBatch, iteration: int, forward_only: bool) -> IterationPlan:
         return IterationPlan(
             iteration=iteration,
@@ -210,7 +225,7 @@ class Planner:
             chunks=self.layout.chunks,
             shapes=self._boundaries.shapes([scheduled.shapes[row] for row in rows]),
             forward_only=forward_only,
-            receive_ahead=self.settings.transfers.receive_ahead,
+            receive_ahead=scheduled.costs.transfers.receive_ahead,
         )
         lists = lower(schedule.order, topology)
         return ReplicaPlan(

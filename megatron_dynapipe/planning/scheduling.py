@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_dynapipe.errors import InfeasibleError, PlanningError
+from megatron_dynapipe.errors import InfeasibleError, StallError
 from megatron_dynapipe.planning.balance import assign
 from megatron_dynapipe.planning.partition import OrderedPartitions, Partition
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray, ScheduleProblem
@@ -56,8 +56,8 @@ def schedule_batch(
         searchable: whether a search may change the partition.
 
     Raises:
-        PlanningError: costs or settings outside what 64-bit sums can hold, or every order stalls under the problem's
-            rules of transfers.
+        PlanningError: costs or settings outside what 64-bit sums can hold.
+        StallError: every order stalls by the problem's rules of transfers.
     """
     found = []
     if searchable and chosen.method == "adaptive":
@@ -68,13 +68,13 @@ def schedule_batch(
             found.append(searched)
             # Here list scheduling may refuse a forward that 1F1B has memory for; else 1F1B is in the search.
             chosen = replace(chosen, method="1f1b")
-    stalled: PlanningError | None = None
+    stalled: StallError | None = None
     for partition in partitioned.partitions:
         try:
             found.append(_scheduled(problem, partitioned.order, partition, chosen))
         except InfeasibleError:
             continue
-        except PlanningError as error:
+        except StallError as error:
             stalled = error
     if stalled is not None and not found:
         raise stalled

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dynapipe.errors import PlanningError
+from megatron_dynapipe.errors import PlanningError, StallError
 from megatron_dynapipe.plan.instructions import Forward, Pass
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import Event, Timeline
@@ -52,12 +52,13 @@ def simulate(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = 
 
     Raises:
         PlanningError: the order stalls: a pass waits for one that can only run after it.
+        StallError: it stalls by the problem's rules alone.
     """
     same_length = len({len(passes) for passes in order}) == 1
     run = _simulate_natively(problem, order, queue_links) if same_length else None
     if run is None and not problem.transfers.are_plain:
         simulate_in_python(problem, order)  # says where it stalls under any rules
-        raise PlanningError(
+        raise StallError(
             "the pass order stalls where starts of transfers wait: stages wait for one another to receive",
             hint="let stages run fewer forwards ahead, or plan without ordered_starts",
         )
@@ -65,15 +66,16 @@ def simulate(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = 
 
 
 def simulate_all(problem: ScheduleProblem, orders: Sequence[PassOrder]) -> list[tuple[Simulation, PassOrder]]:
-    """`simulate` of several orders, without those that stall; raises the first one's PlanningError if all do."""
-    runs, errors = [], []
+    """`simulate` of several orders, without those that stall by the problem's rules; raises StallError if all do."""
+    runs = []
+    stalled: StallError | None = None
     for order in orders:
         try:
             runs.append((simulate(problem, order), order))
-        except PlanningError as error:
-            errors.append(error)
-    if not runs:
-        raise errors[0]
+        except StallError as error:
+            stalled = error
+    if stalled is not None and not runs:
+        raise stalled
     return runs
 
 
