@@ -56,6 +56,7 @@ def prepared(
     *,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    layers_per_stage: Sequence[int] | None = None,
     vocabulary: int | None = None,
 ) -> Iterator[ProfileSetup]:
     """Parse a run's flags, make process groups over the ranks there are, seed; undone at the block's end.
@@ -65,6 +66,7 @@ def prepared(
         family: kind of model.
         tensor_parallel: ranks that share a layer.
         pipeline_parallel: pipeline stages; the ranks left over are replicas.
+        layers_per_stage: of each pipeline stage; None splits layers equally.
         vocabulary: tokens, for a model without a dataset; None takes the dataset's.
 
     Raises:
@@ -77,6 +79,8 @@ def prepared(
         raise ConfigError(f"expected a number of ranks that {ranks} divides, got {world}")
     layout = ["--tensor-model-parallel-size", str(tensor_parallel)]
     layout += ["--pipeline-model-parallel-size", str(pipeline_parallel)]
+    if layers_per_stage is not None:
+        layout += ["--dynapipe-layers-per-stage", ",".join(map(str, layers_per_stage))]
     args = _parse(flags, family, layout, world // ranks, vocabulary)
     device = torch.device("cpu")
     if cpu.is_enabled():
