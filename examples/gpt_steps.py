@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, AnalyticCostModel, ModelShape  # noqa: E402
 from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, Sample  # noqa: E402
+from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES  # noqa: E402
 from megatron_dynapipe.planning.planner import Planner  # noqa: E402
 from megatron_dynapipe.planning.settings import PlannerSettings  # noqa: E402
 from megatron_dynapipe.units import ModelFamily  # noqa: E402
@@ -63,6 +64,7 @@ def build_planner() -> Planner:
         data_parallel=parallel_state.get_data_parallel_world_size(),
         pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),
         memory_limit_bytes=1_000_000_000,
+        transfers=GLOO_RULES if ON_CPU else CUDA_RULES,
     )
     shape = ModelShape(
         family=ModelFamily.GPT,

@@ -52,6 +52,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "as the published rules for transfers have it)",
     )
     parser.add_argument(
+        "--receive-ahead",
+        type=int,
+        metavar="N",
+        help="passes that may run between a receive's start and its wait, as on GPUs; a run's own default there is 0 "
+        "(default: as early as one receive per channel)",
+    )
+    parser.add_argument(
+        "--ordered-starts",
+        action="store_true",
+        help="plan only what also ends where a send's start waits for its channel's previous message; a run's own "
+        "default on GPUs",
+    )
+    parser.add_argument(
         "--layer-split",
         default="equal",
         metavar="SPLIT",
@@ -79,9 +92,12 @@ def planner_settings(
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
     from megatron_dynapipe.cost import Network, ScatterGather
+    from megatron_dynapipe.plan.transfer_rules import TransferRules
     from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.planning.settings import PlannerSettings
 
+    if args.receive_ahead is not None and args.receive_ahead < 0:
+        raise ConfigError(f"expected --receive-ahead of at least 0, got {args.receive_ahead}")
     encoder_layers, decoder_layers = _layers(args)
     default = ScheduleSettings()
     split = args.layer_split
@@ -113,6 +129,7 @@ def planner_settings(
             else args.search_evaluations,
             seed=args.seed,
         ),
+        transfers=TransferRules(receive_ahead=args.receive_ahead, ordered_starts=args.ordered_starts),
     )
     return _with_auto_split(args, settings, cost_model) if split == "auto" else settings
 

@@ -257,3 +257,14 @@ def test_what_is_needed_and_what_there_is_differ_as_written(
     said = capsys.readouterr().out
     needed, available = re.findall(r"([0-9.]+) MB", said)[-2:]
     assert needed != available, said
+
+
+def test_plan_says_what_the_rules_of_gpus_would_cost(capsys, batches_file, cost_file):
+    assert main(arguments("plan", batches_file, cost_file, "--pipeline-parallel", "2")) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"--receive-ahead 0 --ordered-starts\) the first 1 take [+-]\d+\.\d% on average", said)
+    given = ["--pipeline-parallel", "2", "--receive-ahead", "0", "--ordered-starts"]
+    assert main(arguments("plan", batches_file, cost_file, *given)) == 0
+    assert "on average" not in capsys.readouterr().out
+    assert main(arguments("plan", batches_file, cost_file, "--receive-ahead", "-1")) == 2
+    assert "expected --receive-ahead of at least 0, got -1" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import placement
 from megatron_dynapipe.integration.flags.arguments import RunSettings, maximum_lengths
 from megatron_dynapipe.integration.flags.layer_split import gpt_layers_per_stage
+from megatron_dynapipe.integration.flags.transfer_rules import transfer_rules
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.planning.layer_split import BATCHES, choose_layer_split
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -109,6 +110,7 @@ def _planner(
         partition=settings.partition,
         schedule=settings.schedule,
         element_bytes=state_dtype(args).itemsize,
+        transfers=transfer_rules(args, on_cpu=on_cpu),
         sequence_parallel=args.sequence_parallel,
     )
 

@@ -29,6 +29,7 @@ OURS = """
 --dynapipe-token-based-partition-mbs --dynapipe-zero-stage
 --dynapipe-allow-other-data --dynapipe-attention --dynapipe-layers-per-stage --dynapipe-recalibrate
 --dynapipe-enable-packing --dynapipe-layout --dynapipe-scatter-gather
+--dynapipe-receive-ahead --dynapipe-ordered-starts
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
 
