@@ -40,6 +40,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="modes a micro-batch may be given (default: all)",
     )
     parser.add_argument("--devices-per-node", type=_positive, default=8, metavar="N")
+    _add_transfer_arguments(parser)
+    parser.add_argument(
+        "--layer-split",
+        default="equal",
+        metavar="SPLIT",
+        help="layers per stage: equal, auto (evened by their costs), or numbers like 9,8,8,7 (default: equal)",
+    )
+    parser.add_argument("--split-from", type=Path, metavar="BATCHES", help="other lengths to choose an auto split from")
+    parser.add_argument("--max-seq-len", type=_positive, metavar="N", help="truncate longer inputs and targets")
+    parser.add_argument(
+        "--search-evaluations",
+        type=int,
+        metavar="N",
+        help="schedules tried per batch; default: fewer where there are more micro-batches",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search")
+    parser.add_argument("--limit", type=_positive, metavar="K", help="only the first K batches")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Links between devices, and when messages over them start."""
     for link, gbps, latency_us in (("intra", 4800, 0), ("inter", 100, 4000)):
         default = "(default: the cost model's measured one, else %s)"
         parser.add_argument(f"--{link}-node-gbps", type=_above_zero, metavar="N", help=default % gbps)
@@ -64,23 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan only what also ends where a send's start waits for its channel's previous message; a run's own "
         "default on GPUs",
     )
-    parser.add_argument(
-        "--layer-split",
-        default="equal",
-        metavar="SPLIT",
-        help="layers per stage: equal, auto (evened by their costs), or numbers like 9,8,8,7 (default: equal)",
-    )
-    parser.add_argument("--split-from", type=Path, metavar="BATCHES", help="other lengths to choose an auto split from")
-    parser.add_argument("--max-seq-len", type=_positive, metavar="N", help="truncate longer inputs and targets")
-    parser.add_argument(
-        "--search-evaluations",
-        type=int,
-        metavar="N",
-        help="schedules tried per batch; default: fewer where there are more micro-batches",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search")
-    parser.add_argument("--limit", type=_positive, metavar="K", help="only the first K batches")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def planner_settings(
