@@ -82,7 +82,8 @@ def split_model(
 
     part = ranks.run_on_all(split)
     every = [rank for pipeline in ranks.pipelines for rank in pipeline]
-    ranks.require_equal(part.division.description, "the divided model", across=every)
+    weights = [f"{name} {tuple(weight.shape)} {weight.dtype}" for name, weight in model.named_parameters()]
+    ranks.require_equal("\n".join([part.division.description, *weights]), "the divided model", across=every)
     return part
 
 
