@@ -14,7 +14,7 @@ def main() -> None:
     from megatron.training import pretrain
 
     from megatron_dynapipe.integration.entry import runs
-    from megatron_dynapipe.integration.entry.session import process_groups
+    from megatron_dynapipe.integration.entry.failure import process_groups
     from megatron_dynapipe.integration.hooks import replacements
 
     run = runs.gpt_run()

@@ -7,10 +7,9 @@ Everything is started when Megatron asks for its datasets: by then the process g
 where training resumes. Ranks start things in the same order, and a failure on one is raised on all.
 """
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -269,13 +268,3 @@ def _maximum(inputs: PlanInputs) -> Shape:
     return Shape(
         1, input_positions(family, sampler.max_input_length), target_positions(family, sampler.max_target_length)
     )
-
-
-@contextlib.contextmanager
-def process_groups() -> Iterator[None]:
-    """Destroy the process groups that Megatron made, at the end of the block."""
-    try:
-        yield
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()

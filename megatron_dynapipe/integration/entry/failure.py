@@ -1,0 +1,97 @@
+"""How a rank ends that fails: it says so first, tells its peers, and leaves its process groups without waiting.
+
+`destroy_process_group` waits for what is pending. After an error on the host that is a receive whose sender waits for
+this rank: the error would never be printed, and NCCL's watchdog would end the process with a message of its own.
+"""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from megatron_dynapipe.errors import DynaPipeError
+from megatron_dynapipe.integration.entry import launch
+from megatron_dynapipe.integration.entry.bootstrap import reported
+
+FIRST_FAILURE = "dynapipe/first_failure"
+"""Key of the process groups' store: the first failure of the job, in one line."""
+
+
+@contextlib.contextmanager
+def process_groups() -> Iterator[None]:
+    """Destroy the process groups that Megatron made, at the end of the block; abort them if it fails.
+
+    An exception is printed, with the rank and the failure that was the job's first, before anything is waited for. It
+    ends the process with status 1 (2 where `reported` says so).
+    """
+    try:
+        yield
+    except BaseException as error:
+        status = _told(error)
+        if status == 0:
+            _destroy()
+            raise
+        abort()
+        leave(status)
+        sys.exit(status)
+    else:
+        _destroy()
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _told(error: BaseException) -> int:
+    """Print an error of this rank; the exit status."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    _name_first_failure(error)
+    try:
+        with reported():
+            raise error
+    except SystemExit as leaving:
+        return int(leaving.code or 1)
+    except BaseException:  # noqa: BLE001
+        print(f"[rank {_rank()}] {traceback.format_exc()}", file=sys.stderr, flush=True)
+        launch.write_error_file(_line(error))
+        return 1
+
+
+def abort() -> None:
+    """Leave all process groups; what is pending in them is given up."""
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):  # the process ends anyway, and its error has been printed
+            dist.distributed_c10d._abort_process_group()
+
+
+def leave(status: int) -> None:
+    """End a process of torchrun's at once: threads and kernels of aborted groups can hold up the interpreter's end."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _name_first_failure(error: BaseException) -> None:
+    """Write down this failure for the peers, or add to it the one that came before."""
+    if not dist.is_initialized():
+        return
+    mine = f"rank {_rank()} failed first: {_line(error)}"
+    with contextlib.suppress(Exception):  # the store may be gone with the rank that hosts it
+        first = dist.distributed_c10d._get_default_store().compare_set(FIRST_FAILURE, "", mine).decode()
+        if first != mine and not isinstance(error, DynaPipeError):
+            error.add_note(first)
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
