@@ -110,6 +110,7 @@ class Collator:
         required: which tensors the stage reads.
         reader: the split's samples; may be None where the stage needs no text.
         special: pad, start and end tokens.
+        layouts: what the run's settings allow its micro-batches.
 
     Raises:
         DataError: the stage needs text and there is no reader.
@@ -118,6 +119,7 @@ class Collator:
     required: RequiredFields
     reader: SampleReader | None
     special: SpecialTokens
+    layouts: Sequence[BatchLayout] = tuple(BatchLayout)
 
     def __post_init__(self) -> None:
         if self.required.text and self.reader is None:
@@ -127,9 +129,15 @@ class Collator:
         """Collate micro-batch number `index` of a plan.
 
         Raises:
-            PlanError: the shape is smaller than a sample, or not that of the packed samples.
+            PlanError: the layout is not allowed, or the shape smaller than a sample, or not that of the packed samples.
             DataError: the dataset has no such sample, or a shorter one than planned.
         """
+        if micro_batch.layout not in self.layouts:
+            raise PlanError(
+                f"micro-batch {index}: expected a layout that the settings allow ({', '.join(self.layouts)}), got "
+                f"{micro_batch.layout}",
+                hint="plan again with the run's own settings",
+            )
         collate = self._decoder_only if family is ModelFamily.GPT else self._encoder_decoder
         return collate(index, micro_batch)
 

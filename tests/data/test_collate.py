@@ -110,6 +110,13 @@ def test_a_row_that_is_not_of_its_samples_is_refused(folder: Path, family: str, 
     )
 
 
+def test_a_layout_that_the_settings_do_not_allow_is_refused() -> None:
+    collator = Collator(required=RequiredFields(), reader=None, special=None, layouts=(BatchLayout.PADDED,))  # type: ignore[arg-type]
+    plan = micro_batch([2, 1], Shape(1, 8, 8), layout=BatchLayout.PACKED)
+    with pytest.raises(PlanError, match=r"expected a layout that the settings allow \(padded\), got packed"):
+        collator(0, plan, ModelFamily.T5)
+
+
 @pytest.mark.parametrize("family", ["t5", "gpt"])
 def test_middle_stages_read_no_text(folder: Path, family: str) -> None:
     for path in folder.glob("train.*"):

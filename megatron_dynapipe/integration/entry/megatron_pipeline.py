@@ -35,13 +35,14 @@ from megatron_dynapipe.integration.execution.transport import open_transport
 from megatron_dynapipe.integration.hooks import optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
+from megatron_dynapipe.integration.models.specs import packing_obstacle
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.runtime import PipelineExecutor, Trace, platform_of, watched
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.units import BatchLayout, ModelFamily
 
 Sample = tuple[Sequence[int], Sequence[int]]
 """Tokens of an input and of its target; a decoder-only model is trained on one after the other."""
@@ -250,6 +251,11 @@ class MegatronPipeline:
             raise ConfigError(
                 "expected a model configuration with calculate_per_token_loss: micro-batches hold different numbers "
                 "of tokens"
+            )
+        if BatchLayout.PACKED in settings.micro_batch_layouts and (obstacle := packing_obstacle(self._models)):
+            raise ConfigError(
+                f"expected models that take packed rows, got {obstacle}",
+                hint="plan with micro_batch_layouts=(BatchLayout.PADDED,)",
             )
 
     def _configure(self) -> None:

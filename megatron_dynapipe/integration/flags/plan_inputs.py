@@ -13,6 +13,7 @@ from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import placement
 from megatron_dynapipe.integration.flags.arguments import RunSettings, maximum_lengths
+from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.flags.layer_split import gpt_layers_per_stage
 from megatron_dynapipe.integration.flags.transfer_rules import transfer_rules
 from megatron_dynapipe.integration.models import flags as model_flags
@@ -107,6 +108,7 @@ def _planner(
         recompute=settings.recompute,
         network=network(settings),
         scatter_gather=settings.scatter_gather,
+        micro_batch_layouts=batch_layouts(args, family, on_cpu=on_cpu).allowed,
         partition=settings.partition,
         schedule=settings.schedule,
         element_bytes=state_dtype(args).itemsize,

@@ -1,6 +1,7 @@
 """Specifications of transformer layers: Megatron's, with the core attention and the norm that a run asks for."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +9,10 @@ from megatron.core.models.T5 import t5_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
@@ -96,3 +99,19 @@ def local_layer(layer: ModuleSpec, norm: Any, attention: CoreAttention) -> Modul
             pre_mlp_layernorm=normed(parts.pre_mlp_layernorm),
         ),
     )
+
+
+def packing_obstacle(models: Sequence[nn.Module]) -> str:
+    """The part of built models that cannot take packed rows; empty where there is none."""
+    for module in (module for model in models for module in model.modules()):
+        if isinstance(module, DotProductAttention):
+            return "Megatron's local attention"
+        if isinstance(module, MultiLatentAttention):
+            return "multi-latent attention"
+        if isinstance(module, SdpaCoreAttention) and module.dropout and _on_cuda(models):
+            return f"attention dropout of {module.dropout:g}, which PyTorch's attention over packed rows does not have"
+    return ""
+
+
+def _on_cuda(models: Sequence[nn.Module]) -> bool:
+    return any(parameter.is_cuda for model in models for parameter in model.parameters())

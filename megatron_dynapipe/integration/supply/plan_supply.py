@@ -102,7 +102,12 @@ class PlanSupply:
         reader = open_split(folder, split.name) if required.text else None
         planned = PlannedIterator(
             functools.partial(client.fetch, split.name),
-            Collator(required=required, reader=reader, special=read_meta(folder)),
+            Collator(
+                required=required,
+                reader=reader,
+                special=read_meta(folder),
+                layouts=self._inputs.planner.micro_batch_layouts,
+            ),
             start_iteration=split.first_iteration,
             stop_iteration=None if split.iterations is None else split.first_iteration + split.iterations,
             ahead=max(self._settings.ahead // 2, 1),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, global_batch
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.units import Recompute
+from megatron_dynapipe.units import BatchLayout, Recompute
 from tests.helpers.layouts.compare import Part
 from tests.helpers.layouts.layout import Layout
 from tests.helpers.layouts.planning import planner
@@ -104,6 +104,8 @@ def refused(layout: Layout, *, wanted: str) -> str:
     models, plans, batch = trainer.models, planner(layout), trainer.batch
     if wanted == "layout":
         plans = planner(Layout(stages=2))
+    if wanted == "rows":
+        plans.settings = msgspec.structs.replace(plans.settings, micro_batch_layouts=tuple(BatchLayout))
     if wanted == "loss":
         models[0].config.calculate_per_token_loss = False
     if wanted == "modules":

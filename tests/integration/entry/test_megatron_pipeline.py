@@ -49,6 +49,11 @@ def test_what_cannot_be_run_is_refused(wanted, said):
     assert said in on_ranks("probes.refused", Layout(), wanted=wanted)[0]
 
 
+def test_models_that_cannot_take_packed_rows_are_refused():
+    said = on_ranks("probes.refused", Layout(attention="megatron"), wanted="rows")[0]
+    assert "expected models that take packed rows, got Megatron's local attention" in said
+
+
 def take_masks(rank: int, world_size: int) -> list[bool]:
     """Whether masks are made for Megatron's attention, and for ours."""
     import torch
