@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -70,6 +71,26 @@ class Ground:
 
     def copy_of_data(self) -> Path:
         return Path(shutil.copytree(self.data, self.fresh() / "data"))
+
+
+def with_checksums(source: Path, folder: Path) -> Path:
+    """A copy of a dataset, with digests and checksums as `data prepare` writes them."""
+    import msgspec
+    import numpy as np
+
+    from megatron_dynapipe.data.identity import checksums_path, file_digests, files_of
+    from megatron_dynapipe.data.indexed import IndexedReader
+    from megatron_dynapipe.data.meta import SPLITS, read_meta, write_meta
+
+    shutil.copytree(source, folder)
+    for split in SPLITS:
+        checksums_path(folder / split).unlink(missing_ok=True)
+        reader = IndexedReader(folder / split)
+        sums = [zlib.crc32(b"".join(part.tobytes() for part in reader[sample])) for sample in range(len(reader))]
+        np.save(checksums_path(folder / split), np.asarray(sums, np.uint32))
+    files = {path.name: file_digests(path) for split in SPLITS for path in files_of(folder, split)}
+    write_meta(folder, msgspec.structs.replace(read_meta(folder), files=files))
+    return folder
 
 
 class Run:
@@ -183,6 +204,22 @@ def data_overwritten(ground: Ground) -> Outcome:
     with (data / "train.bin").open("r+b") as file:
         file.write(bytes(byte ^ 1 for byte in content))
     return run.outcome(ground, r"the tokens of sample \d+ are not those that were written", status=1)
+
+
+@attack
+def data_without_checksums_overwritten(ground: Ground) -> Outcome:
+    """The same of a dataset that has no checksums, as one that Megatron wrote."""
+    data = ground.copy_of_data()
+    for path in data.glob("*.crc32.npy"):
+        path.unlink()
+    run = Run(ground, "--dynapipe-lookahead 2", data=data)
+    run.at(3)
+    with (data / "train.bin").open("r+b") as file:
+        file.write(b"\1\1" * 1000)
+    # Iterations that were prepared before it was noticed may differ: up to a second's.
+    return run.outcome(
+        ground, r"expected the file as it was opened, it has been changed since", status=1, with_losses=False
+    )
 
 
 @attack
@@ -416,7 +453,7 @@ def main() -> int:
     print("|---|---|---|---|---|---|", flush=True)
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        ground = Ground(data=options.data, folder=Path(folder))
+        ground = Ground(data=with_checksums(options.data, Path(folder) / "data"), folder=Path(folder))
         for name in chosen:
             outcome = ATTACKS[name](ground)
             print(row(name, outcome), flush=True)

@@ -14,7 +14,7 @@ MAX_INPUT_LENGTH = 1536
 MAX_TARGET_LENGTH = 256
 SAMPLES_PER_TASK = 2000
 
-_RECIPE = 1
+_RECIPE = 2
 """Raised when the demo's text or settings change, so that a folder of an earlier form is made again."""
 
 

@@ -5,6 +5,7 @@ Each sample is one document of two sequences. The files are byte for byte those 
 """
 
 import os
+import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from megatron_dynapipe.sampling.index_file import (
 )
 from megatron_dynapipe.sampling.lengths import LengthTable, read_array
 
+LOOK_S = 1.0
+"""Between two looks at whether a file without checksums has been changed."""
 _UINT16_VOCABULARY = 65_500
 """Megatron stores vocabularies smaller than this in two bytes per token, others in four."""
 
@@ -129,7 +132,7 @@ class IndexedReader:
     Args:
         prefix: path of `<prefix>.bin` and `<prefix>.idx` without their endings.
 
-    Each sample is checked against its checksum when it is read, where the dataset has checksums.
+    Each sample is checked against its checksum when it is read; where the dataset has none, the file must not change.
 
     Attributes:
         lengths: tokens of every sample.
@@ -150,6 +153,9 @@ class IndexedReader:
         )
         self._starts = index.sequence_pointers // self.dtype.itemsize
         self._checksums = read_checksums(prefix, len(self.lengths))
+        self._stamp = self._looked_at = 0.0
+        if self._checksums is None:
+            self._stamp = self._path.stat().st_mtime
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -167,12 +173,26 @@ class IndexedReader:
             )
         start, middle = int(self._starts[2 * sample]), int(self._starts[2 * sample + 1])
         end = middle + int(self.lengths.target[sample])
-        if self._checksums is not None and zlib.crc32(self._tokens[start:end]) != self._checksums[sample]:
+        if self._checksums is None:
+            self._check_unchanged()
+        elif zlib.crc32(self._tokens[start:end]) != self._checksums[sample]:
             raise DataError(
                 f"{self._path}: the tokens of sample {sample} are not those that were written (their checksum differs)",
                 hint="the file was overwritten or damaged: copy the dataset again; `data verify` checks all of it",
             )
         return self._tokens[start:middle], self._tokens[middle:end]
+
+    def _check_unchanged(self) -> None:
+        """Without checksums: the file's time of change, looked at now and then, is that of when it was opened."""
+        now = time.monotonic()
+        if now < self._looked_at + LOOK_S:
+            return
+        self._looked_at = now
+        if not self._path.exists() or self._path.stat().st_mtime != self._stamp:
+            raise DataError(
+                f"{self._path}: expected the file as it was opened, it has been changed since",
+                hint="give every run a dataset that nobody writes to",
+            )
 
 
 def read_checksums(prefix: Path, samples: int) -> npt.NDArray[np.uint32] | None:

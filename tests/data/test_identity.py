@@ -111,10 +111,15 @@ def test_checksums_of_another_dataset_are_refused(folder: Path) -> None:
         IndexedReader(folder / "train")
 
 
-def test_a_dataset_without_checksums_is_read_unchecked(folder: Path) -> None:
+def test_a_dataset_without_checksums_must_not_change_while_it_is_read(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr("megatron_dynapipe.data.indexed.LOOK_S", 0.0)
     checksums_path(folder / "train").unlink()
     change(folder / "train.bin", 0)
-    assert len(IndexedReader(folder / "train")[0]) == 2
+    reader = IndexedReader(folder / "train")
+    assert len(reader[0]) == 2
+    os.utime(folder / "train.bin", (0, 0))
+    with pytest.raises(DataError, match=r"train\.bin: expected the file as it was opened, it has been changed since"):
+        reader[0]
 
 
 def test_verify_checks_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
