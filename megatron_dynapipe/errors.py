@@ -75,7 +75,7 @@ class ExecutionError(DynaPipeError):
 
 
 class PatchError(DynaPipeError):
-    """A Megatron-LM checkout to which patches cannot be applied, or from which they cannot be taken back."""
+    """A Megatron-LM checkout to which patches cannot be applied, or from which they cannot be removed."""
 
 
 class UnsupportedMegatronError(DynaPipeError):

@@ -35,7 +35,7 @@ class Command(Protocol):
         """Declare the command's name and arguments; set no defaults of `func`."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it; the exit code. Raises `DynaPipeError` for what the user can mend."""
+        """Do it; the exit code. Raises `DynaPipeError` for what the user can correct."""
 
 
 class UsageError(DynaPipeError):

@@ -1,4 +1,4 @@
-"""`verify`: prove that a plan file can run, or say what is wrong with it."""
+"""`verify`: check that a plan file can run, or say what is wrong with it."""
 
 import argparse
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: "SubParsers") -> None:
     """Declare the command."""
-    parser = subparsers.add_parser("verify", help="prove that a plan file can run, or say what is wrong with it")
+    parser = subparsers.add_parser("verify", help="check that a plan file can run, or say what is wrong with it")
     parser.add_argument("plan", type=Path, metavar="FILE", help="a whole iteration's plan")
 
 

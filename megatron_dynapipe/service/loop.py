@@ -156,7 +156,7 @@ class PlannerLoop:
 
 
 def publish_failure(store: PlanStore, keys: PlanKeys, failure: PlannerFailure) -> None:
-    """Tell every rank, unless another failure was told before; a store that is gone shows on every rank by itself."""
+    """Publish a failure for all ranks, unless one was before; a store that is gone shows on every rank by itself."""
     try:
         store.put_first(keys.error, failure.encode())
     except StoreError as error:

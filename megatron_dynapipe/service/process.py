@@ -109,5 +109,5 @@ class PlannerProcess:
             with self._settings.open_store() as store:
                 publish_failure(store, self._settings.keys, failure)
         except StoreError as error:
-            logger.warning("the planner died, and the plan store cannot be told: %s", error)
+            logger.warning("the planner died, and its failure cannot be published: %s", error)
         self._failure = failure

@@ -1,4 +1,4 @@
-"""Everything the planner process is told, as one record that travels as JSON through its stdin."""
+"""Everything the planner process is given, as one record that travels as JSON through its stdin."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where plans come from: sampler → planner → proof → bytes."""
+"""Where plans come from: sampler → planner → verified plan → bytes."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -98,9 +98,9 @@ def _job(name: str, plans: list[tuple[str, int]], *, failed: bool) -> JobReport:
 
 
 def _number(info: dict[str, Any], name: str) -> int:
-    """A number that a server tells about itself; 0 where it does not."""
-    told = info.get(name)
-    return told if isinstance(told, int) else 0
+    """A number that a server reports of itself; 0 where it does not."""
+    number = info.get(name)
+    return number if isinstance(number, int) else 0
 
 
 @contextlib.contextmanager

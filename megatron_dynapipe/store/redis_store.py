@@ -52,7 +52,7 @@ class RedisStore:
         retention_s: int | None = RETENTION_S,
         reply_timeout_s: float = REPLY_TIMEOUT_S,
     ) -> None:
-        """Connect and greet the server, so that a wrong address or password is told here.
+        """Connect and greet the server, so that a wrong address or password fails here.
 
         Args:
             address: where the server is.
@@ -120,8 +120,8 @@ class RedisStore:
 
     def eviction_warning(self) -> str | None:
         """What to tell the user of a server that may drop plans when its memory is full; None of one that does not."""
-        told: bytes = self._call("asking for its policy", ("INFO", "memory"))
-        policy = next((line.partition(b":")[2] for line in told.splitlines() if line.startswith(_POLICY)), b"unknown")
+        memory: bytes = self._call("asking for its policy", ("INFO", "memory"))
+        policy = next((line.partition(b":")[2] for line in memory.splitlines() if line.startswith(_POLICY)), b"unknown")
         if policy == b"noeviction":
             return None
         return (

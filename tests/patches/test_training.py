@@ -1,4 +1,4 @@
-"""Real sources of each version: unpacked, patched, trained from plans, taken back; losses against the plug-in's."""
+"""Real sources of each version: unpacked, patched, trained from plans, reversed; losses against the plug-in's."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def patched(request, tmp_path_factory) -> Iterator[Path]:
-    """A checkout made from the wheel, patched; at the end it is taken back, and compared with the wheel."""
+    """A checkout made from the wheel, patched; at the end patches are reversed, and it is compared with the wheel."""
     folder = unpack(request.param, tmp_path_factory.mktemp("checkout"))
     before = contents(folder)
     found = patching.examine(folder, patching.load_all())

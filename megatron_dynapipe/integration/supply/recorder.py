@@ -21,7 +21,7 @@ from megatron_dynapipe.units import NS_PER_MS, BatchLayout, Shape
 class Recorder:
     """Records of one rank.
 
-    Recording never changes training or its exit status: what fails is told once.
+    Recording never changes training or its exit status: the first failure is printed as a warning.
 
     The first stage of each replica records every iteration; every rank records the timeline of the last one. Traces
     are read one iteration late, so that reading one never waits for the device.
@@ -103,7 +103,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _never_failing(self, doing: str) -> Iterator[None]:
-        """Whatever fails in the block, training and its exit status are those of a run without records; told once."""
+        """Whatever fails in the block, training and its exit status are those of a run without records; warns once."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - a full disk, a picture that cannot be drawn, a store that is gone
