@@ -10,6 +10,7 @@ from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.service.recalibration import Recalibration, encode_passes
 from megatron_dynapipe.store import PlanKeys, PlanStore
+from megatron_dynapipe.units import BatchLayout
 
 _SAVE_DEADLINE_S = 1.0
 
@@ -85,4 +86,5 @@ def measured_passes(entry: StageEntry, events: Sequence[Event]) -> list[PassSamp
             backward_ns=passes.get(Backward, 0),
         )
         for (index, chunk), passes in times.items()
+        if entry.micro_batches[index].layout is BatchLayout.PADDED  # a correction is of padded tables
     ]
