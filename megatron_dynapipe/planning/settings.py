@@ -8,7 +8,7 @@ from megatron_dynapipe.cost import Links, Network, PipelineLayout, ScatterGather
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.baselines import PartitionSettings
 from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute
+from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -29,6 +29,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         recompute: modes that a micro-batch may be given.
         network: links between devices.
         scatter_gather: whether messages between stages are divided over the tensor-parallel ranks.
+        micro_batch_layouts: layouts that a micro-batch may be given.
         element_bytes: bytes of an element of the states that cross boundaries.
         sequence_parallel: whether those states are divided over the tensor-parallel ranks.
         model_state_bytes: memory of every pipeline rank's parameters, gradients and optimizer states, where they were
@@ -51,6 +52,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     recompute: tuple[Recompute, ...] = tuple(Recompute)
     network: Network = Network()
     scatter_gather: ScatterGather = ScatterGather.OFF
+    micro_batch_layouts: tuple[BatchLayout, ...] = (BatchLayout.PADDED,)
     element_bytes: _AtLeastOne = 2
     sequence_parallel: bool = False
     model_state_bytes: tuple[int, ...] | None = None
@@ -60,6 +62,14 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         if not self.recompute or len(set(self.recompute)) != len(self.recompute):
             raise ConfigError(f"expected one or more different recompute modes, got {list(self.recompute)}")
+        layouts = self.micro_batch_layouts
+        if not layouts or len(set(layouts)) != len(layouts):
+            raise ConfigError(f"expected one or two different layouts of micro-batches, got {list(layouts)}")
+        if (needed := self.partition.algorithm.layout) is not None and needed not in layouts:
+            raise ConfigError(
+                f"{self.partition.algorithm} makes {needed} micro-batches, and the settings allow {', '.join(layouts)}",
+                hint=f"allow the layout {needed}, or use the algorithm dp",
+            )
         if self.sequence_parallel and LENGTH_MULTIPLE % self.tensor_parallel:
             raise ConfigError(
                 f"sequence parallelism needs a tensor-parallel size that divides {LENGTH_MULTIPLE}, "
