@@ -27,7 +27,10 @@ template <typename T, size_t kDimensions>
 using Array = nb::ndarray<const T, nb::ndim<kDimensions>, nb::c_contig, nb::device::cpu>;
 using Ints = Array<int64_t, 1>;
 using Matrix = Array<int64_t, 2>;
-using Mode = std::tuple<Ints, Ints, Ints, Array<int64_t, 4>>;  // sizes, inputs, targets, values
+using Values = Array<int64_t, 4>;
+using Mode = std::tuple<Ints, Ints, Ints, Values, Values>;  // sizes, inputs, targets, values, separate values
+// Positions of a row: inputs, targets, linear part; of a sample: inputs, targets, attention. Empty where not measured.
+using PackedMode = std::tuple<Ints, Ints, Array<int64_t, 3>, Ints, Ints, Array<int64_t, 3>>;
 using Integers = std::vector<int64_t>;
 
 template <typename T>
@@ -55,14 +58,17 @@ PipelineShape pipeline_shape(int64_t chunks, const Ints& model_state, int64_t me
 // One batch: its problem and the cache of its costs, which all steps of planning share.
 class BatchProblem {
 public:
-    BatchProblem(const Ints& inputs, const Ints& targets, std::vector<Mode> modes, const Ints& encoder_layers,
-                 const Ints& decoder_layers, int64_t chunks, const Ints& model_state, int64_t memory_limit,
+    BatchProblem(const Ints& inputs, const Ints& targets, const Ints& input_positions, const Ints& target_positions,
+                 bool may_pad, bool may_pack, std::vector<Mode> modes, std::vector<PackedMode> packed,
+                 const Ints& encoder_layers, const Ints& decoder_layers, int64_t chunks, const Ints& model_state,
+                 int64_t memory_limit,
                  const Matrix& in_flight, int64_t replicas, bool forward_only, bool peak_covers_backward,
                  int64_t bytes_per_position, const Array<bool, 1>& decoder_forward,
                  const Array<bool, 1>& decoder_backward, const Array<double, 1>& latency_ns,
                  const Array<double, 1>& gbps, int64_t receive_ahead, bool ordered_starts)
-        : tables_(std::move(modes)),
-          problem_{copy(inputs), copy(targets), {}, {},
+        : tables_(std::move(modes)), packed_tables_(std::move(packed)),
+          problem_{copy(inputs), copy(targets), copy(input_positions), copy(target_positions), may_pad, may_pack,
+                   {}, {}, {},
                    pipeline_shape(chunks, model_state, memory_limit, forward_only, peak_covers_backward, receive_ahead,
                                   ordered_starts),
                    {bytes_per_position, copy_flags(decoder_forward), copy_flags(decoder_backward), copy(latency_ns),
@@ -73,9 +79,15 @@ public:
         const size_t stages = encoder_layers.size();
         for (size_t v = 0; v < stages; ++v)
             problem_.layers.push_back({encoder_layers.data()[v], decoder_layers.data()[v], v + 1 == stages});
-        for (const auto& [sizes, lengths, target_lengths, values] : tables_) {
-            problem_.modes.push_back({{copy(sizes)}, {copy(lengths)}, {copy(target_lengths)}, values.data()});
-            problem_.modes.back().check(values.size());
+        for (const auto& [sizes, lengths, target_lengths, values, separate] : tables_) {
+            problem_.modes.push_back(
+                {{copy(sizes)}, {copy(lengths)}, {copy(target_lengths)}, values.data(), separate.data()});
+            problem_.modes.back().check(values.size(), separate.size());
+        }
+        for (const auto& [row_inputs, row_targets, linear, lengths, target_lengths, attention] : packed_tables_) {
+            problem_.packed.push_back({{copy(row_inputs)}, {copy(row_targets)}, linear.data(), {copy(lengths)},
+                                       {copy(target_lengths)}, attention.data()});
+            problem_.packed.back().check(linear.size(), attention.size());
         }
         problem_.check();
         costs_ = std::make_unique<CostCache>(problem_);
@@ -97,33 +109,60 @@ public:
         return {std::move(best.order), std::move(found)};
     }
 
-    // first samples, sizes, modes and forwards of a replica
-    using Replica = std::tuple<Integers, Integers, Integers, std::vector<uint8_t>>;
+    // samples of all micro-batches one after another, how many each has, modes, whether packed, and forwards of a replica
+    using Replica = std::tuple<Integers, Integers, Integers, std::vector<bool>, std::vector<uint8_t>>;
 
     std::vector<Replica> run_search(const Ints& order, const std::vector<std::tuple<Ints, Ints>>& partitions,
                                     int64_t evaluations, uint64_t seed) {
-        Lengths lengths;
-        for (int64_t place : checked_order(order)) {
-            lengths.inputs.push_back(problem_.inputs[place]);
-            lengths.targets.push_back(problem_.targets[place]);
-        }
-        require(evaluations >= 0, "at least 0 evaluations");
-        std::vector<std::vector<MicroBatch>> checked;
+        const Integers places = checked_order(order);
+        require(evaluations >= kDefaultEvaluations, "at least 0 evaluations");
+        std::vector<std::vector<Run>> checked;
         for (const auto& [sizes, modes] : partitions) checked.push_back(checked_partition(sizes, modes));
         std::vector<Replica> result;
         nb::gil_scoped_release release;
         const std::lock_guard<std::mutex> guard(mutex_);
-        dynapipe::Found found = search(problem_, *costs_, lengths, checked, evaluations, seed);
+        BatchMaker maker(problem_, *costs_, places);
+        dynapipe::Found found = search(problem_, *costs_, maker, checked, evaluations, seed);
         for (size_t r = 0; r < found.replicas.size(); ++r) {
-            Integers firsts, sizes, modes;
-            for (const MicroBatch& batch : found.replicas[r].micro_batches) {
-                firsts.push_back(batch.first);
-                sizes.push_back(batch.size);
-                modes.push_back(batch.mode);
+            auto& [samples, sizes, modes, packed, forwards] = result.emplace_back();
+            for (const MicroBatch* batch : found.replicas[r].micro_batches) {
+                for (int32_t place : batch->samples) samples.push_back(maker.sample(place));
+                sizes.push_back(batch->samples.size());
+                modes.push_back(batch->mode);
+                packed.push_back(batch->packed);
             }
-            result.emplace_back(std::move(firsts), std::move(sizes), std::move(modes), std::move(found.forwards[r]));
+            forwards = std::move(found.forwards[r]);
         }
         return result;
+    }
+
+    // As `costs`, of packed rows: samples of all rows one after another, and how many each has.
+    std::tuple<Out, std::vector<bool>> packed_costs(const Ints& samples, const Ints& sizes, const Ints& modes) {
+        const size_t count = sizes.size(), stages = problem_.layers.size();
+        require(modes.size() == count, "a mode for every row");
+        Integers rows(6 * count * stages);
+        std::vector<bool> covered(count);
+        std::vector<int32_t> its;
+        const std::lock_guard<std::mutex> guard(mutex_);
+        CostRow row;
+        int64_t first = 0;
+        for (size_t i = 0; i < count; ++i) {
+            const int64_t size = sizes.data()[i], mode = modes.data()[i];
+            require(size >= 1 && size <= static_cast<int64_t>(samples.size()) - first, "samples of every row");
+            require(mode >= 0 && mode < static_cast<int64_t>(problem_.modes.size()), "modes that there are");
+            its.clear();
+            for (int64_t k = first; k < first + size; ++k) {
+                const int64_t sample = samples.data()[k];
+                require(sample >= 0 && sample < static_cast<int64_t>(problem_.samples()), "samples that there are");
+                its.push_back(static_cast<int32_t>(sample));
+            }
+            first += size;
+            costs_->packed_row(mode, its, row);
+            covered[i] = row.covered;
+            for (size_t kind = 0; kind < 6; ++kind)
+                std::copy_n(row.values.data() + kind * stages, stages, rows.data() + (kind * count + i) * stages);
+        }
+        return {to_numpy(std::move(rows), 6 * count), std::move(covered)};
     }
 
     // [6 * micro-batches][virtual stages], by kind of cost as PassCosts has them; and whether the cost model covers each
@@ -163,9 +202,9 @@ private:
         return places;
     }
 
-    std::vector<MicroBatch> checked_partition(const Ints& sizes, const Ints& modes) const {
+    std::vector<Run> checked_partition(const Ints& sizes, const Ints& modes) const {
         require(sizes.size() == modes.size(), "a mode for every micro-batch");
-        std::vector<MicroBatch> partition;
+        std::vector<Run> partition;
         int64_t first = 0;
         const int64_t samples = problem_.samples();
         for (size_t i = 0; i < sizes.size(); ++i) {
@@ -179,7 +218,8 @@ private:
         return partition;
     }
 
-    const std::vector<Mode> tables_;  // keeps the values alive
+    const std::vector<Mode> tables_;  // keep the values alive
+    const std::vector<PackedMode> packed_tables_;
     Problem problem_;
     std::unique_ptr<CostCache> costs_;
     std::mutex mutex_;  // of the cache
@@ -266,10 +306,13 @@ NB_MODULE(_native, module) {
     module.doc() = "The planner's core.";
     nb::set_leak_warnings(false);  // a problem may well live until the interpreter ends
     nb::class_<BatchProblem>(module, "BatchProblem", "See megatron_dynapipe.planning.problem.BatchProblem.")
-        .def(nb::init<const Ints&, const Ints&, std::vector<Mode>, const Ints&, const Ints&, int64_t, const Ints&,
+        .def(nb::init<const Ints&, const Ints&, const Ints&, const Ints&, bool, bool, std::vector<Mode>,
+                      std::vector<PackedMode>, const Ints&, const Ints&, int64_t, const Ints&,
                       int64_t, const Matrix&, int64_t, bool, bool, int64_t, const Array<bool, 1>&,
                       const Array<bool, 1>&, const Array<double, 1>&, const Array<double, 1>&, int64_t, bool>(),
-             "inputs"_a.noconvert(), "targets"_a.noconvert(), "modes"_a.noconvert(), "encoder_layers"_a.noconvert(),
+             "inputs"_a.noconvert(), "targets"_a.noconvert(), "input_positions"_a.noconvert(),
+             "target_positions"_a.noconvert(), "may_pad"_a, "may_pack"_a, "modes"_a.noconvert(),
+             "packed"_a.noconvert(), "encoder_layers"_a.noconvert(),
              "decoder_layers"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(), "memory_limit"_a,
              "in_flight"_a.noconvert(), "replicas"_a, "forward_only"_a, "peak_covers_backward"_a,
              "bytes_per_position"_a, "decoder_forward"_a.noconvert(), "decoder_backward"_a.noconvert(),
@@ -277,7 +320,9 @@ NB_MODULE(_native, module) {
         .def("partition", &BatchProblem::partition, "orders"_a.noconvert(), "improve"_a,
              "The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits.")
         .def("search", &BatchProblem::run_search, "order"_a.noconvert(), "partitions"_a.noconvert(), "evaluations"_a,
-             "seed"_a, "(first samples, sizes, modes, 1 per forward of every stage) per replica.")
+             "seed"_a, "(samples, sizes, modes, whether packed, 1 per forward of every stage) per replica.")
+        .def("packed_costs", &BatchProblem::packed_costs, "samples"_a.noconvert(), "sizes"_a.noconvert(),
+             "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each packed row.")
         .def("costs", &BatchProblem::costs, "sizes"_a.noconvert(), "inputs"_a.noconvert(), "targets"_a.noconvert(),
              "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each micro-batch.");
     module.def("simulate", &run_simulate, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),

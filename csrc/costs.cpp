@@ -7,9 +7,13 @@ int64_t peak_of(const int64_t (&at)[kStageRows]) {
     return std::max({at[kStored], at[kEncoderEnd], at[kDecoderEnd], at[kHeadEnd]});
 }
 
+// The positions of a row are rounded up to this, as lengths are (units.py).
+int64_t round_up(int64_t positions) { return (positions + 7) / 8 * 8; }
+
 }  // namespace
 
-CostCache::CostCache(const Problem& problem) : problem_(problem), by_lengths_(problem.modes.size()) {
+CostCache::CostCache(const Problem& problem)
+    : problem_(problem), by_lengths_(problem.modes.size()), packed_(problem) {
     for (const StageLayers& stage : problem.layers) {
         const auto found = std::find(kinds_.begin(), kinds_.end(), stage);
         kind_of_.push_back(found - kinds_.begin());
@@ -80,31 +84,85 @@ const CostRow& CostCache::row(size_t mode, const Shape& shape) {
     return found->second;
 }
 
-void CostCache::compute(const BySize& by_size, const Shape& shape, CostRow& row) const {
+void CostCache::compute(const BySize& by_size, const Shape& shape, CostRow& row) {
+    if (by_size.stage_costs_.empty() || !by_size.sizes_->covers(shape.size)) {
+        by_kind_.clear();
+    } else {
+        const Axis::Cell cell = by_size.sizes_->cell(shape.size);
+        by_kind_.resize(kinds_.size() * kStageRows);
+        for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+            StageCosts at;
+            if (!interpolate_kind(by_size, kind, cell, at)) {
+                by_kind_.clear();
+                break;
+            }
+            std::copy_n(at, static_cast<size_t>(kStageRows), by_kind_.begin() + kind * kStageRows);
+        }
+    }
+    const int64_t bytes = shape.size * problem_.links.bytes_per_position;
+    fill(bytes * shape.input, bytes * shape.target, row);
+}
+
+void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, CostRow& row) {
+    int64_t inputs = 0, targets = 0;
+    for (int32_t sample : samples) {
+        inputs += problem_.input_positions[sample];
+        targets += problem_.target_positions[sample];
+    }
+    inputs = round_up(inputs);
+    targets = round_up(targets);
+    int64_t costs[kRows];
+    by_kind_.clear();
+    if (packed_.layer_costs(mode, {samples, inputs, targets}, costs)) stage_costs(costs);
+    const int64_t bytes = problem_.links.bytes_per_position;
+    fill(bytes * inputs, bytes * targets, row);
+}
+
+bool CostCache::shares(size_t mode, int32_t sample, int64_t positions, std::vector<Share>& by_kind) {
+    int64_t costs[kRows];
+    if (!packed_.share(mode, sample, positions, costs)) return false;
+    stage_costs(costs);
+    if (by_kind_.empty()) return false;
+    by_kind.clear();
+    for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+        const int64_t* at = by_kind_.data() + kind * kStageRows;
+        by_kind.push_back({at[kForward], at[kBackward], at[kStored]});
+    }
+    return true;
+}
+
+// Costs of every kind of stage from one layer's, into `by_kind_`; none where one is above the limit.
+void CostCache::stage_costs(const int64_t (&costs)[kRows]) {
+    layer_costs_.assign(costs, costs + kRows);
+    by_kind_.clear();
+    for (const StageLayers& kind : kinds_) {
+        append_stage_costs(layer_costs_, 1, kind, by_kind_);
+        if (by_kind_[by_kind_.size() - kStageRows] == kAbsent) {
+            by_kind_.clear();
+            return;
+        }
+    }
+}
+
+// A row from the costs in `by_kind_`: [kinds][kStageRows], none where the cost model does not cover the micro-batch.
+void CostCache::fill(int64_t input_bytes, int64_t target_bytes, CostRow& row) const {
     const int64_t virtual_stages = problem_.layers.size();
     row.values.assign(6 * virtual_stages, 0);
     int64_t* const out = row.values.data();
     row.costs = {out, out + virtual_stages, out + 2 * virtual_stages, out + 3 * virtual_stages,
                  out + 4 * virtual_stages, out + 5 * virtual_stages};
-    if (by_size.stage_costs_.empty() || !by_size.sizes_->covers(shape.size)) return;
-    const Axis::Cell cell = by_size.sizes_->cell(shape.size);
-    row.fits = true;
+    row.covered = row.fits = !by_kind_.empty();
+    if (!row.covered) return;
     for (int64_t v = 0; v < virtual_stages; ++v) {
         StageCosts at;
-        if (!interpolate_kind(by_size, kind_of_[v], cell, at)) {
-            row.fits = false;
-            return;
-        }
+        std::copy_n(by_kind_.begin() + kind_of_[v] * kStageRows, static_cast<size_t>(kStageRows), at);
         out[v] = at[kForward];
         out[virtual_stages + v] = at[kBackward];
         out[2 * virtual_stages + v] = at[kStored];
         out[3 * virtual_stages + v] = peak_of(at);
         row.fits &= peak_of(at) <= problem_.memory(v % problem_.stages());
     }
-    row.covered = true;
     const Links& links = problem_.links;
-    const int64_t input_bytes = shape.size * shape.input * links.bytes_per_position;
-    const int64_t target_bytes = shape.size * shape.target * links.bytes_per_position;
     for (int64_t v = 0; v + 1 < virtual_stages; ++v) {
         out[4 * virtual_stages + v] = links.transfer_ns(v, input_bytes + (links.decoder_forward[v] ? target_bytes : 0));
         out[5 * virtual_stages + v + 1] =

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "packed.h"
 #include "problem.h"
 #include "tables.h"
 
@@ -65,8 +66,19 @@ public:
         return slot;
     }
 
-    // What is returned lives as long as this object.
+    // Of a padded micro-batch. What is returned lives as long as this object.
     const CostRow& row(size_t mode, const Shape& shape);
+
+    // Of samples packed into one row, as places in the problem; every set is computed anew.
+    void packed_row(size_t mode, const std::vector<int32_t>& samples, CostRow& row);
+
+    // Of one sample in a row of so many positions like it, on the distinct kinds of stages.
+    struct Share {
+        int64_t forward, backward, stored;
+    };
+    bool shares(size_t mode, int32_t sample, int64_t positions, std::vector<Share>& by_kind);
+    const std::vector<size_t>& kind_of() const { return kind_of_; }
+    size_t kinds() const { return kinds_.size(); }
 
 private:
     // Costs of one kind of stage at a size: [kStageRows].
@@ -74,7 +86,9 @@ private:
 
     std::unique_ptr<BySize> make_by_size(size_t mode, int64_t input, int64_t target);
     Summary summarize(const BySize& by_size, int64_t size);
-    void compute(const BySize& by_size, const Shape& shape, CostRow& row) const;
+    void compute(const BySize& by_size, const Shape& shape, CostRow& row);
+    void stage_costs(const int64_t (&costs)[kRows]);
+    void fill(int64_t input_bytes, int64_t target_bytes, CostRow& row) const;
     bool interpolate_kind(const BySize& by_size, size_t kind, const Axis::Cell& cell, StageCosts& at) const;
 
     const Problem& problem_;
@@ -85,6 +99,8 @@ private:
         int64_t time, stored, above;
     };
     std::vector<KindSummary> kind_summaries_;  // [kinds], of the micro-batch being summarized
+    PackedCosts packed_;
+    std::vector<int64_t> layer_costs_, by_kind_;  // buffers; `by_kind_` is [kinds][kStageRows]
 };
 
 }  // namespace dynapipe

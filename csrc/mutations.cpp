@@ -6,12 +6,16 @@
 namespace dynapipe {
 namespace {
 
-// Where the micro-batch is that begins with a sample: (replica, place in its order).
-std::pair<size_t, size_t> owner(const std::vector<ReplicaState>& replicas, int64_t first) {
+constexpr size_t kNowhere = ~size_t{0};
+
+// Where the padded micro-batch is that begins with a sample: (replica, place in its order).
+std::pair<size_t, size_t> owner(const std::vector<ReplicaState>& replicas, int32_t first) {
     for (size_t r = 0; r < replicas.size(); ++r)
-        for (size_t i = 0; i < replicas[r].micro_batches.size(); ++i)
-            if (replicas[r].micro_batches[i].first == first) return {r, i};
-    return {0, 0};
+        for (size_t i = 0; i < replicas[r].micro_batches.size(); ++i) {
+            const MicroBatch& batch = *replicas[r].micro_batches[i];
+            if (!batch.packed && batch.samples.front() == first) return {r, i};
+        }
+    return {kNowhere, 0};
 }
 
 }  // namespace
@@ -19,26 +23,75 @@ std::pair<size_t, size_t> owner(const std::vector<ReplicaState>& replicas, int64
 // Every draw stands in a statement of its own: C++ does not fix the order in which it evaluates operands.
 bool Mutations::random(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
     // Half of the time at the slowest replica, which alone decides the iteration's time.
+    unfit_ = false;
     size_t r = random_.below(replicas.size());
     if (random_.below(2)) {
         r = 0;
         for (size_t other = 1; other < replicas.size(); ++other)
             if (replicas[other].makespan > replicas[r].makespan) r = other;
     }
-    ReplicaState& replica = replicas[r];
-    if (replica.micro_batches.empty()) return false;
+    if (replicas[r].micro_batches.empty()) return false;
     touched.push_back(r);
+    return problem_.may_pack ? mutate_packed(replicas, touched) : mutate_padded(replicas, touched);
+}
+
+bool Mutations::mutate_padded(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
+    ReplicaState& replica = replicas[touched[0]];
     switch (random_.below(replicas.size() > 1 ? 10 : 8)) {
         case 0:
         case 1:
         case 2: return reorder(replica);
-        case 3: return shift(replicas, touched);
+        case 3: return shift(replicas, touched, any(replica));
         case 4: return split(replica);
         case 5: return merge(replicas, touched);
         case 6: return recompute(replica);
         case 7: return change_policy(replica);
         default: return reassign(replicas, touched);
     }
+}
+
+bool Mutations::mutate_packed(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
+    ReplicaState& replica = replicas[touched[0]];
+    switch (random_.below(replicas.size() > 1 ? 24 : 20)) {
+        case 0:
+        case 1:
+        case 2:
+        case 3: return reorder(replica);
+        case 4:
+        case 5:
+        case 6:
+        case 7:
+        case 8:
+        case 9: return move_sample(replicas, touched, false);
+        case 10:
+        case 11:
+        case 12:
+        case 13:
+        case 14: return move_sample(replicas, touched, true);
+        case 15: return split(replica);
+        case 16: return merge(replicas, touched);
+        case 17:
+        case 18: return recompute(replica);
+        case 19: return problem_.may_pad && random_.below(2) ? change_layout(replica) : change_policy(replica);
+        default: return reassign(replicas, touched);
+    }
+}
+
+bool Mutations::put(const MicroBatch*& slot, std::vector<int32_t> samples, size_t mode, bool packed) {
+    slot = maker_.make(std::move(samples), mode, packed);
+    unfit_ = !slot;
+    return slot;
+}
+
+// A micro-batch other than the given one: a third of the time of another replica. The given one where there is none.
+Mutations::Place Mutations::another(const std::vector<ReplicaState>& replicas, Place one) {
+    if (replicas.size() > 1 && random_.below(3) == 0) {
+        const size_t r = (one.replica + 1 + random_.below(replicas.size() - 1)) % replicas.size();
+        if (!replicas[r].micro_batches.empty()) return {r, any(replicas[r])};
+    }
+    const size_t count = replicas[one.replica].micro_batches.size();
+    if (count < 2) return one;
+    return {one.replica, (one.index + 1 + random_.below(count - 1)) % count};
 }
 
 bool Mutations::reorder(ReplicaState& replica) {
@@ -64,63 +117,113 @@ bool Mutations::reorder(ReplicaState& replica) {
     return true;
 }
 
-// Moves the border between a micro-batch and the next of the order.
-bool Mutations::shift(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
-    const size_t r = touched[0];
-    MicroBatch& batch = replicas[r].micro_batches[random_.below(replicas[r].micro_batches.size())];
-    const int64_t border = batch.first + batch.size;
-    if (border == static_cast<int64_t>(problem_.samples())) return false;
-    const auto [other_r, other_i] = owner(replicas, border);
-    MicroBatch& other = replicas[other_r].micro_batches[other_i];
+// Moves the border between a padded micro-batch and the next of the order.
+bool Mutations::shift(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched, size_t index) {
+    const MicroBatch* const batch = replicas[touched[0]].micro_batches[index];
+    const auto [other_r, other_i] = owner(replicas, batch->samples.back() + 1);
+    if (other_r == kNowhere) return false;
+    const MicroBatch* const other = replicas[other_r].micro_batches[other_i];
     const bool grow = random_.below(2);
-    const int64_t room = (grow ? other.size : batch.size) - 1;
+    const int64_t room = (grow ? other : batch)->samples.size() - 1;
     if (room < 1) return false;
     const int64_t by = 1 + random_.below(std::min<int64_t>(room, 4));
-    batch.size += grow ? by : -by;
-    other.size -= grow ? by : -by;
-    other.first += grow ? by : -by;
-    batch.costs = other.costs = nullptr;
-    if (other_r != r) touched.push_back(other_r);
-    return true;
+    std::vector<int32_t> mine = batch->samples, theirs = other->samples;
+    if (grow) {
+        mine.insert(mine.end(), theirs.begin(), theirs.begin() + by);
+        theirs.erase(theirs.begin(), theirs.begin() + by);
+    } else {
+        theirs.insert(theirs.begin(), mine.end() - by, mine.end());
+        mine.erase(mine.end() - by, mine.end());
+    }
+    if (other_r != touched[0]) touched.push_back(other_r);
+    return put(replicas[touched[0]].micro_batches[index], std::move(mine), batch->mode, false) &&
+           put(replicas[other_r].micro_batches[other_i], std::move(theirs), other->mode, false);
 }
 
+// Moves a sample to another micro-batch, or exchanges two.
+bool Mutations::move_sample(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched, bool exchange) {
+    const Place from{touched[0], any(replicas[touched[0]])};
+    const MicroBatch* const mine = replicas[from.replica].micro_batches[from.index];
+    if (!mine->packed) return shift(replicas, touched, from.index);
+    const Place to = another(replicas, from);
+    const MicroBatch* const theirs = replicas[to.replica].micro_batches[to.index];
+    if (theirs == mine || (!exchange && mine->samples.size() < 2)) return false;
+    std::vector<int32_t> less = mine->samples, more = theirs->samples;
+    const size_t given = random_.below(less.size());
+    if (exchange) {
+        std::swap(less[given], more[random_.below(more.size())]);
+    } else {
+        more.push_back(less[given]);
+        less.erase(less.begin() + given);
+    }
+    if (to.replica != from.replica) touched.push_back(to.replica);
+    return put(replicas[from.replica].micro_batches[from.index], std::move(less), mine->mode, mine->packed) &&
+           put(replicas[to.replica].micro_batches[to.index], std::move(more), theirs->mode, theirs->packed);
+}
+
+// A padded micro-batch is split at a place of the order, a packed one at random.
 bool Mutations::split(ReplicaState& replica) {
     auto& batches = replica.micro_batches;
-    MicroBatch& batch = batches[random_.below(batches.size())];
-    if (batch.size < 2) return false;
-    const int64_t kept = random_.below(2) ? batch.size / 2 : 1 + random_.below(batch.size - 1);
-    const MicroBatch rest{batch.first + kept, batch.size - kept, batch.mode};
-    batch.size = kept;
-    batch.costs = nullptr;
-    batches.insert(batches.begin() + random_.below(batches.size() + 1), rest);
+    const size_t index = any(replica);
+    const MicroBatch* const batch = batches[index];
+    const int64_t size = batch->samples.size();
+    if (size < 2) return false;
+    std::vector<int32_t> kept = batch->samples, rest;
+    if (batch->packed) {
+        const int64_t eighths = 1 + random_.below(7);
+        kept.clear();
+        for (int32_t sample : batch->samples) (random_.below(8) < eighths ? kept : rest).push_back(sample);
+        if (kept.empty() || rest.empty()) return false;
+    } else {
+        const int64_t count = random_.below(2) ? size / 2 : 1 + random_.below(size - 1);
+        rest.assign(kept.begin() + count, kept.end());
+        kept.resize(count);
+    }
+    const MicroBatch* added;
+    if (!put(batches[index], std::move(kept), batch->mode, batch->packed) ||
+        !put(added, std::move(rest), batch->mode, batch->packed))
+        return false;
+    const int64_t place = random_.below(batches.size() + 1);
+    batches.insert(batches.begin() + place, added);
     return true;
 }
 
+// Two into one: a padded micro-batch and the next of the order, or a packed one and any other.
 bool Mutations::merge(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
-    const size_t r = touched[0];
-    const size_t i = random_.below(replicas[r].micro_batches.size());
-    const MicroBatch batch = replicas[r].micro_batches[i];
-    const int64_t border = batch.first + batch.size;
-    if (border == static_cast<int64_t>(problem_.samples())) return false;
-    const auto [other_r, other_i] = owner(replicas, border);
-    auto& others = replicas[other_r].micro_batches;
-    if (other_r != r && others.size() == 1) return false;
-    MicroBatch& merged = replicas[r].micro_batches[i];
-    merged.size += others[other_i].size;
-    merged.mode = std::max(merged.mode, others[other_i].mode);
-    merged.costs = nullptr;
-    others.erase(others.begin() + other_i);
-    if (other_r != r) touched.push_back(other_r);
+    const size_t r = touched[0], index = any(replicas[r]);
+    const MicroBatch* const batch = replicas[r].micro_batches[index];
+    Place gone;
+    if (batch->packed) {
+        gone = another(replicas, {r, index});
+        if (gone.replica == r && gone.index == index) return false;
+    } else {
+        const auto [other_r, other_i] = owner(replicas, batch->samples.back() + 1);
+        if (other_r == kNowhere) return false;
+        gone = {other_r, other_i};
+    }
+    auto& others = replicas[gone.replica].micro_batches;
+    if (gone.replica != r && others.size() == 1) return false;
+    const MicroBatch* const other = others[gone.index];
+    std::vector<int32_t> samples = batch->samples;
+    samples.insert(samples.end(), other->samples.begin(), other->samples.end());
+    if (!put(replicas[r].micro_batches[index], std::move(samples), std::max(batch->mode, other->mode), batch->packed))
+        return false;
+    others.erase(others.begin() + gone.index);
+    if (gone.replica != r) touched.push_back(gone.replica);
     return true;
 }
 
 bool Mutations::recompute(ReplicaState& replica) {
     const int64_t modes = problem_.modes.size();
     if (modes < 2) return false;
-    MicroBatch& batch = replica.micro_batches[random_.below(replica.micro_batches.size())];
-    batch.mode = (batch.mode + 1 + random_.below(modes - 1)) % modes;
-    batch.costs = nullptr;
-    return true;
+    const MicroBatch*& slot = replica.micro_batches[any(replica)];
+    const size_t mode = (slot->mode + 1 + random_.below(modes - 1)) % modes;
+    return put(slot, slot->samples, mode, slot->packed);
+}
+
+bool Mutations::change_layout(ReplicaState& replica) {
+    const MicroBatch*& slot = replica.micro_batches[any(replica)];
+    return put(slot, slot->samples, slot->mode, !slot->packed);
 }
 
 // Assigns a micro-batch to another replica, or exchanges two.

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "batches.h"
 #include "random.h"
 #include "search.h"
 
@@ -12,23 +13,42 @@ namespace dynapipe {
 
 class Mutations {
 public:
-    Mutations(const Problem& problem, uint64_t seed) : problem_(problem), random_(seed) {}
+    Mutations(const Problem& problem, BatchMaker& maker, uint64_t seed)
+        : problem_(problem), maker_(maker), random_(seed) {}
 
-    // Makes one change and names the replicas that it touched; false where the change drawn does not apply, and the
-    // solution is then not to be used.
+    // Makes one change and names the replicas that it touched; false where the change drawn does not apply or a
+    // micro-batch would not fit, and the solution is then not to be used.
     bool random(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
 
+    // Whether the last change did not apply because a micro-batch would not fit.
+    bool unfit() const { return unfit_; }
+
 private:
+    // A micro-batch of a solution: its replica, and its place there.
+    struct Place {
+        size_t replica, index;
+    };
+
+    bool mutate_padded(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
+    bool mutate_packed(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
     bool reorder(ReplicaState& replica);
-    bool shift(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
+    bool shift(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched, size_t index);
+    bool move_sample(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched, bool exchange);
     bool split(ReplicaState& replica);
     bool merge(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
     bool recompute(ReplicaState& replica);
+    bool change_layout(ReplicaState& replica);
     bool reassign(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
     bool change_policy(ReplicaState& replica);
 
+    size_t any(const ReplicaState& replica) { return random_.below(replica.micro_batches.size()); }
+    Place another(const std::vector<ReplicaState>& replicas, Place one);
+    bool put(const MicroBatch*& slot, std::vector<int32_t> samples, size_t mode, bool packed);
+
     const Problem& problem_;
+    BatchMaker& maker_;
     Random random_;
+    bool unfit_ = false;
 };
 
 }  // namespace dynapipe

@@ -44,8 +44,11 @@ bool Problem::allows(size_t option, size_t other) const {
 
 void Problem::check() const {
     require(!inputs.empty() && inputs.size() < (size_t{1} << 24), "between 1 and 2^24 samples");
-    require(targets.size() == inputs.size(), "as many target lengths as input lengths");
-    for (const auto* lengths : {&inputs, &targets})
+    require(targets.size() == samples(), "as many target lengths as input lengths");
+    for (const auto* lengths : {&input_positions, &target_positions})
+        require(lengths->size() == samples(), "positions of every sample");
+    require(may_pad || may_pack, "at least one layout");
+    for (const auto* lengths : {&inputs, &targets, &input_positions, &target_positions})
         for (int64_t length : *lengths)
             require(length >= 0 && length <= kLargestCoordinate, "lengths from 0 to 2^20");
     pipeline.check();
@@ -59,6 +62,7 @@ void Problem::check() const {
     for (int64_t held : in_flight) require(held >= 1 && held <= 16384, "1 to 16384 micro-batches in flight");
     require(replicas >= 1 && replicas <= 65536, "1 to 65536 replicas");
     require(!modes.empty() && modes.size() <= 16, "between 1 and 16 recompute modes");
+    require(packed.size() == modes.size(), "packed costs of every recompute mode");
 }
 
 }  // namespace dynapipe

@@ -22,8 +22,11 @@ struct Links {
 };
 
 struct Problem {
-    std::vector<int64_t> inputs, targets;  // [samples] padded lengths
-    std::vector<Grid> modes;               // one layer's costs under each recompute mode
+    std::vector<int64_t> inputs, targets;                    // [samples] padded lengths
+    std::vector<int64_t> input_positions, target_positions;  // [samples] without padding
+    bool may_pad, may_pack;                                  // layouts of micro-batches that may be made
+    std::vector<Grid> modes;                                 // one layer's costs under each recompute mode
+    std::vector<PackedGrid> packed;                          // [modes] those of packed rows, where measured
     std::vector<StageLayers> layers;       // [virtual stages]
     PipelineShape pipeline;
     Links links;

@@ -1,16 +1,24 @@
 #include "search.h"
 
 #include <algorithm>
+#include <initializer_list>
+#include <iterator>
 #include <numeric>
 #include <utility>
 
 #include "checks.h"
 #include "jitter.h"
 #include "mutations.h"
+#include "packed_starts.h"
 #include "transfers.h"
 
 namespace dynapipe {
 namespace {
+
+constexpr int64_t kBudget = 180'000;  // packed rows of a replica, on chunks, that a default search schedules on all stages
+constexpr int64_t kLargeBudget = 7'500'000;  // that it schedules at most, so that large batches take seconds
+constexpr int64_t kLeast = 2500, kMost = 6500;
+constexpr int64_t kStartMargin = 32;  // starts that are longer than the best so far by more than its 32nd are dropped
 
 // All replicas of a solution and what they come to.
 struct Solution {
@@ -31,18 +39,23 @@ struct Solution {
 
 class Search {
 public:
-    Search(const Problem& problem, CostCache& costs, const Lengths& lengths, int64_t evaluations, uint64_t seed)
-        : problem_(problem), costs_(costs), lengths_(lengths), scheduler_(problem.pipeline),
-          jittered_(problem.pipeline), mutations_(problem, seed), left_(evaluations) {}
+    Search(const Problem& problem, CostCache& costs, BatchMaker& maker, int64_t evaluations, uint64_t seed)
+        : problem_(problem), costs_(costs), maker_(maker), scheduler_(problem.pipeline), jittered_(problem.pipeline),
+          mutations_(problem, maker, seed), left_(std::max<int64_t>(evaluations, 0)),
+          by_default_(evaluations == kDefaultEvaluations) {}
 
-    Found run(const std::vector<std::vector<MicroBatch>>& partitions);
+    Found run(const std::vector<std::vector<Run>>& partitions);
 
 private:
-    int64_t evaluate(ReplicaState& replica, int64_t bound, std::vector<uint8_t>* forwards = nullptr);
-    bool look_up(MicroBatch& batch);
-    int64_t work(MicroBatch& batch);
-    Solution begin(std::vector<MicroBatch> batches);
-    void begin_replica(ReplicaState& replica);
+    int64_t evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* forwards = nullptr);
+    std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions);
+    Solution assigned(MicroBatches batches) const;
+    void begin_padded(ReplicaState& replica);
+    void begin_packed(ReplicaState& replica);
+    void try_policies(const MicroBatches& order, std::initializer_list<int64_t> extras,
+                      std::initializer_list<Rule> rules, ReplicaState& best);
+    void compete(std::vector<Solution>& solutions);
+    int64_t default_evaluations(const Solution& start) const;
     void improve(Solution& solution, int64_t evaluations);
     bool change(Solution& candidate, int64_t limit);
     int64_t jittered_total(ReplicaState& replica);
@@ -52,35 +65,21 @@ private:
 
     const Problem& problem_;
     CostCache& costs_;
-    const Lengths& lengths_;
+    BatchMaker& maker_;
     ListScheduler scheduler_;
     JitteredReplay jittered_;
     Mutations mutations_;
     int64_t left_;
+    bool by_default_;
     std::vector<const PassCosts*> rows_;
     std::vector<uint8_t> forwards_, scheduled_;
     std::vector<size_t> touched_;
 };
 
-bool Search::look_up(MicroBatch& batch) {
-    if (batch.costs) return true;
-    Shape shape{batch.size, 0, 0};
-    for (int64_t i = batch.first; i < batch.first + batch.size; ++i) {
-        shape.input = std::max(shape.input, lengths_.inputs[i]);
-        shape.target = std::max(shape.target, lengths_.targets[i]);
-    }
-    const CostRow& row = costs_.row(batch.mode, shape);
-    if (row.fits) batch.costs = &row.costs;
-    return row.fits;
-}
-
-int64_t Search::evaluate(ReplicaState& replica, int64_t bound, std::vector<uint8_t>* forwards) {
+int64_t Search::evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* forwards) {
     rows_.clear();
     --left_;
-    for (MicroBatch& batch : replica.micro_batches) {
-        if (!look_up(batch)) return kUnreachable;
-        rows_.push_back(batch.costs);
-    }
+    for (const MicroBatch* batch : replica.micro_batches) rows_.push_back(batch->costs);
     const bool is_plain = problem_.pipeline.transfers.are_plain();
     const int64_t makespan = scheduler_.run(rows_, replica.policy, bound, is_plain ? forwards : &scheduled_);
     if (is_plain || makespan >= bound) return makespan;
@@ -101,84 +100,162 @@ Policy Search::policy(int64_t extra, Rule rule) const {
     return policy;
 }
 
-// Time on all stages together.
-int64_t Search::work(MicroBatch& batch) {
-    int64_t sum = 0;
-    for (size_t v = 0; v < problem_.layers.size(); ++v) sum += batch.costs->forward[v] + batch.costs->backward[v];
-    return sum;
+void Search::try_policies(const MicroBatches& order, std::initializer_list<int64_t> extras,
+                          std::initializer_list<Rule> rules, ReplicaState& best) {
+    for (int64_t extra : extras) {
+        for (Rule rule : rules) {
+            ReplicaState candidate{order, policy(extra, rule), 0};
+            candidate.makespan = evaluate(candidate, best.makespan);
+            if (candidate.makespan < best.makespan) best = std::move(candidate);
+        }
+    }
 }
 
-// Orders to begin with: small to large, large to small, small – large – small, and as partitioned, under a few policies, of
-// which one is plain 1F1B; the best is kept. The micro-batches come small to large.
-void Search::begin_replica(ReplicaState& replica) {
-    std::vector<std::vector<MicroBatch>> orders(4);
+// Every other one from the last to the first, and the others back: of micro-batches that come large to small,
+// small – large – small.
+MicroBatches hill(const MicroBatches& batches) {
+    MicroBatches order;
+    for (size_t i = batches.size(); i-- > 0;)
+        if (i % 2 == 0) order.push_back(batches[i]);
+    for (size_t i = 1; i < batches.size(); i += 2) order.push_back(batches[i]);
+    return order;
+}
+
+// A hill of the micro-batches of each mode, merged evenly.
+MicroBatches merged_hills(const MicroBatches& batches, size_t modes) {
+    std::vector<std::pair<int64_t, const MicroBatch*>> placed;  // (place in 2^20ths, micro-batch)
+    for (size_t mode = 0; mode < modes; ++mode) {
+        MicroBatches its;
+        for (const MicroBatch* batch : batches)
+            if (batch->mode == mode) its.push_back(batch);
+        const MicroBatches order = hill(its);
+        for (size_t i = 0; i < order.size(); ++i)
+            placed.emplace_back(static_cast<int64_t>((2 * i + 1) << 20) / static_cast<int64_t>(order.size()), order[i]);
+    }
+    std::stable_sort(placed.begin(), placed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    MicroBatches order;
+    for (const auto& [place, batch] : placed) order.push_back(batch);
+    return order;
+}
+
+// Padded micro-batches, small to large: orders from small to large, large to small, small – large – small, and as
+// partitioned, under a few policies, of which one is plain 1F1B; the best is kept.
+void Search::begin_padded(ReplicaState& replica) {
+    std::vector<MicroBatches> orders(4);
     orders[0] = replica.micro_batches;
     orders[1].assign(orders[0].rbegin(), orders[0].rend());
     for (size_t i = 0; i < orders[0].size(); i += 2) orders[2].push_back(orders[0][i]);
     for (size_t i = orders[0].size() / 2 * 2; i > 0; i -= 2) orders[2].push_back(orders[0][i - 1]);
     orders[3] = orders[0];
     std::sort(orders[3].begin(), orders[3].end(),
-              [](const MicroBatch& a, const MicroBatch& b) { return a.first < b.first; });
-    ReplicaState best = replica;
-    best.makespan = kUnreachable;
-    for (const std::vector<MicroBatch>& order : orders) {
-        for (int64_t extra : {0, 1, 3, 8}) {
-            for (Rule rule : {Rule::kBackwardFirst, Rule::kForwardFirst, Rule::kStrict}) {
-                ReplicaState candidate{order, policy(extra, rule), 0};
-                candidate.makespan = evaluate(candidate, best.makespan);
-                if (candidate.makespan < best.makespan) best = std::move(candidate);
-            }
-        }
-    }
-    replica = std::move(best);
+              [](const MicroBatch* a, const MicroBatch* b) { return a->samples[0] < b->samples[0]; });
+    for (const MicroBatches& order : orders)
+        try_policies(order, {0, 1, 3, 8}, {Rule::kBackwardFirst, Rule::kForwardFirst, Rule::kStrict}, replica);
 }
 
-// Assigns a partition to the replicas, the longest micro-batch first, each to the replica with the least work.
-Solution Search::begin(std::vector<MicroBatch> batches) {
+// Packed rows, small to large. There are many starts, so each gets the orders and policies that win most.
+void Search::begin_packed(ReplicaState& replica) {
+    const MicroBatches large_first(replica.micro_batches.rbegin(), replica.micro_batches.rend());
+    MicroBatches modes_first = large_first;  // in the middle those that keep the least, where most are in flight
+    std::stable_sort(modes_first.begin(), modes_first.end(),
+                     [](const MicroBatch* a, const MicroBatch* b) { return a->mode > b->mode; });
+    for (const MicroBatches& order : {hill(large_first), hill(modes_first), merged_hills(large_first, problem_.modes.size())})
+        try_policies(order, {1, 8}, {Rule::kBackwardFirst, Rule::kForwardFirst}, replica);
+}
+
+// Micro-batches assigned to the replicas, the longest first, each to the replica with the least work; in each small to
+// large.
+Solution Search::assigned(MicroBatches batches) const {
     Solution solution;
     solution.replicas.resize(problem_.replicas);
-    std::vector<std::pair<int64_t, size_t>> by_work;
-    for (size_t i = 0; i < batches.size(); ++i) {
-        if (!look_up(batches[i])) {
-            solution.replicas[0].makespan = kUnreachable;
-            return solution;
-        }
-        by_work.emplace_back(work(batches[i]), i);
-    }
-    std::sort(by_work.begin(), by_work.end());
+    std::stable_sort(batches.begin(), batches.end(),
+                     [](const MicroBatch* a, const MicroBatch* b) { return a->work < b->work; });
     std::vector<int64_t> load(problem_.replicas, 0);
-    for (size_t i = by_work.size(); i-- > 0;) {
+    for (size_t i = batches.size(); i-- > 0;) {
         const size_t r = std::min_element(load.begin(), load.end()) - load.begin();
-        load[r] += by_work[i].first;
-        solution.replicas[r].micro_batches.push_back(batches[by_work[i].second]);
+        load[r] += batches[i]->work;
+        solution.replicas[r].micro_batches.push_back(batches[i]);
     }
     for (ReplicaState& replica : solution.replicas) {
         std::reverse(replica.micro_batches.begin(), replica.micro_batches.end());
         replica.policy = policy(0, Rule::kStrict);
-        if (!replica.micro_batches.empty()) begin_replica(replica);
+        replica.makespan = replica.micro_batches.empty() ? 0 : kUnreachable;
     }
     return solution;
 }
 
-Found Search::run(const std::vector<std::vector<MicroBatch>>& partitions) {
+std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partitions) {
     std::vector<Solution> solutions;
-    for (const std::vector<MicroBatch>& partition : partitions) {
-        Solution solution = begin(partition);
-        if (solution.slowest() < kUnreachable) solutions.push_back(std::move(solution));
+    int64_t least = kUnreachable;
+    const auto add = [&](MicroBatches batches, void (Search::*begin)(ReplicaState&)) {
+        Solution solution = assigned(std::move(batches));
+        const int64_t limit = least < kUnreachable ? least + least / kStartMargin : kUnreachable;
+        for (ReplicaState& replica : solution.replicas) {
+            if (replica.micro_batches.empty()) continue;
+            replica.makespan = limit;
+            (this->*begin)(replica);
+            if (replica.makespan >= limit) return;
+        }
+        least = std::min(least, solution.slowest());
+        solutions.push_back(std::move(solution));
+    };
+    for (const std::vector<Run>& partition : partitions) {
+        MicroBatches batches;
+        for (const Run& run : partition) batches.push_back(maker_.make(BatchMaker::run(run.first, run.size), run.mode, false));
+        if (std::count(batches.begin(), batches.end(), nullptr) == 0) add(std::move(batches), &Search::begin_padded);
+    }
+    if (problem_.may_pack) {
+        const int64_t left = left_;
+        for (MicroBatches& rows : packed_starts(problem_, costs_, maker_)) add(std::move(rows), &Search::begin_packed);
+        left_ = left;  // what begins a search is not counted where it is many
     }
     std::stable_sort(solutions.begin(), solutions.end(),
                      [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
+    return solutions;
+}
+
+// Fewer where each has more rows to schedule; more where encoder and decoder stages must both be even.
+int64_t Search::default_evaluations(const Solution& start) const {
+    size_t most = 1;
+    for (const ReplicaState& replica : start.replicas) most = std::max(most, replica.micro_batches.size());
+    const int64_t rows = most * problem_.chunks();
+    const int64_t evaluations = std::min(std::clamp(kBudget / rows, kLeast, kMost), kLargeBudget / rows);
+    const bool both = std::any_of(problem_.layers.begin(), problem_.layers.end(),
+                                  [](const StageLayers& stage) { return stage.decoder > 0; });
+    return both ? evaluations * 3 / 2 : evaluations;
+}
+
+// Improves the best starts in rounds, each with a part of the evaluations, until one is left.
+void Search::compete(std::vector<Solution>& solutions) {
+    struct Round {
+        size_t solutions;
+        int64_t parts, of;  // evaluations of all of them together
+    };
+    static constexpr Round kPaddedRounds[] = {{2, 2, 3}}, kPackedRounds[] = {{6, 1, 5}, {3, 1, 5}};
+    const int64_t evaluations = left_;
+    const auto rounds = problem_.may_pack ? std::pair(std::begin(kPackedRounds), std::end(kPackedRounds))
+                                          : std::pair(std::begin(kPaddedRounds), std::end(kPaddedRounds));
+    for (auto round = rounds.first; round != rounds.second; ++round) {
+        solutions.resize(std::min(solutions.size(), round->solutions));
+        const int64_t share = evaluations * round->parts / round->of / static_cast<int64_t>(round->solutions);
+        for (Solution& solution : solutions)
+            if (share > 0) improve(solution, share);
+        std::stable_sort(solutions.begin(), solutions.end(),
+                         [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
+    }
+    if (left_ > 0) improve(solutions[0], left_);
+}
+
+Found Search::run(const std::vector<std::vector<Run>>& partitions) {
+    std::vector<Solution> solutions = starts(partitions);
     Found found;
     if (solutions.empty()) return found;
-    // A fifth of what is left is for jitter, then a third for each of the two best starts, the rest for the better.
-    // With several chunks nothing is replayed under jitter.
+    if (by_default_) left_ = default_evaluations(solutions[0]);
+    // A fifth of what is left is for jitter. With several chunks nothing is replayed under jitter.
     const int64_t robustifying = problem_.pipeline.chunks > 1 ? 0 : std::max<int64_t>(left_, 0) / 5;
     left_ -= robustifying;
-    const size_t contenders = std::min<size_t>(2, solutions.size());
-    const int64_t share = left_ / 3;
-    for (size_t i = 0; i < contenders && share > 0; ++i) improve(solutions[i], share);
-    Solution& best = contenders > 1 && solutions[1].objective() < solutions[0].objective() ? solutions[1] : solutions[0];
-    if (left_ > 0) improve(best, left_);
+    compete(solutions);
+    Solution& best = solutions[0];
     if (robustifying > 0) robustify(best, robustifying);
     for (ReplicaState& replica : best.replicas) {
         found.forwards.emplace_back();
@@ -192,7 +269,10 @@ Found Search::run(const std::vector<std::vector<MicroBatch>>& partitions) {
 // touched in `touched_`.
 bool Search::change(Solution& candidate, int64_t limit) {
     touched_.clear();
-    if (!mutations_.random(candidate.replicas, touched_)) return false;
+    if (!mutations_.random(candidate.replicas, touched_)) {
+        if (!touched_.empty() && mutations_.unfit()) --left_;
+        return false;
+    }
     for (size_t r : touched_) {
         ReplicaState& replica = candidate.replicas[r];
         replica.makespan = replica.micro_batches.empty() ? 0 : evaluate(replica, limit + 1);
@@ -276,9 +356,9 @@ void Search::robustify(Solution& best, int64_t evaluations) {
 
 }  // namespace
 
-Found search(const Problem& problem, CostCache& costs, const Lengths& lengths,
-             const std::vector<std::vector<MicroBatch>>& partitions, int64_t evaluations, uint64_t seed) {
-    return Search(problem, costs, lengths, evaluations, seed).run(partitions);
+Found search(const Problem& problem, CostCache& costs, BatchMaker& maker,
+             const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed) {
+    return Search(problem, costs, maker, evaluations, seed).run(partitions);
 }
 
 }  // namespace dynapipe

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <initializer_list>
 
 #include "checks.h"
 
@@ -15,14 +16,14 @@ Axis::Cell Axis::cell(int64_t x) const {
     return {low, high, part, part > 0 ? points[high] - points[low] : 1};
 }
 
-std::vector<int64_t> Grid::at_lengths(int64_t input, int64_t target) const {
+std::vector<int64_t> Grid::at(const int64_t* from, int64_t input, int64_t target) const {
     const size_t n = sizes.points.size(), ni = inputs.points.size(), nt = targets.points.size();
     std::vector<int64_t> out(kRows * n, kAbsent);
     if (!inputs.covers(input) || !targets.covers(target)) return out;
     const Axis::Cell i = inputs.cell(input), t = targets.cell(target);
     for (size_t k = 0; k < kRows * n; ++k) {
-        const int64_t* low = values + (k * ni + i.low) * nt;
-        const int64_t* high = values + (k * ni + i.high) * nt;
+        const int64_t* low = from + (k * ni + i.low) * nt;
+        const int64_t* high = from + (k * ni + i.high) * nt;
         const int64_t at_low = interpolate(low[t.low], high[t.low], i.part, i.width);
         const int64_t at_high = interpolate(low[t.high], high[t.high], i.part, i.width);
         out[k] = interpolate(at_low, at_high, t.part, t.width);
@@ -30,22 +31,76 @@ std::vector<int64_t> Grid::at_lengths(int64_t input, int64_t target) const {
     return out;
 }
 
-void Grid::check(size_t value_count) const {
-    for (const Axis* axis : {&sizes, &inputs, &targets}) {
+namespace {
+
+// Values at a point of a plane [first][second]; absent where a corner with weight is, and above the plane.
+int64_t at_point(const Axis& first, const Axis& second, const int64_t* plane, int64_t x, int64_t y) {
+    if (!first.covers(x) || !second.covers(y)) return kAbsent;
+    const Axis::Cell i = first.cell(x), j = second.cell(y);
+    const int64_t* low = plane + i.low * second.points.size();
+    const int64_t* high = plane + i.high * second.points.size();
+    return interpolate(interpolate(low[j.low], high[j.low], i.part, i.width),
+                       interpolate(low[j.high], high[j.high], i.part, i.width), j.part, j.width);
+}
+
+void check_axes(std::initializer_list<const Axis*> axes) {
+    for (const Axis* axis : axes) {
         const auto& points = axis->points;
         require(!points.empty() && points.front() >= 0 && points.back() <= kLargestCoordinate,
                 "grid axes from 0 to 2^20");
         require(std::adjacent_find(points.begin(), points.end(), std::greater_equal<>()) == points.end(),
                 "strictly increasing grid axes");
     }
+}
+
+void check_costs(const int64_t* values, size_t count) {
+    for (size_t i = 0; i < count; ++i)
+        require(values[i] >= kAbsent && values[i] <= kLargestCost, "costs of a layer from 0 to 2^42");
+}
+
+}  // namespace
+
+bool PackedGrid::add_linear(int64_t row_input, int64_t row_target, int64_t (&out)[kRows]) const {
+    for (int row = 0; row < kRows; ++row) {
+        const int64_t* plane = linear + row * row_inputs.points.size() * row_targets.points.size();
+        const int64_t value = at_point(row_inputs, row_targets, plane, row_input, row_target);
+        if (value == kAbsent) return false;
+        out[row] += value;
+    }
+    return true;
+}
+
+bool PackedGrid::attention_of(int64_t input, int64_t target, int64_t (&out)[kRows]) const {
+    for (int row = 0; row < kRows; ++row) {
+        const int64_t* plane = attention + row * inputs.points.size() * targets.points.size();
+        out[row] = at_point(inputs, targets, plane, input, target);
+        if (out[row] == kAbsent) return false;
+    }
+    return true;
+}
+
+void PackedGrid::check(size_t linear_count, size_t attention_count) const {
+    if (!measured()) return;
+    check_axes({&row_inputs, &row_targets, &inputs, &targets});
+    require(linear_count == kRows * row_inputs.points.size() * row_targets.points.size() &&
+                attention_count == kRows * inputs.points.size() * targets.points.size(),
+            "as many grid values as rows and axes have points");
+    check_costs(linear, linear_count);
+    check_costs(attention, attention_count);
+}
+
+void Grid::check(size_t value_count, size_t separate_count) const {
+    check_axes({&sizes, &inputs, &targets});
     require(sizes.points.front() >= 1, "micro-batch sizes of at least 1");
     const size_t points = sizes.points.size() * inputs.points.size() * targets.points.size();
-    require(value_count == kRows * points, "as many grid values as rows and axes have points");
+    require(value_count == kRows * points && separate_count == value_count,
+            "as many grid values as rows and axes have points");
+    check_costs(values, value_count);
+    check_costs(separate, separate_count);
     for (size_t p = 0; p < points; ++p) {
         for (size_t row = 0; row < kRows; ++row) {
-            const int64_t value = values[row * points + p];
-            require(value >= kAbsent && value <= kLargestCost, "costs of a layer from 0 to 2^42");
-            require((value == kAbsent) == (values[p] == kAbsent), "grid points absent from all rows or from none");
+            require((values[row * points + p] == kAbsent) == (values[p] == kAbsent),
+                    "grid points absent from all rows or from none");
         }
     }
 }

@@ -43,12 +43,34 @@ inline int64_t interpolate(int64_t low, int64_t high, int64_t part, int64_t widt
 
 struct Grid {
     Axis sizes, inputs, targets;
-    const int64_t* values;  // [kRows][sizes][inputs][targets]
+    const int64_t* values;    // [kRows][sizes][inputs][targets]
+    const int64_t* separate;  // the same, absent from each row by itself
 
     // Costs at every size of the grid for given lengths: [kRows][sizes], absent outside.
-    std::vector<int64_t> at_lengths(int64_t input, int64_t target) const;
+    std::vector<int64_t> at_lengths(int64_t input, int64_t target) const { return at(values, input, target); }
+    std::vector<int64_t> separately_at_lengths(int64_t input, int64_t target) const {
+        return at(separate, input, target);
+    }
 
-    void check(size_t value_count) const;
+    void check(size_t value_count, size_t separate_count) const;
+
+private:
+    std::vector<int64_t> at(const int64_t* from, int64_t input, int64_t target) const;
+};
+
+// Costs of one layer in packed rows, where they were measured: a part linear in the row's positions, and the attention
+// of each sample.
+struct PackedGrid {
+    Axis row_inputs, row_targets;  // positions of a row
+    const int64_t* linear;         // [kRows][row_inputs][row_targets]
+    Axis inputs, targets;          // positions of a sample
+    const int64_t* attention;      // [kRows][inputs][targets]
+
+    bool measured() const { return !inputs.points.empty(); }
+    // False where positions lie above the grid, or a value is absent.
+    bool add_linear(int64_t row_inputs, int64_t row_targets, int64_t (&out)[kRows]) const;
+    bool attention_of(int64_t input, int64_t target, int64_t (&out)[kRows]) const;
+    void check(size_t linear_count, size_t attention_count) const;
 };
 
 // Layers of one virtual stage.

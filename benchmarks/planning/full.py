@@ -1,6 +1,7 @@
 """Full planning, order to verified plan, held against the published planner on the same batches.
 
-    python benchmarks/planning/full.py [--tokens 65536] [--settings t5:1,1,8 …] [--split auto] [--markdown]
+    python benchmarks/planning/full.py [--tokens 65536] [--settings t5:1,1,8 …] [--split auto] [--layout padded]
+        [--markdown]
 
 Every setting's batches are planned by `megatron-dynapipe plan --json` in one process on one core, and scored by
 `score_plans.py`, which rebuilds time and memory from the cost model file alone. Columns:
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65_536, help="size of the batches to plan")
     parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
     parser.add_argument("--split", choices=("equal", "auto"), default="equal", help="layers per stage")
+    parser.add_argument("--layout", choices=("auto", "padded", "packed"), default="auto", help="of micro-batches")
     parser.add_argument("--evaluations", type=int, help="of the search; default: the planner's")
     parser.add_argument("--markdown", action="store_true", help="print rows of the README's tables")
     args = parser.parse_args()
@@ -104,6 +106,7 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
         command += ["--cost-model", cost, "--model", model, *about["plan"], "--hidden-size", about["hidden"]]
         command += ["--data-parallel", data, "--tensor-parallel", tensor, "--pipeline-parallel", pipeline]
         command += ["--device-memory-mb", str(MEMORY_MB), "--distributed-optimizer"]
+        command += ["--layout", args.layout]
         if args.evaluations is not None:
             command += ["--search-evaluations", str(args.evaluations)]
         if args.split == "auto":

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.cli.planning_arguments import add_arguments, chosen_batches, planner_settings
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
-from megatron_dynapipe.units import BYTES_PER_MB
+from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.batches import NamedBatch
     from megatron_dynapipe.cli.main import SubParsers
-    from megatron_dynapipe.plan.iteration import IterationPlan
+    from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
     from megatron_dynapipe.planning.planner import Planner
 
 FORMAT = "dynapipe-plan-report/1"
@@ -131,14 +131,19 @@ def _replicas(plan: "IterationPlan", layers_per_stage: tuple[int, ...]) -> list[
                 "predicted_ms": replica.predicted_ns / 1e6,
                 "peak_memory_mb": [peak_bytes(plan, replica, stage.stage) / BYTES_PER_MB for stage in replica.stages],
                 "layers_per_stage": layers_per_stage,
-                "micro_batches": [
-                    {"samples": list(mb.sample_ids), "shape": list(mb.shape), "recompute": mb.recompute}
-                    for mb in replica.micro_batches
-                ],
+                "micro_batches": [_micro_batch(mb) for mb in replica.micro_batches],
                 "stages": [[format_instruction(step) for step in stage] for stage in passes],
             }
         )
     return replicas
+
+
+def _micro_batch(micro_batch: "MicroBatch") -> dict[str, Any]:
+    """A row of samples for each padded sample; a packed micro-batch has one row of all, and says so."""
+    entry = {"shape": list(micro_batch.shape), "recompute": micro_batch.recompute}
+    if micro_batch.layout is BatchLayout.PADDED:
+        return {"samples": list(micro_batch.sample_ids)} | entry
+    return {"samples": [list(micro_batch.sample_ids)]} | entry | {"layout": micro_batch.layout}
 
 
 def _line(entry: dict[str, Any]) -> str:

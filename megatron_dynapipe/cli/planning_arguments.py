@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute
+from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.batches import NamedBatch
@@ -38,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=",".join(Recompute),
         metavar="MODES",
         help="modes a micro-batch may be given (default: all)",
+    )
+    parser.add_argument(
+        "--layout",
+        choices=("auto", *BatchLayout),
+        default="auto",
+        help="samples of a micro-batch padded, packed into one row, or whichever is faster (default: auto)",
     )
     parser.add_argument("--devices-per-node", type=_positive, default=8, metavar="N")
     _add_transfer_arguments(parser)
@@ -118,6 +124,7 @@ def planner_settings(
         memory_limit_bytes=round(args.device_memory_mb * BYTES_PER_MB),
         distributed_optimizer=args.distributed_optimizer,
         recompute=_recompute(args.recompute),
+        micro_batch_layouts=tuple(BatchLayout) if args.layout == "auto" else (BatchLayout(args.layout),),
         network=Network.over(
             cost_model.links,
             devices_per_node=args.devices_per_node,

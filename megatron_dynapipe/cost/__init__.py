@@ -5,8 +5,9 @@ from megatron_dynapipe.cost.file import TableCostModel
 from megatron_dynapipe.cost.layout import PipelineLayout, StageLayers, even_split, parse_split
 from megatron_dynapipe.cost.model import CostModel
 from megatron_dynapipe.cost.network import Links, Network, ScatterGather, boundary_bytes
-from megatron_dynapipe.cost.stages import StageCosts, stage_costs
-from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COST, LayerState, LayerTables, Row
+from megatron_dynapipe.cost.packed import packed_layer_costs
+from megatron_dynapipe.cost.stages import StageCosts, stage_costs, stage_times
+from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COST, LayerState, LayerTables, PackedTables, Row
 from megatron_dynapipe.cost.work import ModelShape
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Links",
     "ModelShape",
     "Network",
+    "PackedTables",
     "PipelineLayout",
     "Row",
     "ScatterGather",
@@ -30,6 +32,8 @@ __all__ = [
     "TableCostModel",
     "boundary_bytes",
     "even_split",
+    "packed_layer_costs",
     "parse_split",
     "stage_costs",
+    "stage_times",
 ]

@@ -1,13 +1,15 @@
 """Costs computed from a model's shape and a device's rates, for machines on which nothing has been measured."""
 
 import hashlib
+from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost.format import Link
-from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
+from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, PackedTables, Row
 from megatron_dynapipe.cost.work import Floats, LayerWork, ModelShape, Work
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -117,7 +119,7 @@ class AnalyticCostModel:
         self.hidden_size: int | None = shape.hidden
         self.links: dict[str, Link] = {}
         self._sequence_parallel = sequence_parallel
-        identity = msgspec.json.encode(["analytic/4", shape, rates, max_size, max_length, sequence_parallel])
+        identity = msgspec.json.encode(["analytic/5", shape, rates, max_size, max_length, sequence_parallel])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
         self._sizes = geometric(1, max_size)
         self._lengths = geometric(8, max_length, between=True)
@@ -142,12 +144,47 @@ class AnalyticCostModel:
         values = np.rint(_without_last_bits(values))
         values[:, (values > _FITS_NOWHERE).any(axis=0)] = ABSENT
         return LayerTables(
+            packed=self._packed(layer, recompute),
             sizes=self._sizes,
             inputs=self._lengths,
             targets=targets,
             values=values.astype(np.int64),
             state=layer.state(),
             peak_covers_backward=True,
+        )
+
+    def _packed(self, layer: LayerWork, recompute: Recompute) -> PackedTables:
+        """Packed rows counted exactly: all work but attention's inside over the row, that over each sample."""
+        t5 = self.family is ModelFamily.T5
+        rows = geometric(8, int(self._lengths[-1]) * 16, between=True)
+        grids = []
+        for inputs, inside in ((rows, False), (self._lengths, True)):
+            targets = inputs if t5 else np.zeros(1, np.int64)
+            one, s, t = np.ones((1, 1)), inputs[:, None].astype(float), targets[None, :].astype(float)
+            values = np.zeros((len(Row), len(inputs), len(targets)))
+
+            costs = partial(_inside if inside else _outside, rates=self.rates, recompute=recompute)
+            values[Row.ENCODER_FORWARD : Row.ENCODER_PEAK + 1] = costs(layer.encoder(one, s))
+            if t5:
+                values[Row.DECODER_FORWARD : Row.DECODER_PEAK + 1] = costs(layer.decoder(one, t, s))
+            if not inside:
+                q = t if t5 else s
+                head = layer_costs(layer.head(one, q), self.rates, Recompute.NONE)[:2]
+                values[Row.HEAD_FORWARD : Row.HEAD_PEAK + 1] = np.stack(
+                    np.broadcast_arrays(*head, *layer.head_memory(one, q))
+                )
+                values[Row.ENCODED_STORED] = layer.encoder(one, s).input_bytes if t5 else 0
+            values = np.rint(_without_last_bits(values))
+            values[values > _FITS_NOWHERE] = ABSENT
+            grids.append((inputs, targets, values.astype(np.int64)))
+        (row_inputs, row_targets, linear), (inputs, targets, attention) = grids
+        return PackedTables(
+            row_inputs=row_inputs,
+            row_targets=row_targets,
+            linear=linear,
+            inputs=inputs,
+            targets=targets,
+            attention=attention,
         )
 
     def layer_work(self, tensor_parallel: int) -> LayerWork:
@@ -176,6 +213,22 @@ def layer_costs(work: Work, rates: DeviceRates, recompute: Recompute) -> Floats:
         core = work.core_flops / rates.flops_per_second + work.core_bytes / rates.bytes_per_second
         backward, stored = backward + core, work.kept_bytes
     peak = np.maximum(rates.peaks.of(recompute) * peak_basis(work, recompute), stored)
+    return np.stack(np.broadcast_arrays(forward * 1e9, backward * 1e9, stored, peak))
+
+
+def _outside(work: Work, rates: DeviceRates, recompute: Recompute) -> Floats:
+    """`layer_costs` without attention's inside."""
+    nothing = np.zeros_like(work.core_flops)
+    return layer_costs(replace(work, core_flops=nothing, core_bytes=nothing), rates, recompute)
+
+
+def _inside(work: Work, rates: DeviceRates, recompute: Recompute) -> Floats:
+    """Rows forward, backward (ns), stored, peak (bytes) of attention's inside alone, without its launches."""
+    flops, moved = work.core_flops / rates.flops_per_second, work.core_bytes / rates.bytes_per_second
+    forward, again = flops + moved, 0.0 if recompute is Recompute.NONE else flops + moved
+    backward = rates.backward_products * flops + rates.backward_traffic * moved + again
+    stored = work.core_bytes if recompute is Recompute.NONE else np.zeros_like(work.core_bytes)
+    peak = np.maximum(rates.peaks.of(recompute) * _PEAK_CORE[recompute] * work.core_bytes, stored)
     return np.stack(np.broadcast_arrays(forward * 1e9, backward * 1e9, stored, peak))
 
 

@@ -77,7 +77,10 @@ def fit_correction(
 
 
 def corrected(tables: LayerTables, correction: Correction) -> LayerTables:
-    """The grid under a correction; memory and what is infeasible stay as they are."""
+    """The grid under a correction; memory and what is infeasible stay as they are.
+
+    Costs of packed rows are derived from the corrected grid, whatever they were before.
+    """
     values = tables.values.copy()
     for row, scale in correction.scales.items():
         values[row] = (values[row] * scale + UNIT // 2) // UNIT
@@ -88,7 +91,7 @@ def corrected(tables: LayerTables, correction: Correction) -> LayerTables:
     for row, offset in rows:
         values[row] += offset
     values[:, tables.values[0] == ABSENT] = ABSENT
-    return replace(tables, values=values)
+    return replace(tables, values=values, separate=None, packed=None)
 
 
 def as_file(

@@ -1,6 +1,7 @@
 """Cost models read from files: tables on one grid, interpolated inside it and infeasible outside."""
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,15 @@ from megatron_dynapipe.cost.format import (
     PARTS,
     CostEntry,
     CostFile,
+    PackedEntry,
     Points,
     decode_file,
     key_of,
     read_file,
+    read_packed,
     read_points,
 )
-from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerState, LayerTables, Row, increasing
+from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerState, LayerTables, PackedTables, Row, increasing
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
 
@@ -76,9 +79,8 @@ class TableCostModel:
 def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
     """Put all tables of one key on one grid: the union of their axes, which leaves their interpolation unchanged."""
     t5 = file.family is ModelFamily.T5
-    points = {
-        PARTS[quantity][part]: table for (quantity, part), table in read_points(entry, file.family, where).items()
-    }
+    tables = read_points(entry, file.family, where)
+    points = {PARTS[quantity][part]: table for (quantity, part), table in tables.items()}
     head = [row for row in points if row.name.startswith("HEAD")]
     sizes = increasing([point[0] for table in points.values() for point in table])
     by_input = [table for row, table in points.items() if not (t5 and row in head)]
@@ -88,14 +90,16 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
 
     values = np.zeros((len(Row), len(sizes), len(inputs), len(targets)), np.int64)
     for row, table in points.items():
-        scale = NS_PER_MS if "FORWARD" in row.name or "BACKWARD" in row.name else BYTES_PER_MB
+        scale = _scale(row)
         if row.name.startswith("DECODER"):
             values[row] = _resample(table, (sizes, inputs, targets), scale)
         elif t5 and row in head:
             values[row] = _resample(table, (sizes, targets), scale)[:, None, :]
         else:
             values[row] = _resample(table, (sizes, inputs), scale)[:, :, None]
+    separate = values.copy()
     values[:, (values == ABSENT).any(axis=0)] = ABSENT
+    packed = _packed_tables(entry.packed, tables.keys(), t5, where) if entry.packed else None
     state = {kind: round(mb * BYTES_PER_MB) for kind, mb in entry.model_state_mb.items()}
     if missing := {"embedding", "encoder"} - state.keys():
         raise CostModelError(f"{where}: model_state_mb lacks {sorted(missing)}")
@@ -109,8 +113,47 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
             encoder_bytes=state["encoder"],
             decoder_bytes=state.get("decoder", 0),
         ),
+        separate=separate,
+        packed=packed,
         peak_covers_backward=file.peak_covers_backward,
     )
+
+
+def _packed_tables(entry: PackedEntry, parts: Collection[tuple[str, str]], t5: bool, where: str) -> PackedTables:
+    """Put the packed tables of one key on one grid of a row's positions and one of a sample's."""
+    points = {PARTS[quantity][part]: both for (quantity, part), both in read_packed(entry, parts, where).items()}
+    grids: list[tuple[IntArray, IntArray, IntArray]] = []
+    for which in range(2):
+        tables = {row: both[which] for row, both in points.items() if both[which]}
+        by_target = [table for row, table in tables.items() if t5 and row.name.startswith(("DECODER", "HEAD"))]
+        by_input = [table for row, table in tables.items() if not (t5 and row.name.startswith("HEAD"))]
+        inputs = increasing([point[0] for table in by_input for point in table])
+        targets = increasing([point[-1] for table in by_target for point in table] or [0])
+        values = np.zeros((len(Row), len(inputs), len(targets)), np.int64)
+        for row, table in tables.items():
+            if row.name.startswith("DECODER"):
+                values[row] = _resample(table, (inputs, targets), _scale(row))
+            elif t5 and row.name.startswith("HEAD"):
+                values[row] = _resample(table, (targets,), _scale(row))[None, :]
+            else:
+                values[row] = _resample(table, (inputs,), _scale(row))[:, None]
+        if not len(inputs):
+            raise CostModelError(f"{where}: packed tables without the attention of samples")
+        grids.append((inputs, targets, values))
+    (row_inputs, row_targets, linear), (inputs, targets, attention) = grids
+    return PackedTables(
+        row_inputs=row_inputs,
+        row_targets=row_targets,
+        linear=linear,
+        inputs=inputs,
+        targets=targets,
+        attention=attention,
+    )
+
+
+def _scale(row: Row) -> int:
+    """Integers of a grid in the file's unit: ns in a ms, bytes in a MB."""
+    return NS_PER_MS if "FORWARD" in row.name or "BACKWARD" in row.name else BYTES_PER_MB
 
 
 def _resample(points: Points, axes: tuple[IntArray, ...], scale: int) -> IntArray:

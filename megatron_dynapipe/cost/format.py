@@ -7,7 +7,7 @@ under `provenance`; the published files have neither.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,6 +19,8 @@ from megatron_dynapipe.files import read_unpacked
 from megatron_dynapipe.units import NS_PER_MS, ModelFamily, Recompute
 
 FORMAT = "dynapipe-cost-model/1"
+PACKED_FORMAT = "dynapipe-cost-model/2"
+"""Of files with costs of packed rows; without them a file is of the first format."""
 
 INTRA_NODE, INTER_NODE = "intra-node", "inter-node"
 """Kinds of links between ranks, as files name them."""
@@ -70,10 +72,30 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     peak_activation_mb: dict[str, Table]
 
 
+class PackedPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Costs of one part in packed rows: `linear` at the row's positions, and `attention` of each sample at its own.
+
+    Keys are positions: inputs for the encoder and decoder-only models, "<inputs>,<targets>" for the decoder, those it
+    reads for postprocess and the encoder's output, which have no attention.
+    """
+
+    linear: dict[str, _NonNegative]
+    attention: dict[str, _NonNegative] = {}
+
+
+class PackedEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Costs of one layer in packed rows, by part; the same parts as the padded tables."""
+
+    time_ms: dict[str, PackedPart]
+    stored_activation_mb: dict[str, PackedPart]
+    peak_activation_mb: dict[str, PackedPart]
+
+
 class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One (tensor parallelism, recompute) combination.
 
-    `model_state_mb` counts 2 bytes a parameter. `measured` holds the points that the tables were fitted to.
+    `model_state_mb` counts 2 bytes a parameter. `measured` holds the points that the tables were fitted to, `packed`
+    the costs of packed rows where those were measured (format 2).
     """
 
     tp: _Size
@@ -83,6 +105,7 @@ class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     stored_activation_mb: dict[str, Table]
     peak_activation_mb: dict[str, Table]
     measured: Tables | None = None
+    packed: PackedEntry | None = None
 
     @property
     def evidence(self) -> "CostEntry | Tables":
@@ -165,8 +188,10 @@ def decode_file(data: bytes, *, origin: str) -> CostFile:
         file = msgspec.json.decode(data, type=CostFile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CostModelError(f"{origin} is not a cost model file: {error}") from error
-    if file.format != FORMAT:
-        raise CostModelError(f"{origin}: expected format {FORMAT!r}, got {file.format!r}")
+    if file.format not in (FORMAT, PACKED_FORMAT):
+        raise CostModelError(f"{origin}: expected format {FORMAT!r} or {PACKED_FORMAT!r}, got {file.format!r}")
+    if file.format == FORMAT and any(entry.packed is not None for entry in file.keys.values()):
+        raise CostModelError(f"{origin}: costs of packed rows need format {PACKED_FORMAT!r}, got {file.format!r}")
     for key, entry in file.keys.items():
         if key != (expected := key_of(entry.tp, entry.recompute)):
             raise CostModelError(f"{origin}: key {key!r} holds the tables of {expected!r}")
@@ -211,6 +236,35 @@ def _absent_parts(entry: CostEntry | Tables, family: ModelFamily) -> set[str]:
     return absent
 
 
+def read_packed(
+    entry: PackedEntry, parts: Collection[tuple[str, str]], where: str
+) -> dict[tuple[str, str], tuple[Points, Points]]:
+    """Every packed part of a key: {(quantity, part): (linear, attention)}, points keyed by positions.
+
+    Args:
+        entry: the packed tables.
+        parts: (quantity, part) of the padded tables; the packed ones must be of the same.
+        where: for messages.
+
+    Raises:
+        CostModelError: a part is missing or unknown, or a key or a value cannot be.
+    """
+    points = {}
+    for quantity in PARTS:
+        tables: dict[str, PackedPart] = getattr(entry, quantity)
+        wanted = sorted(part for other, part in parts if other == quantity)
+        if sorted(tables) != wanted:
+            raise CostModelError(f"{where}: expected packed {quantity} of {wanted}, got {sorted(tables)}")
+        for part, table in tables.items():
+            lengths = 2 if part.startswith("decoder") else 1
+            name = f"{where}, packed {quantity}.{part}"
+            points[quantity, part] = (
+                _read_positions(table.linear, lengths, f"{name}.linear"),
+                _read_positions(table.attention, lengths, f"{name}.attention") if table.attention else {},
+            )
+    return points
+
+
 def to_table(points: Points) -> Table:
     """The table of some points, in the order of their lengths and sizes."""
     table: Table = {}
@@ -238,6 +292,12 @@ def _read_table(table: Table, lengths: int, where: str) -> Points:
     if not points:
         raise CostModelError(f"{where}: the table is empty")
     return points
+
+
+def _read_positions(values: Mapping[str, float], lengths: int, where: str) -> Points:
+    """Values keyed by positions, as points of size 1 without the size."""
+    rows: Table = {key: [(1, value)] for key, value in values.items()}
+    return {point[1:]: value for point, value in _read_table(rows, lengths, where).items()}
 
 
 def _wrap(data: bytes) -> bytes:

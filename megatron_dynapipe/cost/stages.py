@@ -64,6 +64,20 @@ def _by_size(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targ
     return np.where(absent, ABSENT, costs)
 
 
+def stage_times(layer_costs: IntArray, layout: PipelineLayout) -> IntArray:
+    """Forward and backward together on every virtual stage: int64 `[micro-batches, virtual stages]`.
+
+    Args:
+        layer_costs: int64 `[micro-batches, len(Row)]`.
+        layout: layers per virtual stage.
+    """
+    counts = np.zeros((layout.virtual_stages, len(Row)), np.int64)
+    counts[:, [Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD]] = np.array(layout.encoder_split)[:, None]
+    counts[:, [Row.DECODER_FORWARD, Row.DECODER_BACKWARD]] = np.array(layout.decoder_split)[:, None]
+    counts[-1, [Row.HEAD_FORWARD, Row.HEAD_BACKWARD]] = 1
+    return np.asarray(layer_costs @ counts.T)
+
+
 def stage_costs(
     tables: LayerTables, layout: PipelineLayout, sizes: IntArray, inputs: IntArray, targets: IntArray
 ) -> StageCosts:

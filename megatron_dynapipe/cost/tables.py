@@ -59,6 +59,35 @@ class LayerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedTables:
+    """One layer's costs in packed rows: a part that is linear in the row's positions, and attention of each sample.
+
+    A row costs `linear` at its positions, and the sum over its samples of `attention` at theirs.
+
+    Attributes:
+        row_inputs, row_targets: positions of a row, strictly increasing; `row_targets` is `[0]` for decoder-only.
+        linear: int64 `[len(Row), row_inputs, row_targets]`, `ABSENT` where it is not known.
+        inputs, targets: positions of a sample, likewise.
+        attention: int64 `[len(Row), inputs, targets]`.
+    """
+
+    row_inputs: IntArray
+    row_targets: IntArray
+    linear: IntArray
+    inputs: IntArray
+    targets: IntArray
+    attention: IntArray
+
+    def __post_init__(self) -> None:
+        for name, axes in (("linear", ("row_inputs", "row_targets")), ("attention", ("inputs", "targets"))):
+            expected = (len(Row), *(len(getattr(self, axis)) for axis in axes))
+            if getattr(self, name).shape != expected:
+                raise CostModelError(
+                    f"packed {name} costs must have the shape {expected}, got {getattr(self, name).shape}"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerTables:
     """One layer's costs under one tensor parallelism and recompute mode.
 
@@ -66,6 +95,9 @@ class LayerTables:
         sizes, inputs, targets: the grid's axes, strictly increasing; `targets` is `[0]` for decoder-only models.
         values: int64 `[len(Row), sizes, inputs, targets]`, `ABSENT` in every row of a point that does not fit.
         state: parameter bytes of a layer.
+        separate: the values, `ABSENT` from each row by itself: costs of packed rows are derived from them. None where
+            they do not differ from `values`.
+        packed: costs of packed rows, where they are known of themselves.
         peak_covers_backward: the peaks are those of the forward and of the backward, and count while either runs;
             else those of the forward alone.
     """
@@ -75,6 +107,8 @@ class LayerTables:
     targets: IntArray
     values: IntArray
     state: LayerState
+    separate: IntArray | None = None
+    packed: "PackedTables | None" = None
     peak_covers_backward: bool = False
 
     def __post_init__(self) -> None:
@@ -95,15 +129,21 @@ class LayerTables:
         absent = self.values == ABSENT
         if (absent.any(axis=0) != absent.all(axis=0)).any():
             raise CostModelError("a grid point must be absent from all rows or from none")
+        if self.separate is not None and self.separate.shape != expected:
+            raise CostModelError(
+                f"the grid's separate values must have the shape {expected}, got {self.separate.shape}"
+            )
 
-    def at_lengths(self, inputs: IntArray, targets: IntArray) -> IntArray:
+    def at_lengths(self, inputs: IntArray, targets: IntArray, *, separate: bool = False) -> IntArray:
         """Costs at every size of the grid for queries of given lengths: `[queries, len(Row), sizes]`.
 
-        Lengths below the grid cost what its smallest does, an upper bound; lengths above it are `ABSENT`.
+        With `separate`, from the separate values. Lengths below the grid cost what its smallest does, an upper bound;
+        lengths above it are `ABSENT`.
         """
         low_i, part_i, width_i = _locate(self.inputs, inputs)
         low_t, part_t, width_t = _locate(self.targets, targets)
-        along = np.moveaxis(self.values, 1, -1)  # [rows, inputs, targets, sizes]
+        values = self.separate if separate and self.separate is not None else self.values
+        along = np.moveaxis(values, 1, -1)  # [rows, inputs, targets, sizes]
         high_i, high_t = _above(low_i, self.inputs), _above(low_t, self.targets)
         at_low = _lerp(along[:, low_i, low_t], along[:, high_i, low_t], part_i, width_i)
         at_high = _lerp(along[:, low_i, high_t], along[:, high_i, high_t], part_i, width_i)
@@ -141,6 +181,18 @@ def _lerp(low: IntArray, high: IntArray, part: IntArray, width: IntArray) -> Int
     value = low + ((high - low) * part + width // 2) // width
     absent = (low == ABSENT) | ((part > 0) & (high == ABSENT))
     return np.where(absent, ABSENT, value)
+
+
+def at_point(plane: IntArray, first: IntArray, second: IntArray, x: IntArray, y: IntArray) -> IntArray:
+    """Values of `[rows, first, second]` at queries (x, y): `[queries, rows]`, `ABSENT` above the axes."""
+    low_x, part_x, width_x = _locate(first, x)
+    low_y, part_y, width_y = _locate(second, y)
+    along = np.moveaxis(plane, 0, -1)  # [first, second, rows]
+    high_x, high_y = _above(low_x, first), _above(low_y, second)
+    at_low = _lerp(along[low_x, low_y], along[high_x, low_y], part_x, width_x)
+    at_high = _lerp(along[low_x, high_y], along[high_x, high_y], part_x, width_x)
+    outside = (x > first[-1]) | (y > second[-1])
+    return np.where(outside[:, None], ABSENT, _lerp(at_low, at_high, part_y, width_y))
 
 
 def increasing(values: Sequence[int]) -> IntArray:

@@ -80,7 +80,7 @@ def fitted_entry(
         recompute=recompute,
         model_state_mb=state,  # type: ignore[arg-type]  # literal keys
         measured=Tables(**evidence),
-        **fitted,
+        **fitted,  # type: ignore[arg-type]  # the parts by name
     )
 
 

@@ -17,7 +17,12 @@ class BatchProblem:
         *,
         inputs: _Ints,
         targets: _Ints,
-        modes: Sequence[tuple[_Ints, _Ints, _Ints, _Ints]],
+        input_positions: _Ints,
+        target_positions: _Ints,
+        may_pad: bool,
+        may_pack: bool,
+        modes: Sequence[tuple[_Ints, ...]],
+        packed: Sequence[tuple[_Ints, ...]],
         encoder_layers: _Ints,
         decoder_layers: _Ints,
         chunks: int,
@@ -42,11 +47,17 @@ class BatchProblem:
 
     def search(
         self, *, order: _Ints, partitions: Sequence[tuple[_Ints, _Ints]], evaluations: int, seed: int
-    ) -> list[tuple[list[int], list[int], list[int], list[int]]]:
-        """(first samples, sizes, modes, 1 per forward of every stage) per replica; empty where no partition fits."""
+    ) -> list[tuple[list[int], list[int], list[int], list[bool], list[int]]]:
+        """(samples, sizes, modes, whether packed, 1 per forward of every stage) per replica; empty where none fits.
+
+        Samples are those of all micro-batches one after another. -1 evaluations take the default.
+        """
 
     def costs(self, *, sizes: _Ints, inputs: _Ints, targets: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:
         """`[6 * micro-batches, virtual stages]`, by kind of cost, and whether the cost model covers each."""
+
+    def packed_costs(self, *, samples: _Ints, sizes: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:
+        """`costs` of packed rows: samples of all rows one after another, and how many each has."""
 
 def simulate(
     costs: Sequence[_Ints],

@@ -4,6 +4,7 @@
     token_based  the samples sorted, as many to each micro-batch as keep its padded positions within a number
     padding      every sample padded to the longest, as many to each micro-batch: training without packing
     packing      samples joined into rows of the longest length, as many rows to each: predicted only
+    packed_…     samples in packed rows of up to the longest length, see `planning.packed_baselines`
 
 Each takes one recompute mode for all. Where the number is not given, several are offered and the fastest is taken.
 """
@@ -18,6 +19,7 @@ import numpy as np
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.partition import Partition
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
+from megatron_dynapipe.units import BatchLayout
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -30,6 +32,16 @@ class PartitionAlgorithm(enum.StrEnum):
     UNIFORM = "uniform"
     PADDING = "padding"
     PACKING = "packing"
+    PACKED_ROWS = "packed_rows"
+    PACKED_NEXT_FIT = "packed_next_fit"
+    PACKED_BALANCED = "packed_balanced"
+
+    @property
+    def layout(self) -> BatchLayout | None:
+        """The layout of the micro-batches that it makes; None where it chooses."""
+        if self is PartitionAlgorithm.DP:
+            return None
+        return BatchLayout.PACKED if self.name.startswith("PACKED_") else BatchLayout.PADDED
 
 
 class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,7 +51,8 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         algorithm: dynamic programming on the cost model, or one of the others.
         micro_batch_size: samples of a micro-batch, for uniform and padding; None tries powers of two.
         micro_batch_tokens: padded positions of a micro-batch, for token_based; None tries powers of two.
-        padded_input_length: for padding, what every input is padded to; None: the batch's longest.
+        padded_input_length: for padding, what every input is padded to, and for packed rows the most input positions
+            of a row; None: the batch's longest.
         padded_target_length: the same for targets.
     """
 
@@ -52,9 +65,8 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def __post_init__(self) -> None:
         if self.algorithm is PartitionAlgorithm.PACKING:
             raise ConfigError(
-                "packing samples into the rows of a micro-batch needs an attention kernel that keeps them apart, which"
-                " is not there yet",
-                hint="use dp, which needs no packing; `compare` predicts what packing would take",
+                "packing without masks between samples lets them attend to one another: it is predicted, never trained",
+                hint="use packed_rows, which keeps samples apart, or dp with packed micro-batches",
             )
         by_size = self.algorithm in (PartitionAlgorithm.UNIFORM, PartitionAlgorithm.PADDING)
         if self.micro_batch_size is not None and not by_size:
@@ -122,37 +134,3 @@ def _within(inputs: IntArray, targets: IntArray, tokens: int) -> IntArray:
         size += 1
         longest_input, longest_target = longest
     return np.array([*sizes, size], np.int64)
-
-
-def pack(inputs: IntArray, targets: IntArray, longest_input: int, longest_target: int) -> list[IntArray]:
-    """Samples of each row: first fit, the longest input first.
-
-    Args:
-        inputs: int64[samples], positions of each input.
-        targets: int64[samples], positions of each target, 0 for decoder-only models.
-        longest_input: positions of a row for inputs.
-        longest_target: positions of a row for targets.
-
-    Raises:
-        ConfigError: a sample is longer than a row.
-    """
-    if inputs.max() > longest_input or targets.max() > longest_target:
-        raise ConfigError(
-            f"rows of {longest_input} input and {longest_target} target positions cannot hold samples of up to"
-            f" {inputs.max()} and {targets.max()}",
-            hint="truncate the samples, or pack into longer rows",
-        )
-    rows: list[list[int]] = []
-    left_input = np.zeros(len(inputs), np.int64)
-    left_target = np.zeros(len(inputs), np.int64)
-    for sample in np.lexsort((np.arange(len(inputs)), -targets, -inputs)).tolist():
-        used = len(rows)
-        fitting = (left_input[:used] >= inputs[sample]) & (left_target[:used] >= targets[sample])
-        row = int(fitting.argmax()) if fitting.any() else used
-        if row == used:
-            rows.append([])
-            left_input[row], left_target[row] = longest_input, longest_target
-        rows[row].append(sample)
-        left_input[row] -= inputs[sample]
-        left_target[row] -= targets[sample]
-    return [np.array(row, np.int64) for row in rows]

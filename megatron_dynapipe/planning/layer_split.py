@@ -14,15 +14,15 @@ from itertools import islice, permutations
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import CostModel, PipelineLayout, stage_costs
+from megatron_dynapipe.cost import ABSENT, CostModel, LayerTables, PipelineLayout, Row, packed_layer_costs, stage_times
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.problem import BoolArray
+from megatron_dynapipe.planning.problem import BoolArray, IntArray
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import Recompute, Shape
+from megatron_dynapipe.units import BatchLayout, Recompute, input_positions, target_positions
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ TOLERANCE = 1.03
 """Splits whose estimate is worse than the best one's by more than this are not tried."""
 
 Split = tuple[int, ...]
-_Work = list[tuple[Shape, Recompute]]
+_Work = IntArray
+"""One layer's costs of every micro-batch: int64 `[micro-batches, len(Row)]`. They do not depend on the split."""
 
 UNPLANNED = 2**62
 """Predicted time of a split under which a batch cannot be planned."""
@@ -78,8 +79,9 @@ def choose_layer_split(
     evened = trials.evened(best)
     if not trials.required:  # Model state alone is too much where the search begins.
         trials.require(evened)
-    trials.choose_batches([best, evened])
-    best = min([best, evened], key=trials.predicted_ns)
+    starts = [best, evened, *_padded_choice(settings, cost_model, batches, to_fit)]
+    trials.choose_batches(starts)
+    best = min(starts, key=trials.predicted_ns)
     improved = True
     while improved:
         trials.estimate_with_plans_of(best)
@@ -92,6 +94,19 @@ def choose_layer_split(
                 best, improved = split, True
                 break
     return best
+
+
+def _padded_choice(
+    settings: PlannerSettings, cost_model: CostModel, batches: Sequence[GlobalBatch], to_fit: Sequence[GlobalBatch]
+) -> list[Split]:
+    """The choice for padded micro-batches alone, if they are not all that is allowed: a good start for others."""
+    if BatchLayout.PADDED not in settings.micro_batch_layouts or len(settings.micro_batch_layouts) == 1:
+        return []
+    padded = msgspec.structs.replace(settings, micro_batch_layouts=(BatchLayout.PADDED,))
+    try:
+        return [choose_layer_split(padded, cost_model, batches, to_fit=to_fit)]
+    except PlanningError:
+        return []
 
 
 def _neighbours(split: Split) -> list[Split]:
@@ -177,7 +192,7 @@ class _Trials:
         if split not in self.results:
             planner = self._planner(split)
             plans = [] if planner is None else [_plan(planner, batch) for batch in self._batches]
-            self.results[split] = _summary(plans)
+            self.results[split] = self._summary(plans)
         return self.results[split][0]
 
     def estimate_ns(self, split: Split) -> int:
@@ -189,25 +204,41 @@ class _Trials:
             decoder_layers=s.decoder_layers,
             layers_per_stage=split,
         )
-        times = []
-        for mode in s.recompute:
-            shapes = [shape for shape, recompute in self._work if recompute is mode]
-            if shapes:
-                tables = self._cost_model.tables(tensor_parallel=s.tensor_parallel, recompute=mode)
-                costs = stage_costs(tables, layout, *np.array(shapes, np.int64).T)
-                times.append((costs.forward_ns + costs.backward_ns)[costs.feasible])
-        every = np.concatenate(times)
-        warmup = (every.sum(axis=1) - every.max(axis=1)).max(initial=0)
-        return int(every.sum(axis=0).max() // s.data_parallel + warmup)
+        times = stage_times(self._work, layout)
+        warmup = (times.sum(axis=1) - times.max(axis=1)).max(initial=0)
+        return int(times.sum(axis=0).max() // s.data_parallel + warmup)
 
     def _alone(self) -> _Work:
-        """Every sample as a micro-batch of its own, until there are plans."""
-        work: _Work = []
-        for batch in self._batches[:BATCHES]:
-            samples = Samples.of(batch, self._settings.family)
-            lengths = zip(samples.inputs.tolist(), samples.targets.tolist(), strict=True)
-            work += [(Shape(1, *each), self._settings.recompute[0]) for each in lengths]
-        return work
+        """Every sample as a micro-batch of its own, for want of plans."""
+        batches = [Samples.of(batch, self._settings.family) for batch in self._batches[:BATCHES]]
+        inputs, targets = (np.concatenate([getattr(b, name) for b in batches]) for name in ("inputs", "targets"))
+        tables = self._tables(self._settings.recompute[0])
+        costs = tables.at_sizes(tables.at_lengths(inputs, targets), np.ones_like(inputs))
+        return np.asarray(costs[(costs != ABSENT).all(axis=1)])
+
+    def _tables(self, mode: Recompute) -> LayerTables:
+        return self._cost_model.tables(tensor_parallel=self._settings.tensor_parallel, recompute=mode)
+
+    def _layer_costs(self, micro_batch: MicroBatch) -> IntArray:
+        """One layer's costs of a planned micro-batch: int64[len(Row)]."""
+        tables, family = self._tables(micro_batch.recompute), self._settings.family
+        if micro_batch.layout is BatchLayout.PACKED:
+            inputs = np.array([input_positions(family, n) for n in micro_batch.input_lengths], np.int64)
+            targets = np.array([target_positions(family, n) for n in micro_batch.target_lengths], np.int64)
+            row = packed_layer_costs(tables, inputs, targets)
+            assert row is not None
+            return row
+        size, inputs, targets = (np.array([number], np.int64) for number in micro_batch.shape)
+        costs: IntArray = tables.at_sizes(tables.at_lengths(inputs, targets), size)[0]
+        return costs
+
+    def _summary(self, plans: Sequence[IterationPlan | None]) -> tuple[int, _Work]:
+        """Predicted time of all plans, and their micro-batches' costs."""
+        planned = [plan for plan in plans if plan is not None]
+        if not planned or len(planned) < len(plans):
+            return UNPLANNED, np.zeros((0, len(Row)), np.int64)
+        batches = [mb for plan in planned for replica in plan.replicas for mb in replica.micro_batches]
+        return sum(plan.totals.predicted_ns for plan in planned), np.stack([self._layer_costs(mb) for mb in batches])
 
     def _fitting(self, split: Split) -> BoolArray:
         """Which of the different samples fit alone."""
@@ -262,12 +293,3 @@ def _plan(planner: Planner, batch: GlobalBatch) -> IterationPlan | None:
         return planner.plan(batch, 0)
     except (PlanningError, DataError):
         return None
-
-
-def _summary(plans: Sequence[IterationPlan | None]) -> tuple[int, _Work]:
-    planned = [plan for plan in plans if plan is not None]
-    if not planned or len(planned) < len(plans):
-        return UNPLANNED, []
-    batches: list[MicroBatch] = [mb for plan in planned for replica in plan.replicas for mb in replica.micro_batches]
-    work = [(mb.shape, mb.recompute) for mb in batches]
-    return sum(plan.totals.predicted_ns for plan in planned), work

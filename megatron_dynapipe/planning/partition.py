@@ -21,6 +21,7 @@ import numpy as np
 
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
+from megatron_dynapipe.units import BatchLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,10 +31,12 @@ class Partition:
     Attributes:
         sizes: samples of each micro-batch, in order; they add up to all samples.
         modes: index of its recompute mode.
+        layout: of all of them.
     """
 
     sizes: IntArray
     modes: IntArray
+    layout: BatchLayout = BatchLayout.PADDED
 
     def members(self, order: IntArray) -> list[IntArray]:
         """The samples of each micro-batch, given the order that was partitioned."""
@@ -48,23 +51,24 @@ class OrderedPartitions:
     partitions: tuple[Partition, ...]
 
 
-def partition(problem: BatchProblem, orders: Sequence[IntArray]) -> OrderedPartitions:
+def partition(problem: BatchProblem, orders: Sequence[IntArray], *, improve: bool) -> OrderedPartitions:
     """The best of the given orders, and its partition of least objective for each option of micro-batches in flight.
 
-    Orders are compared by their partitions for the last option, after a local search has improved each where there are
-    several (`csrc/improve_order.h`). Of partitions of equal objective, that of the smallest warm-up is taken; then,
+    Orders are compared by their partitions for the last option, after a local search has improved each if `improve`
+    (`csrc/improve_order.h`). Of partitions of equal objective, that of the smallest warm-up is taken; then,
     from the first sample on, that of the smallest micro-batch and the earliest recompute mode. Options under which no
     partition fits are left out.
 
     Args:
         problem: samples, costs, memory.
         orders: every sample once each, int64[samples].
+        improve: the orders before they are partitioned.
 
     Raises:
         PlanningError: costs whose sums do not fit 64 bits.
     """
     try:
-        order, found = problem.native.partition(orders=list(orders), improve=len(orders) > 1)
+        order, found = problem.native.partition(orders=list(orders), improve=improve)
     except ValueError as error:
         raise PlanningError(f"the batch cannot be partitioned: {error}") from error
     return OrderedPartitions(

@@ -23,13 +23,14 @@ from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tenso
 from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.native import fast_verify
 from megatron_dynapipe.planning.ordering import candidate_orders
+from megatron_dynapipe.planning.packed_baselines import packed_partitions
 from megatron_dynapipe.planning.partition import OrderedPartitions, partition
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits_alone
 from megatron_dynapipe.planning.scheduling import ScheduledBatch, schedule_batch
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import in_mb
+from megatron_dynapipe.units import BatchLayout, in_mb
 
 
 class Planner:
@@ -109,6 +110,9 @@ class Planner:
         with _timed(seconds, "schedule"):
             searchable = self.settings.partition.algorithm is PartitionAlgorithm.DP
             scheduled = self._schedule(problem, partitioned, searchable=searchable)
+            if scheduled is None and searchable and self._packs_first:
+                partitioned = partition(problem, orders, improve=len(orders) > 1)
+                scheduled = self._schedule(problem, partitioned, searchable=True)
         if scheduled is None:
             raise explain_infeasible(samples, problem)
         with _timed(seconds, "lowering"):
@@ -147,6 +151,9 @@ class Planner:
         return BatchProblem(
             inputs=samples.inputs,
             targets=samples.targets,
+            input_positions=samples.input_positions,
+            target_positions=samples.target_positions,
+            layouts=s.micro_batch_layouts,
             modes=self._tables,
             layout=self.layout,
             model_state_bytes=self.model_state_bytes,
@@ -179,10 +186,23 @@ class Planner:
             distributed_optimizer=self.settings.distributed_optimizer,
         )
 
+    @property
+    def _packs_first(self) -> bool:
+        """Whether partitions for padded micro-batches can wait until no packed rows are found.
+
+        So it is where packed rows cost what is derived from padded ones: they cost no more.
+        """
+        derived = all(tables.packed is None for tables in self._tables)
+        return derived and set(self.settings.micro_batch_layouts) == set(BatchLayout)
+
     def _partition(self, problem: BatchProblem, orders: list[IntArray]) -> OrderedPartitions:
-        chosen = self.settings.partition
+        chosen, layouts = self.settings.partition, self.settings.micro_batch_layouts
         if chosen.algorithm is PartitionAlgorithm.DP:
-            return partition(problem, orders)
+            if BatchLayout.PADDED not in layouts or self._packs_first:
+                return OrderedPartitions(order=orders[0], partitions=())  # The search begins with rows of its own.
+            return partition(problem, orders, improve=len(orders) > 1)
+        if chosen.algorithm.layout is BatchLayout.PACKED:
+            return packed_partitions(problem, chosen)
         return OrderedPartitions(order=orders[0], partitions=baseline_partitions(problem, orders[0], chosen))
 
     def _schedule(
@@ -210,6 +230,7 @@ class Planner:
             memory_limit_bytes=self.settings.memory_limit_bytes,
             model_state_bytes=tuple(self.model_state_bytes.tolist()),
             peak_covers_backward=self._peak_covers_backward,
+            layouts=self.settings.micro_batch_layouts,
             replicas=tuple(
                 self._lower_replica(samples, scheduled, replica, forward_only)
                 for replica in range(len(scheduled.replicas))
@@ -244,6 +265,7 @@ class Planner:
             input_lengths=tuple(samples.input_tokens[members].tolist()),
             target_lengths=tuple(samples.target_tokens[members].tolist()),
             shape=scheduled.shapes[row],
+            layout=scheduled.layouts[row],
             recompute=self.settings.recompute[int(scheduled.modes[row])],
             stored_bytes=tuple(scheduled.costs.stored_bytes[row].tolist()),
             peak_bytes=tuple(scheduled.costs.peak_bytes[row].tolist()),

@@ -19,7 +19,7 @@ from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules
 from megatron_dynapipe.planning.native import core
-from megatron_dynapipe.units import Shape
+from megatron_dynapipe.units import BatchLayout, Shape, round_up
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -40,6 +40,8 @@ class BatchProblem:
 
     Attributes:
         inputs, targets: int64[samples], padded lengths; targets 0 for decoder-only models.
+        input_positions, target_positions: int64[samples], without padding.
+        layouts: that micro-batches may be given.
         modes: one layer's costs under each recompute mode that may be chosen, in order of preference on ties.
         layout: layers per virtual stage.
         model_state_bytes: int64[stages].
@@ -56,6 +58,9 @@ class BatchProblem:
 
     inputs: IntArray
     targets: IntArray
+    input_positions: IntArray
+    target_positions: IntArray
+    layouts: tuple[BatchLayout, ...]
     modes: tuple[LayerTables, ...]
     layout: PipelineLayout
     model_state_bytes: IntArray
@@ -80,7 +85,12 @@ class BatchProblem:
             return core.BatchProblem(
                 inputs=np.ascontiguousarray(self.inputs),
                 targets=np.ascontiguousarray(self.targets),
-                modes=[(t.sizes, t.inputs, t.targets, np.ascontiguousarray(t.values)) for t in self.modes],
+                input_positions=np.ascontiguousarray(self.input_positions),
+                target_positions=np.ascontiguousarray(self.target_positions),
+                may_pad=BatchLayout.PADDED in self.layouts,
+                may_pack=BatchLayout.PACKED in self.layouts,
+                modes=[_mode(tables) for tables in self.modes],
+                packed=[_packed_mode(tables) for tables in self.modes],
                 encoder_layers=np.array(layout.encoder_split, np.int64),
                 decoder_layers=np.array(layout.decoder_split, np.int64),
                 chunks=layout.chunks,
@@ -100,9 +110,31 @@ class BatchProblem:
         except ValueError as error:
             raise PlanningError(f"the batch cannot be planned: {error}") from error
 
-    def shape(self, members: IntArray) -> Shape:
-        """The padded shape of a micro-batch of these samples."""
+    def shape(self, members: IntArray, layout: BatchLayout = BatchLayout.PADDED) -> Shape:
+        """The shape of a micro-batch of these samples."""
+        if layout is BatchLayout.PACKED:
+            both = (self.input_positions[members], self.target_positions[members])
+            return Shape(1, *(round_up(int(positions.sum())) for positions in both))
         return Shape(len(members), int(self.inputs[members].max()), int(self.targets[members].max()))
+
+    def costs_of(
+        self, members: Sequence[IntArray], layouts: Sequence[BatchLayout], modes: IntArray
+    ) -> tuple["ScheduleProblem", BoolArray]:
+        """`costs` of micro-batches of either layout, given their samples."""
+        packed = np.array([layout is BatchLayout.PACKED for layout in layouts], np.bool_)
+        rows = np.zeros((6, len(members), self.layout.virtual_stages), np.int64)
+        covered = np.zeros(len(members), np.bool_)
+        if not packed.all():
+            shapes = [self.shape(samples) for samples, each in zip(members, packed, strict=True) if not each]
+            rows[:, ~packed], covered[~packed] = self._padded_costs(shapes, modes[~packed])
+        if packed.any():
+            chosen = [samples for samples, each in zip(members, packed, strict=True) if each]
+            sizes = np.array([len(samples) for samples in chosen], np.int64)
+            found, covered[packed] = self.native.packed_costs(
+                samples=np.concatenate(chosen), sizes=sizes, modes=modes[packed]
+            )
+            rows[:, packed] = found.reshape(6, len(chosen), -1)
+        return self._schedule_problem(rows), covered
 
     def costs(self, shapes: Sequence[Shape] | IntArray, modes: IntArray) -> tuple["ScheduleProblem", BoolArray]:
         """Costs of micro-batches on every virtual stage, and whether the cost model covers each: bool[micro-batches].
@@ -111,10 +143,18 @@ class BatchProblem:
             shapes: of each micro-batch; `[micro-batches, 3]`.
             modes: int64[micro-batches], its recompute mode as an index of `modes`.
         """
+        rows, covered = self._padded_costs(shapes, modes)
+        return self._schedule_problem(rows), covered
+
+    def _padded_costs(self, shapes: Sequence[Shape] | IntArray, modes: IntArray) -> tuple[IntArray, BoolArray]:
         sizes, inputs, targets = (np.ascontiguousarray(column) for column in np.asarray(shapes, np.int64).T)
         rows, covered = self.native.costs(sizes=sizes, inputs=inputs, targets=targets, modes=modes)
-        forward, backward, stored, peak, forward_transfer, backward_transfer = rows.reshape(6, len(sizes), -1)
-        problem = ScheduleProblem(
+        return rows.reshape(6, len(sizes), -1), np.array(covered, np.bool_)
+
+    def _schedule_problem(self, rows: IntArray) -> "ScheduleProblem":
+        """The rows of the native core, `[6, micro-batches, virtual stages]`, as a problem."""
+        forward, backward, stored, peak, forward_transfer, backward_transfer = rows
+        return ScheduleProblem(
             stages=self.layout.stages,
             chunks=self.layout.chunks,
             forward_ns=forward,
@@ -129,7 +169,21 @@ class BatchProblem:
             peak_covers_backward=self.peak_covers_backward,
             transfers=self.transfers,
         )
-        return problem, np.array(covered, np.bool_)
+
+
+def _mode(tables: LayerTables) -> tuple[IntArray, ...]:
+    separate = tables.values if tables.separate is None else tables.separate
+    return (tables.sizes, tables.inputs, tables.targets, *map(np.ascontiguousarray, (tables.values, separate)))
+
+
+def _packed_mode(tables: LayerTables) -> tuple[IntArray, ...]:
+    """Costs of packed rows; empty where they are derived."""
+    packed = tables.packed
+    if packed is None:
+        axis, values = np.zeros(0, np.int64), np.zeros((0, 0, 0), np.int64)
+        return axis, axis, values, axis, axis, values
+    linear, attention = np.ascontiguousarray(packed.linear), np.ascontiguousarray(packed.attention)
+    return packed.row_inputs, packed.row_targets, linear, packed.inputs, packed.targets, attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,16 +9,25 @@ from megatron_dynapipe.cost import ABSENT, LARGEST_COST, stage_costs
 from megatron_dynapipe.errors import DataError, InfeasibleError
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import ModelFamily, in_mb, input_positions, round_up, target_positions
+from megatron_dynapipe.units import (
+    LENGTH_MULTIPLE,
+    ModelFamily,
+    in_mb,
+    input_positions,
+    round_up,
+    target_positions,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Samples:
-    """Samples with their lengths in tokens and in padded positions: int64[samples] each."""
+    """Samples with their lengths in tokens, in positions and in padded positions: int64[samples] each."""
 
     ids: IntArray
     input_tokens: IntArray
     target_tokens: IntArray
+    input_positions: IntArray
+    target_positions: IntArray
     inputs: IntArray
     targets: IntArray
 
@@ -39,12 +48,16 @@ class Samples:
                 f"sample {batch.sample_ids[row]} has {input_tokens[row]} input and {target_tokens[row]} target tokens;"
                 f" a {family} sample needs at least 1 and {least}"
             )
+        inputs = np.array([input_positions(family, n) for n in input_tokens.tolist()], np.int64)
+        targets = np.array([target_positions(family, n) for n in target_tokens.tolist()], np.int64)
         return cls(
             ids=np.asarray(batch.sample_ids, np.int64),
             input_tokens=input_tokens,
             target_tokens=target_tokens,
-            inputs=np.array([round_up(input_positions(family, n)) for n in input_tokens.tolist()], np.int64),
-            targets=np.array([round_up(target_positions(family, n)) for n in target_tokens.tolist()], np.int64),
+            input_positions=inputs,
+            target_positions=targets,
+            inputs=round_up_all(inputs),
+            targets=round_up_all(targets),
         )
 
     def padded(self, input_length: int | None, target_length: int | None) -> Self:
@@ -63,6 +76,11 @@ class Samples:
             )
         inputs, targets = np.full_like(self.inputs, wanted[0]), np.full_like(self.targets, wanted[1])
         return replace(self, inputs=inputs, targets=targets)
+
+
+def round_up_all(positions: IntArray) -> IntArray:
+    """Positions rounded up as lengths of micro-batches are."""
+    return np.asarray(-(-positions // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
 
 
 def fits_alone(problem: BatchProblem) -> BoolArray:

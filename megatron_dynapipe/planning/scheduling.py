@@ -15,7 +15,7 @@ from megatron_dynapipe.planning.problem import BatchProblem, IntArray, ScheduleP
 from megatron_dynapipe.planning.schedules import Schedule, ScheduleSettings, predict, schedule
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
 from megatron_dynapipe.planning.search import search
-from megatron_dynapipe.units import Shape
+from megatron_dynapipe.units import BatchLayout, Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,8 @@ class ScheduledBatch:
 
     Attributes:
         members: samples of each micro-batch.
-        shapes: its padded shape.
+        layouts: of each.
+        shapes: of each.
         modes: int64[micro-batches], index of its recompute mode.
         costs: its costs on every virtual stage.
         replicas: micro-batches of each replica, in the order in which they enter its pipeline.
@@ -32,6 +33,7 @@ class ScheduledBatch:
     """
 
     members: list[IntArray]
+    layouts: list[BatchLayout]
     shapes: list[Shape]
     modes: IntArray
     costs: ScheduleProblem
@@ -60,6 +62,8 @@ def schedule_batch(
         StallError: every order stalls by the problem's rules of transfers.
     """
     found = []
+    if searchable and chosen.method != "adaptive" and BatchLayout.PACKED in problem.layouts:
+        return _rescheduled(problem, partitioned, chosen)
     if searchable and chosen.method == "adaptive":
         searched = _searched(problem, partitioned, chosen)
         if searched is not None:
@@ -87,17 +91,38 @@ def _searched(problem: BatchProblem, partitioned: OrderedPartitions, chosen: Sch
     if not solution:
         return None
     members = [micro_batch for replica in solution for micro_batch in replica.members]
-    shapes = [problem.shape(micro_batch) for micro_batch in members]
+    layouts = [layout for replica in solution for layout in replica.layouts]
+    shapes = [problem.shape(*micro_batch) for micro_batch in zip(members, layouts, strict=True)]
     modes = np.concatenate([replica.modes for replica in solution])
-    costs, _ = problem.costs(shapes, modes)
+    costs, _ = problem.costs_of(members, layouts, modes)
     replicas = np.split(np.arange(len(members)), np.cumsum([len(replica.members) for replica in solution])[:-1])
     schedules = [
         predict(one, replica.order, one_f_one_b_within_memory(one))
         for one, replica in zip(map(costs.take, replicas), solution, strict=True)
     ]
     return ScheduledBatch(
-        members=members, shapes=shapes, modes=modes, costs=costs, replicas=replicas, schedules=schedules
+        members=members,
+        layouts=layouts,
+        shapes=shapes,
+        modes=modes,
+        costs=costs,
+        replicas=replicas,
+        schedules=schedules,
     )
+
+
+def _rescheduled(
+    problem: BatchProblem, partitioned: OrderedPartitions, chosen: ScheduleSettings
+) -> ScheduledBatch | None:
+    """The search's micro-batches, their passes ordered by another method; None where that does not fit the memory."""
+    searched = _searched(problem, partitioned, chosen)
+    if searched is None:
+        return None
+    try:
+        schedules = [schedule(searched.costs.take(rows), chosen) for rows in searched.replicas]
+    except InfeasibleError:
+        return None
+    return replace(searched, schedules=schedules)
 
 
 def _scheduled(
@@ -110,11 +135,18 @@ def _scheduled(
         half = len(members[largest]) // 2
         members[largest : largest + 1] = [members[largest][:half], members[largest][half:]]
         modes = np.insert(modes, largest, modes[largest])
-    shapes = [problem.shape(micro_batch) for micro_batch in members]
-    costs, covered = problem.costs(shapes, modes)
+    layouts = [partition.layout] * len(members)
+    shapes = [problem.shape(micro_batch, partition.layout) for micro_batch in members]
+    costs, covered = problem.costs_of(members, layouts, modes)
     assert covered.all()
     replicas = assign(costs.stage_times_ns, problem.replicas)
     schedules = [schedule(costs.take(rows), chosen) for rows in replicas]
     return ScheduledBatch(
-        members=members, shapes=shapes, modes=modes, costs=costs, replicas=replicas, schedules=schedules
+        members=members,
+        layouts=layouts,
+        shapes=shapes,
+        modes=modes,
+        costs=costs,
+        replicas=replicas,
+        schedules=schedules,
     )

@@ -1,15 +1,17 @@
 """Improving a batch's plan by local search on its predicted time, over all choices together.
 
-    partitions ── assign to replicas, try orders × policies ──► the best two ── mutations ──► the best ── robustify
+    partitions, packed rows ── assign to replicas, try orders × policies ──► the best ── mutations ──► one ── robustify
 
-A solution is, per replica, micro-batches (runs of the sample order with a recompute mode) in the order in which they
-enter the pipeline, and a policy of list scheduling (`schedules.list_scheduling`). A mutation
+A solution is, per replica, micro-batches (samples with a layout and a recompute mode) in the order in which they enter
+the pipeline, and a policy of list scheduling (`schedules.list_scheduling`). A mutation
 
     reorder        moves a micro-batch to another place of its replica's order, or exchanges two
-    shift          moves the border between two micro-batches that are neighbours in the sample order
+    shift          moves the border between two padded micro-batches that are neighbours in the sample order
+    move           moves a sample of a packed row to another micro-batch, or exchanges two
     split          one micro-batch into two
-    merge          two neighbours into one
+    merge          two into one, padded ones where they are neighbours
     recompute      gives a micro-batch another mode
+    layout         packs a padded micro-batch into a row, or the other way round
     change policy  changes how many micro-batches a stage may hold in flight, or the policy's rule
     reassign       gives a micro-batch to another replica, or exchanges two
 
@@ -20,7 +22,8 @@ kept as it is, takes less time over a few draws of jitter in the passes' times. 
 no such part.)
 
 The search is bounded by a number of evaluations and seeded, so that the same batch has the same plan anywhere. Plain
-1F1B over every partition is among the solutions it begins with (`csrc/search.cpp`).
+1F1B over every partition is among the solutions it begins with (`csrc/search.cpp`). Packed rows to begin with are made
+natively (`csrc/packed_starts.h`); of the best six, three and then one go on.
 """
 
 import logging
@@ -34,6 +37,7 @@ from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.partition import OrderedPartitions, Partition
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray, PassOrder
 from megatron_dynapipe.planning.schedules.list_scheduling import order_of
+from megatron_dynapipe.units import BatchLayout
 
 _logger = logging.getLogger(__name__)
 
@@ -41,6 +45,8 @@ BUDGET = 150_000
 """Micro-batches on chunks that a search schedules by default, on all stages."""
 LEAST, MOST = 2500, 8000
 """Evaluations by default, however many or few micro-batches there are."""
+DEFAULT_EVALUATIONS = -1
+"""Leaves the number to the core, which knows how many packed rows there are (`csrc/search.cpp`)."""
 LARGE_BUDGET = 7_500_000
 """Micro-batches on chunks of one replica that a search schedules at most by default, so that batches of more than 3000
 micro-batches are searched with fewer than `LEAST` evaluations."""
@@ -58,11 +64,13 @@ class ReplicaSolution:
 
     Attributes:
         members: samples of each micro-batch.
+        layouts: of each.
         modes: int64[micro-batches], index of its recompute mode.
         order: passes per stage; micro-batches are numbered as they enter.
     """
 
     members: list[IntArray]
+    layouts: list[BatchLayout]
     modes: IntArray
     order: PassOrder
 
@@ -90,7 +98,9 @@ def search(
     """
     layout, order = problem.layout, partitioned.order
     enough = [each for each in partitioned.partitions if len(each.sizes) >= problem.replicas]  # one to each replica
-    if evaluations is None:
+    if evaluations is None and BatchLayout.PACKED in problem.layouts:
+        evaluations = DEFAULT_EVALUATIONS
+    elif evaluations is None:
         evaluations = default_evaluations(enough, replicas=problem.replicas, chunks=layout.chunks)
         if evaluations < LEAST:
             _notice(f"large batches are searched with fewer evaluations than {LEAST}, so that they take seconds")
@@ -101,11 +111,10 @@ def search(
         raise PlanningError(f"the batch's plan cannot be searched: {error}") from error
     return [
         ReplicaSolution(
-            members=[order[first : first + size] for first, size in zip(firsts, sizes, strict=True)],
+            members=np.split(np.array(samples, np.int64), np.cumsum(sizes)[:-1]),
+            layouts=[BatchLayout.PACKED if each else BatchLayout.PADDED for each in packed],
             modes=np.array(modes, np.int64),
-            order=order_of(
-                np.array(forwards, np.int64).reshape(layout.stages, -1).tolist(), len(firsts), layout.chunks
-            ),
+            order=order_of(np.array(forwards, np.int64).reshape(layout.stages, -1).tolist(), len(sizes), layout.chunks),
         )
-        for firsts, sizes, modes, forwards in found
+        for samples, sizes, modes, packed, forwards in found
     ]

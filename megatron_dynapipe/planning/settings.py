@@ -68,6 +68,11 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         layouts = self.micro_batch_layouts
         if not layouts or len(set(layouts)) != len(layouts):
             raise ConfigError(f"expected one or two different layouts of micro-batches, got {list(layouts)}")
+        if (needed := self.partition.algorithm.layout) is not None and needed not in layouts:
+            raise ConfigError(
+                f"{self.partition.algorithm} makes {needed} micro-batches, and the settings allow {', '.join(layouts)}",
+                hint=f"allow the layout {needed}, or use the algorithm dp",
+            )
         if self.sequence_parallel and LENGTH_MULTIPLE % self.tensor_parallel:
             raise ConfigError(
                 f"sequence parallelism needs a tensor-parallel size that divides {LENGTH_MULTIPLE}, "

@@ -72,7 +72,7 @@ def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def test_plan_report(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments("plan", batches_file, cost_file, "--json")) == 0
+    assert main(arguments("plan", batches_file, cost_file, "--json", "--layout", "padded")) == 0
     loaded = report(capsys)
     assert loaded["format"] == "dynapipe-plan-report/1"
     good, bad = loaded["iterations"]
@@ -174,15 +174,33 @@ def test_links_are_the_cost_model_s_unless_they_are_given(
     assert predicted_ms("--intra-node-latency-us", "0") == usual
 
 
+PACKED = {"packed_rows", "packed_next_fit", "packed_balanced"}
+METHODS = {"dynapipe", "token_based", "uniform", "packing", "padding"} | PACKED
+
+
+@pytest.mark.parametrize("layout", ["auto", "padded", "packed"])
+def test_layouts(batches_file: Path, cost_file: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("plan", batches_file, cost_file, "--json", "--max-seq-len", "300", "--layout", layout)) == 0
+    for iteration in report(capsys)["iterations"]:
+        for batch in iteration["replicas"][0]["micro_batches"]:
+            packed = batch.get("layout", "padded") == "packed"
+            assert layout in ("auto", "packed" if packed else "padded")
+            assert isinstance(batch["samples"][0], list) == packed
+            assert len(batch["samples"]) == batch["shape"][0]
+
+
 def test_compare(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments("compare", batches_file, cost_file, "--json", "--max-seq-len", "300")) == 0
     loaded = report(capsys)
-    assert loaded["format"] == "dynapipe-compare-report/1"
+    assert loaded["format"] == "dynapipe-compare/1"
+    over = loaded["methods"]["dynapipe"]["geomean_over"]
+    assert set(over) == METHODS - {"dynapipe"} and over["packed_rows"] >= 1
+    assert loaded["methods"]["padding"]["geomean_over"]["dynapipe"] == pytest.approx(1 / over["padding"])
     for batch in loaded["batches"]:
         methods = batch["methods"]
-        assert set(methods) == {"dynapipe", "token_based", "uniform", "packing", "padding"}
+        assert set(methods) == METHODS
         assert all(found["error"] is None for found in methods.values())
-        assert methods["dynapipe"]["predicted_ms"] <= methods["padding"]["predicted_ms"]
+        assert methods["dynapipe"]["ms"] <= methods["padding"]["ms"]
         assert methods["padding"]["padding_efficiency"] < methods["dynapipe"]["padding_efficiency"]
 
 

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import ABSENT, CPU_RATES, AnalyticCostModel, ModelShape, Row, TableCostModel
+from megatron_dynapipe.cost import (
+    ABSENT,
+    CPU_RATES,
+    AnalyticCostModel,
+    ModelShape,
+    Row,
+    TableCostModel,
+    packed_layer_costs,
+)
 from megatron_dynapipe.cost.correct import as_file
 from megatron_dynapipe.cost.format import decode_file, encode_file, read_file
 from megatron_dynapipe.errors import CostModelError
@@ -18,6 +26,26 @@ from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.cost.models import gpt_file
 
 GOOD: dict[str, Any] = json.loads(encode_file(gpt_file()))
+
+
+POSITIONS = {"8": 10.0, "24": 90.0}
+PACKED: dict[str, Any] = {
+    "time_ms": {
+        "encoder.forward": {"linear": POSITIONS, "attention": {"8": 1.0, "16": 4.0}},
+        "encoder.backward": {"linear": POSITIONS, "attention": {"8": 2.0, "16": 8.0}},
+        "postprocess.forward": {"linear": {"8": 1.0, "24": 3.0}},
+        "postprocess.backward": {"linear": {"8": 1.0, "24": 3.0}},
+    },
+    "stored_activation_mb": {"encoder": {"linear": POSITIONS, "attention": {"8": 0.0, "16": 0.0}}},
+    "peak_activation_mb": {"encoder": {"linear": POSITIONS, "attention": {"8": 0.5, "16": 0.5}}},
+}
+
+
+def packed_file(change: Callable[[dict[str, Any]], None] = lambda document: None) -> bytes:
+    document = json.loads(json.dumps(GOOD | {"format": "dynapipe-cost-model/2"}))
+    document["keys"]["tp1_none"]["packed"] = json.loads(json.dumps(PACKED))
+    change(document)
+    return json.dumps(document).encode()
 
 
 def at(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -46,7 +74,11 @@ def test_a_file_comes_back_from_its_bytes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (at("format", value="dynapipe-cost-model/2"), "expected format 'dynapipe-cost-model/1'"),
+        (
+            at("format", value="dynapipe-cost-model/3"),
+            "expected format 'dynapipe-cost-model/1' or 'dynapipe-cost-model/2'",
+        ),
+        (at("keys", "tp1_none", "packed", value=PACKED), "packed rows need format 'dynapipe-cost-model/2'"),
         (at("surprise", value=1), "surprise"),
         (at("keys", value={}), r"at `\$.keys`"),
         (at("keys", "tp1_none", "tp", value=0), r"at `\$.keys\[...\].tp`"),
@@ -169,3 +201,32 @@ def test_the_encoder_s_output_may_be_left_out_and_a_decoder_only_model_has_none(
         again = TableCostModel.decode(encode_file(file)).tables(tensor_parallel=1, recompute=Recompute.NONE)
         assert (again.values == tables.values).all()
         assert ("encoder_output" in file.keys["tp1_none"].stored_activation_mb) == (tables is grid)
+
+
+def test_packed_tables() -> None:
+    tables = TableCostModel.decode(packed_file()).tables(tensor_parallel=1, recompute=Recompute.NONE)
+    costs = packed_layer_costs(tables, np.array([8, 4]), np.zeros(2, np.int64))
+    assert costs is not None
+    assert costs[Row.ENCODER_FORWARD] == 50_000_000 + 1_000_000 + 1_000_000
+    assert costs[Row.ENCODER_PEAK] == 50_000_000 + 500_000 + 500_000
+    assert costs[Row.HEAD_FORWARD] == 2_000_000
+    assert decode_file(encode_file(decode_file(packed_file(), origin="x")), origin="x").keys["tp1_none"].packed
+
+
+IN_PACKED = ("keys", "tp1_none", "packed")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (at(*IN_PACKED, "time_ms", "encoder.forward", value=...), "expected packed time_ms of"),
+        (at(*IN_PACKED, "time_ms", "decoder.forward", value={"linear": POSITIONS}), "expected packed time_ms of"),
+        (at(*IN_PACKED, "time_ms", "encoder.forward", "linear", value={"8,8": 1.0}), "keys of 1 positive length"),
+        (at(*IN_PACKED, "time_ms", "encoder.forward", "linear", value={}), "the table is empty"),
+        (at(*IN_PACKED, "time_ms", "encoder.forward", "linear", value={"8": -1.0}), "Expected `float` >= 0"),
+        (at(*IN_PACKED, "surprise", value={}), "surprise"),
+    ],
+)
+def test_packed_tables_that_cannot_be(change: Callable[[dict[str, Any]], None], message: str) -> None:
+    with pytest.raises(CostModelError, match=message):
+        TableCostModel.decode(packed_file(change))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import ABSENT, LayerState, LayerTables, Network, PipelineLayout, Row, stage_costs
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.units import BatchLayout, ModelFamily
 
 STATE = LayerState(embedding_bytes=1, encoder_bytes=1, decoder_bytes=1)
 
@@ -33,7 +33,7 @@ def layer_tables(draw: st.DrawFn, family: ModelFamily) -> LayerTables:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, family: ModelFamily) -> PipelineLayout:
+def pipeline_layouts(draw: st.DrawFn, family: ModelFamily) -> PipelineLayout:
     stages, chunks = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)]))
     split = draw(st.lists(st.integers(1, 3), min_size=stages * chunks, max_size=stages * chunks))
     if family is ModelFamily.T5 and sum(split) < 2:
@@ -49,15 +49,22 @@ def layouts(draw: st.DrawFn, family: ModelFamily) -> PipelineLayout:
 
 
 @st.composite
-def batch_problems(draw: st.DrawFn, most_samples: int = 9) -> BatchProblem:
+def batch_problems(
+    draw: st.DrawFn, most_samples: int = 9, *, layouts: tuple[BatchLayout, ...] = (BatchLayout.PADDED,)
+) -> BatchProblem:
     family = draw(st.sampled_from(list(ModelFamily)))
     samples = draw(st.integers(1, most_samples))
     lengths = st.lists(st.integers(1, 66), min_size=samples, max_size=samples)
-    layout = draw(layouts(family))
+    inputs = np.array(draw(lengths), np.int64)
+    targets = np.array(draw(lengths) if family is ModelFamily.T5 else [0] * samples, np.int64)
+    layout = draw(pipeline_layouts(family))
     in_flight = st.lists(st.integers(1, 4), min_size=layout.stages, max_size=layout.stages)
     return BatchProblem(
-        inputs=np.array(draw(lengths), np.int64),
-        targets=np.array(draw(lengths) if family is ModelFamily.T5 else [0] * samples, np.int64),
+        inputs=inputs,
+        targets=targets,
+        input_positions=inputs,
+        target_positions=targets,
+        layouts=layouts,
         modes=tuple(draw(st.lists(layer_tables(family), min_size=1, max_size=3))),
         layout=layout,
         model_state_bytes=np.full(layout.stages, 10, np.int64),

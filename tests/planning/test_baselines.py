@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from megatron_dynapipe.cost import LayerState, LayerTables, Network, PipelineLayout, Row
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError
 from megatron_dynapipe.plan.codec import digest
-from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings, baseline_partitions, pack
+from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings, baseline_partitions
+from megatron_dynapipe.planning.packed_baselines import pack
 from megatron_dynapipe.planning.partition import Partition
 from megatron_dynapipe.planning.problem import BatchProblem
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.planning import planner_cases
 
-DP, TOKENS, UNIFORM, PADDING, PACKING = (PartitionAlgorithm(name) for name in PartitionAlgorithm)
+DP, TOKENS, UNIFORM, PADDING, PACKING = list(PartitionAlgorithm)[:5]
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 
 
@@ -38,6 +39,9 @@ def problem(inputs: list[int], targets: list[int] | None = None, *, memory: int 
     return BatchProblem(
         inputs=ints(*inputs),
         targets=ints(*(targets or [0] * len(inputs))),
+        input_positions=ints(*inputs),
+        target_positions=ints(*(targets or [0] * len(inputs))),
+        layouts=tuple(BatchLayout),
         modes=(tables,),
         layout=PipelineLayout.equal(family, *((2, 0) if family is GPT else (1, 1)), 2, 1),
         model_state_bytes=ints(0, 0),
@@ -130,7 +134,7 @@ def test_samples_longer_than_a_row() -> None:
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ({"algorithm": PACKING}, "needs an attention kernel that keeps them apart"),
+        ({"algorithm": PACKING}, "lets them attend to one another"),
         ({"algorithm": DP, "micro_batch_size": 2}, "a micro-batch size goes with uniform and padding, not with dp"),
         ({"algorithm": UNIFORM, "micro_batch_tokens": 2}, "goes with token_based, not with uniform"),
     ],

@@ -19,12 +19,20 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
+NOT_MEASURED = (ints(), ints(), np.zeros((0, 0, 0), np.int64)) * 2
+
+
 def good() -> dict[str, Any]:
     """Three equal samples on two stages of a layer, each pass 1 ns and 1 byte."""
     return {
         "inputs": ints(8, 8, 8),
         "targets": ints(0, 0, 0),
-        "modes": [(ints(1, 4), ints(8), ints(0), np.ones((len(Row), 2, 1, 1), np.int64))],
+        "input_positions": ints(8, 5, 8),
+        "target_positions": ints(0, 0, 0),
+        "may_pad": True,
+        "may_pack": False,
+        "modes": [(ints(1, 4), ints(8), ints(0), *[np.ones((len(Row), 2, 1, 1), np.int64)] * 2)],
+        "packed": [NOT_MEASURED],
         "encoder_layers": ints(1, 1),
         "decoder_layers": ints(0, 0),
         "chunks": 1,
@@ -53,6 +61,7 @@ def test_good_input() -> None:
     assert partitions == [([3], [0], 2, 4)]
     (replica,) = problem.search(**search_arguments())
     assert sorted(replica[1]) in ([1, 1, 1], [1, 2], [3])
+    assert replica[3] == [False] * len(replica[1])
     rows, covered = problem.costs(sizes=ints(4, 5), inputs=ints(8, 8), targets=ints(0, 0), modes=ints(0, 0))
     assert covered == [True, False]
     assert rows[:8].tolist() == [[1, 2], [0, 0]] * 4  # the last stage has the head besides
@@ -65,10 +74,10 @@ def test_partitions_that_fit_nowhere_are_no_start() -> None:
 
 
 def with_values(change: Any) -> list[Any]:
-    sizes, inputs, targets, values = good()["modes"][0]
+    sizes, inputs, targets, values, _ = good()["modes"][0]
     values = values.copy()
     change(values)
-    return [(sizes, inputs, targets, values)]
+    return [(sizes, inputs, targets, values, values)]
 
 
 def put(index: tuple[int, ...], value: int) -> Any:
@@ -110,14 +119,18 @@ def put(index: tuple[int, ...], value: int) -> Any:
         ({"in_flight": np.zeros((1, 2), np.int64)}, "1 to 16384 micro-batches in flight"),
         ({"replicas": 0}, "1 to 65536 replicas"),
         ({"modes": []}, "between 1 and 16 recompute modes"),
+        ({"packed": []}, "packed costs of every recompute mode"),
+        ({"input_positions": ints(8)}, "positions of every sample"),
+        ({"target_positions": ints(0, 0, -1)}, "lengths from 0 to 2\\^20"),
+        ({"may_pad": False}, "at least one layout"),
         ({"modes": with_values(put((0, 0, 0, 0), -2))}, "costs of a layer from 0"),
         ({"modes": with_values(put((0, 0, 0, 0), LARGEST_COST + 1))}, "costs of a layer from 0"),
         ({"modes": with_values(put((3, 0, 0, 0), ABSENT))}, "absent from all rows or from none"),
-        ({"modes": [(ints(1), ints(8), ints(0), good()["modes"][0][3])]}, "as many grid values"),
-        ({"modes": [(ints(4, 1), ints(8), ints(0), good()["modes"][0][3])]}, "strictly increasing"),
-        ({"modes": [(ints(0, 1), ints(8), ints(0), good()["modes"][0][3])]}, "sizes of at least 1"),
-        ({"modes": [(ints(1, 2**40), ints(8), ints(0), good()["modes"][0][3])]}, "grid axes from 0 to 2\\^20"),
-        ({"modes": [(ints(), ints(8), ints(0), np.ones((len(Row), 0, 1, 1), np.int64))]}, "grid axes from 0"),
+        ({"modes": [(ints(1), ints(8), ints(0), *good()["modes"][0][3:])]}, "as many grid values"),
+        ({"modes": [(ints(4, 1), ints(8), ints(0), *good()["modes"][0][3:])]}, "strictly increasing"),
+        ({"modes": [(ints(0, 1), ints(8), ints(0), *good()["modes"][0][3:])]}, "sizes of at least 1"),
+        ({"modes": [(ints(1, 2**40), ints(8), ints(0), *good()["modes"][0][3:])]}, "grid axes from 0 to 2\\^20"),
+        ({"modes": [(ints(), ints(8), ints(0), *[np.ones((len(Row), 0, 1, 1), np.int64)] * 2)]}, "grid axes from 0"),
     ],
 )
 def test_wrong_problems_raise(change: dict[str, Any], message: str) -> None:
@@ -140,7 +153,7 @@ def test_wrong_orders_raise(orders: list[np.ndarray]) -> None:
         ({"partitions": [(ints(0, 3), ints(0, 0))]}, "micro-batches that add up to all samples"),
         ({"partitions": [(ints(1, 2), ints(0, 1))]}, "modes that there are"),
         ({"partitions": [(ints(1, 2), ints(0))]}, "a mode for every micro-batch"),
-        ({"evaluations": -1}, "at least 0 evaluations"),
+        ({"evaluations": -2}, "at least 0 evaluations"),
     ],
 )
 def test_wrong_searches_raise(change: dict[str, Any], message: str) -> None:
@@ -165,6 +178,23 @@ def test_wrong_shapes_raise(change: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sizes": ints(0)}, "samples of every row"),
+        ({"sizes": ints(3)}, "samples of every row"),
+        ({"samples": ints(0, 3)}, "samples that there are"),
+        ({"samples": ints(0, -1)}, "samples that there are"),
+        ({"modes": ints(1)}, "modes that there are"),
+        ({"modes": ints()}, "a mode for every row"),
+    ],
+)
+def test_wrong_rows_raise(change: dict[str, Any], message: str) -> None:
+    rows = {"samples": ints(0, 1), "sizes": ints(2), "modes": ints(0)}
+    with pytest.raises(ValueError, match=message):
+        core.BatchProblem(**good()).packed_costs(**(rows | change))
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"inputs": np.array([8.0, 8.0, 8.0])},
@@ -174,12 +204,13 @@ def test_wrong_shapes_raise(change: dict[str, Any], message: str) -> None:
         {"gbps": ints(100)},
         {"decoder_forward": ints(0)},
         {"in_flight": np.array([[2.0, 1.0]])},
-        {"modes": [(ints(1, 4), ints(8), ints(0), np.ones((len(Row), 2, 1, 1)))]},
-        {"modes": [(np.array([1.0, 4.0]), ints(8), ints(0), np.ones((len(Row), 2, 1, 1), np.int64))]},
+        {"modes": [(ints(1, 4), ints(8), ints(0), *[np.ones((len(Row), 2, 1, 1))] * 2)]},
+        {"modes": [(np.array([1.0, 4.0]), ints(8), ints(0), *[np.ones((len(Row), 2, 1, 1), np.int64)] * 2)]},
         {"inputs": np.array([[8]])},
         {"inputs": None},
-        {"modes": [(ints(1, 4), ints(8), ints(0), np.ones((len(Row), 2), np.int64))]},
+        {"modes": [(ints(1, 4), ints(8), ints(0), *[np.ones((len(Row), 2), np.int64)] * 2)]},
         {"replicas": 2**70},
+        {"packed": [NOT_MEASURED[:5]]},
     ],
 )
 def test_wrong_types_raise(change: dict[str, Any]) -> None:
@@ -193,9 +224,9 @@ def test_wrong_types_raise(change: dict[str, Any]) -> None:
 @settings(max_examples=1)
 def test_the_package_raises_an_error_of_its_own(problem: Any) -> None:
     with pytest.raises(PlanningError, match="the batch cannot be planned: expected 1 to 65536 replicas"):
-        partition(replace(problem, replicas=0), [ints(0)])
+        partition(replace(problem, replicas=0), [ints(0)], improve=False)
     with pytest.raises(PlanningError, match="the batch cannot be partitioned: expected orders that name every sample"):
-        partition(problem, [ints(1)])
+        partition(problem, [ints(1)], improve=False)
 
 
 numbers = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 9)
@@ -210,19 +241,23 @@ def test_fuzz(data: st.DataObject) -> None:
     for name in data.draw(st.sets(st.sampled_from(sorted(arguments)), min_size=1, max_size=3)):
         match name:
             case "modes":
-                sizes, inputs, targets, values = arguments["modes"][0]
+                sizes, inputs, targets, values, separate = arguments["modes"][0]
                 place = data.draw(st.integers(0, values.size - 1))
                 changed = values.copy()
                 changed.flat[place] = data.draw(numbers)
                 axis = data.draw(arrays)
-                arguments[name] = [(data.draw(st.sampled_from([sizes, axis])), inputs, targets, changed)]
+                arguments[name] = [(data.draw(st.sampled_from([sizes, axis])), inputs, targets, changed, separate)]
             case "in_flight":
                 arguments[name] = data.draw(arrays)[None]
             case "decoder_forward" | "decoder_backward":
                 arguments[name] = data.draw(arrays) > 0
             case "latency_ns" | "gbps":
                 arguments[name] = data.draw(arrays).astype(float)
-            case "forward_only" | "peak_covers_backward":
+            case "packed":
+                axes = [data.draw(arrays) for _ in range(4)]
+                values = np.full((len(Row), len(axes[0]), len(axes[1])), data.draw(numbers), np.int64)
+                arguments[name] = [(*axes[:2], values, *axes[2:], values)]
+            case "forward_only" | "peak_covers_backward" | "may_pad" | "may_pack":
                 arguments[name] = data.draw(st.booleans())
             case _ if isinstance(arguments[name], int):
                 arguments[name] = data.draw(numbers)
@@ -238,4 +273,5 @@ def test_fuzz(data: st.DataObject) -> None:
     found = [(ints(*sizes), ints(*modes)) for sizes, modes, _, _ in partitions if sizes]
     assert all(sizes.sum() == samples for sizes, _ in found)
     for replica in problem.search(order=ints(*order), partitions=found, evaluations=20, seed=0):
-        assert len(replica[0]) == len(replica[1]) == len(replica[2])
+        assert sum(replica[1]) == len(replica[0])
+        assert len(replica[1]) == len(replica[2]) == len(replica[3])

@@ -12,7 +12,7 @@ from megatron_dynapipe.cost import LayerTables, Network, PipelineLayout, Row
 from megatron_dynapipe.planning.ordering import candidate_orders
 from megatron_dynapipe.planning.partition import partition
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.planning.partition_oracle import STATE, batch_problems, brute_force
 
 Found = tuple[list[int], list[int], int, int]
@@ -29,6 +29,9 @@ def by_size(forward: list[int], replicas: int, *, stored: int = 0) -> BatchProbl
     return BatchProblem(
         inputs=np.full(len(forward), 8),
         targets=np.zeros(len(forward), np.int64),
+        input_positions=np.full(len(forward), 8),
+        target_positions=np.zeros(len(forward), np.int64),
+        layouts=(BatchLayout.PADDED,),
         modes=(tables,),
         layout=PipelineLayout(family=ModelFamily.GPT, encoder_layers=2, layers_per_stage=(1, 1)),
         model_state_bytes=np.zeros(2, np.int64),
@@ -57,7 +60,7 @@ def test_partition(problem: BatchProblem, expected: tuple[list[int], int, int]) 
 
 
 def test_no_partition_fits() -> None:
-    assert partition(by_size([5, 6], 1, stored=51), [np.arange(2)]).partitions == ()
+    assert partition(by_size([5, 6], 1, stored=51), [np.arange(2)], improve=False).partitions == ()
 
 
 def test_a_large_order_is_partitioned_block_by_block() -> None:

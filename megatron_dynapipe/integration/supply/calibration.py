@@ -93,5 +93,5 @@ def measured_passes(entry: StageEntry, events: Sequence[Event]) -> list[PassSamp
             backward_ns=passes.get(Backward, 0),
         )
         for (index, chunk), passes in times.items()
-        if entry.micro_batches[index].layout is BatchLayout.PADDED
+        if entry.micro_batches[index].layout is BatchLayout.PADDED  # a correction is of padded tables
     ]

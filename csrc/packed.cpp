@@ -1,0 +1,122 @@
+#include "packed.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "checks.h"
+
+namespace dynapipe {
+namespace {
+
+// Above this a share could overflow the sums over a row of 2^21 positions.
+constexpr int64_t kLargestShare = int64_t{1} << 40;
+constexpr int64_t kLargestRow = kLargestCoordinate;  // inputs, and targets
+
+int64_t divide(__int128 value, int64_t by) {  // rounded to the nearest, halves up
+    const __int128 twice = 2 * value + by;
+    const __int128 quotient = twice / (2 * by);
+    return static_cast<int64_t>(quotient - (twice % (2 * by) < 0));
+}
+
+void sum(const int64_t (&terms)[2 * kRows], int64_t positions, int64_t (&out)[kRows]) {
+    const int64_t by = std::max<int64_t>(positions, 1);
+    for (int row = 0; row < kRows; ++row) {
+        const int64_t scaled = terms[row] >= 0 ? (terms[row] + by / 2) / by : -((by / 2 - terms[row]) / by);
+        out[row] = std::max<int64_t>(0, scaled + terms[kRows + row]);
+    }
+}
+
+}  // namespace
+
+PackedCosts::PackedCosts(const Problem& problem)
+    : problem_(problem), shares_(problem.modes.size(), std::vector<Shares>(problem.samples())) {}
+
+bool PackedCosts::layer_costs(size_t mode, const PackedRow& row, int64_t (&out)[kRows]) {
+    if (row.inputs > kLargestRow || row.targets > kLargestRow) return false;
+    const int64_t positions = row.inputs + row.targets;
+    int64_t terms[2 * kRows] = {};
+    for (int32_t sample : row.samples)
+        if (!add(mode, sample, positions, terms)) return false;
+    sum(terms, positions, out);
+    const PackedGrid& grid = problem_.packed[mode];
+    return !grid.measured() || grid.add_linear(row.inputs, row.targets, out);
+}
+
+bool PackedCosts::share(size_t mode, int32_t sample, int64_t positions, int64_t (&out)[kRows]) {
+    const int64_t input = problem_.input_positions[sample], target = problem_.target_positions[sample];
+    const int64_t own = std::max<int64_t>(input + target, 1), scale = std::max(positions, own);
+    int64_t terms[2 * kRows] = {};
+    if (!add(mode, sample, scale, terms)) return false;
+    sum(terms, scale, out);
+    const PackedGrid& grid = problem_.packed[mode];
+    if (!grid.measured()) return true;
+    int64_t linear[kRows] = {};
+    if (!grid.add_linear(input * scale / own, target * scale / own, linear)) return false;
+    for (int row = 0; row < kRows; ++row) out[row] += divide(static_cast<__int128>(linear[row]) * own, scale);
+    return true;
+}
+
+// Adds a sample's terms in a row of so many positions.
+bool PackedCosts::add(size_t mode, size_t sample, int64_t positions, int64_t (&terms)[2 * kRows]) {
+    const Shares& its = shares(mode, sample);
+    if (!its.covered) return false;
+    size_t cell = its.from.size() - 1;
+    while (cell > 0 && its.from[cell] > positions) --cell;
+    const int64_t* values = its.terms.data() + cell * 2 * kRows;
+    for (int term = 0; term < 2 * kRows; ++term) terms[term] += values[term];
+    return true;
+}
+
+const PackedCosts::Shares& PackedCosts::shares(size_t mode, size_t sample) {
+    Shares& slot = shares_[mode][sample];
+    if (slot.known) return slot;
+    slot.known = true;
+    const PackedGrid& grid = problem_.packed[mode];
+    if (grid.measured()) measured(grid, sample, slot);
+    else derive(problem_.modes[mode], sample, slot);
+    return slot;
+}
+
+void PackedCosts::derive(const Grid& grid, size_t sample, Shares& shares) const {
+    const int64_t input = problem_.input_positions[sample], target = problem_.target_positions[sample];
+    const int64_t own = std::max<int64_t>(input + target, 1);
+    const std::vector<int64_t>& sizes = grid.sizes.points;
+    const size_t count = sizes.size();
+    const std::vector<int64_t> costs = grid.separately_at_lengths(input, target);
+    for (int row = 0; row < kRows; ++row)
+        if (costs[row * count] == kAbsent) return;
+    shares.covered = true;
+    shares.terms.assign((count + 1) * 2 * kRows, 0);
+    shares.from.push_back(0);  // below the smallest size its cost is taken
+    for (int row = 0; row < kRows; ++row) shares.terms[row] = own * std::min(costs[row * count], kLargestShare);
+    for (size_t cell = 0; cell < count; ++cell) {
+        shares.from.push_back(own * sizes[cell]);
+        int64_t* const terms = shares.terms.data() + (cell + 1) * 2 * kRows;
+        for (int row = 0; row < kRows; ++row) {
+            const int64_t* by_size = costs.data() + row * count;
+            size_t last = cell;  // the largest size so far that was measured
+            while (by_size[last] == kAbsent) --last;
+            if (by_size[last] > kLargestShare) shares.covered = false;
+            terms[kRows + row] = divide(by_size[last], sizes[last]);
+            if (last < cell || cell + 1 == count || by_size[cell + 1] == kAbsent) continue;
+            // value(b) / b, with value(b) = low + rise * (b - size) / width and b = positions / own
+            const int64_t width = sizes[cell + 1] - sizes[cell], rise = by_size[cell + 1] - by_size[cell];
+            const int64_t from_start = divide(static_cast<__int128>(rise) * sizes[cell] * own, width);
+            const int64_t constant = own * by_size[cell] - from_start;
+            if (std::abs(constant) > own * kLargestShare) continue;  // sizes so close that the line is too steep
+            terms[row] = constant;
+            terms[kRows + row] = divide(rise, width);
+        }
+    }
+}
+
+void PackedCosts::measured(const PackedGrid& grid, size_t sample, Shares& shares) const {
+    int64_t attention[kRows];
+    shares.covered = grid.attention_of(problem_.input_positions[sample], problem_.target_positions[sample], attention);
+    if (!shares.covered) return;
+    shares.from = {0};
+    shares.terms.assign(2 * kRows, 0);
+    std::copy_n(attention, static_cast<size_t>(kRows), shares.terms.begin() + kRows);
+}
+
+}  // namespace dynapipe

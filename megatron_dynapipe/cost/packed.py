@@ -1,0 +1,84 @@
+"""What a packed row costs one layer: samples one after another in a single row, attention kept apart.
+
+Tables that were measured on packed rows give it as a part that is linear in the row's positions and attention of each
+sample. From tables of padded micro-batches it is derived: sample i is charged 1/b of a padded micro-batch of b samples
+of its own lengths, b = positions of the row / positions of the sample, inputs and targets together; where that size was
+not measured or did not fit, the largest size below it that did. So a row runs as efficiently as a padded micro-batch of
+as many positions, and long samples pay for their attention.
+
+    share(b)  v(1)/1       falling as the kernel fills       v(16)/16  constant: size 32 did not fit
+              ─┴───────────────────────────────────────────────┴───────
+
+Between two sizes v is linear in b, so a share is A / positions + B. Planning reads these costs from the native core
+(`csrc/packed.cpp`), which follows the same rules with the same rounding.
+"""
+
+import numpy as np
+
+from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, PackedTables, Row, at_point
+from megatron_dynapipe.units import round_up
+
+_LARGEST_SHARE = 2**40
+_LARGEST_ROW = 2**20
+
+
+def packed_layer_costs(tables: LayerTables, inputs: IntArray, targets: IntArray) -> IntArray | None:
+    """Costs of one packed row, int64[len(Row)]; None where the tables do not cover it.
+
+    Args:
+        tables: one layer's costs.
+        inputs: int64[samples], positions of every sample's input, not rounded.
+        targets: int64[samples], of its target; 0 for decoder-only models.
+    """
+    row_inputs, row_targets = round_up(int(inputs.sum())), round_up(int(targets.sum()))
+    if max(row_inputs, row_targets) > _LARGEST_ROW:
+        return None
+    if tables.packed is not None:
+        return _measured(tables.packed, inputs, targets, row_inputs, row_targets)
+    by_size = tables.at_lengths(inputs, targets, separate=True)
+    positions = row_inputs + row_targets
+    falling, constant = [0] * len(Row), [0] * len(Row)
+    for costs, own in zip(by_size.tolist(), np.maximum(inputs + targets, 1).tolist(), strict=True):
+        if any(row[0] == ABSENT or max(row) > _LARGEST_SHARE for row in costs):
+            return None
+        for row, values in enumerate(costs):
+            a, b = _share(values, tables.sizes.tolist(), own, positions)
+            falling[row] += a
+            constant[row] += b
+    return np.array([max(0, _nearest(a, positions) + b) for a, b in zip(falling, constant, strict=True)], np.int64)
+
+
+def _share(values: list[int], sizes: list[int], own: int, positions: int) -> tuple[int, int]:
+    """A and B of one sample's share, given its padded costs at every size of the grid."""
+    if own * sizes[0] > positions:  # below the smallest size its cost is taken
+        return own * values[0], 0
+    cell = max(k for k, size in enumerate(sizes) if own * size <= positions)
+    last = max(k for k in range(cell + 1) if values[k] != ABSENT)
+    if last == cell and cell + 1 < len(sizes) and values[cell + 1] != ABSENT:
+        width, rise = sizes[cell + 1] - sizes[cell], values[cell + 1] - values[cell]
+        a = own * values[cell] - _half_up(rise * sizes[cell] * own, width)
+        if abs(a) <= own * _LARGEST_SHARE:
+            return a, _half_up(rise, width)
+    return 0, _half_up(values[last], sizes[last])
+
+
+def _measured(
+    packed: PackedTables, inputs: IntArray, targets: IntArray, row_inputs: int, row_targets: int
+) -> IntArray | None:
+    linear = at_point(
+        packed.linear, packed.row_inputs, packed.row_targets, np.array([row_inputs]), np.array([row_targets])
+    )
+    attention = at_point(packed.attention, packed.inputs, packed.targets, inputs, targets)
+    if (linear == ABSENT).any() or (attention == ABSENT).any():
+        return None
+    return np.asarray(linear[0] + attention.sum(axis=0), np.int64)
+
+
+def _half_up(value: int, by: int) -> int:
+    """value / by, rounded to the nearest, halves up."""
+    return (2 * value + by) // (2 * by)
+
+
+def _nearest(value: int, by: int) -> int:
+    """value / by, rounded to the nearest, halves away from 0."""
+    return (value + by // 2) // by if value >= 0 else -((by // 2 - value) // by)

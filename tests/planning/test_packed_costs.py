@@ -1,0 +1,129 @@
+"""The core's costs of packed rows are those of the rule, whatever the tables."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dynapipe.cost import ABSENT, LayerTables, PackedTables, Row, packed_layer_costs, stage_times
+from megatron_dynapipe.planning.problem import BatchProblem
+from megatron_dynapipe.units import BatchLayout
+from tests.planning.packed_oracle import derived_costs
+from tests.planning.partition_oracle import STATE, batch_problems
+
+PACKED = (BatchLayout.PACKED,)
+
+
+@st.composite
+def packed_problems(draw: st.DrawFn) -> BatchProblem:
+    """Problems whose tables lack values row by row, or have packed rows of their own."""
+    problem = draw(batch_problems(layouts=PACKED))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    modes = []
+    for tables in problem.modes:
+        separate = tables.values.copy()
+        separate[random.random(separate.shape) < draw(st.sampled_from([0, 0.2]))] = ABSENT
+        packed = None
+        if draw(st.booleans()):
+            t5 = bool(problem.targets.any())
+            axes = [np.array([1, 40, 600]), np.array([1, 90, 600]) if t5 else np.zeros(1, np.int64)]
+            own = [np.array([1, 30, 66]), np.array([1, 66]) if t5 else np.zeros(1, np.int64)]
+            linear, attention = (random.integers(0, 99, (len(Row), len(x), len(y))) for x, y in (axes, own))
+            packed = PackedTables(
+                row_inputs=axes[0],
+                row_targets=axes[1],
+                linear=linear,
+                inputs=own[0],
+                targets=own[1],
+                attention=attention,
+            )
+        modes.append(replace(tables, separate=separate, packed=packed))
+    return replace(problem, modes=tuple(modes))
+
+
+@settings(max_examples=150, deadline=None)
+@given(packed_problems(), st.data())
+def test_the_core_follows_the_rule(problem: BatchProblem, data: st.DataObject) -> None:
+    samples = st.lists(st.integers(0, len(problem.inputs) - 1), min_size=1, unique=True)
+    members = [np.array(row, np.int64) for row in data.draw(st.lists(samples, min_size=1, max_size=4))]
+    modes = np.array([data.draw(st.integers(0, len(problem.modes) - 1)) for _ in members], np.int64)
+    costs, covered = problem.costs_of(members, PACKED * len(members), modes)
+    for row, (samples_of_row, mode) in enumerate(zip(members, modes, strict=True)):
+        lengths = problem.input_positions[samples_of_row], problem.target_positions[samples_of_row]
+        expected = packed_layer_costs(problem.modes[mode], *lengths)
+        assert covered[row] == (expected is not None)
+        if expected is None:
+            continue
+        both = costs.forward_ns[row] + costs.backward_ns[row]
+        assert both.tolist() == stage_times(expected[None], problem.layout)[0].tolist()
+
+
+@settings(max_examples=150, deadline=None)
+@given(packed_problems(), st.data())
+def test_the_rule_is_that_of_padded_shares(problem: BatchProblem, data: st.DataObject) -> None:
+    tables = replace(problem.modes[0], packed=None)
+    rows = data.draw(st.lists(st.integers(0, len(problem.inputs) - 1), min_size=1, unique=True))
+    lengths = problem.input_positions[rows], problem.target_positions[rows]
+    expected = derived_costs(tables, *lengths)
+    found = packed_layer_costs(tables, *lengths)
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        assert all(abs(f - e) <= len(rows) + 1 for f, e in zip(found.tolist(), expected, strict=True))
+
+
+def tables(values: list[int], *, sizes: tuple[int, ...] = (1, 2, 4)) -> LayerTables:
+    """One length, 8; forwards of an encoder layer at the sizes."""
+    every = np.zeros((len(Row), len(sizes), 1, 1), np.int64)
+    every[Row.ENCODER_FORWARD, :, 0, 0] = values
+    every[:, np.array(values) == ABSENT] = ABSENT
+    return LayerTables(
+        sizes=np.array(sizes), inputs=np.array([8]), targets=np.array([0]), values=every, separate=every, state=STATE
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "samples", "expected"),
+    [
+        pytest.param([100, 120, 160], 1, 100, id="alone: a padded micro-batch of one"),
+        pytest.param([100, 120, 160], 2, 120, id="two equal ones: a padded micro-batch of two"),
+        pytest.param([100, 120, 160], 3, 140, id="three: between two and four"),
+        pytest.param([100, 120, 160], 8, 320, id="eight: each a fourth of four, the largest size"),
+        pytest.param([100, 120, ABSENT], 4, 240, id="four did not fit: each a half of two"),
+        pytest.param([100, 120, ABSENT], 3, 180, id="three, and four did not fit: each a half of two"),
+    ],
+)
+def test_shares(values: list[int], samples: int, expected: int) -> None:
+    costs = packed_layer_costs(tables(values), np.full(samples, 8), np.zeros(samples, np.int64))
+    assert costs is not None and costs[Row.ENCODER_FORWARD] == expected
+
+
+def test_a_short_sample_beside_a_long_one_costs_its_part_of_the_row() -> None:
+    """8 + 24 positions: the short one is charged a fourth of 4 of its kind, the long one 3/4 of 4/3 of its kind."""
+    grid = np.zeros((len(Row), 3, 2, 1), np.int64)
+    grid[Row.ENCODER_FORWARD, :, :, 0] = [[100, 300], [120, 500], [160, 900]]
+    longer = replace(tables([1, 1, 1]), inputs=np.array([8, 24]), values=grid, separate=grid)
+    costs = packed_layer_costs(longer, np.array([8, 24]), np.zeros(2, np.int64))
+    assert costs is not None
+    assert costs[Row.ENCODER_FORWARD] == 160 // 4 + round((300 + 200 / 3) * 3 / 4)
+
+
+def test_measured_rows_cost_a_linear_part_and_each_sample_s_attention() -> None:
+    zeros, own = np.zeros((len(Row), 2, 1), np.int64), np.zeros((len(Row), 3, 1), np.int64)
+    zeros[Row.ENCODER_FORWARD, :, 0] = [10, 90]
+    own[Row.ENCODER_FORWARD, :, 0] = [1, 4, ABSENT]
+    packed = PackedTables(
+        row_inputs=np.array([8, 24]),
+        row_targets=np.array([0]),
+        linear=zeros,
+        inputs=np.array([8, 16, 24]),
+        targets=np.array([0]),
+        attention=own,
+    )
+    measured = replace(tables([1, 1, 1]), packed=packed)
+    none = np.zeros(2, np.int64)
+    costs = packed_layer_costs(measured, np.array([8, 8]), none)
+    assert costs is not None and costs[Row.ENCODER_FORWARD] == 50 + 1 + 1
+    assert packed_layer_costs(measured, np.array([16, 16]), none) is None  # a longer row than was measured
+    assert packed_layer_costs(measured, np.array([20]), none[:1]) is None  # a longer sample than fits

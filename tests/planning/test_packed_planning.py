@@ -1,0 +1,162 @@
+"""Packed rows as a choice of the planner."""
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dynapipe.cost import LayerTables, TableCostModel
+from megatron_dynapipe.errors import ConfigError, InfeasibleError
+from megatron_dynapipe.plan.codec import digest
+from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
+from megatron_dynapipe.planning.layer_split import choose_layer_split
+from megatron_dynapipe.planning.partition import OrderedPartitions
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.problem import BatchProblem
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.search import search
+from megatron_dynapipe.planning.simulate import simulate
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
+from tests.helpers.benchmark_data import A100_COSTS
+from tests.planning.packed_oracle import best_makespan_ns
+from tests.planning.partition_oracle import batch_problems
+from tests.planning.planner_cases import batch, batch_of, cost_model
+from tests.planning.planner_cases import settings as settings_of
+
+GPT, T5 = ModelFamily.GPT, ModelFamily.T5
+PADDED, PACKED = (BatchLayout.PADDED,), (BatchLayout.PACKED,)
+BOTH = (BatchLayout.PADDED, BatchLayout.PACKED)
+
+
+class _Derived:
+    """The analytic costs without those of packed rows, which are then derived."""
+
+    def __init__(self, family: ModelFamily) -> None:
+        self._model = cost_model(family)
+        self.name, self.family, self.digest, self.links = "derived", family, "d", self._model.links
+        self.hidden_size = self._model.hidden_size
+
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+        return replace(self._model.tables(tensor_parallel=tensor_parallel, recompute=recompute), packed=None)
+
+
+def plan(
+    family: ModelFamily,
+    layouts: tuple[BatchLayout, ...],
+    given: GlobalBatch,
+    *,
+    derived: bool = True,
+    **changes: object,
+) -> IterationPlan:
+    costs = _Derived(family) if derived else cost_model(family)
+    return Planner(settings_of(family, micro_batch_layouts=layouts, **changes), costs).plan(given, 0)
+
+
+@pytest.mark.parametrize("derived", [True, False], ids=["derived", "of their own"])
+@pytest.mark.parametrize("layouts", [PACKED, BOTH], ids=["packed", "auto"])
+@pytest.mark.parametrize("family", ModelFamily)
+def test_every_sample_is_planned_in_allowed_layouts(
+    family: ModelFamily, layouts: tuple[BatchLayout, ...], derived: bool
+) -> None:
+    given = batch(family, 40)
+    planned = plan(family, layouts, given, derived=derived, data_parallel=2)
+    verify(planned, expected_samples=range(100, 140))
+    assert planned.layouts == layouts
+    assert all(mb.layout in layouts for replica in planned.replicas for mb in replica.micro_batches)
+
+
+@pytest.mark.parametrize("family", ModelFamily)
+def test_packed_rows_waste_nothing_and_predict_less_time(family: ModelFamily) -> None:
+    given = batch(family, 60)
+    padded, packed = plan(family, PADDED, given), plan(family, BOTH, given)
+    assert packed.totals.predicted_ns < padded.totals.predicted_ns
+    assert packed.totals.real_tokens / packed.totals.padded_positions > 0.93
+
+
+def test_planning_twice_gives_the_same_plan() -> None:
+    given = batch(T5, 50)
+    assert digest(plan(T5, BOTH, given, data_parallel=2)) == digest(plan(T5, BOTH, given, data_parallel=2))
+
+
+@pytest.mark.parametrize("changes", [{"chunks": 2}, {"pipeline_parallel": 1}, {"pipeline_parallel": 4}])
+def test_other_pipelines(changes: dict[str, int]) -> None:
+    verify(plan(GPT, PACKED, batch(GPT, 30), **changes), expected_samples=range(100, 130))
+
+
+def test_evaluation_runs_forward_only() -> None:
+    costs = _Derived(T5)
+    planned = Planner(settings_of(T5, micro_batch_layouts=PACKED), costs).plan(batch(T5, 20), 0, forward_only=True)
+    verify(planned, expected_samples=range(100, 120))
+
+
+@pytest.mark.parametrize("method", ["1f1b", "gpipe"])
+def test_rows_are_scheduled_by_the_method_that_was_asked_for(method: str) -> None:
+    planned = plan(GPT, PACKED, batch(GPT, 30), schedule=ScheduleSettings(method=method))
+    verify(planned, expected_samples=range(100, 130))
+
+
+def test_a_sample_that_fits_nowhere_is_named() -> None:
+    with pytest.raises(InfeasibleError, match="sample 1 of padded shape 1x4000 lies outside the cost model's lengths"):
+        plan(GPT, PACKED, batch_of((9, 0), (4000, 0)))
+
+
+def test_as_few_samples_as_replicas() -> None:
+    planned = plan(GPT, PACKED, batch_of((9, 0), (30, 0)), data_parallel=2)
+    assert [len(replica.micro_batches) for replica in planned.replicas] == [1, 1]
+
+
+def test_layer_splits_are_chosen_for_packed_rows() -> None:
+    options = msgspec.structs.replace(settings_of(T5, micro_batch_layouts=BOTH), layers_per_stage=(4, 4))
+    split = choose_layer_split(options, _Derived(T5), [batch(T5, 40, seed=seed) for seed in range(2)])
+    assert sum(split) == 8 and min(split) >= 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch_problems(most_samples=4, layouts=PACKED), st.integers(0, 3))
+def test_small_batches_against_everything_there_is(problem: BatchProblem, seed: int) -> None:
+    """The search comes within 10% of the best of all rows, modes and orders, and finds rows wherever there are some."""
+    problem = replace(problem, replicas=1)
+    everything = OrderedPartitions(order=np.arange(len(problem.inputs)), partitions=())
+    found = search(problem, everything, evaluations=3000, seed=seed)
+    best = best_makespan_ns(problem) if problem.layout.chunks == 1 else None
+    if best is None:
+        return
+    if not found:
+        pytest.fail("no rows were found where there are some")
+    (replica,) = found
+    costs, _ = problem.costs_of(replica.members, replica.layouts, replica.modes)
+    makespan = simulate(costs, replica.order).makespan_ns
+    assert makespan <= best * 1.1 + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"micro_batch_layouts": ()}, "expected one or two different layouts"),
+        ({"micro_batch_layouts": PADDED * 2}, "expected one or two different layouts"),
+        (
+            {"partition": PartitionSettings(algorithm=PartitionAlgorithm.PACKED_ROWS)},
+            "packed_rows makes packed micro-batches, and the settings allow padded",
+        ),
+        (
+            {"partition": PartitionSettings(algorithm=PartitionAlgorithm.UNIFORM), "micro_batch_layouts": PACKED},
+            "uniform makes padded micro-batches, and the settings allow packed",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings_of(GPT, **changes)
+
+
+def test_the_published_files_plan_packed_rows() -> None:
+    costs = TableCostModel.load(A100_COSTS["gpt"])
+    options = settings_of(GPT, encoder_layers=8, micro_batch_layouts=BOTH, memory_limit_bytes=40 * 10**9)
+    planned = Planner(msgspec.structs.replace(options, hidden_size=4096), costs).plan(batch(GPT, 60), 0)
+    assert {mb.layout for mb in planned.replicas[0].micro_batches} >= {BatchLayout.PACKED}
