@@ -152,7 +152,8 @@ def test_evaluations_scale_down_with_large_batches_which_is_said_once(caplog, mo
     numbers = [default_evaluations([partition], replicas=1, chunks=1) for partition in partitions]
     assert numbers == [8000, 2500, 2500, 250]
     assert default_evaluations(partitions, replicas=2, chunks=2) == 250
-    monkeypatch.setattr(search_module, "LARGE_BUDGET", 20_000)
+    monkeypatch.setattr(search_module, "LARGE_BUDGET", 500)
+    search_module._notice.cache_clear()
     for _ in range(2):
         planner(ModelFamily.GPT, 2).plan(batch(60, ModelFamily.GPT, 0), 0)
     assert [record.message for record in caplog.records] == [
