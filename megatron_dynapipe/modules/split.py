@@ -42,8 +42,7 @@ def split_model(
 ) -> ModelPart:
     """Divide a model over the ranks of the process group, and keep this rank's part. Every rank calls it alike.
 
-    The part shares its modules with the model, which may be dropped afterwards. Ranks are stages × replicas: rank
-    `stage × replicas + replica`.
+    The part shares its modules with the model, which may be dropped afterwards. Rank is `stage × replicas + replica`.
 
     Args:
         model: the whole model, or one built under `torch.device("meta")`, which costs no memory.

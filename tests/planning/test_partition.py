@@ -66,7 +66,8 @@ def test_no_partition_fits() -> None:
 def test_a_large_order_is_partitioned_block_by_block() -> None:
     """Pairs are best; with 20,001 samples one is left over."""
     problem = by_size([5, 6], 1)
-    large = replace(problem, inputs=np.full(20_001, 8), targets=np.zeros(20_001, np.int64))
+    inputs, targets = np.full(20_001, 8), np.zeros(20_001, np.int64)
+    large = replace(problem, inputs=inputs, targets=targets, input_positions=inputs, target_positions=targets)
     (sizes, _, warmup, total), *_ = found(large, [as_given(large)], improve=True)[1]
     assert (warmup, total) == (6, 10_000 * 6 + 5)
     assert sorted(sizes) == [1] + [2] * 10_000
