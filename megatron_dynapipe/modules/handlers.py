@@ -54,6 +54,8 @@ class StageHandlers:
         self._forward_only, self._keep_outputs = forward_only, keep_outputs
         self._device = part.device
         self._graphs: dict[tuple[int, int], StageGraph] = {}
+        self._losses_to_come = len(micro_batches) if part.stage == part.stages - 1 else 0
+        self._when_totalled: Callable[[torch.Tensor], None] | None = None
         self.totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         self.outputs: dict[int, Any] = {}
 
@@ -61,6 +63,15 @@ class StageHandlers:
     def table(self) -> Handlers:
         """For the executor."""
         return {Load: self.load, Forward: self.forward, Backward: self.backward}
+
+    def when_totalled(self, function: Callable[[torch.Tensor], None]) -> None:
+        """Call a function with the totals once no more losses come."""
+        self._when_totalled = function
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._when_totalled is not None and not self._losses_to_come:
+            self._when_totalled(self.totals)
 
     def load(self, instruction: Load, buffers: BufferTable) -> None:
         """Bring what this rank reads of a micro-batch to the device; on the last stage the loss may read all of it."""
@@ -111,6 +122,8 @@ class StageHandlers:
         loss, count = result
         self.totals[0] += loss.detach()
         self.totals[1] += count
+        self._losses_to_come -= 1
+        self._tell()
         if self._keep_outputs:
             self.outputs[row] = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
         return loss

@@ -99,7 +99,7 @@ class DynaPipeDataLoader:
         """Samples of every global batch of the epoch."""
         order = list(range(len(self._lengths)))
         if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed + (self.epoch << 32))
+            generator = torch.Generator().manual_seed(self._seed + self.epoch)
             order = torch.randperm(len(order), generator=generator).tolist()
         batches: list[list[int]] = [[]]
         filled = 0

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.modules.agreement import GatedTransport, StepAgreement, TotalsOverRanks
 from megatron_dynapipe.modules.boundary import Layout, Part, signature
 from megatron_dynapipe.modules.handlers import LossFunction, StageHandlers
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.modules.lists import boundary_of, fill, lists_without_shapes
-from megatron_dynapipe.modules.ranks import difference, digest_of
 from megatron_dynapipe.plan.instructions import Instruction, Payload, RecvStart, SendStart
 from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry, StagePlan
 from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, Trace, platform_of, watched
@@ -68,8 +68,9 @@ class Runner:
         assert groups is not None, "every rank is in a pipeline"
         warm_up(groups, device)
         with ExitStack() as resources:
+            self._transport = GatedTransport(TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s))
             self._executor = PipelineExecutor(
-                TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s),
+                self._transport,
                 platform_of(device),
                 stages=part.stages,
                 dtype=torch.float32,
@@ -96,10 +97,11 @@ class Runner:
             forward_only: no backward passes.
             keep_outputs: what the model returns is kept.
         """
-        micro_batches, layouts, planned = self._agree(work)
+        agreement, made, planned = self._begin(work)
+        layouts = self._part.layouts(made.micro_batches, self._autocast)
         handlers = StageHandlers(
             self._part,
-            micro_batches,
+            made.micro_batches,
             layouts,
             self._loss_fn,
             autocast=self._autocast,
@@ -108,40 +110,37 @@ class Runner:
             keep_outputs=keep_outputs,
         )
         self._layouts = layouts
-        trace = self._executor.execute(
-            self._list(layouts, planned, schedule, forward_only=forward_only), handlers.table
-        )
-        loss, count = self._part.ranks.control.sum(handlers.totals.cpu()).tolist()
+        totals = TotalsOverRanks(self._part.ranks)
+        if self._part.device.type == "cpu":  # elsewhere the host would wait for the device
+            agreement.then(lambda: handlers.when_totalled(totals.start))
+        self._transport.agreement = agreement
+        instructions = self._list(layouts, planned, schedule, forward_only=forward_only)
+        trace = self._executor.execute(instructions, handlers.table)
+        agreement.settle()
+        loss, count = totals.wait(handlers.totals)
         outputs = [handlers.outputs[row] for row in sorted(handlers.outputs)]
         return Outcome(loss=loss / count if count else 0.0, count=count, outputs=outputs, trace=trace)
 
-    def _agree(
-        self, work: Callable[[], Work]
-    ) -> tuple[Sequence[Batch], Sequence[Layout], Sequence[Instruction] | None]:
-        """The micro-batches, how they run, and the instructions of their plan, if there is one.
+    def _begin(self, work: Callable[[], Work]) -> tuple[StepAgreement, Work, Sequence[Instruction] | None]:
+        """The micro-batches, and the instructions of their plan, if there is one.
 
-        One exchange over all ranks finds errors, and batches that differ within a pipeline. What is new to a rank of a
-        pipeline is new to all of them, and found out while all look on.
+        What is new to a rank of a pipeline is new to all of them, and found out while all look on. Else the first
+        passes run while ranks still agree; the first transfer waits for it.
         """
-        part, ranks, error = self._part, self._part.ranks, None
-        made, planned = Work((), None), None
-        told = torch.zeros(18, dtype=torch.uint8)
+        part, error = self._part, None
+        made, planned, new = Work((), None), None, False
         try:
             made = work()
             planned = None if made.plan is None else _planned(made.plan, part, len(made.micro_batches))
-            told[:16] = digest_of(repr([_identity(made.plan), *map(signature, made.micro_batches)]))
-            told[17] = not all(part.knows(batch, self._autocast) for batch in made.micro_batches)
+            new = not all(part.knows(batch, self._autocast) for batch in made.micro_batches)
         except Exception as raised:  # noqa: BLE001  (whatever it is, the other ranks must hear of it)
-            error, told[16] = raised, 1
-        heard = [each.tolist() for each in ranks.control.gather(told)]
-        if failing := [rank for rank, each in enumerate(heard) if each[16]]:
-            ranks.control.raise_on_all(error, failing[0])
-        digests = [tuple(each[:16]) for each in heard]
-        for pipeline in ranks.pipelines:
-            if (other := difference(digests, "a replica's batch, its shapes and its plan", pipeline)) is not None:
-                raise other
-        lay_out = partial(part.layouts, made.micro_batches, self._autocast)
-        return made.micro_batches, ranks.run_on_all(lay_out) if any(each[17] for each in heard) else lay_out(), planned
+            error = raised
+        identity = repr([_identity(made.plan), *map(signature, made.micro_batches)])
+        find_out = partial(part.layouts, made.micro_batches, self._autocast)
+        agreement = StepAgreement(part.ranks, identity, error=error, new=new, find_out=find_out)
+        if error is not None or new:
+            agreement.settle()
+        return agreement, made, planned
 
     def _list(
         self, layouts: Sequence[Layout], planned: Sequence[Instruction] | None, schedule: str, *, forward_only: bool
@@ -172,7 +171,10 @@ def _planned(plan: Plan, part: Part, micro_batches: int) -> Sequence[Instruction
             f"expected a plan for {part.stages} stages of {part.chunks} chunks, got one for {plan.pipeline_stages} of "
             f"{plan.chunks}"
         )
-    mine = plan if isinstance(plan, StageEntry) else StageEntry.of(plan, part.replica, part.stage, plan_digest="")
+    if isinstance(plan, StageEntry):
+        mine = plan
+    else:  # of all replicas, or of this one alone
+        mine = StageEntry.of(plan, part.replica if len(plan.replicas) > 1 else 0, part.stage, plan_digest="")
     if len(mine.micro_batches) != micro_batches:
         raise ConfigError(
             f"expected the {len(mine.micro_batches)} micro-batches that the plan is of, got {micro_batches}"

@@ -92,19 +92,20 @@ class ShapeTracker:
             self._known.move_to_end(key)
             return self._known[key]
         ranks, control, pipeline = self._ranks, self._ranks.control, self._ranks.pipeline
-        received: Structure | None = None
         text = ""
         if ranks.stage:
             self.exchanges += 1
             text = control.receive_text(pipeline[ranks.stage - 1])
+        if text.startswith(_FAILED):
+            self._pass_on(text)
+            raise ConfigError(text.removeprefix(_FAILED))
+        received = _decoder.decode(text) if text else None
         try:
-            if text.startswith(_FAILED):
-                raise ConfigError(text.removeprefix(_FAILED))
-            received = _decoder.decode(text) if text else None
             sent = run(received)
         except Exception as error:
-            self._pass_on(f"{_FAILED}stage {ranks.stage}: {error}" if not text.startswith(_FAILED) else text)
-            raise
+            found = f"stage {ranks.stage} cannot run a batch of these shapes: {error}"
+            self._pass_on(_FAILED + found)
+            raise ConfigError(found) from error
         if ranks.stage < ranks.stages - 1:
             self._pass_on(msgspec.json.encode(sent).decode())
         self._known[key] = received, sent

@@ -15,7 +15,7 @@ from torch import nn
 from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.cutpoint import cut_points, resolve_split_points
-from megatron_dynapipe.modules.even import even_split, even_split_of_costs
+from megatron_dynapipe.planning.segments import even_split, even_split_of_costs
 from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
 from megatron_dynapipe.modules.materialise import Initialise, initialise_with, materialise
 from megatron_dynapipe.modules.part import ModelPart, segment_parameters
@@ -82,7 +82,8 @@ def split_model(
 
     part = ranks.run_on_all(split)
     every = [rank for pipeline in ranks.pipelines for rank in pipeline]
-    ranks.require_equal(part.division.description, "the divided model", across=every)
+    weights = [f"{name} {tuple(weight.shape)} {weight.dtype}" for name, weight in model.named_parameters()]
+    ranks.require_equal("\n".join([part.division.description, *weights]), "the divided model", across=every)
     return part
 
 

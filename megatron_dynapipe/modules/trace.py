@@ -179,6 +179,11 @@ def _explained() -> Iterator[None]:
             f"({_place(error)})",
             hint="use torch.where or a mask instead of a Python condition on a tensor",
         ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"the forward fails with the example batch: {type(error).__name__}: {error} ({_place(error)})",
+            hint="call the model with the same arguments, without a pipeline, to see whether it runs",
+        ) from error
 
 
 def _place(error: BaseException) -> str:

@@ -40,9 +40,7 @@ class ControlGroup:
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """`values` of every rank, by rank; all of one shape."""
-        gathered = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(gathered, values, group=self._group)
-        return gathered
+        return self.start_gather(values)()
 
     def gather_texts(self, text: str) -> list[str]:
         """`text` of every rank, by rank."""
@@ -67,10 +65,16 @@ class ControlGroup:
                     return Difference(field=name, ranks=(having[0], rank), values=values)
         return None
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """`values`, on the host, summed over all ranks in place."""
-        dist.all_reduce(values, group=self._group)
-        return values
+    def start_gather(self, values: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        """Start `gather`; call what is returned for its result."""
+        gathered = [torch.empty_like(values) for _ in range(self.size)]
+        work = dist.all_gather(gathered, values, group=self._group, async_op=True)
+        return lambda: _after(work, gathered)
+
+    def start_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to sum `values`, on the host, over all ranks; call what is returned for the sum."""
+        work = dist.all_reduce(values, group=self._group, async_op=True)
+        return lambda: _after(work, values)
 
     def send_text(self, text: str, to: int) -> None:
         """Send a text to a rank that calls `receive_text`."""
@@ -168,6 +172,12 @@ class Agreement:
             f"expected one plan of {self._what} on all ranks: the digest of its {found}",
             hint="two jobs share a name in the plan store, or a rank runs another version of this package",
         )
+
+
+def _after[T](work: dist.Work | None, result: T) -> T:
+    assert work is not None, "this rank is in the group"
+    work.wait()
+    return result
 
 
 def _same_kind(text: str, source: int) -> DynaPipeError:

@@ -1,0 +1,290 @@
+"""Costs of segments: measured, read and written, planned with; even stages; loaders that plan ahead."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dynapipe.cost.segments import Segment, SegmentCosts
+from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError
+from megatron_dynapipe.modules.collate import Pack, Pad
+from megatron_dynapipe.planning.segments import even_split, even_split_of_costs
+from megatron_dynapipe.modules.loader import DynaPipeDataLoader
+from megatron_dynapipe.modules.planner import ModulePlanner
+from megatron_dynapipe.plan.instructions import RecvStart, SendStart
+from tests.helpers.processes import run_ranks
+from tests.modules.test_pipeline import toy, toy_batch, toy_loss, whole_losses
+
+SIZES, LENGTHS = (1, 4, 16), (8, 32, 64)
+
+
+def segment(name: str, weight: float, parameters: int = 1000) -> Segment:
+    """Costs that grow with the number of positions."""
+
+    def table(factor: float) -> dict[str, list[tuple[int, float]]]:
+        return {str(n): [(size, factor * size * n / 100) for size in SIZES] for n in LENGTHS}
+
+    return Segment(
+        name=name,
+        parameters=parameters,
+        time_ms={"forward": table(weight), "backward": table(2 * weight)},
+        stored_activation_mb=table(weight),
+        peak_activation_mb=table(1.5 * weight),
+        boundary_mb=table(0.01),
+    )
+
+
+def costs_of(*weights: float) -> SegmentCosts:
+    names = ["", *(f"cuts.{k}" for k in range(len(weights) - 1))]
+    segments = tuple(segment(name, weight) for name, weight in zip(names, weights, strict=True))
+    return SegmentCosts(kind="segments", name="toy", source="test", device="cpu", units={}, segments=segments)
+
+
+@given(weights=st.lists(st.integers(0, 30), min_size=1, max_size=7), stages=st.integers(1, 7))
+def test_the_heaviest_stage_is_as_light_as_can_be(weights, stages):
+    if stages > len(weights):
+        with pytest.raises(InfeasibleError):
+            even_split(weights, stages)
+        return
+    stage_of = even_split(weights, stages)
+    assert stage_of == sorted(stage_of) and set(stage_of) == set(range(stages))
+    assert heaviest(weights, stage_of) == min(heaviest(weights, other) for other in all_splits(len(weights), stages))
+
+
+def heaviest(weights: list[int], stage_of: list[int]) -> int:
+    return max(sum(w for w, s in zip(weights, stage_of, strict=True) if s == stage) for stage in set(stage_of))
+
+
+def all_splits(segments: int, stages: int) -> list[list[int]]:
+    if stages == 1:
+        return [[0] * segments]
+    return [
+        [*rest, *[stages - 1] * (segments - end)]
+        for end in range(stages - 1, segments)
+        for rest in all_splits(end, stages - 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("weights", "stages", "limit", "expected"),
+    [
+        ((1, 1, 1, 1), 2, None, [0, 0, 1, 1]),
+        ((4, 1, 1, 1), 2, None, [0, 1, 1, 1]),
+        ((1, 1, 1, 5), 2, None, [0, 0, 0, 1]),
+        ((1, 1, 1, 5), 2, 10**9, [0, 0, 0, 1]),
+        ((1, 1, 1, 5), 2, 10**6, InfeasibleError),
+        ((1, 1), 3, None, InfeasibleError),
+    ],
+)
+def test_stages_are_even_by_time_within_memory(weights, stages, limit, expected):
+    costs = costs_of(*weights)
+    if isinstance(expected, list):
+        assert even_split_of_costs(costs, costs.points, stages, limit) == expected
+        return
+    with pytest.raises(expected):
+        even_split_of_costs(costs, costs.points, stages, limit)
+
+
+def test_costs_of_other_segments_are_refused():
+    with pytest.raises(ConfigError, match="expected costs of segments divided at h"):
+        even_split_of_costs(costs_of(1, 1), ["h"], 2)
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    costs, path = costs_of(1, 2), tmp_path / "costs.json"
+    costs.save(path)
+    assert SegmentCosts.load(path) == costs
+    assert costs.points == ("cuts.0",)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda file: file.update(kind="layers"), "kind"),
+        (lambda file: file.update(format="other/1"), "expected format"),
+        (lambda file: file.update(segments=[]), "length"),
+        (lambda file: file["segments"][0].pop("parameters"), "parameters"),
+        (lambda file: file["segments"][0]["boundary_mb"].pop("8"), "the same shapes"),
+        (lambda file: file.update(colour=1), "colour"),
+    ],
+)
+def test_a_damaged_file_is_refused(change, said):
+    file = msgspec.json.decode(msgspec.json.encode(costs_of(1, 2)))
+    change(file)
+    with pytest.raises(CostModelError, match=said):
+        SegmentCosts.decode(msgspec.json.encode(file))
+
+
+def test_a_file_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(CostModelError, match="cannot read the cost model"):
+        SegmentCosts.load(tmp_path / "none.json")
+
+
+def planner_of(stages: int = 2, replicas: int = 1, weights: tuple[float, ...] = (1, 1, 1, 1), **more: Any) -> Any:
+    costs = costs_of(*weights)
+    stage_of = even_split_of_costs(costs, costs.points, stages)
+    return ModulePlanner(costs, stage_of, stages=stages, replicas=replicas, memory_limit_bytes=10**9, **more)
+
+
+def test_the_planner_takes_the_costs_of_segments():
+    plan = planner_of(replicas=2).plan([8, 9, 30, 31, 60, 5, 7, 33], 3)
+    assert plan.pipeline_stages == 2 and len(plan.replicas) == 2
+    ids = sorted(i for replica in plan.replicas for mb in replica.micro_batches for i in mb.sample_ids)
+    assert ids == list(range(8))
+    longest = max(mb.shape.input_length for replica in plan.replicas for mb in replica.micro_batches)
+    assert longest == 64
+
+
+def test_a_heavier_stage_makes_predictions_longer_and_memory_larger():
+    light, heavy = (planner_of(weights=weights).plan([32] * 8, 0) for weights in ((1, 1, 1, 1), (1, 1, 1, 3)))
+    assert heavy.totals.predicted_ns > light.totals.predicted_ns
+
+
+def test_too_little_memory_is_refused():
+    costs = costs_of(1, 1)
+    with pytest.raises(InfeasibleError):
+        ModulePlanner(costs, [0, 1], stages=2, memory_limit_bytes=10**5).plan([64] * 4, 0)
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Samples of different lengths; the labels are the ids."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self._lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(self._lengths[index]) + index) % 16
+        return {"ids": ids, "labels": ids}
+
+
+DATASET = Sentences([5, 20, 9, 31, 12, 40, 7, 16, 60, 3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "iterations"),
+    [
+        ({"global_batch_size": 4}, [4, 4, 2]),
+        ({"global_batch_size": 4, "drop_last": True}, [4, 4]),
+        ({"tokens_per_batch": 70}, [4, 3, 1, 2]),
+        ({"global_batch_size": 4, "shuffle": True, "seed": 3}, [4, 4, 2]),
+        ({"global_batch_size": 10, "num_workers": 2}, [10]),
+    ],
+)
+def test_a_loader_yields_planned_micro_batches(arguments, iterations):
+    loader = DynaPipeDataLoader(DATASET, planner=planner_of(), **arguments)
+    assert len(loader) == len(iterations)
+    for (micro_batches, plan), samples in zip(loader, iterations, strict=True):
+        assert sum(len(each["ids"]) for each in micro_batches) == plan.totals.samples == samples
+        for each, planned in zip(micro_batches, plan.micro_batches, strict=True):
+            assert each["ids"].shape == (planned.shape.size, planned.shape.input_length)
+            assert (
+                (each["labels"] == -100).sum(1) + torch.tensor(planned.input_lengths) - 1 == each["ids"].shape[1]
+            ).all()
+
+
+def test_epochs_are_drawn_anew_and_can_be_repeated():
+    loader = DynaPipeDataLoader(DATASET, global_batch_size=3, planner=planner_of(), shuffle=True)
+    one, two = ([[each["ids"].tolist() for each in batch] for batch, _ in loader] for _ in range(2))
+    loader.set_epoch(0)
+    assert one != two and one == [[each["ids"].tolist() for each in batch] for batch, _ in loader]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({}, ConfigError),
+        ({"global_batch_size": 2, "tokens_per_batch": 9}, ConfigError),
+        ({"global_batch_size": 2, "batch_size": 3}, ConfigError),
+        ({"global_batch_size": 2, "lengths": [1, 2]}, DataError),
+        ({"global_batch_size": 2, "lengths": [0] * 10}, DataError),
+    ],
+)
+def test_arguments_that_a_loader_refuses(arguments, error):
+    with pytest.raises(error):
+        DynaPipeDataLoader(DATASET, planner=planner_of(), **arguments)
+
+
+def test_samples_are_padded_or_packed():
+    samples = [DATASET[9], DATASET[0]]
+    padded = Pad(mask="mask")(samples, 8)
+    assert padded["ids"].tolist() == [[9, 10, 11, 0, 0, 0, 0, 0], [0, 1, 2, 3, 4, 0, 0, 0]]
+    assert padded["labels"][0].tolist() == [9, 10, 11] + [-100] * 5
+    assert padded["mask"].sum(1).tolist() == [3, 5]
+    assert Pad()([(torch.ones(2), 3), (torch.ones(1), 4)], 2)[0].tolist() == [[1, 1], [1, 0]]
+    packed = Pack()(samples, 8)
+    assert packed["ids"].tolist() == [[9, 10, 11, 0, 1, 2, 3, 4]]
+    assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    assert packed["labels"].tolist() == [[9, 10, 11, -100, 1, 2, 3, 4]]
+    with pytest.raises(DataError, match="at most the planned 4 positions, got 5"):
+        Pad()(samples, 4)
+
+
+def planned_training(rank: int, world_size: int, store: str | None, replicas: int) -> dict[str, Any]:
+    from megatron_dynapipe import DynaPipeDataLoader, Pipeline, profile_module, split_model
+    from megatron_dynapipe.modules import ModulePlanner
+
+    dist.init_process_group("gloo")
+    costs = profile_module(toy(), lambda size, length: toy_batch(size, length, 0)["ids"], (1, 4), (8, 64), repeats=1)
+    part = split_model(toy(), toy_batch(2, 3, 0), costs=costs, replicas=replicas, stages=2)
+    planner = ModulePlanner(costs, part.stage_of, stages=2, replicas=replicas, memory_limit_bytes=10**9)
+    pipeline = Pipeline(part, torch.optim.AdamW(part.parameters(), lr=0.1), masked_loss)
+    loader = DynaPipeDataLoader(DATASET, global_batch_size=4, planner=planner, store=store, num_workers=1)
+    losses = []
+    for micro_batches, plan in loader:
+        sends = [i for i in plan.stage_plan.instructions if isinstance(i, SendStart | RecvStart)]
+        assert sends and all(i.shapes for i in sends)
+        losses.append(pipeline.run(micro_batches, plan).loss.item())
+    in_step = Pipeline(part, None, toy_loss, planner=planner)
+    loss = in_step.step(toy_batch(4, 9, 1)).loss.item()
+    return {"losses": losses, "step": loss, "costs": msgspec.json.encode(costs).decode()}
+
+
+def masked_loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = batch["labels"].flatten()
+    loss = torch.nn.functional.cross_entropy(output.flatten(0, 1), labels, reduction="sum", ignore_index=-100)
+    return loss, (labels != -100).sum()
+
+
+def expected_losses() -> list[float]:
+    model = toy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for first in (0, 4, 8):
+        samples = [DATASET[i] for i in range(first, min(first + 4, len(DATASET)))]
+        batch = Pad()(samples, 64)
+        optimizer.zero_grad()
+        total, count = masked_loss(model(batch["ids"]), batch)
+        (total / count).backward()
+        optimizer.step()
+        losses.append((total / count).item())
+    return losses
+
+
+def test_profiled_split_planned_and_trained():
+    ranks = run_ranks(planned_training, 2, {"store": None, "replicas": 1})
+    for found in ranks:
+        assert found["losses"] == pytest.approx(expected_losses(), abs=1e-5)
+        assert found["costs"] == ranks[0]["costs"], "all ranks plan with what rank 0 measured"
+        assert found["step"] == ranks[0]["step"] > 0
+    costs = SegmentCosts.decode(ranks[0]["costs"].encode())
+    assert costs.points == ("cuts.0", "cuts.1", "cuts.2")
+    assert all(each.total_ms() > 0 and each.parameters > 0 for each in costs.segments)
+    assert set(costs.links) == {"intra-node"}
+    assert whole_losses(1)
+
+
+def test_plans_come_from_a_store(tmp_path: Path):
+    from megatron_dynapipe.store import StoreServer
+
+    with StoreServer(log_path=tmp_path / "store.log") as server:
+        ranks = run_ranks(planned_training, 4, {"store": server.address.url, "replicas": 2})
+    for found in ranks:
+        assert found["losses"] == pytest.approx(expected_losses(), abs=1e-5)

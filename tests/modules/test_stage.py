@@ -1,0 +1,171 @@
+"""Stages of the user's own: shapes are exchanged once for each new one, and shared modules stay equal."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.helpers.processes import run_ranks
+
+
+class First(nn.Module):
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.table = table
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> dict[str, Any]:
+        x = self.table(ids)
+        return {"x": self.layer(x), "ids": ids * 2, "more": [x.mean(1), 0.5, "word"]}
+
+
+class Last(nn.Module):
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.table = table
+
+    def forward(self, given: dict[str, Any], scale: torch.Tensor) -> torch.Tensor:
+        mean, half, word = given["more"]
+        assert word == "word" and given["ids"].dtype == torch.int64
+        return (self.layer(given["x"]) * scale[:, None, None] + mean[:, None] * half) @ self.table.weight.T
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        table = nn.Embedding(16, 8)
+        self.first, self.last = First(table), Last(table)
+
+    def forward(self, ids: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(ids), scale)
+
+
+def loss_fn(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    loss = nn.functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return loss, batch["labels"].numel()
+
+
+def batch_of(size: int, length: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(size * 100 + length)
+    ids = {key: torch.randint(0, 16, (size, length), generator=draw) for key in ("ids", "labels")}
+    return {**ids, "scale": torch.rand(size, generator=draw)}
+
+
+SIZES = [(4, 6), (4, 6), (3, 6), (4, 6), (4, 9), (4, 9)]
+"""Of a step's batch: the two micro-batches of each are of two shapes where it is odd."""
+
+
+def own_stages(rank: int, world_size: int) -> dict[str, Any]:
+    from megatron_dynapipe import Pipeline, SharedModule, Stage
+
+    dist.init_process_group("gloo")
+    whole, model = Whole(), Whole()
+    module = (model.first, model.last)[rank]
+    SharedModule([0, 1]).register(module.table)
+    if rank == 1:
+        nn.init.zeros_(module.table.weight)  # starts as the first stage's
+    part = Stage(module, batch_of(2, 3))
+    pipeline = Pipeline(part, torch.optim.SGD(part.parameters(), lr=0.1), loss_fn, max_norm=0.5)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    found: dict[str, Any] = {"losses": [], "expected": [], "exchanges": []}
+    messages = count_messages()
+    for size, length in SIZES:
+        batch = batch_of(size, length)
+        before = part.tracker.exchanges
+        found["losses"].append(pipeline.step(batch).loss.item())
+        found["exchanges"].append((part.tracker.exchanges - before, messages.pop("text", 0)))
+        optimizer.zero_grad()
+        total, count = loss_fn(whole(batch["ids"], batch["scale"]), batch)
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        optimizer.step()
+        found["expected"].append((total / count).item())
+    found["table"] = module.table.weight.detach().clone()
+    found["names"] = [name for name, _ in part.named_parameters()]
+    return found
+
+
+def count_messages() -> dict[str, int]:
+    """Count texts that pass between stages from now on."""
+    from megatron_dynapipe.runtime.control_group import ControlGroup
+
+    counts: dict[str, int] = {}
+    for name in ("send_text", "receive_text"):
+        original = getattr(ControlGroup, name)
+
+        def counted(*arguments: Any, original: Any = original) -> Any:
+            counts["text"] = counts.get("text", 0) + 1
+            return original(*arguments)
+
+        setattr(ControlGroup, name, counted)
+    return counts
+
+
+def test_shapes_are_exchanged_once_for_each_new_one():
+    ranks = run_ranks(own_stages, 2)
+    for found in ranks:
+        assert found["losses"] == pytest.approx(found["expected"], abs=1e-5)
+        # (4, 6): two micro-batches of 2; (3, 6): one of 2, known, and one of 1; (4, 9): new
+        assert found["exchanges"] == [(1, 1), (0, 0), (1, 1), (0, 0), (1, 1), (0, 0)]
+    assert torch.equal(ranks[0]["table"], ranks[1]["table"])
+    assert ranks[0]["names"] == ["table.weight", "layer.weight", "layer.bias"]
+
+
+class Plain(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).relu()
+
+
+class Broken(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[:, :3])
+
+
+def given_shapes(rank: int, world_size: int) -> dict[str, Any]:
+    from megatron_dynapipe import Pipeline, Stage
+    from megatron_dynapipe.errors import ConfigError
+
+    dist.init_process_group("gloo")
+    messages = count_messages()
+
+    def squares(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+        return output.square().sum(), len(output)
+
+    def shapes(batch: Any) -> list[tuple[int, ...]]:
+        return [tuple(batch["x"].shape)]
+
+    found: dict[str, Any] = {}
+    x = torch.linspace(-1, 1, 24).view(6, 4)
+    for name, given in {"exchanged": None, "fixed": [(2, 4)], "by batch": shapes}.items():
+        part = Stage(Plain(rank), {"x": x})
+        pipeline = Pipeline(part, None, squares, micro_batches=3, tensor_shapes=given)
+        messages.clear()
+        found[name] = pipeline.step({"x": x}).loss.item()
+        found[f"{name} messages"] = messages.get("text", 0)
+    broken = Stage(Broken(rank) if rank == 1 else Plain(rank), {"x": x})
+    try:
+        Pipeline(broken, None, squares, timeout_s=30).step({"x": x})
+        found["broken"] = "no error"
+    except ConfigError as error:
+        found["broken"] = str(error)
+    return found
+
+
+def test_shapes_that_are_given_need_no_message():
+    x = torch.linspace(-1, 1, 24).view(6, 4)
+    first, second, third = Plain(0), Plain(1), Plain(2)
+    expected = third(second(first(x))).square().sum().item() / 6
+    for rank, found in enumerate(run_ranks(given_shapes, 3)):
+        assert [found["exchanged"], found["fixed"], found["by batch"]] == pytest.approx([expected] * 3, rel=1e-5)
+        assert found["fixed messages"] == found["by batch messages"] == 0
+        assert found["exchanged messages"] == (2 if rank == 1 else 1), "one received, one sent in the middle"
+        assert "stage 1 cannot run a batch of these shapes" in found["broken"]
