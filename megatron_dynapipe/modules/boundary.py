@@ -1,5 +1,6 @@
 """What a stage must know of a micro-batch before it runs: what crosses its boundaries, and how to run."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,8 +94,8 @@ class Part(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the parameters are; the host for a part without any."""
-        tensors = [*self.parameters(), *self.buffers()]
-        return tensors[0].device if tensors else torch.device("cpu")
+        tensor = next(itertools.chain(self.parameters(), self.buffers()), None)
+        return torch.device("cpu") if tensor is None else tensor.device
 
     def holders(self) -> dict[str, list[tuple[int, str]]]:
         """Weights that several virtual stages hold: under the first one's name, each stage and its name there."""

@@ -36,7 +36,7 @@ class Gradients:
 
     def __init__(self, part: Part) -> None:
         backend = backend_of(part.device)
-        self._part = part
+        self._part, self._parameters = part, list(part.parameters())
         self._replicas = part.ranks.groups_over_replicas(backend)
         self._stages = part.ranks.groups_over_stages(range(part.stages), backend)
         self.shared = SharedWeights(part, backend)
@@ -45,7 +45,7 @@ class Gradients:
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those that are trained, each once."""
-        return [parameter for parameter in self._part.parameters() if parameter.requires_grad]
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def zero(self) -> None:
         """Forget the gradients."""
