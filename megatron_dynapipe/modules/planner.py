@@ -44,7 +44,7 @@ class ModulePlanner:
         replicas: int = 1,
         memory_limit_bytes: int,
         network: Network | None = None,
-        schedule: ScheduleSettings = ScheduleSettings(),
+        schedule: ScheduleSettings | None = None,
     ) -> None:
         self.stages, self.replicas = stages, replicas
         settings = segment_settings(

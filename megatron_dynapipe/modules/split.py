@@ -15,13 +15,13 @@ from torch import nn
 from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.cutpoint import cut_points, resolve_split_points
-from megatron_dynapipe.planning.segments import even_split, even_split_of_costs
 from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
 from megatron_dynapipe.modules.materialise import Initialise, initialise_with, materialise
 from megatron_dynapipe.modules.part import ModelPart, segment_parameters
 from megatron_dynapipe.modules.program import Division
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.trace import Trace, trace
+from megatron_dynapipe.planning.segments import even_split, even_split_of_costs
 
 
 def split_model(

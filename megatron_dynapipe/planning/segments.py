@@ -92,7 +92,7 @@ def segment_settings(
     replicas: int,
     memory_limit_bytes: int,
     network: Network | None = None,
-    schedule: ScheduleSettings = ScheduleSettings(),
+    schedule: ScheduleSettings | None = None,
 ) -> PlannerSettings:
     """Settings of a planner that takes every virtual stage for one layer of `costs.heaviest_stage`.
 
@@ -118,5 +118,5 @@ def segment_settings(
         recompute=(Recompute.NONE,),
         network=network or Network.over(costs.links, devices_per_node=8),
         model_state_bytes=tuple(sum(state[rank::stages]) for rank in range(stages)),
-        schedule=schedule,
+        schedule=schedule or ScheduleSettings(),
     )
