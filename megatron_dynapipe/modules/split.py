@@ -81,10 +81,14 @@ def split_model(
         return part
 
     part = ranks.run_on_all(split)
-    every = [rank for pipeline in ranks.pipelines for rank in pipeline]
-    weights = [f"{name} {tuple(weight.shape)} {weight.dtype}" for name, weight in model.named_parameters()]
-    ranks.require_equal("\n".join([part.division.description, *weights]), "the divided model", across=every)
+    ranks.require_equal(_description(part, model), "the divided model", across=range(ranks.control.size))
     return part
+
+
+def _description(part: ModelPart, model: nn.Module) -> str:
+    """Equal where ranks divide the same model alike."""
+    weights = [f"{name} {tuple(weight.shape)} {weight.dtype}" for name, weight in model.named_parameters()]
+    return "\n".join([part.division.description, *weights])
 
 
 @dataclass(frozen=True, slots=True)
