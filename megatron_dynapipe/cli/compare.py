@@ -5,7 +5,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.cli.planning_arguments import add_arguments, chosen_batches, planner_settings
+from megatron_dynapipe.cli.planning_arguments import add_arguments, chosen_batches, costs_and_settings
 from megatron_dynapipe.errors import DataError, PlanningError
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, input_positions, round_up, target_positions
 
@@ -36,10 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Predict every batch under every method; 1 if there is a plan for none of them."""
     import msgspec
 
-    from megatron_dynapipe.cost import TableCostModel
-
-    cost_model = TableCostModel.load(args.cost_model)
-    settings = planner_settings(args, cost_model, args.schedule)
+    cost_model, settings = costs_and_settings(args, args.schedule)
     batches = chosen_batches(args)
     longest = _longest(args, batches)
     entries, can_plan = [], False

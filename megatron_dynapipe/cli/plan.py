@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.cli.planning_arguments import add_arguments, chosen_batches, planner_settings
+from megatron_dynapipe.cli.planning_arguments import add_arguments, chosen_batches, costs_and_settings
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout
 
@@ -35,11 +35,10 @@ def run(args: argparse.Namespace) -> int:
     """Plan every batch; 1 if none of them could be planned."""
     import msgspec
 
-    from megatron_dynapipe.cost import TableCostModel
     from megatron_dynapipe.planning.planner import Planner
 
-    cost_model = TableCostModel.load(args.cost_model)
-    planner = Planner(planner_settings(args, cost_model, args.schedule), cost_model)
+    cost_model, settings = costs_and_settings(args, args.schedule)
+    planner = Planner(settings, cost_model)
     batches = chosen_batches(args)
     iterations = []
     for number, batch in enumerate(batches):

@@ -2,14 +2,18 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from megatron_dynapipe.cli.batches import NamedBatch
-    from megatron_dynapipe.cost import CostModel
+    from megatron_dynapipe.cost import CostModel, Network
+    from megatron_dynapipe.cost.format import Link
+    from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.planning.settings import PlannerSettings
     from megatron_dynapipe.sampling import GlobalBatch
 
@@ -20,15 +24,25 @@ _MOST_REAL = 1e9
 """Of megabytes, Gbit/s and microseconds."""
 
 
+SEGMENTS = "segments"
+"""The kind of model that is divided at named places: its cost model is of `profile_module`."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what to plan: lengths, costs, model, parallel layout, memory, links, layer split."""
     parser.add_argument("--batches", type=Path, required=True, metavar="FILE", help="lengths of global batches")
     parser.add_argument("--cost-model", type=Path, required=True, metavar="FILE", help="what layers cost")
-    parser.add_argument("--model", type=ModelFamily, choices=list(ModelFamily), required=True, help="kind of model")
+    parser.add_argument(
+        "--model",
+        action=_Model,
+        choices=[*ModelFamily, SEGMENTS],
+        required=True,
+        help="kind of model; segments: any module, divided where its cost model says (layers and sizes are not given)",
+    )
     parser.add_argument("--layers", type=_positive, metavar="N", help="layers of a gpt model")
     parser.add_argument("--encoder-layers", type=_positive, metavar="N", help="of a t5 model")
     parser.add_argument("--decoder-layers", type=_positive, metavar="N", help="of a t5 model")
-    parser.add_argument("--hidden-size", type=_positive, required=True, metavar="N")
+    parser.add_argument("--hidden-size", type=_positive, metavar="N", help="of a gpt or t5 model")
     for name in ("data", "tensor", "pipeline"):
         parser.add_argument(f"--{name}-parallel", type=_positive, default=1, metavar="N")
     parser.add_argument("--device-memory-mb", type=_above_zero, required=True, metavar="N", help="1 MB = 1e6 bytes")
@@ -94,6 +108,59 @@ def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class _Model(argparse.Action):
+    """Segments are planned as decoder-only layers, one for each stage."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.segments = values == SEGMENTS
+        namespace.model = ModelFamily.GPT if namespace.segments else ModelFamily(values)
+
+
+def costs_and_settings(args: argparse.Namespace, schedule: str | None = None) -> "tuple[CostModel, PlannerSettings]":
+    """The cost model and the settings that the arguments ask for, the layer split chosen.
+
+    Raises:
+        CostModelError: the cost model cannot be read.
+        ConfigError: an argument that does not go with another, or cannot be honoured.
+    """
+    from megatron_dynapipe.cost import TableCostModel
+
+    if args.segments:
+        return _of_segments(args, schedule)
+    if args.hidden_size is None:
+        raise ConfigError(f"a {args.model} model needs --hidden-size")
+    cost_model = TableCostModel.load(args.cost_model)
+    return cost_model, planner_settings(args, cost_model, schedule)
+
+
+def _of_segments(args: argparse.Namespace, schedule: str | None) -> "tuple[CostModel, PlannerSettings]":
+    """Segments evened out over the stages by their costs."""
+    from megatron_dynapipe.cost.segments import SegmentCosts
+    from megatron_dynapipe.planning.segments import even_split_of_costs, segment_settings
+
+    if args.tensor_parallel != 1:
+        raise ConfigError(f"expected no tensor parallelism for a model of segments, got {args.tensor_parallel}")
+    costs = SegmentCosts.load(args.cost_model)
+    limit = round(args.device_memory_mb * BYTES_PER_MB)
+    stage_of = even_split_of_costs(costs, costs.points, args.pipeline_parallel, limit)
+    settings = segment_settings(
+        costs,
+        stage_of,
+        stages=args.pipeline_parallel,
+        replicas=args.data_parallel,
+        memory_limit_bytes=limit,
+        network=_network(args, costs.links),
+        schedule=_schedule(args, schedule),
+    )
+    return costs.heaviest_stage(stage_of), settings
+
+
 def planner_settings(
     args: argparse.Namespace, cost_model: "CostModel", schedule: str | None = None
 ) -> "PlannerSettings":
@@ -102,15 +169,13 @@ def planner_settings(
     Raises:
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
-    from megatron_dynapipe.cost import Network, ScatterGather
+    from megatron_dynapipe.cost import ScatterGather
     from megatron_dynapipe.plan.transfer_rules import TransferRules
-    from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.planning.settings import PlannerSettings
 
     if args.receive_ahead is not None and args.receive_ahead < 0:
         raise ConfigError(f"expected --receive-ahead of at least 0, got {args.receive_ahead}")
     encoder_layers, decoder_layers = _layers(args)
-    default = ScheduleSettings()
     split = args.layer_split
     settings = PlannerSettings(
         family=args.model,
@@ -125,25 +190,36 @@ def planner_settings(
         distributed_optimizer=args.distributed_optimizer,
         recompute=_recompute(args.recompute),
         micro_batch_layouts=tuple(BatchLayout) if args.layout == "auto" else (BatchLayout(args.layout),),
-        network=Network.over(
-            cost_model.links,
-            devices_per_node=args.devices_per_node,
-            intra_node_gbps=args.intra_node_gbps,
-            inter_node_gbps=args.inter_node_gbps,
-            intra_node_latency_us=args.intra_node_latency_us,
-            inter_node_latency_us=args.inter_node_latency_us,
-        ),
+        network=_network(args, cost_model.links),
         scatter_gather=ScatterGather(args.scatter_gather),
-        schedule=ScheduleSettings(
-            method=schedule or default.method,
-            search_evaluations=default.search_evaluations
-            if args.search_evaluations is None
-            else args.search_evaluations,
-            seed=args.seed,
-        ),
+        schedule=_schedule(args, schedule),
         transfers=TransferRules(receive_ahead=args.receive_ahead, ordered_starts=args.ordered_starts),
     )
     return _with_auto_split(args, settings, cost_model) if split == "auto" else settings
+
+
+def _network(args: argparse.Namespace, links: "Mapping[str, Link]") -> "Network":
+    from megatron_dynapipe.cost import Network
+
+    return Network.over(
+        links,
+        devices_per_node=args.devices_per_node,
+        intra_node_gbps=args.intra_node_gbps,
+        inter_node_gbps=args.inter_node_gbps,
+        intra_node_latency_us=args.intra_node_latency_us,
+        inter_node_latency_us=args.inter_node_latency_us,
+    )
+
+
+def _schedule(args: argparse.Namespace, method: str | None) -> "ScheduleSettings":
+    from megatron_dynapipe.planning.schedules import ScheduleSettings
+
+    default, evaluations = ScheduleSettings(), args.search_evaluations
+    return ScheduleSettings(
+        method=method or default.method,
+        search_evaluations=default.search_evaluations if evaluations is None else evaluations,
+        seed=args.seed,
+    )
 
 
 def chosen_batches(args: argparse.Namespace) -> "list[NamedBatch]":

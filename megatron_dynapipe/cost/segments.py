@@ -5,7 +5,7 @@
 
 Segments differ from one another, while a planner's tables are of layers that are alike. So planning takes each stage
 for one layer that costs what the heaviest stage does at every shape: predicted times and memory are upper bounds, and
-close ones once `modules.even` has made the stages alike.
+close ones once `planning.segments` has made the stages alike.
 """
 
 import hashlib

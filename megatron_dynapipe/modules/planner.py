@@ -13,9 +13,9 @@ from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.modules.inputs import Batch, batch_rows
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.segments import segment_settings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import ModelFamily, Recompute
 
 
 class ModulePlanner:
@@ -28,7 +28,7 @@ class ModulePlanner:
         replicas: of the pipeline.
         memory_limit_bytes: of one device.
         network: links between devices; by default those that the costs were measured with.
-        settings: further fields of `PlannerSettings`.
+        schedule: how passes are ordered.
 
     Attributes:
         planner: what plans.
@@ -44,28 +44,19 @@ class ModulePlanner:
         replicas: int = 1,
         memory_limit_bytes: int,
         network: Network | None = None,
-        **settings: Any,
+        schedule: ScheduleSettings | None = None,
     ) -> None:
         self.stages, self.replicas = stages, replicas
-        virtual = stage_of[-1] + 1
-        state = costs.state_bytes(stage_of)
-        self.planner = Planner(
-            PlannerSettings(
-                family=ModelFamily.GPT,
-                encoder_layers=virtual,
-                hidden_size=costs.bytes_per_position(stage_of),
-                element_bytes=1,
-                data_parallel=replicas,
-                pipeline_parallel=stages,
-                chunks=virtual // stages,
-                memory_limit_bytes=memory_limit_bytes,
-                recompute=(Recompute.NONE,),
-                network=network or Network.over(costs.links, devices_per_node=8),
-                model_state_bytes=tuple(sum(state[rank::stages]) for rank in range(stages)),
-                **settings,
-            ),
-            costs.heaviest_stage(stage_of),
+        settings = segment_settings(
+            costs,
+            stage_of,
+            stages=stages,
+            replicas=replicas,
+            memory_limit_bytes=memory_limit_bytes,
+            network=network,
+            schedule=schedule,
         )
+        self.planner = Planner(settings, costs.heaviest_stage(stage_of))
         self._alone = self.planner if replicas == 1 else _for_one_replica(self.planner)
 
     @property

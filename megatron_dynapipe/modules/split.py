@@ -15,13 +15,13 @@ from torch import nn
 from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.cutpoint import cut_points, resolve_split_points
-from megatron_dynapipe.modules.even import even_split, even_split_of_costs
 from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
 from megatron_dynapipe.modules.materialise import Initialise, initialise_with, materialise
 from megatron_dynapipe.modules.part import ModelPart, segment_parameters
 from megatron_dynapipe.modules.program import Division
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.trace import Trace, trace
+from megatron_dynapipe.planning.segments import even_split, even_split_of_costs
 
 
 def split_model(
@@ -80,10 +80,14 @@ def split_model(
         return part
 
     part = ranks.run_on_all(split)
-    every = [rank for pipeline in ranks.pipelines for rank in pipeline]
-    weights = [f"{name} {tuple(weight.shape)} {weight.dtype}" for name, weight in model.named_parameters()]
-    ranks.require_equal("\n".join([part.division.description, *weights]), "the divided model", across=every)
+    ranks.require_equal(_description(part, model), "the divided model", across=range(ranks.control.size))
     return part
+
+
+def _description(part: ModelPart, model: nn.Module) -> str:
+    """Equal where ranks divide the same model alike."""
+    weights = [f"{name} {tuple(weight.shape)} {weight.dtype}" for name, weight in model.named_parameters()]
+    return "\n".join([part.division.description, *weights])
 
 
 @dataclass(frozen=True, slots=True)

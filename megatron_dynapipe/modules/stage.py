@@ -158,10 +158,7 @@ class Stage(Part):
     def _find_shared(self) -> dict[str, list[tuple[int, str]]]:
         """All shared modules of the pipeline, told by every rank to all."""
         mine = [(list(stages), names) for stages, names in shared_modules(self._module[0])]
-        texts = [
-            self.ranks.control.broadcast_text(msgspec.json.encode(mine).decode(), source=rank)
-            for rank in range(self.ranks.control.size)
-        ]
+        texts = self.ranks.control.gather_texts(msgspec.json.encode(mine).decode())
         told = [
             msgspec.json.decode(texts[rank], type=list[tuple[list[int], list[str]]]) for rank in self.ranks.pipeline
         ]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from megatron_dynapipe.cost.segments import Segment, SegmentCosts
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError
 from megatron_dynapipe.modules.collate import Pack, Pad
-from megatron_dynapipe.modules.even import even_split, even_split_of_costs
 from megatron_dynapipe.modules.loader import DynaPipeDataLoader
 from megatron_dynapipe.modules.planner import ModulePlanner
 from megatron_dynapipe.plan.instructions import RecvStart, SendStart
+from megatron_dynapipe.planning.segments import even_split, even_split_of_costs
 from tests.helpers.processes import run_ranks
 from tests.modules.test_pipeline import toy, toy_batch, toy_loss, whole_losses
 

@@ -1,10 +1,13 @@
-"""Which cuts to use where there are more than stages: consecutive segments, the heaviest stage as light as can be."""
+"""Planning for a model divided at named places: which cuts to use, and a planner for the stages between them."""
 
 from collections.abc import Sequence
 
+from megatron_dynapipe.cost import Network
 from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
-from megatron_dynapipe.units import BYTES_PER_MB
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute
 
 
 def even_split(weights: Sequence[int], stages: int, *, fits: Sequence[Sequence[bool]] | None = None) -> list[int]:
@@ -79,3 +82,41 @@ def even_split_of_costs(
             for first in range(len(needed))
         ]
     return even_split(weights, stages, fits=fits)
+
+
+def segment_settings(
+    costs: SegmentCosts,
+    stage_of: Sequence[int],
+    *,
+    stages: int,
+    replicas: int,
+    memory_limit_bytes: int,
+    network: Network | None = None,
+    schedule: ScheduleSettings | None = None,
+) -> PlannerSettings:
+    """Settings of a planner that takes every virtual stage for one layer of `costs.heaviest_stage`.
+
+    Args:
+        costs: of the segments.
+        stage_of: the virtual stage of each segment.
+        stages: ranks of a pipeline.
+        replicas: of the pipeline.
+        memory_limit_bytes: of one device.
+        network: links between devices; by default those that the costs were measured with.
+        schedule: how passes are ordered.
+    """
+    virtual, state = stage_of[-1] + 1, costs.state_bytes(stage_of)
+    return PlannerSettings(
+        family=ModelFamily.GPT,
+        encoder_layers=virtual,
+        hidden_size=costs.bytes_per_position(stage_of),
+        element_bytes=1,
+        data_parallel=replicas,
+        pipeline_parallel=stages,
+        chunks=virtual // stages,
+        memory_limit_bytes=memory_limit_bytes,
+        recompute=(Recompute.NONE,),
+        network=network or Network.over(costs.links, devices_per_node=8),
+        model_state_bytes=tuple(sum(state[rank::stages]) for rank in range(stages)),
+        schedule=schedule or ScheduleSettings(),
+    )
