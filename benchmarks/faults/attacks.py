@@ -233,23 +233,51 @@ def data_of_another_run(ground: Ground) -> Outcome:
 
 
 @attack
+def vocabulary_of_another_run(ground: Ground) -> Outcome:
+    """A checkpoint of a vocabulary of 4096 is resumed on a dataset of 300."""
+    first = Run(ground, f"--exit-interval 2 --save {ground.folder / 'large'} --save-interval 2")
+    first.end(status=0)
+    rows = ground.fresh() / "rows.jsonl"
+    rows.write_text(
+        "".join(f'{{"task": "a", "input": "number {n} of many", "target": "{n * n}"}}\n' for n in range(400))
+    )
+    small = rows.parent / "small"
+    command("data", "prepare", rows, "--output", small, "--vocabulary-size", "300", status=0, pattern="vocabulary 300")
+    run = Run(ground, f"--load {ground.folder / 'large'}", data=small)
+    pattern = r"expected the model and vocabulary of the checkpoint \S+, got vocabulary size 300 \(was 4096\)"
+    return run.outcome(ground, pattern, status=1, with_losses=False)
+
+
+@attack
 def data_differs_between_nodes(ground: Ground) -> Outcome:
     """Two nodes have datasets of equal lengths and other tokens."""
-    folder, data = ground.fresh(), changed(ground)
-    began, processes = time.monotonic(), []
-    for node, dataset in enumerate((ground.data, data)):
-        words = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
-            *("--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", "29417"),
+    datasets = [("--dynapipe-data", str(ground.data)), ("--dynapipe-data", str(changed(ground)))]
+    return two_nodes(ground, datasets, r"expected the same dataset on all nodes: the digest of [\w.]+")
+
+
+@attack
+def settings_differ_between_nodes(ground: Ground) -> Outcome:
+    """Two nodes are started with other seeds."""
+    words = [("--dynapipe-data", str(ground.data), "--seed", seed) for seed in ("1", "2")]
+    return two_nodes(ground, words, r"expected the same settings on all ranks: splits.train.sampler.seed[^\n]*")
+
+
+def two_nodes(ground: Ground, words: Sequence[Sequence[str]], pattern: str) -> Outcome:
+    """A run of two nodes of a rank each, on this machine, that is to be refused."""
+    folder, began, processes = ground.fresh(), time.monotonic(), []
+    for node, more in enumerate(words):
+        launcher = ("torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1")
+        run = [
+            *(sys.executable, "-m", *launcher, "--master-addr", "127.0.0.1", "--master-port", "29417"),
             *(str(ROOT / "pretrain_t5_multitask.py"), "--dynapipe-config", str(ROOT / "configs" / "demo_t5.yaml")),
-            *("--dynapipe-data", str(dataset), "--dynapipe-report-dir", str(folder / f"report-{node}")),
+            *("--dynapipe-report-dir", str(folder / f"report-{node}"), *more),
             *f"{FLAGS} --train-iters {ITERATIONS}".split(),
         ]
         with (folder / f"log-{node}").open("w") as log:
-            processes.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT))
+            processes.append(subprocess.Popen(run, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT))
     statuses = [process.wait(START_S) for process in processes]
     text = "".join((folder / f"log-{node}").read_text() for node in range(2))
-    found = re.search(r"expected the same dataset on all nodes: the digest of [\w.]+", text)
+    found = re.search(pattern, text)
     return Outcome(
         said=found[0] if found else text[-200:],
         seconds=time.monotonic() - began,
@@ -437,6 +465,90 @@ def text_that_is_none(ground: Ground) -> Outcome:
     file = ground.fresh() / "damaged.plan"
     file.write_bytes(codec._HEADER.pack(codec.MAGIC, codec.VERSION, codec._checksum(payload)) + payload)
     return command("verify", file, status=1, pattern="not a valid IterationPlan[^\n]*")
+
+
+@attack
+def nonsense_in_a_plan(ground: Ground) -> Outcome:
+    """`verify` of a plan with a negative sample id."""
+    import msgspec
+
+    from megatron_dynapipe.plan import codec
+
+    folder = ground.fresh()
+    file = batches(ground, {"id": "b", "input": [80, 90]})
+    plan(ground, file, "--output", folder, status=0, pattern="micro-batches")
+    whole = codec.decode_plan((folder / "b.plan").read_bytes())
+    share = whole.replicas[0]
+    wrong = msgspec.structs.replace(share.micro_batches[0], sample_ids=(-1, *share.micro_batches[0].sample_ids[1:]))
+    share = msgspec.structs.replace(share, micro_batches=(wrong, *share.micro_batches[1:]))
+    (folder / "b.plan").write_bytes(codec.encode(msgspec.structs.replace(whole, replicas=(share,))))
+    return command("verify", folder / "b.plan", status=1, pattern="expected sample ids of 0 or more, got -1")
+
+
+@attack
+def plan_cut_short(ground: Ground) -> Outcome:
+    """`verify` of a plan whose last byte is missing."""
+    folder = ground.fresh()
+    plan(ground, batches(ground, {"id": "b", "input": [80]}), "--output", folder, status=0, pattern="micro-batches")
+    file = folder / "b.plan"
+    file.write_bytes(file.read_bytes()[:-1])
+    return command("verify", file, status=1, pattern="the plan is damaged[^\n]*")
+
+
+@attack
+def nothing_to_compare(ground: Ground) -> Outcome:
+    """`compare` of a batch that no method can plan."""
+    file = batches(ground, {"id": "b", "input": [2**30]})
+    return plan(ground, file, verb="compare", status=1, pattern=r"dynapipe +no plan: [^\n]*")
+
+
+@attack
+def costs_out_of_range(ground: Ground) -> Outcome:
+    """`cost-model show` of a file whose sizes are beyond 64 bits."""
+    import gzip
+
+    text = gzip.decompress((ROOT / "benchmarks" / "data" / "a100" / "gpt_6.7b.json.gz").read_bytes()).decode()
+    file = ground.fresh() / "costs.json"
+    file.write_text(re.sub(r"\[\[1,", f"[[{2**70},", text, count=1))
+    return command("cost-model", "show", file, status=2, pattern="is not a cost model file: [^\n]*")
+
+
+@attack
+def dataset_damaged(ground: Ground) -> Outcome:
+    """`data verify` of a dataset in which one bit has changed."""
+    data = ground.copy_of_data()
+    with (data / "train.bin").open("r+b") as file:
+        byte = file.read(1)[0]
+        file.seek(0)
+        file.write(bytes([byte ^ 1]))
+    return command("data", "verify", data, status=1, pattern="the tokens of sample 0 are not those that were written")
+
+
+@attack
+def task_ids_damaged(ground: Ground) -> Outcome:
+    """`data stats` with task ids whose header does not parse."""
+    data = ground.copy_of_data()
+    (data / "train.tasks.npy").write_bytes(b"\x93NUMPY\x01\x00\x05\x00((((\n")
+    return command("data", "stats", data, status=2, pattern=r"train.tasks.npy: expected int16\[\d+\], cannot read it")
+
+
+@attack
+def foreign_keys(ground: Ground) -> Outcome:
+    """`store inspect` of a server with keys of another program under our name."""
+    import redis
+
+    from megatron_dynapipe.store import StoreServer
+
+    with StoreServer() as server:
+        with redis.Redis.from_url(server.address.url) as client:
+            client.set("dynapipe:other:program:train:not-a-number:0:0", "1")
+        return command("store", "inspect", server.address.url, status=0, pattern="0 jobs")
+
+
+@attack
+def database_that_is_none(ground: Ground) -> Outcome:
+    """`store inspect` of a URL whose database is no number."""
+    return command("store", "inspect", "redis://localhost:6379/plans", status=2, pattern="the plan store's URL must be")
 
 
 def main() -> int:

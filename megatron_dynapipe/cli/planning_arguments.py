@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-seq-len", type=_positive, metavar="N", help="truncate longer inputs and targets")
     parser.add_argument(
         "--search-evaluations",
-        type=int,
+        type=_count,
         metavar="N",
         help="schedules tried per batch; default: fewer where there are more micro-batches",
     )
@@ -279,6 +279,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if not 1 <= number <= _MOST:
         raise argparse.ArgumentTypeError(f"expected a number from 1 to {_MOST}, got {number}")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= _MOST_REAL:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to {_MOST_REAL:g}, got {number}")
     return number
 
 

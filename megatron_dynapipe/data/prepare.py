@@ -63,6 +63,8 @@ class PrepareSettings:
                 "expected fractions of at least 0 for validation and test, together below 1, got"
                 f" {self.valid_fraction} and {self.test_fraction}"
             )
+        if not 1 <= self.vocabulary_size < 2**31:
+            raise ConfigError(f"expected a vocabulary of 1 to {2**31 - 1} entries, got {self.vocabulary_size}")
         for name in ("max_input_length", "max_target_length"):
             maximum = getattr(self, name)
             if maximum is not None and maximum < 1:

@@ -194,7 +194,7 @@ def _free_port(bind: str) -> tuple[str, int]:
             probe.bind(address)
             host, port = probe.getsockname()[:2]
             return host, port
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name that no host can have is the latter
         raise StoreError(
             f"cannot listen on {bind}: {error}", hint="bind must be an address or name of this machine"
         ) from error

@@ -122,6 +122,8 @@ def test_numbers_that_no_cost_model_has(
         ("--pipeline-parallel", str(10**12)),
         ("--data-parallel", str(10**30)),
         ("--search-evaluations", "-1"),
+        ("--search-evaluations", str(10**30)),
+        ("--schedule", ""),
         ("--seed", "-1"),
         ("--seed", str(10**30)),
         ("--intra-node-gbps", "0"),
@@ -158,3 +160,22 @@ def test_a_picture_that_cannot_be_written_is_one_error(
     for flag, name in (("--picture", "plan.png"), ("--trace", "plan.json")):
         said = refused(capsys, "show", str(tmp_path / "b0.plan"), flag, f"/proc/{name}")
         assert f"/proc/{name}" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("cost-model", "check", "{costs}", "--seed", "-1"),
+        ("data", "prepare", "{rows}", "--output", "made", "--vocabulary-size", "-5"),
+        ("data", "prepare", "{rows}", "--output", "made", "--vocabulary-size", str(10**30)),
+        ("store", "start", "--bind", "..bad.."),
+        ("store", "start", "--bind", "x" * 80),
+        ("store", "start", "--memory-limit-mb", str(10**30)),
+    ],
+)
+def test_arguments_that_libraries_choke_on(
+    tmp_path: Path, cost_file: Path, capsys: Any, words: tuple[str, ...]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"task": "a", "input": "b", "target": "c"}\n')
+    assert refused(capsys, *(word.format(costs=cost_file, rows=rows) for word in words))

@@ -43,18 +43,18 @@ def test_keys_expire_only_where_they_are_to(server, raw, keys, retention_s, leas
 
 def test_a_lease_keeps_a_job_s_keys_beyond_their_expiry_and_deletes_them_at_its_end(server, raw, keys) -> None:
     other = PlanKeys(job=f"{keys.job}2", settings_digest="s")
-    with open_store(server.address, retention_s=2) as store, open_store(server.address, retention_s=60) as long:
+    with open_store(server.address, retention_s=1) as store, open_store(server.address, retention_s=60) as long:
         long.put(a_plan(other), b"another job's")
-        with JobLease(store, keys.job, interval_s=0.4):
+        with JobLease(store, keys.job, interval_s=0.2):
             store.put(a_plan(keys), b"plan")
             store.announce(keys.progress("train"), 3)
-            time.sleep(3.2)
+            time.sleep(1.7)
             assert store.wait_any([a_plan(keys)], timeout_s=1, what="it")[1] == b"plan"
             assert raw.exists(keys.progress("train"))
         assert not raw.keys(f"dynapipe:{keys.job}:*")
         assert raw.exists(a_plan(other))
         store.put(a_plan(keys), b"plan")
-        time.sleep(2.2)
+        time.sleep(1.2)
         assert not raw.exists(a_plan(keys))
 
 
