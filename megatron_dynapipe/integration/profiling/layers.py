@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,16 +19,26 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from torch import Tensor
 
 from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
+from megatron_dynapipe.data.segments import RowSegments
 from megatron_dynapipe.integration.execution.recompute import RecomputeSwitch
 from megatron_dynapipe.integration.flags.plan_inputs import state_dtype
 from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.integration.models.packed_rows import (
+    DeviceSegments,
+    RowFormat,
+    attention_row,
+    rotate_by_sample,
+    self_row,
+)
 from megatron_dynapipe.integration.models.providers import gpt_provider, gpt_takes_mask, t5_options
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, T5StageInputs
-from megatron_dynapipe.units import ModelFamily, Recompute
+from megatron_dynapipe.units import ModelFamily, Recompute, round_up
 
 Point = tuple[int, ...]
 """(size, length), or (size, input length, target length) for a decoder layer that attends to an encoder."""
 Forward = Callable[[], Tensor]
+Lengths = tuple[int, ...]
+"""Positions of every sample of a packed row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +49,13 @@ class Part:
         name: as in the cost model file: "encoder", "decoder", "postprocess", "embedding".
         module: holds its parameters.
         prepare: makes the inputs of a point and returns its forward, which may be called repeatedly.
+        prepare_row: likewise of a packed row, from its samples' inputs and targets; None for parts without attention.
     """
 
     name: str
     module: torch.nn.Module
     prepare: Callable[[Point], Forward]
+    prepare_row: Callable[[Lengths, Lengths], Forward] | None = None
 
     def set_recompute(self, mode: Recompute) -> None:
         """Let the next passes keep or recompute what `mode` says."""
@@ -91,7 +104,7 @@ def _t5_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCo
         pg_collection=groups,
     )
     encoder, decoder, ends = build(split=inner, stage=1), build(split=inner, stage=4), build(split=whole, stage=0)
-    make = _Inputs(args, next(encoder.parameters()))
+    make, row_format = _Inputs(args, next(encoder.parameters())), RowFormat.of(args)
 
     def run_encoder(point: Point) -> Forward:
         b, s = point
@@ -117,9 +130,31 @@ def _t5_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCo
 
         return forward
 
+    def run_encoder_row(inputs: Lengths, _targets: Lengths) -> Forward:
+        row = make.row(inputs)
+        state = make.state(row.positions.size(1), 1)
+        batch = T5StageInputs(encoder_row=self_row(row, row_format))
+
+        def forward() -> Tensor:
+            encoder.set_input_tensor([state])
+            return torch.as_tensor(encoder(batch))
+
+        return forward
+
+    def run_decoder_row(inputs: Lengths, targets: Lengths) -> Forward:
+        keys, queries = make.row(inputs), make.row(targets)
+        state, encoded = make.state(queries.positions.size(1), 1), make.state(keys.positions.size(1), 1)
+        batch = T5StageInputs(decoder_row=self_row(queries, row_format, attention_row(queries, keys, row_format)))
+
+        def forward() -> Tensor:
+            decoder.set_input_tensor([encoded, state])
+            return torch.as_tensor(decoder(batch)[1])
+
+        return forward
+
     return [
-        Part(name="encoder", module=encoder, prepare=run_encoder),
-        Part(name="decoder", module=decoder, prepare=run_decoder),
+        Part(name="encoder", module=encoder, prepare=run_encoder, prepare_row=run_encoder_row),
+        Part(name="decoder", module=decoder, prepare=run_decoder, prepare_row=run_decoder_row),
         Part(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
         Part(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
     ]
@@ -131,7 +166,8 @@ def _gpt_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupC
     provide = partial(gpt_provider(args), config=config, pg_collection=groups)
     layer: GPTModel = provide(pre_process=False, post_process=False)
     ends: GPTModel = provide()
-    make = _Inputs(args, next(layer.parameters()))
+    make, row_format = _Inputs(args, next(layer.parameters())), RowFormat.of(args)
+    rotate_by_sample([layer])
 
     def run_layer(point: Point) -> Forward:
         b, s = point
@@ -145,8 +181,18 @@ def _gpt_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupC
 
         return forward
 
+    def run_row(inputs: Lengths, _targets: Lengths) -> Forward:
+        segments = make.row(inputs)
+        state, row = make.state(segments.positions.size(1), 1), self_row(segments, row_format)
+
+        def forward() -> Tensor:
+            layer.set_input_tensor(state)
+            return torch.as_tensor(layer(None, segments.positions, None, packed_seq_params=row))
+
+        return forward
+
     return [
-        Part(name="encoder", module=layer, prepare=run_layer),
+        Part(name="encoder", module=layer, prepare=run_layer, prepare_row=run_row),
         Part(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
         Part(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
     ]
@@ -206,6 +252,13 @@ class _Inputs:
     def tokens(self, size: int, length: int) -> Tensor:
         """[size, length] of the vocabulary."""
         return torch.randint(self._args.padded_vocab_size, (size, length), device=self._beside.device)
+
+    def row(self, lengths: Lengths) -> DeviceSegments:
+        """The segments of samples of these positions, and of the row's tail."""
+        starts = tuple(accumulate(lengths, initial=0))
+        host = RowSegments.of(starts, round_up(starts[-1]))
+        device = self._beside.device
+        return DeviceSegments(host=host, offsets=host.offsets.to(device), positions=host.positions.to(device))
 
     def lengths(self, size: int, length: int) -> Tensor:
         """[size]: no padding, which costs the same."""

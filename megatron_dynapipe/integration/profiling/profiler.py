@@ -94,7 +94,7 @@ class Profiler:
             sample: Sample | None = measure(part, point, self.platform, shared=self.shared)
         except torch.OutOfMemoryError:
             sample = None
-        values = _over_ranks(sample)
+        values = over_ranks(sample)
         if values is None:
             return Measurement(part=name, recompute=mode, point=point, fits=False)
         forward, backward, stored, peak = values
@@ -126,26 +126,26 @@ def _agreed(choice: tuple[int, Point] | None) -> tuple[int, Point]:
     if choice is not None:
         index, point = choice
         words[: len(point) + 2] = torch.tensor([index, len(point), *point])
-    words = words.to(_communicable())
+    words = words.to(communicable())
     dist.broadcast(words, 0)
     index, length, *rest = (int(word) for word in words.tolist())
     return index, tuple(rest[: max(length, 0)])
 
 
-def _over_ranks(sample: Sample | None) -> tuple[int, ...] | None:
+def over_ranks(sample: Sample | None) -> tuple[int, ...] | None:
     """Mean times and largest memory over the ranks; None where it did not fit on one of them."""
     memory = None if sample is None else sample.memory
-    fits = torch.tensor([memory is not None], dtype=torch.int64, device=_communicable())
+    fits = torch.tensor([memory is not None], dtype=torch.int64, device=communicable())
     dist.all_reduce(fits, op=dist.ReduceOp.MIN)
     if not fits.item() or sample is None or memory is None:
         return None
-    times = torch.tensor([sample.forward_ns, sample.backward_ns], device=_communicable())
+    times = torch.tensor([sample.forward_ns, sample.backward_ns], device=communicable())
     dist.all_reduce(times)
-    sizes = torch.tensor([memory.stored_bytes, memory.peak_bytes], device=_communicable())
+    sizes = torch.tensor([memory.stored_bytes, memory.peak_bytes], device=communicable())
     dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
     return *(int(time) // dist.get_world_size() for time in times), *(int(size) for size in sizes)
 
 
-def _communicable() -> torch.device:
+def communicable() -> torch.device:
     """Where tensors of the default group live."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

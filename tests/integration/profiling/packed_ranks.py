@@ -1,0 +1,68 @@
+"""What the rank of the packed profile's tests runs: tables of packed rows, and what another row then takes."""
+
+from unittest.mock import patch
+
+import torch
+
+from megatron_dynapipe.cost.fit_packed import PartTables
+from megatron_dynapipe.cost.tabulate import Range
+from megatron_dynapipe.integration.profiling import measure
+from megatron_dynapipe.integration.profiling.layers import build_parts
+from megatron_dynapipe.integration.profiling.packed import PackedProfiler, Row
+from megatron_dynapipe.integration.profiling.setup import prepared
+from megatron_dynapipe.runtime.platform import platform_of
+from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute, round_up
+
+WITHIN = Range(size=8, input_length=64, target_length=32)
+OTHER = Row((40, 3, 24, 61, 8), (12, 30, 2, 7, 25))
+
+
+def tables(rank: int, world_size: int, flags: list[str], family: str) -> dict[str, object]:
+    """Names of the tables, and for each layer and mode (predicted, measured) MB that the row `OTHER` stores."""
+    with prepared(flags, ModelFamily(family), tensor_parallel=1, vocabulary=512) as setup:
+        parts = build_parts(setup.args, setup.family, setup.device)
+        profiler = PackedProfiler(
+            parts=parts,
+            modes=[Recompute.NONE, Recompute.FULL],
+            within=WITHIN,
+            most_positions=256,
+            platform=platform_of(torch.device("cpu")),
+            shared=False,
+        )
+        with patch.object(measure, "LONG_ENOUGH_S", 0.0):
+            found = profiler.run(100)
+            stored = {
+                f"{name}, {mode}": (
+                    _at(made["stored_activation_mb"][name], OTHER, decoder=name == "decoder"),
+                    _measured(profiler, name, mode),
+                )
+                for mode, made in found.items()
+                for name in parts
+                if name in ("encoder", "decoder")
+            }
+            return {
+                "names": {mode.value: {q: sorted(made[q]) for q in made} for mode, made in found.items()},
+                "stored": stored,
+                "no time": profiler.run(0) == {},
+            }
+
+
+def _measured(profiler: PackedProfiler, name: str, mode: Recompute) -> float:
+    part = profiler.parts[name]
+    part.set_recompute(mode)
+    row = OTHER if name == "decoder" else Row(OTHER.inputs, ())
+    return profiler._measure(part, row).memory.stored_bytes / BYTES_PER_MB
+
+
+def _at(made: PartTables, row: Row, *, decoder: bool) -> float:
+    """A row's costs by the tables: the linear part between its corners, attention at the nearest points."""
+    linear, attention = made
+    if decoder:
+        low, high = float(linear["8,8"]), 2**20
+        rates = [(linear[f"{high},8"] - low) / (high - 8), (linear[f"8,{high}"] - low) / (high - 8)]
+        total = low + rates[0] * (round_up(sum(row.inputs)) - 8) + rates[1] * (round_up(sum(row.targets)) - 8)
+    else:
+        low, high = float(linear["8"]), 2**20
+        total = low + (linear[str(high)] - low) / (high - 8) * (round_up(sum(row.inputs)) - 8)
+    each = min(attention.values())  # kernels keep no scores: what is left is the same for all lengths
+    return total + each * len(row.inputs)
