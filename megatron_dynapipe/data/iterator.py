@@ -45,6 +45,7 @@ class PlannedIterator:
         stop_iteration: the iteration before which to stop; None goes on for ever.
         ahead: how many iterations may be ready and waiting, at least 1.
         timeout_seconds: the longest that `next` waits, longer than the deadline of `fetch`.
+        prepare: what the thread does to each micro-batch besides (`pinning`).
     """
 
     def __init__(
@@ -56,13 +57,14 @@ class PlannedIterator:
         stop_iteration: int | None = None,
         ahead: int = 2,
         timeout_seconds: float = 600.0,
+        prepare: Callable[[HostMicroBatch], HostMicroBatch] = lambda batch: batch,
     ) -> None:
         if ahead < 1 or start_iteration < 0 or timeout_seconds <= 0:
             raise ConfigError(
                 "expected ahead ≥ 1, start_iteration ≥ 0 and timeout_seconds > 0, got"
                 f" {ahead}, {start_iteration} and {timeout_seconds}"
             )
-        self._fetch, self._collator = fetch, collator
+        self._fetch, self._collator, self._prepared = fetch, collator, prepare
         self._next_iteration, self._stop_iteration = start_iteration, stop_iteration
         self._ahead, self._timeout_seconds = ahead, timeout_seconds
         self._waited_seconds = 0.0
@@ -181,6 +183,7 @@ class PlannedIterator:
             raise DataError(f"expected the plan of iteration {iteration}, got that of iteration {entry.iteration}")
         self._doing = f"read the samples of iteration {iteration}"
         batches = tuple(
-            self._collator(index, micro_batch, entry.family) for index, micro_batch in enumerate(entry.micro_batches)
+            self._prepared(self._collator(index, micro_batch, entry.family))
+            for index, micro_batch in enumerate(entry.micro_batches)
         )
         return PlannedIteration(entry=entry, micro_batches=batches)

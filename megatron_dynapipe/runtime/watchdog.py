@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -33,12 +34,21 @@ class Watchdog:
         deadline_s: of the process groups.
         name: of this rank, for the message.
         tell: takes the message; standard error by default.
+        begin: called in the thread before it looks at a device.
     """
 
-    def __init__(self, *, deadline_s: float, name: str, tell: Callable[[str], None] = _to_stderr) -> None:
+    def __init__(
+        self,
+        *,
+        deadline_s: float,
+        name: str,
+        tell: Callable[[str], None] = _to_stderr,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
         self._patience_s = deadline_s * DEADLINE_FRACTION
         self._name = name
         self._tell = tell
+        self._begin = begin
         self._watched: tuple[StagePlan, Trace] | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dynapipe-watchdog", daemon=True)
@@ -58,6 +68,7 @@ class Watchdog:
         self._watched = plan, trace
 
     def _run(self) -> None:
+        self._begin()
         standing: tuple[Trace, int] | None = None
         since = time.monotonic()
         told = False
@@ -85,4 +96,7 @@ def watched(device: torch.device, *, deadline_s: float, rank: int) -> AbstractCo
         deadline_s: of its process groups.
         rank: its number, for the message.
     """
-    return Watchdog(deadline_s=deadline_s, name=f"rank {rank}") if device.type == "cuda" else nullcontext()
+    if device.type != "cuda":
+        return nullcontext()
+    # A thread begins with device 0 as its current one: asking an event there would make a context on it for every rank.
+    return Watchdog(deadline_s=deadline_s, name=f"rank {rank}", begin=partial(torch.cuda.set_device, device))

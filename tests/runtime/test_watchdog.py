@@ -64,11 +64,14 @@ def test_a_device_that_stands_still_is_spoken_of_once():
     assert said[0].endswith('(if all stages say so: docs/parallelism.md, "What waits for a whole GPU")')
 
 
-def test_only_a_rank_on_cuda_is_watched():
+def test_only_a_rank_on_cuda_is_watched_by_a_thread_on_its_device(monkeypatch):
+    chosen: dict[str, torch.device] = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: chosen.update({threading.current_thread().name: d}))
     with watched(torch.device("cpu"), deadline_s=1, rank=0) as watchdog:
         assert watchdog is None
-    with watched(torch.device("cuda", 0), deadline_s=1, rank=0) as watchdog:
+    with watched(torch.device("cuda", 1), deadline_s=1, rank=0) as watchdog:
         assert isinstance(watchdog, Watchdog)
+    assert chosen == {"dynapipe-watchdog": torch.device("cuda", 1)}
 
 
 def test_a_device_that_has_done_everything_is_not():

@@ -264,7 +264,7 @@ class MegatronPipeline:
         gpt = self._family is ModelFamily.GPT
         made = partial(gpt_batch, explicit_mask=takes_mask(models)) if gpt else t5_batch
         self._make_batch = partial(made, row_format=RowFormat.of(config))
-        self._step_function = partial(gpt_step if gpt else t5_step, check_for_nan=False)
+        self._step_function = gpt_step if gpt else t5_step
         config.finalize_model_grads_func = finalize_model_grads
         if self._optimizer is not None:
             config.grad_scale_func = self._optimizer.scale_loss

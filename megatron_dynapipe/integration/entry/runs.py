@@ -24,7 +24,14 @@ from megatron_dynapipe.integration.entry import launch
 from megatron_dynapipe.integration.entry.session import MakeBatch, Session
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
 from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep
-from megatron_dynapipe.integration.execution.step_functions import StepFunction, gpt_batch, gpt_step, t5_batch, t5_step
+from megatron_dynapipe.integration.execution.step_functions import (
+    StepFunction,
+    check_losses,
+    gpt_batch,
+    gpt_step,
+    t5_batch,
+    t5_step,
+)
 from megatron_dynapipe.integration.flags import arguments, placement
 from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
 from megatron_dynapipe.integration.flags.model_state import StateBytes
@@ -85,7 +92,7 @@ def t5_run() -> Run:
         args=args,
         session=_session(args, ModelFamily.T5, required_fields=required_fields, make_batch=make_batch),
         model_provider=t5_provider(args, split),
-        forward_step=partial(t5_step, check_for_nan=args.check_for_nan_in_loss_and_grad),
+        forward_step=t5_step,
         embedding_ranks=split.embedding_ranks,
         position_embedding_ranks=split.position_embedding_ranks,
     )
@@ -108,7 +115,7 @@ def gpt_run() -> Run:
         args=args,
         session=_session(args, ModelFamily.GPT, required_fields=required_fields, make_batch=make_batch),
         model_provider=gpt_provider(args),
-        forward_step=partial(gpt_step, check_for_nan=args.check_for_nan_in_loss_and_grad),
+        forward_step=gpt_step,
     )
 
 
@@ -258,6 +265,7 @@ def _session(
         metrics_interval=args.tensorboard_log_interval,
         state=StateBytes.of(args),
         save_record=_saving_record(args, settings, family),
+        check_losses=check_losses if args.check_for_nan_in_loss_and_grad and not args.use_dynapipe else lambda _: None,
     )
 
 

@@ -59,6 +59,7 @@ class Session:
         state: what a parameter's copies take; None leaves a model's memory to the cost model.
         seed: of dropouts.
         save_record: puts what a checkpoint says of its run into the last one; called on rank 0 as training goes on.
+        check_losses: called with the last stage's loss reports of each iteration.
         metrics_interval: iterations between two whose numbers are given to Megatron's writers.
 
     Attributes:
@@ -79,6 +80,7 @@ class Session:
         metrics_interval: int,
         state: StateBytes | None = None,
         save_record: Callable[[], None] = lambda: None,
+        check_losses: Callable[[Sequence[dict[str, torch.Tensor]]], None] = lambda _: None,
     ) -> None:
         self._settings = settings
         self._make_inputs = inputs
@@ -91,6 +93,7 @@ class Session:
         self._metrics_interval = metrics_interval
         self._state = state
         self._save_record = save_record
+        self._check_losses = check_losses
         self._modules: list[torch.nn.Module] = []
         self._context: MicroBatchContext | None = None
         self._resources = ExitStack()
@@ -156,6 +159,7 @@ class Session:
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
         )
+        self._check_losses(result.losses)
         if not forward_only:
             add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
             self._trained = item
@@ -217,7 +221,7 @@ class Session:
         platform = platform_of(self._device)
         watch = self._resources.enter_context(watched(self._device, deadline_s=timeout_s, rank=self._control.rank))
         self._executor = PipelineExecutor(link.transport, platform, stages=self._stages, dtype=self._dtype, watch=watch)
-        supply = self._resources.enter_context(PlanSupply(self._settings, self._control, inputs))
+        supply = self._resources.enter_context(PlanSupply(self._settings, self._control, inputs, device=self._device))
         replica, rank = parallel_state.get_data_parallel_rank(), self._control.rank
         required = self._required_fields()
         for split in inputs.splits:

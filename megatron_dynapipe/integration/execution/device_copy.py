@@ -15,7 +15,22 @@ def copy_to(device: torch.device, tensors: Sequence[Tensor | None]) -> list[Tens
     """The tensors on the device, in the order given; None stays None, and on a CPU so does everything."""
     if device.type == "cpu":
         return list(tensors)
-    return copy_together(device, tensors)
+    return copy_buffer(device, tensors) or copy_together(device, tensors)
+
+
+def copy_buffer(device: torch.device, tensors: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+    """As `copy_to`, of tensors that lie in one buffer (`data.pinning`), which is copied; None if they do not."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+    if len(storages) != 1:
+        return None
+    storage = next(tensor for tensor in tensors if tensor is not None).untyped_storage()
+    buffer = torch.empty(0, dtype=torch.uint8).set_(storage).to(device, non_blocking=True, copy=True)
+    return [None if tensor is None else _same_view(tensor, buffer) for tensor in tensors]
+
+
+def _same_view(tensor: Tensor, buffer: Tensor) -> Tensor:
+    start = tensor.storage_offset() * tensor.element_size()
+    return buffer[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
 
 
 def copy_together(device: torch.device, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

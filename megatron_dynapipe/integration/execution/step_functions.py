@@ -25,26 +25,34 @@ from megatron_dynapipe.units import Shape
 LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
-def masked_loss(loss_mask: torch.Tensor, output: torch.Tensor, *, check_for_nan: bool) -> LossReport:
+def check_losses(losses: Sequence[dict[str, torch.Tensor]]) -> None:
+    """Stop, with Megatron's own diagnosis, where an iteration's loss is not finite.
+
+    Once for all micro-batches, and after their passes: a look at each of them would wait for the device each time.
+    Megatron's state machine calls for it inside the schedule function, as it may run the iteration again.
+    """
+    if not losses:
+        return
+    total = torch.stack([report[LOSS_NAME][0] for report in losses]).sum()
+    get_rerun_state_machine().validate_result(
+        result=total,
+        rejection_func=lambda loss: not bool(torch.isfinite(loss)),
+        message="found NaN or Inf in local forward loss calculation",
+        tolerance=0.0,
+        fatal=True,
+    )
+
+
+def masked_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> LossReport:
     """Sum of the losses that count, their number, and both for the log.
 
     Args:
         loss_mask: [b, t], 1 where a label counts.
         output: [b, t] loss of every position.
-        check_for_nan: stop, with Megatron's own diagnosis, where the sum is not finite.
     """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
-    if check_for_nan:
-        for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            get_rerun_state_machine().validate_result(
-                result=loss,
-                rejection_func=rejected,
-                message=f"found {name} in local forward loss calculation",
-                tolerance=0.0,
-                fatal=True,
-            )
     return loss, tokens, {LOSS_NAME: torch.stack([loss.detach(), tokens.to(loss.dtype)])}
 
 
@@ -77,9 +85,7 @@ def gpt_batch(
     }
 
 
-def gpt_step(
-    batches: Iterator[DeviceBatch], model: torch.nn.Module, *, check_for_nan: bool
-) -> tuple[torch.Tensor, Callable[..., LossReport]]:
+def gpt_step(batches: Iterator[DeviceBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., LossReport]]:
     """One micro-batch through this stage of a `GPTModel`."""
     batch = next(batches)
     output = model(
@@ -89,7 +95,7 @@ def gpt_step(
         labels=batch["labels"],
         packed_seq_params=batch["packed_seq_params"],
     )
-    return output, partial(masked_loss, batch["loss_mask"], check_for_nan=check_for_nan)
+    return output, partial(masked_loss, batch["loss_mask"])
 
 
 def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowFormat = RowFormat.LOCAL) -> DeviceBatch:
@@ -119,12 +125,10 @@ def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowForma
     return {"inputs": inputs, "loss_mask": loss_mask}
 
 
-def t5_step(
-    batches: Iterator[DeviceBatch], model: torch.nn.Module, *, check_for_nan: bool
-) -> tuple[Any, Callable[..., LossReport]]:
+def t5_step(batches: Iterator[DeviceBatch], model: torch.nn.Module) -> tuple[Any, Callable[..., LossReport]]:
     """One micro-batch through this stage of a T5."""
     batch = next(batches)
-    return model(batch["inputs"]), partial(masked_loss, batch["loss_mask"], check_for_nan=check_for_nan)
+    return model(batch["inputs"]), partial(masked_loss, batch["loss_mask"])
 
 
 def _masks(

@@ -19,6 +19,7 @@ import torch
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator
 from megatron_dynapipe.data.meta import open_split, read_meta
+from megatron_dynapipe.data.pinning import pinning
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.integration.flags import placement
 from megatron_dynapipe.integration.flags.arguments import RunSettings
@@ -56,6 +57,7 @@ class PlanSupply:
         settings: store, planners, deadlines.
         control: the group on which ranks agree; a failure to start on one is raised on all.
         inputs: what plans are made from.
+        device: of this rank, for which micro-batches are made ready.
 
     Attributes:
         store: connected, once the block has been entered.
@@ -66,7 +68,10 @@ class PlanSupply:
     store: PlanStore
     keys: PlanKeys
 
-    def __init__(self, settings: RunSettings, control: ControlGroup, inputs: PlanInputs) -> None:
+    def __init__(
+        self, settings: RunSettings, control: ControlGroup, inputs: PlanInputs, *, device: torch.device
+    ) -> None:
+        self._device = device
         self._settings = settings
         self._control = control
         self._inputs = inputs
@@ -112,6 +117,7 @@ class PlanSupply:
             stop_iteration=None if split.iterations is None else split.first_iteration + split.iterations,
             ahead=max(self._settings.ahead // 2, 1),
             timeout_seconds=timeout_s + 10,  # the fetch's own error is the better one
+            prepare=pinning(self._device),
         )
 
         def announce(iteration: int) -> None:

@@ -14,7 +14,7 @@ def script_step(batches, model):
     output = model(
         batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"], packed_seq_params=None
     )
-    return output, partial(masked_loss, batch["loss_mask"], check_for_nan=False)
+    return output, partial(masked_loss, batch["loss_mask"])
 
 
 def train(layout: Layout) -> dict[str, object]:

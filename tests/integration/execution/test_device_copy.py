@@ -1,6 +1,6 @@
 import torch
 
-from megatron_dynapipe.integration.execution.device_copy import copy_to, copy_together
+from megatron_dynapipe.integration.execution.device_copy import copy_buffer, copy_to, copy_together
 
 CPU = torch.device("cpu")
 TENSORS = [
@@ -27,3 +27,15 @@ def test_tensors_come_out_of_one_buffer_as_they_went_in():
 def test_nothing_is_copied_on_a_cpu():
     for tensor, same in zip(TENSORS, copy_to(CPU, TENSORS), strict=True):
         assert same is tensor
+
+
+def test_tensors_of_one_buffer_are_copied_with_it():
+    buffer = torch.zeros(64, dtype=torch.uint8)
+    tokens = buffer[16:48].view(torch.int64).view(2, 2).copy_(torch.arange(4).view(2, 2))
+    mask = buffer[48:56].view(torch.float32).copy_(torch.tensor([0.5, 2.0]))
+    moved = copy_buffer(CPU, [mask, None, tokens])
+    assert moved is not None and moved[1] is None
+    assert torch.equal(moved[0], mask) and torch.equal(moved[2], tokens)
+    tokens.zero_()
+    assert moved[2].tolist() == [[0, 1], [2, 3]], "a copy, not the buffer"
+    assert copy_buffer(CPU, TENSORS) is None and copy_buffer(CPU, [None]) is None

@@ -1,0 +1,59 @@
+"""A micro-batch in one buffer is the same micro-batch; the thread that reads ahead makes it."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from megatron_dynapipe.data.collate import RequiredFields
+from megatron_dynapipe.data.iterator import PlannedIterator
+from megatron_dynapipe.data.pinning import in_one_buffer, pinning
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
+from tests.data.dataset import collator_of, micro_batch, stage_entry, write_dataset
+
+ALL = RequiredFields(tokens=True, decoder_tokens=True, labels=True)
+
+
+def tensors(batch) -> dict[str, torch.Tensor | None]:
+    found = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    for name in ("input_segments", "decoder_segments"):
+        if (row := found.pop(name)) is not None:
+            found |= {f"{name}.offsets": row.offsets, f"{name}.positions": row.positions}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("required", [ALL, RequiredFields(labels=True), RequiredFields()])
+def test_one_buffer_holds_the_same(required, tmp_path):
+    collate = collator_of(write_dataset(tmp_path), required)
+    batch = collate(0, micro_batch([0, 1], Shape(2, 8, 8)), ModelFamily.T5)
+    made = in_one_buffer(batch, pin=False)
+    before, after = tensors(batch), tensors(made)
+    assert before.keys() == after.keys() and before
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) and tensor.dtype == after[name].dtype, name
+        assert after[name].data_ptr() % 16 == after[name].untyped_storage().data_ptr() % 16, name
+    assert len({tensor.untyped_storage().data_ptr() for tensor in after.values()}) == 1
+    assert (made.index, made.family, made.shape) == (batch.index, batch.family, batch.shape)
+
+
+def test_packed_rows_too(tmp_path):
+    collate = collator_of(write_dataset(tmp_path), ALL)
+    packed = micro_batch([0, 1], Shape(1, 8, 8), layout=BatchLayout.PACKED)
+    batch = collate(0, packed, ModelFamily.T5)
+    made = in_one_buffer(batch, pin=False)
+    assert made.input_segments is not None and made.input_segments.lengths == batch.input_segments.lengths
+    for name, tensor in tensors(batch).items():
+        assert torch.equal(tensor, tensors(made)[name]), name
+
+
+def test_the_iterator_prepares_what_it_yields(tmp_path):
+    collate = collator_of(write_dataset(tmp_path), ALL)
+    entry = lambda iteration: stage_entry(iteration, micro_batch([0], Shape(1, 8, 8)))  # noqa: E731
+    with PlannedIterator(entry, collate, stop_iteration=1, prepare=lambda b: in_one_buffer(b, pin=False)) as iterator:
+        (item,) = iterator
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors(item.micro_batches[0]).values()}) == 1
+
+
+def test_a_cpu_needs_no_pinned_memory(tmp_path):
+    batch = collator_of(write_dataset(tmp_path), ALL)(0, micro_batch([0], Shape(1, 8, 8)), ModelFamily.T5)
+    assert pinning(torch.device("cpu"))(batch) is batch

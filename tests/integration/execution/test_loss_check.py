@@ -1,0 +1,36 @@
+"""NaN and Inf are looked for once per iteration: each look waits for the device."""
+
+import pytest
+
+from tests.helpers.processes import run_ranks
+
+
+def checked(rank: int, world_size: int, losses: list[float]) -> list[str]:
+    """What Megatron's state machine is asked of an iteration of these losses."""
+    import torch
+
+    from megatron_dynapipe.integration.execution import step_functions
+
+    asked: list[str] = []
+
+    class Machine:
+        def validate_result(self, *, result, rejection_func, message, tolerance, fatal):
+            asked.append("rejected" if rejection_func(result) else "accepted")
+            assert fatal and tolerance == 0.0 and "NaN or Inf" in message
+
+    step_functions.get_rerun_state_machine = Machine
+    step_functions.check_losses([{"lm loss": torch.tensor([loss, 3.0])} for loss in losses])
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([], []),
+        ([1.0, 2.0, 3.0], ["accepted"]),
+        ([1.0, float("nan")], ["rejected"]),
+        ([float("inf"), 1.0], ["rejected"]),
+    ],
+)
+def test_one_look_per_iteration(losses, expected):
+    assert run_ranks(checked, 1, {"losses": losses}) == [expected]
