@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_dynapipe.integration.hooks import gloo_reductions
 from megatron_dynapipe.megatron_version import check_version
 
 
@@ -147,7 +148,7 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 
 def apply() -> None:
-    """Apply the patches; a second call changes nothing.
+    """Apply the patches, and those of reductions over gloo; a second call changes nothing.
 
     Raises:
         UnsupportedMegatronError: Megatron is not of a known version.
@@ -159,10 +160,12 @@ def apply() -> None:
     for patch in PATCHES:
         _originals[patch.name] = getattr(owner, patch.name)
         setattr(owner, patch.name, patch.make(_originals[patch.name]))
+    gloo_reductions.apply()
 
 
 def revert() -> None:
     """Restore Megatron's own methods; does nothing if none is patched."""
+    gloo_reductions.revert()
     owner = getattr(importlib.import_module(MODULE), CLASS) if _originals else None
     while _originals:
         name, original = _originals.popitem()

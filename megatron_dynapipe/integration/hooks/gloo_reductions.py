@@ -1,0 +1,81 @@
+"""Megatron's gradient reductions and parameter gathers over gloo, one by one.
+
+Megatron's DDP wraps them in `_coalescing_manager`, which hands them to the backend as one. Gloo has no such all-reduce
+for tensors of a GPU, and several ranks on one GPU can only talk over gloo: their first reduction would end the run.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+MODULE, NAME = "megatron.core.distributed.param_and_grad_buffer", "_coalescing_manager"
+
+_original: Callable[..., Any] | None = None
+
+
+class Works:
+    """The operations under way."""
+
+    def __init__(self) -> None:
+        self._works: list[Any] = []
+
+    def append(self, work: Any) -> None:
+        """One more; None, of a rank that takes no part, is passed over."""
+        if work is not None:
+            self._works.append(work)
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+
+
+@contextlib.contextmanager
+def one_by_one(group: Any, async_ops: bool) -> Iterator[Works]:
+    """What PyTorch's manager does, with one operation for each that the block asks for."""
+    state = dist.distributed_c10d._world.pg_coalesce_state
+    works, asked = Works(), state.setdefault(group, [])
+    try:
+        yield works
+    finally:
+        state.pop(group, None)  # from here on operations of the group are done, not written down
+    for each in asked:
+        if each.op is dist.all_reduce:
+            works.append(dist.all_reduce(each.tensor, op=each.redop, group=group, async_op=True))
+        elif each.op is dist.reduce_scatter_tensor:
+            scattered = dist.reduce_scatter_tensor(
+                each.dst_tensor, each.tensor, op=each.redop, group=group, async_op=True
+            )
+            works.append(scattered)
+        else:
+            assert each.op is dist.all_gather_into_tensor, each.op
+            works.append(dist.all_gather_into_tensor(each.dst_tensor, each.tensor, group=group, async_op=True))
+    if not async_ops:
+        works.wait()
+
+
+def apply() -> None:
+    """Replace the manager in Megatron's DDP for groups over gloo; a second call changes nothing."""
+    global _original
+    if _original is not None:
+        return
+    module = importlib.import_module(MODULE)
+    original = _original = getattr(module, NAME)
+
+    def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+        if group is not None and dist.get_backend(group) == dist.Backend.GLOO:
+            return one_by_one(group, async_ops)
+        return original(group, device, async_ops)
+
+    setattr(module, NAME, manager)
+
+
+def revert() -> None:
+    """Put Megatron's own import back; does nothing if it is there."""
+    global _original
+    if _original is not None:
+        setattr(importlib.import_module(MODULE), NAME, _original)
+        _original = None
