@@ -216,7 +216,7 @@ def _schedule(args: argparse.Namespace, method: str | None) -> "ScheduleSettings
 
     default, evaluations = ScheduleSettings(), args.search_evaluations
     return ScheduleSettings(
-        method=method or default.method,
+        method=default.method if method is None else method,
         search_evaluations=default.search_evaluations if evaluations is None else evaluations,
         seed=args.seed,
     )
