@@ -146,7 +146,8 @@ class SdpaCoreAttention(MegatronModule):
         else:
             if bias is not None and causal:
                 bias = bias.masked_fill(_later_keys(bias.size(2), bias.size(3), bias.device), -math.inf)
-            attended = attend_by_sample(query, key, value, row, partial(self._attend, causal=causal), bias)
+            attend = partial(self._attend, causal=causal)
+            attended = attend_by_sample(query, key, value, row, attend, bias, causal=causal)
         return attended.flatten(1)[:, None]
 
     def _randomness(self) -> contextlib.AbstractContextManager[Any]:

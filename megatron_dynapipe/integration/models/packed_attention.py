@@ -1,12 +1,13 @@
 """Attention over packed rows: every sample for itself.
 
     row of queries   a a a b b c c c c        on CUDA, one kernel over all segments: `varlen_attn` (FlashAttention)
-    row of keys      A A B B B B C            elsewhere, SDPA per sample, samples of equal lengths batched together
+    row of keys      A A B B B B C            elsewhere, SDPA over samples of like lengths, padded inside attention
 
-Neither pads, and neither computes what is masked away. A segment may have queries without keys (the tail of a T5's
-decoder row where its encoder row has none): they attend to nothing and come out as zeros.
+A segment may have queries without keys (the tail of a T5's decoder row where its encoder row has none): they attend to
+nothing and come out as zeros.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.integration.models.packed_rows import PackedRow
+from megatron_dynapipe.integration.models.segment_groups import SegmentGroup, group_segments
 
 KERNEL_TYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8
@@ -51,9 +53,16 @@ def attend_in_kernel(
 
 
 def attend_by_sample(
-    query: Tensor, key: Tensor, value: Tensor, row: PackedSeqParams, attend: Attend, bias: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: PackedSeqParams,
+    attend: Attend,
+    bias: Tensor | None,
+    *,
+    causal: bool,
 ) -> Tensor:
-    """Attention of each segment by itself, those of equal lengths together.
+    """Attention of each segment by itself, those of like lengths together.
 
     Args:
         query: [t, heads, channels].
@@ -61,7 +70,9 @@ def attend_by_sample(
         value: likewise.
         row: where the segments lie.
         attend: computes segments of one length.
-        bias: [1, heads, queries, keys] of the longest segment, of which shorter ones have a corner.
+        bias: [1, heads, queries, keys] of the longest segment, of which shorter ones have a corner; of causal
+            attention, later keys are masked in it.
+        causal: whether `attend` hides later keys; each segment then has as many keys as queries.
 
     Returns:
         [t, heads, channels].
@@ -74,20 +85,34 @@ def attend_by_sample(
         raise PlanError(
             f"expected segments of {query.size(0)} queries and {key.size(0)} keys, got {sum(queries)} and {sum(keys)}"
         )
-    alike: dict[tuple[int, int], list[int]] = {}
-    for segment, lengths in enumerate(zip(queries, keys, strict=True)):
-        if lengths[0]:
-            alike.setdefault(lengths, []).append(segment)
-    parts = query.split(queries), key.split(keys), value.split(keys)
-    attended: dict[int, Tensor] = {}
-    for (length, others), segments in alike.items():
-        if not others:
-            attended |= {segment: torch.zeros_like(parts[0][segment]) for segment in segments}
+    groups = (
+        row.segment_groups(query.device) if isinstance(row, PackedRow) else group_segments(queries, keys, query.device)
+    )
+    attended = []
+    for group in groups.groups:
+        if group.keys == 0:
+            attended.append(query.new_zeros(group.count * group.queries, *query.shape[1:]))
             continue
-        rows = [_stacked([part[segment] for segment in segments]) for part in parts]
-        corner = None if bias is None else bias[:, :, :length, :others]
-        attended |= zip(segments, attend(rows[0], rows[1], rows[2], corner).unbind(), strict=True)
-    return torch.cat([attended[segment] for segment in sorted(attended)])
+        mask = _mask(group, bias, query, causal=causal)
+        of_queries = _picked(query, group.query_places, group.count)
+        of_keys, of_values = (_picked(tensor, group.key_places, group.count) for tensor in (key, value))
+        attended.append(attend(of_queries, of_keys, of_values, mask).flatten(0, 1))
+    return torch.cat(attended).index_select(0, groups.back)
+
+
+def _picked(tensor: Tensor, places: Tensor, count: int) -> Tensor:
+    """[n, positions, …] of a row's positions."""
+    return tensor.index_select(0, places).view(count, -1, *tensor.shape[1:])
+
+
+def _mask(group: SegmentGroup, bias: Tensor | None, query: Tensor, *, causal: bool) -> Tensor | None:
+    """What SDPA adds to a group's scores, or the keys it may look at; causal attention sees no padded key anyway."""
+    if bias is None:
+        return None if causal else group.real_keys
+    corner = bias[:, :, : group.queries, : group.keys].to(query.dtype)
+    if group.real_keys is None or causal:
+        return corner
+    return corner.masked_fill(~group.real_keys, -math.inf)
 
 
 def segment_lengths(row: PackedSeqParams) -> tuple[list[int], list[int]]:
@@ -95,8 +120,3 @@ def segment_lengths(row: PackedSeqParams) -> tuple[list[int], list[int]]:
     if isinstance(row, PackedRow):
         return list(row.lengths_q), list(row.lengths_kv)
     return row.cu_seqlens_q.diff().tolist(), row.cu_seqlens_kv.diff().tolist()
-
-
-def _stacked(parts: list[Tensor]) -> Tensor:
-    """[n, …] of n equal parts; one alone is not copied."""
-    return parts[0][None] if len(parts) == 1 else torch.stack(parts)

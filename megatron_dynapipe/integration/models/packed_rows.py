@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from megatron_dynapipe.data.segments import RowSegments
+from megatron_dynapipe.integration.models.segment_groups import SegmentGroups, group_segments
 
 
 class RowFormat(enum.StrEnum):
@@ -45,6 +46,13 @@ class PackedRow(PackedSeqParams):
     lengths_kv: tuple[int, ...] = ()
     positions: Tensor | None = None
     cross: "PackedRow | None" = None
+    _groups: SegmentGroups | None = None
+
+    def segment_groups(self, device: torch.device) -> SegmentGroups:
+        """The row's segments in groups of like lengths, made once for all layers."""
+        if self._groups is None:
+            self._groups = group_segments(self.lengths_q, self.lengths_kv, device)
+        return self._groups
 
     def pick(self, rotations: Tensor) -> Tensor:
         """Rotations [t, 1, 1, channels] of every position of the row, from those of the first positions.

@@ -74,17 +74,17 @@ def test_the_kernel_attends_as_samples_one_by_one_do(name):
     row.cu_seqlens_q, row.cu_seqlens_kv = row.cu_seqlens_q.cuda(), row.cu_seqlens_kv.cuda()
     *tensors, gradient = (tensor.squeeze(1).cuda().bfloat16() for tensor in inputs(queries, keys, groups))
 
-    def one(query, key, value, bias):
+    def one(query, key, value, mask):
         given = (tensor.transpose(1, 2) for tensor in (query, key, value))
         attended = torch.nn.functional.scaled_dot_product_attention(
-            *given, is_causal=causal, scale=0.3, enable_gqa=groups < query.size(2)
+            *given, attn_mask=mask, is_causal=causal, scale=0.3, enable_gqa=groups < query.size(2)
         )
         return attended.transpose(1, 2)
 
     found = []
     for attend in (
         lambda *given: attend_in_kernel(*given, row, causal=causal, scale=0.3),
-        lambda *given: attend_by_sample(*given, row, one),
+        lambda *given: attend_by_sample(*given, row, one, None, causal=causal),
     ):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
         result = attend(*leaves)
