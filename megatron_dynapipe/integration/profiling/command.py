@@ -12,17 +12,21 @@ from tqdm import tqdm
 from megatron_dynapipe.cost.format import encode_file
 from megatron_dynapipe.cost.tabulate import Range
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.profiling.journal import Journal
 from megatron_dynapipe.integration.profiling.layers import build_parts
 from megatron_dynapipe.integration.profiling.measure import clock_of
+from megatron_dynapipe.integration.profiling.packed import PackedProfiler, Tables
 from megatron_dynapipe.integration.profiling.profiler import Profiler
 from megatron_dynapipe.integration.profiling.result import cost_file, describe, identity
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 from megatron_dynapipe.runtime.links import measure_links
-from megatron_dynapipe.units import ModelFamily, Recompute
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 
 BUDGET_FOR_MEASURING = 0.9
 """Share of the budget; the rest is for starting, fitting and writing."""
+SHARE_OF_PACKED = 0.2
+"""Of the time for measuring, that packed rows may take; if it is too short, their costs are derived in plans."""
 
 
 def profile(
@@ -64,8 +68,10 @@ def profile(
             shared=tensor_parallel > 1,
         )
         links = measure_links(setup.device)
-        spent = time.monotonic() - started
-        _measure(profiler, max(budget_s * BUDGET_FOR_MEASURING - spent, 0.0), show=is_first)
+        left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
+        packed = _packed(profiler, setup, left * SHARE_OF_PACKED)
+        left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
+        _measure(profiler, left, show=is_first)
         if not is_first:
             return None
         file = cost_file(
@@ -74,6 +80,7 @@ def profile(
             profiler.measurements,
             modes=modes,
             within=profiler.within,
+            packed=packed,
             links=links,
             provenance=provenance | {"seconds": round(time.monotonic() - started, 1)},
         )
@@ -91,6 +98,22 @@ def _range(setup: ProfileSetup) -> Range:
         input_length=setup.args.seq_length,
         target_length=setup.args.decoder_seq_length if t5 else 0,
     )
+
+
+def _packed(profiler: Profiler, setup: ProfileSetup, budget_s: float) -> dict[Recompute, Tables]:
+    """Tables of packed rows by mode; none where the model takes none, or time is too short."""
+    layouts = batch_layouts(setup.args, setup.family, on_cpu=setup.device.type == "cpu")
+    if BatchLayout.PACKED not in layouts.allowed:
+        return {}
+    packed = PackedProfiler(
+        parts=profiler.parts,
+        modes=profiler.modes,
+        within=profiler.within,
+        most_positions=profiler.most_positions,
+        platform=profiler.platform,
+        shared=profiler.shared,
+    )
+    return packed.run(budget_s)
 
 
 def _measure(profiler: Profiler, budget_s: float, *, show: bool) -> None:

@@ -104,7 +104,7 @@ def _t5_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCo
         pg_collection=groups,
     )
     encoder, decoder, ends = build(split=inner, stage=1), build(split=inner, stage=4), build(split=whole, stage=0)
-    make, row_format = _Inputs(args, next(encoder.parameters())), RowFormat.of(args)
+    make = _Inputs(args, next(encoder.parameters()))
 
     def run_encoder(point: Point) -> Forward:
         b, s = point
@@ -130,10 +130,18 @@ def _t5_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCo
 
         return forward
 
-    def run_encoder_row(inputs: Lengths, _targets: Lengths) -> Forward:
+    return [
+        Part(name="encoder", module=encoder, prepare=run_encoder, prepare_row=_encoder_row(encoder, make)),
+        Part(name="decoder", module=decoder, prepare=run_decoder, prepare_row=_decoder_row(decoder, make)),
+        Part(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
+        Part(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
+    ]
+
+
+def _encoder_row(encoder: T5Stage, make: "_Inputs") -> Callable[[Lengths, Lengths], Forward]:
+    def run(inputs: Lengths, _targets: Lengths) -> Forward:
         row = make.row(inputs)
-        state = make.state(row.positions.size(1), 1)
-        batch = T5StageInputs(encoder_row=self_row(row, row_format))
+        state, batch = make.state(row.positions.size(1), 1), T5StageInputs(encoder_row=self_row(row, make.row_format))
 
         def forward() -> Tensor:
             encoder.set_input_tensor([state])
@@ -141,10 +149,15 @@ def _t5_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCo
 
         return forward
 
-    def run_decoder_row(inputs: Lengths, targets: Lengths) -> Forward:
+    return run
+
+
+def _decoder_row(decoder: T5Stage, make: "_Inputs") -> Callable[[Lengths, Lengths], Forward]:
+    def run(inputs: Lengths, targets: Lengths) -> Forward:
         keys, queries = make.row(inputs), make.row(targets)
         state, encoded = make.state(queries.positions.size(1), 1), make.state(keys.positions.size(1), 1)
-        batch = T5StageInputs(decoder_row=self_row(queries, row_format, attention_row(queries, keys, row_format)))
+        cross = attention_row(queries, keys, make.row_format)
+        batch = T5StageInputs(decoder_row=self_row(queries, make.row_format, cross))
 
         def forward() -> Tensor:
             decoder.set_input_tensor([encoded, state])
@@ -152,12 +165,7 @@ def _t5_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCo
 
         return forward
 
-    return [
-        Part(name="encoder", module=encoder, prepare=run_encoder, prepare_row=run_encoder_row),
-        Part(name="decoder", module=decoder, prepare=run_decoder, prepare_row=run_decoder_row),
-        Part(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
-        Part(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
-    ]
+    return run
 
 
 def _gpt_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCollection) -> list[Part]:
@@ -166,7 +174,7 @@ def _gpt_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupC
     provide = partial(gpt_provider(args), config=config, pg_collection=groups)
     layer: GPTModel = provide(pre_process=False, post_process=False)
     ends: GPTModel = provide()
-    make, row_format = _Inputs(args, next(layer.parameters())), RowFormat.of(args)
+    make = _Inputs(args, next(layer.parameters()))
     rotate_by_sample([layer])
 
     def run_layer(point: Point) -> Forward:
@@ -183,7 +191,7 @@ def _gpt_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupC
 
     def run_row(inputs: Lengths, _targets: Lengths) -> Forward:
         segments = make.row(inputs)
-        state, row = make.state(segments.positions.size(1), 1), self_row(segments, row_format)
+        state, row = make.state(segments.positions.size(1), 1), self_row(segments, make.row_format)
 
         def forward() -> Tensor:
             layer.set_input_tensor(state)
@@ -242,6 +250,7 @@ class _Inputs:
     def __init__(self, args: Namespace, beside: Tensor) -> None:
         self._args = args
         self._beside = beside
+        self.row_format = RowFormat.of(args)
 
     def state(self, length: int, size: int) -> Tensor:
         """[length, size, hidden] that a gradient is wanted of; this rank's part under sequence parallelism."""

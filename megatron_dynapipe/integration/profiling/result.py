@@ -12,12 +12,24 @@ import msgspec
 import torch
 
 from megatron_dynapipe.cost.check import validated_errors
-from megatron_dynapipe.cost.format import UNITS, CostFile, Link, Points, key_of
+from megatron_dynapipe.cost.fit_packed import LONGEST_ROW
+from megatron_dynapipe.cost.format import (
+    FORMAT,
+    PACKED_FORMAT,
+    UNITS,
+    CostFile,
+    Link,
+    PackedEntry,
+    PackedPart,
+    Points,
+    key_of,
+)
 from megatron_dynapipe.cost.tabulate import Range, fitted_entry
 from megatron_dynapipe.integration.profiling.journal import Measurement
 from megatron_dynapipe.integration.profiling.layers import Part
+from megatron_dynapipe.integration.profiling.packed import Tables as PackedTables
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup
-from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
+from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, NS_PER_MS, ModelFamily, Recompute
 
 _STATE_BYTES = 2
 """Bytes that the format counts for a parameter, whatever its type."""
@@ -32,10 +44,13 @@ def cost_file(
     *,
     modes: Sequence[Recompute],
     within: Range,
+    packed: Mapping[Recompute, PackedTables],
     links: Mapping[str, Link],
     provenance: Provenance,
 ) -> CostFile:
     """The cost model that measurements make; its error bars are among its provenance.
+
+    `packed` are the tables of packed rows by mode; without them they are derived when plans are made.
 
     Raises:
         CostModelError: something was not measured at all.
@@ -56,7 +71,13 @@ def cost_file(
         )
         for mode in modes
     }
+    if packed:
+        entries = {
+            key: msgspec.structs.replace(entry, packed=_packed_entry(packed[entry.recompute], setup))
+            for key, entry in entries.items()
+        }
     file = CostFile(
+        format=PACKED_FORMAT if packed else FORMAT,
         name=f"{setup.family}_h{args.hidden_size}_{provenance['device']}".replace(" ", "-"),
         source="measured by `megatron-dynapipe profile`",
         device=str(provenance["device"]),
@@ -115,7 +136,7 @@ def _model(setup: ProfileSetup) -> dict[str, str | int | bool]:
 
 
 def _points(measurements: Sequence[Measurement], mode: Recompute, setup: ProfileSetup) -> dict[tuple[str, str], Points]:
-    args, t5 = setup.args, setup.family is ModelFamily.T5
+    t5 = setup.family is ModelFamily.T5
     points: dict[tuple[str, str], Points] = {}
     for kind in ("encoder", *(["decoder"] if t5 else []), "postprocess"):
         of_kind = Recompute.NONE if kind == "postprocess" else mode
@@ -125,11 +146,29 @@ def _points(measurements: Sequence[Measurement], mode: Recompute, setup: Profile
         points["stored_activation_mb", kind] = {m.point: m.stored_bytes / BYTES_PER_MB for m in rows}
         points["peak_activation_mb", kind] = {m.point: m.peak_bytes / BYTES_PER_MB for m in rows}
     if t5:  # not measured: its size is known
-        ways = setup.tensor_parallel if args.sequence_parallel else 1
-        position_mb = args.hidden_size * args.params_dtype.itemsize / ways / BYTES_PER_MB
+        position_mb = _position_mb(setup)
         shapes = points["stored_activation_mb", "encoder"]
         points["stored_activation_mb", "encoder_output"] = {(b, s): b * s * position_mb for b, s in shapes}
     return points
+
+
+def _packed_entry(tables: PackedTables, setup: ProfileSetup) -> PackedEntry:
+    """Tables of packed rows as the file has them."""
+    parts = {
+        quantity: {part: PackedPart(linear=linear, attention=attention) for part, (linear, attention) in made.items()}
+        for quantity, made in tables.items()
+    }
+    if setup.family is ModelFamily.T5:
+        output = {f"{positions}": positions * _position_mb(setup) for positions in (LENGTH_MULTIPLE, LONGEST_ROW)}
+        parts["stored_activation_mb"]["encoder_output"] = PackedPart(linear=output)
+    return PackedEntry(**parts)
+
+
+def _position_mb(setup: ProfileSetup) -> float:
+    """What a position's state takes on a rank."""
+    args = setup.args
+    shards = setup.tensor_parallel if args.sequence_parallel else 1
+    return float(args.hidden_size * args.params_dtype.itemsize / shards / BYTES_PER_MB)
 
 
 def _infeasible(measurements: Sequence[Measurement], mode: Recompute) -> dict[str, list[tuple[int, ...]]]:

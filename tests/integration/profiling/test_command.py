@@ -5,9 +5,10 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import ABSENT, Row, TableCostModel
+from megatron_dynapipe.cost import ABSENT, Row, TableCostModel, packed_layer_costs
 from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.helpers.processes import run_ranks
 
@@ -52,11 +53,30 @@ def test_a_profile_is_a_model_that_plans(model: str, tmp_path: Path) -> None:
     assert (none.values != ABSENT).all()
     rows = [Row.ENCODER_FORWARD, Row.HEAD_BACKWARD] + ([Row.DECODER_BACKWARD] if model == "t5" else [])
     assert all((none.values[row] > 0).all() for row in rows)
-    assert full.values[Row.ENCODER_STORED, -1, -1, -1] == pytest.approx(8 * 64 * 32 * 4, rel=0.01)  # a layer's input
+    kept = 32 + (model == "t5")  # a layer's input, and the mask of padded keys
+    assert full.values[Row.ENCODER_STORED, -1, -1, -1] == pytest.approx(8 * 64 * kept * 4, rel=0.01)
     assert none.values[Row.ENCODER_STORED, -1, -1, -1] > 5 * full.values[Row.ENCODER_STORED, -1, -1, -1]
     # Weights of a layer: 4 of attention and 2 of the feed-forward (4 times as wide), biases and norms besides.
     assert none.state.encoder_bytes == pytest.approx(2 * 12 * 32 * 32, rel=0.06)
     assert cost.file.provenance["dtype"] == "float32" and cost.file.provenance["ranks"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model", ["t5", "gpt"])
+def test_a_profile_with_time_for_packed_rows_plans_with_their_costs(model: str, tmp_path: Path) -> None:
+    budget = ["--budget-minutes", "2"]  # the last one counts
+    status, _, errors = profile(tmp_path / "m.json", *budget, "--recompute", "none", model=model)
+    assert status == 0, errors
+    cost = TableCostModel.load(tmp_path / "m.json")
+    assert cost.file.format == "dynapipe-cost-model/2"
+    tables = cost.tables(tensor_parallel=1, recompute=Recompute.NONE)
+    assert tables.packed is not None
+    lengths = np.array([40, 12, 7, 61])
+    row = packed_layer_costs(tables, lengths, lengths // 2 if model == "t5" else np.zeros_like(lengths))
+    assert row is not None
+    rows = [Row.ENCODER_FORWARD, Row.ENCODER_STORED] + ([Row.DECODER_BACKWARD] if model == "t5" else [])
+    assert all(row[each] > 0 for each in rows)
 
 
 @pytest.mark.slow
