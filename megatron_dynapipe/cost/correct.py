@@ -17,6 +17,7 @@ import numpy as np
 from megatron_dynapipe.cost.format import UNITS, CostEntry, CostFile, Link, Points, key_of, to_table
 from megatron_dynapipe.cost.layout import PipelineLayout
 from megatron_dynapipe.cost.nnls import nonnegative_least_squares
+from megatron_dynapipe.cost.packed import packed_layer_costs
 from megatron_dynapipe.cost.surface import Floats
 from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
 from megatron_dynapipe.errors import CostModelError
@@ -34,13 +35,18 @@ _LEAST_SCALE = 0.05
 
 
 class PassSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """One micro-batch's passes on one virtual stage, as measured; 0 where a pass was not run."""
+    """One micro-batch's passes on one virtual stage, as measured; 0 where a pass was not run.
+
+    Of a packed row, `inputs` and `targets` are the positions of its samples; padded micro-batches have none.
+    """
 
     stage: int
     shape: Shape
     recompute: Recompute
     forward_ns: int
     backward_ns: int
+    inputs: tuple[int, ...] = ()
+    targets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +128,14 @@ def as_file(
 
 
 def _unit_costs(sample: PassSample, tables: LayerTables) -> IntArray:
-    """One layer of each kind and the head, for a sample's shape: `[len(Row)]`."""
+    """One layer of each kind and the head, for a sample's shape: `[len(Row)]`.
+
+    A packed row's are those derived from the grid, since it is the grid that is corrected.
+    """
+    if sample.inputs:
+        lengths = np.array(sample.inputs, np.int64), np.array(sample.targets, np.int64)
+        found = packed_layer_costs(replace(tables, packed=None), *lengths)
+        return np.full(len(Row), ABSENT, np.int64) if found is None else found
     size, inputs, targets = (np.array([n], np.int64) for n in sample.shape)
     return np.asarray(tables.at_sizes(tables.at_lengths(inputs, targets), size)[0])
 

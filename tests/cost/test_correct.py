@@ -11,13 +11,14 @@ from megatron_dynapipe.cost import (
     PipelineLayout,
     Row,
     TableCostModel,
+    packed_layer_costs,
     stage_costs,
 )
 from megatron_dynapipe.cost.correct import Correction, PassSample, as_file, corrected, fit_correction
 from megatron_dynapipe.cost.format import encode_file
 from megatron_dynapipe.cost.tables import LayerTables
 from megatron_dynapipe.errors import CostModelError
-from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+from megatron_dynapipe.units import ModelFamily, Recompute, Shape, round_up
 
 LAYOUT = PipelineLayout.equal(ModelFamily.T5, 4, 4, 2)
 TRUTH = Correction(
@@ -44,6 +45,37 @@ def samples(grid: LayerTables, count: int, *, noise: float, seed: int = 0) -> li
             found.append(PassSample(stage=stage, shape=shape, recompute=Recompute.NONE, forward_ns=times[0],
                                     backward_ns=times[1]))  # fmt: skip
     return found
+
+
+def packed_samples(grid: LayerTables, count: int) -> list[PassSample]:
+    """Of rows: stage 0 has the four encoder layers, stage 1 the four of the decoder and the head."""
+    draw, found = np.random.default_rng(1), []
+    for _ in range(count):
+        lengths = draw.integers(1, 300, int(draw.integers(2, 12))), draw.integers(2, 90, 12)
+        inputs, targets = lengths[0], lengths[1][: len(lengths[0])]
+        row = packed_layer_costs(grid, inputs, targets)
+        assert row is not None
+        shape = Shape(1, round_up(int(inputs.sum())), round_up(int(targets.sum())))
+        decoder = [4 * row[way] for way in (Row.DECODER_FORWARD, Row.DECODER_BACKWARD)]
+        times = (
+            (4 * row[Row.ENCODER_FORWARD], 4 * row[Row.ENCODER_BACKWARD]),
+            (decoder[0] + row[Row.HEAD_FORWARD], decoder[1] + row[Row.HEAD_BACKWARD]),
+        )
+        for stage, (forward, backward) in enumerate(times):
+            found.append(PassSample(stage=stage, shape=shape, recompute=Recompute.NONE, forward_ns=int(forward),
+                                    backward_ns=int(backward), inputs=tuple(inputs.tolist()),
+                                    targets=tuple(targets.tolist())))  # fmt: skip
+    return found
+
+
+def test_packed_rows_correct_the_grid_that_their_costs_are_derived_from() -> None:
+    base = tables()
+    truth = corrected(base, TRUTH)
+    learnt = corrected(base, fit_correction(packed_samples(truth, 60), {Recompute.NONE: base}, LAYOUT))
+    query = [np.array([n]) for n in Shape(5, 160, 64)]
+    expected, got = stage_costs(truth, LAYOUT, *query), stage_costs(learnt, LAYOUT, *query)
+    assert got.forward_ns == pytest.approx(expected.forward_ns, rel=0.06)
+    assert got.backward_ns == pytest.approx(expected.backward_ns, rel=0.06)
 
 
 def test_a_wrong_start_heals() -> None:

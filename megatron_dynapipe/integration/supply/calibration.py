@@ -6,11 +6,11 @@ from pathlib import Path
 from megatron_dynapipe.cost.correct import PassSample
 from megatron_dynapipe.errors import StoreTimeoutError
 from megatron_dynapipe.plan.instructions import Backward, Forward, Load, Payload, SendStart
-from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.service.recalibration import Recalibration, encode_passes
 from megatron_dynapipe.store import PlanKeys, PlanStore
-from megatron_dynapipe.units import BatchLayout
+from megatron_dynapipe.units import BatchLayout, ModelFamily, input_positions, target_positions
 
 _DEADLINE_S = 0.1
 """For a version that was made long ago."""
@@ -65,7 +65,7 @@ class PassPublisher:
 
 
 def measured_passes(entry: StageEntry, events: Sequence[Event]) -> list[PassSample]:
-    """One sample per padded micro-batch and chunk that ran on this rank; a packed row's shape does not say its costs.
+    """One sample per micro-batch and chunk that ran on this rank.
 
     A pass is charged with what its stage does for it besides: loading before a forward, issuing the sends after.
     """
@@ -91,7 +91,17 @@ def measured_passes(entry: StageEntry, events: Sequence[Event]) -> list[PassSamp
             recompute=entry.micro_batches[index].recompute,
             forward_ns=passes.get(Forward, 0),
             backward_ns=passes.get(Backward, 0),
+            **_row(entry.micro_batches[index], entry.family),
         )
         for (index, chunk), passes in times.items()
-        if entry.micro_batches[index].layout is BatchLayout.PADDED  # a correction is of padded tables
     ]
+
+
+def _row(micro_batch: MicroBatch, family: ModelFamily) -> dict[str, tuple[int, ...]]:
+    """Positions of the samples of a packed row."""
+    if micro_batch.layout is BatchLayout.PADDED:
+        return {}
+    return {
+        "inputs": tuple(input_positions(family, tokens) for tokens in micro_batch.input_lengths),
+        "targets": tuple(target_positions(family, tokens) for tokens in micro_batch.target_lengths),
+    }

@@ -2,6 +2,7 @@
 
 import argparse
 
+import msgspec
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, 
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.service.recalibration import Recalibration, decode_passes
 from megatron_dynapipe.store import MemoryStore, PlanKeys
-from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
 
 KEYS = PlanKeys(job="job", settings_digest="s")
 SHAPE = Shape(2, 16)
@@ -51,6 +52,15 @@ def test_a_pass_is_charged_with_loading_and_sending_but_not_with_waiting() -> No
     (sample,) = measured_passes(entry(3), ITERATION)
     assert (sample.forward_ns, sample.backward_ns) == (23, 57)
     assert (sample.stage, sample.shape, sample.recompute) == (1, SHAPE, Recompute.FULL)
+
+
+def test_passes_of_a_packed_row_say_how_long_its_samples_are() -> None:
+    share = entry(3)
+    (micro_batch,) = share.micro_batches
+    row = msgspec.structs.replace(micro_batch, layout=BatchLayout.PACKED, shape=Shape(1, 24))
+    (sample,) = measured_passes(msgspec.structs.replace(share, micro_batches=(row,)), ITERATION)
+    assert (sample.inputs, sample.targets) == ((8, 15), (0, 0))
+    assert measured_passes(share, ITERATION)[0].inputs == ()
 
 
 def test_passes_are_handed_in_when_a_version_is_made_from_them() -> None:
