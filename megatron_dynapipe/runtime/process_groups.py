@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.plan.instructions import Channel, Payload, channel_of
 
 
@@ -46,7 +47,11 @@ def make_groups(
 
     Returns:
         Those of the pipeline this rank is in, or None if it is in none.
+
+    Raises:
+        ConfigError: the default process group is bound to a device, whose NCCL groups have one stream each.
     """
+    check_unbound(backend, getattr(dist.group.WORLD, "bound_device_id", None))
     mine: PipelineGroups | None = None
     for ranks in pipelines:
         made: dict[Channel, dist.ProcessGroup] = {}
@@ -57,6 +62,20 @@ def make_groups(
         if dist.get_rank() in ranks:
             mine = PipelineGroups(ranks=tuple(ranks), channels=made)
     return mine
+
+
+def check_unbound(backend: str, device: torch.device | None) -> None:
+    """Refuse groups over NCCL under a default group that is bound to a device: `init_process_group(device_id=…)`.
+
+    Such groups have one communicator and one stream for all their pairs of ranks, so that a rank's sends wait behind its
+    receives; without, each pair has its own.
+    """
+    if backend == "nccl" and device is not None:
+        raise ConfigError(
+            f"expected a default process group that is not bound to a device, got one bound to {device}: sends and "
+            "receives of a stage would wait for each other",
+            hint="call torch.cuda.set_device, and init_process_group without device_id",
+        )
 
 
 def warm_up(groups: PipelineGroups, device: torch.device) -> None:

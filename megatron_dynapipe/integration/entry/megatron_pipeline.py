@@ -277,8 +277,11 @@ class MegatronPipeline:
         if self._stage == self._stages - 1:
             for report in losses:
                 total += report[LOSS_NAME]
-            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        dist.broadcast(total, self._last_rank, group=parallel_state.get_pipeline_model_parallel_group())
+            replicas = parallel_state.get_data_parallel_group()
+            if replicas.size() > 1:  # NCCL would make a communicator for a rank alone, which takes memory
+                dist.all_reduce(total, group=replicas)
+        if self._stages > 1:
+            dist.broadcast(total, self._last_rank, group=parallel_state.get_pipeline_model_parallel_group())
         loss, tokens = total.tolist()
         return loss, int(tokens)
 
