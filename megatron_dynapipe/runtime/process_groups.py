@@ -67,7 +67,7 @@ def make_groups(
 def check_unbound(backend: str, device: torch.device | None) -> None:
     """Refuse groups over NCCL under a default group that is bound to a device: `init_process_group(device_id=…)`.
 
-    Such groups have one communicator and one stream for all their pairs of ranks, so that a rank's sends wait behind its
+    Such groups have one communicator and one stream for all their pairs of ranks, so that sends wait behind
     receives; without, each pair has its own.
     """
     if backend == "nccl" and device is not None:

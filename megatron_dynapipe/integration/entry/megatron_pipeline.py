@@ -32,6 +32,7 @@ from megatron_dynapipe.integration.execution.forward_backward import run_iterati
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
 from megatron_dynapipe.integration.execution.transport import open_transport
+from megatron_dynapipe.integration.execution.warm_up import warm_up
 from megatron_dynapipe.integration.hooks import optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
@@ -42,7 +43,7 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.runtime import PipelineExecutor, Trace, platform_of, watched
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import BatchLayout, ModelFamily
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 
 Sample = tuple[Sequence[int], Sequence[int]]
 """Tokens of an input and of its target; a decoder-only model is trained on one after the other."""
@@ -139,6 +140,7 @@ class MegatronPipeline:
         )
         self._required, self._tokens = required_fields_of(models), tokens
         self.iteration = first_iteration
+        self._is_warm = False
         self._configure()
 
     def plan(self, batch: Sequence[Sample], *, forward_only: bool = False) -> IterationPlan:
@@ -204,6 +206,8 @@ class MegatronPipeline:
         """
         if plan is None:
             plan = self.plan(batch, forward_only=forward_only)
+        if self._device.type == "cuda" and not self._is_warm and not forward_only:
+            self.warm_up(plan)
         replica = plan.replicas[self._replica]
         collate = Collator(required=self._required, reader=_Reader(batch), special=self._tokens)
 
@@ -228,6 +232,28 @@ class MegatronPipeline:
         return StepResult(
             loss=loss / tokens, tokens=tokens, overflowed=False, gradient_norm=None, plan=plan, trace=result.trace
         )
+
+    def warm_up(self, plan: IterationPlan) -> None:
+        """Run a small micro-batch under each mode of recomputation, so that no list meets a kernel not yet loaded.
+
+        The first training step on a GPU does it. Gradients are zero afterwards.
+
+        Args:
+            plan: whose longest samples the models take.
+        """
+        shapes = [micro_batch.shape for replica in plan.replicas for micro_batch in replica.micro_batches]
+        warm_up(
+            self._models,
+            self.planner.settings,
+            forward_step=self._step_function,
+            make_batch=lambda host: self._make_batch(host, self._device),
+            prepare=lambda mode: self._state.begin(plan.iteration, 0, mode),
+            required=self._required,
+            stage=self._stage,
+            longest=Shape(1, max(s.input_length for s in shapes), max(s.target_length for s in shapes)),
+            dtype=self._config.pipeline_dtype or self._config.params_dtype,
+        )
+        self._is_warm = True
 
     @property
     def _family(self) -> ModelFamily:

@@ -26,6 +26,7 @@ from megatron_dynapipe.integration.execution.forward_backward import run_iterati
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep, PrepareMicroBatch
 from megatron_dynapipe.integration.execution.transport import open_transport
+from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.flags.model_state import StateBytes
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
@@ -147,6 +148,8 @@ class Session:
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         item: PlannedIteration = next(iterator)
         self._record_checkpoint()
+        if self._device.type == "cuda" and self._trained is None and not forward_only:
+            self._warm_up(models, forward_step_func, item)
         result = run_iteration(
             item.entry.stage_plan,
             self._executor,
@@ -167,6 +170,24 @@ class Session:
             count_flops(item)
             self._iterators["train"].prepare()
         return result.losses
+
+    def _warm_up(self, models: Sequence[torch.nn.Module], forward_step: ForwardStep, item: PlannedIteration) -> None:
+        """Before the first list, while nothing is pending on the device; gradients are zero after it."""
+        self._prepare(models, item)  # makes the context
+        context = self._context
+        assert context is not None, "just made"
+        self.shape = Shape(1, LENGTH, 0)
+        warm_up(
+            models,
+            self._planner,
+            forward_step=self._wrap_step(forward_step),
+            make_batch=lambda host: self._make_batch(host, self._device),
+            prepare=lambda mode: context.begin(item.entry.iteration, 0, mode),
+            required=self._required,
+            stage=self._stage,
+            longest=self._longest,
+            dtype=self._dtype,
+        )
 
     def _prepare(self, models: Sequence[torch.nn.Module], item: PlannedIteration) -> PrepareMicroBatch:
         """Sets the model chunks for each micro-batch of an iteration."""
@@ -223,7 +244,8 @@ class Session:
         self._executor = PipelineExecutor(link.transport, platform, stages=self._stages, dtype=self._dtype, watch=watch)
         supply = self._resources.enter_context(PlanSupply(self._settings, self._control, inputs, device=self._device))
         replica, rank = parallel_state.get_data_parallel_rank(), self._control.rank
-        required = self._required_fields()
+        self._planner, self._longest = inputs.planner, _maximum(inputs)
+        required = self._required = self._required_fields()
         for split in inputs.splits:
             iterator = supply.iterator(split, required=required, replica=replica, stage=self._stage)
             self._iterators[split.name] = iterator
@@ -238,7 +260,7 @@ class Session:
             stage=self._stage,
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
             metrics=MetricsWriter(platform, interval=self._metrics_interval),
-            maximum=_maximum(inputs),
+            maximum=self._longest,
             timeout_s=timeout_s,
             publisher=None if rule is None else PassPublisher(rule, supply.store, supply.keys, rank=rank),
         )

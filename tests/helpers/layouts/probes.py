@@ -98,6 +98,22 @@ def train_one_replica(layout: Layout) -> list[float]:
     return [trainer.pipeline.step(trainer.batch, plan).loss for _ in range(3)]
 
 
+def warmed(layout: Layout, *, warm: bool) -> dict[str, object]:
+    """Three steps, after a warm-up or not; the modes that the warm-up sets."""
+    trainer = Trainer(layout)
+    pipeline = trainer.pipeline
+    modes: list[str] = []
+    if warm:
+        begin = pipeline._state.begin
+        pipeline._state.begin = lambda iteration, index, mode: (modes.append(mode.value), begin(iteration, index, mode))
+        pipeline.planner.settings = msgspec.structs.replace(pipeline.planner.settings, recompute=tuple(Recompute))
+        pipeline.warm_up(pipeline.plan(trainer.batch))
+        pipeline.planner = planner(layout)
+        pipeline._state.begin = begin
+    losses = [pipeline.step(trainer.batch).loss for _ in range(3)]
+    return {"losses": losses, "modes": modes, "weights": trainer.weights()}
+
+
 def refused(layout: Layout, *, wanted: str) -> str:
     """What a pipeline says of something that it cannot run."""
     trainer = Trainer(layout)

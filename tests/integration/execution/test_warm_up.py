@@ -1,0 +1,21 @@
+"""A warmed-up pipeline trains as a cold one: nothing of the small micro-batch is left."""
+
+import pytest
+
+from tests.helpers.layouts.compare import relative_error
+from tests.helpers.layouts.layout import Layout, on_ranks, table
+
+LAYOUTS = {
+    "gpt, two stages of two chunks, replicas": Layout(stages=2, chunks=2, replicas=2, overlap=True),
+    "t5, two stages, dropout *": Layout(family="t5", stages=2, dropout=0.1),
+    "t5, sequence parallel": Layout(family="t5", tensor=2, stages=2, sequence=True, dtype="bf16"),
+}
+
+
+@pytest.mark.parametrize("layout", table(LAYOUTS))
+def test_a_warm_pipeline_trains_as_a_cold_one(layout):
+    for cold, warm in zip(*(on_ranks("probes.warmed", layout, warm=warm) for warm in (False, True)), strict=True):
+        assert cold["losses"] == warm["losses"] and cold["losses"][0] != cold["losses"][-1]
+        assert warm["modes"] == ["none", "selective", "full"] and cold["modes"] == []
+        for one, other in zip(cold["weights"], warm["weights"], strict=True):
+            assert relative_error(one[3], other[3]) == 0.0
