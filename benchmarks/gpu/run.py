@@ -64,6 +64,23 @@ class Check:
     note: str = ""
 
 
+SPREAD: dict[str, Layout] = {
+    "t5, 2 stages": {"family": "t5", "stages": 2, "recompute": ["full", "selective", "none"]},
+    "gpt, 4 stages, 2 replicas, overlapped": {
+        "family": "gpt",
+        "stages": 4,
+        "replicas": 2,
+        "distributed_optimizer": True,
+        "overlap": True,
+        "gather": True,
+    },
+    "t5, tensor 2, 2 stages, sequence parallel": {"family": "t5", "tensor": 2, "stages": 2, "sequence": True},
+    "gpt, 2 stages of 2 chunks": {"family": "gpt", "stages": 2, "chunks": 2},
+}
+"""Layouts with a rank on each GPU."""
+SMALL_SPREAD = ("t5, 2 stages", "gpt, 2 stages of 2 chunks")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """How the checks are run here."""
@@ -81,19 +98,30 @@ class Case:
     def steps(self) -> int:
         return 2 if self.small else 5
 
-    def train(self, layout: Layout, *, ranks: int = 1, device: str | None = None, reference: bool = False) -> list[Any]:
-        """What every rank of a layout learned, in processes of its own."""
+    def train(
+        self,
+        layout: Layout,
+        *,
+        ranks: int = 1,
+        device: str | None = None,
+        reference: bool = False,
+        spread: bool = False,
+        soak: int = 0,
+    ) -> list[Any]:
+        """What every rank of a layout learned, in fresh processes: all on one device, or each on its own."""
         log = Path(tempfile.mkdtemp(dir=self.folder)) / "rank"
         words = [sys.executable, str(HERE / "worker.py"), "--device", device or self.device]
         words += ["--layout", json.dumps(layout), "--steps", str(self.steps)]
         words += ["--reference"] if reference else []
+        words += ["--spread"] if spread else []
+        words += ["--soak", str(soak)] if soak else []
         files = [log.with_suffix(f".{rank}.pt") for rank in range(ranks)]
         common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         common |= {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
         run(
             [[*words, "--output", str(file)] for file in files],
             self.budget,
-            environments=[common | {"RANK": str(rank), "LOCAL_RANK": "0"} for rank in range(ranks)],
+            environments=[common | {"RANK": str(r), "LOCAL_RANK": str(r if spread else 0)} for r in range(ranks)],
             log=log,
         )
         return [torch.load(file, weights_only=True) for file in files]
@@ -145,6 +173,31 @@ def stages(case: Case, reference: Callable[[str], Any], bounds: Callable[[str], 
     return within({"gradients": (gradients, most[0]), "losses": (losses, most[1])})
 
 
+def spread(case: Case, reference: Callable[[str], Any], wanted: Layout) -> Figures:
+    """Each rank on a GPU of its own, over NCCL, under the rules of training there, against samples one by one."""
+    ranks = wanted.get("tensor", 1) * wanted.get("stages", 1) * wanted.get("replicas", 1)
+    need_devices(case, ranks)
+    given = {**wanted, "transfers": "cuda"}
+    gradients, losses = deviation(case.train(given, ranks=ranks, spread=True), reference(wanted["family"]))
+    return within({"gradients": (gradients, EXACT), "losses": (losses, EXACT)})
+
+
+def soak(case: Case) -> Figures:
+    """Hundreds of iterations of changing shapes on two stages: nothing is kept from one to the next."""
+    need_devices(case, 2)
+    wanted = {"family": "t5", "stages": 2, "transfers": "cuda"}
+    found = case.train(wanted, ranks=2, spread=True, soak=16 if case.small else 500)
+    grown = {name: max(one[name][-1] - one[name][0] for one in found) for name in ("tensors", "bytes")}
+    reserved = max(one["reserved_mb"][-1] - one["reserved_mb"][0] for one in found)
+    return within({name: (float(more), 0.0) for name, more in grown.items()}) | {"reserved_mb": reserved}
+
+
+def need_devices(case: Case, ranks: int) -> None:
+    """Raise NotRunError where ranks would have to share a GPU, which NCCL refuses."""
+    if case.device == "cuda" and torch.cuda.device_count() < ranks:
+        raise NotRunError(f"{ranks} GPUs are needed, each with one rank over NCCL; found {torch.cuda.device_count()}")
+
+
 def bf16_bounds(case: Case, reference: Callable[[str], Any], family: str) -> Bounds:
     """Twice as far from the reference, at most, as one process is that gets the same samples in two orders; losses are
     allowed one rounding besides."""
@@ -156,8 +209,7 @@ def bf16_bounds(case: Case, reference: Callable[[str], Any], family: str) -> Bou
 
 def overhead(case: Case, script: str, ranks: int, bound: float) -> Figures:
     """Iteration times of the executor and of Megatron's schedule, in turn."""
-    if ranks > 1 and case.device == "cuda" and torch.cuda.device_count() < ranks:
-        raise NotRunError(f"{ranks} GPUs are needed: Megatron's schedule has no way between ranks on one")
+    need_devices(case, ranks)
     sizes = "--hidden 1024 --length 512 --size 4 --layers 8 --pairs 100"
     if case.device == "cpu":
         sizes = "--hidden 32 --length 32 --size 2 --layers 4 --micro-batches 4 --pairs 3 --warm-up 1"
@@ -220,6 +272,10 @@ def checks(case: Case) -> Iterator[tuple[str, Callable[[], Figures]]]:
         yield "t5: packed and padded rows, fp32", partial(stages, case, reference, lambda _: (EXACT, EXACT), mixed)
     two = {"family": "t5", "stages": 2}
     yield "t5: 2 stages on one device, fp32", partial(stages, case, reference, lambda _: (EXACT, EXACT), two)
+    for name, wanted in SPREAD.items():
+        if not case.small or name in SMALL_SPREAD:
+            yield f"over NCCL: {name}", partial(spread, case, reference, wanted)
+    yield "over NCCL: soak", partial(soak, case)
     yield "executor against Megatron, 1 stage", partial(overhead, case, "overhead", 1, RATIO)
     yield "executor against Megatron, 2 stages", partial(overhead, case, "overhead", 2, RATIO)
     yield "executor against variable_seq_lengths", partial(overhead, case, "messages", 2, VARYING_RATIO)

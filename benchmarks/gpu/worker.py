@@ -2,7 +2,8 @@
 
     RANK=0 WORLD_SIZE=1 … python benchmarks/gpu/worker.py --device cuda --layout '{"family": "t5"}' --output FILE
 
-All ranks are on the first GPU: one of them talks over NCCL, several over gloo and by way of the host.
+All ranks are on the first GPU: one of them talks over NCCL, several over gloo and by way of the host. With --spread
+each is on its own GPU, over NCCL.
 """
 
 import argparse
@@ -19,6 +20,8 @@ PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--device", choices=("cpu", "cuda"), required=True)
 PARSER.add_argument("--layout", type=json.loads, required=True, help="fields of the tests' `Layout`")
 PARSER.add_argument("--reference", action="store_true", help="samples one by one, by plain autograd")
+PARSER.add_argument("--spread", action="store_true", help="every rank on a device of its own, over NCCL")
+PARSER.add_argument("--soak", type=int, default=0, metavar="N", help="N iterations of changing shapes, memory watched")
 PARSER.add_argument("--steps", type=int, default=5)
 PARSER.add_argument("--output", type=Path, required=True)
 OPTIONS = PARSER.parse_args()
@@ -30,24 +33,28 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megatron_dynapipe.integration.execution import transport  # noqa: E402
-from tests.helpers.layouts import reference, trainer  # noqa: E402
+from tests.helpers.layouts import probes, reference, trainer  # noqa: E402
 from tests.helpers.layouts.layout import Layout  # noqa: E402
 
 
 def main() -> None:
     world_size, layout = int(os.environ["WORLD_SIZE"]), Layout.of(OPTIONS.layout)
+    alone = world_size == 1 or OPTIONS.spread
     if OPTIONS.device == "cuda":
-        torch.cuda.set_device(0)
-    elif world_size > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    elif not alone:
         # Ranks share a GPU where there is one; here they take the same way without.
         transport.share_a_device = lambda control, device: True
     try:
         if OPTIONS.reference:
             found = reference.train_one_by_one(layout, steps=OPTIONS.steps)
         else:
-            backend = "nccl" if OPTIONS.device == "cuda" and world_size == 1 else "gloo"
+            backend = "nccl" if OPTIONS.device == "cuda" and alone else "gloo"
             where = {"device": OPTIONS.device, "backend": backend}
-            found = trainer.train(layout, steps=OPTIONS.steps, **where)
+            if OPTIONS.soak:
+                found = probes.count_tensors(layout, iterations=OPTIONS.soak, **where)
+            else:
+                found = trainer.train(layout, steps=OPTIONS.steps, **where)
         torch.save(found, OPTIONS.output)
     finally:
         if dist.is_initialized():

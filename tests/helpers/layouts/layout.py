@@ -48,6 +48,7 @@ class Layout:
     samples: tuple[int, ...] = ALL
     layer_overhead_us: float = 5.0  # the less, the more micro-batches
     scatter_gather: str = "off"
+    transfers: str = "gloo"  # or "cuda": the rules that plans are made under
     rows: str = "padded"  # packed, or mixed: every second micro-batch
 
     @classmethod

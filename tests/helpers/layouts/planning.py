@@ -4,6 +4,7 @@ import msgspec
 
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, ScatterGather
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan, StagePlan
+from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -55,6 +56,7 @@ def planner(layout: Layout) -> LayoutPlanner:
         element_bytes=4,
         schedule=ScheduleSettings(search_evaluations=0),
         scatter_gather=ScatterGather(layout.scatter_gather),
+        transfers=CUDA_RULES if layout.transfers == "cuda" else GLOO_RULES,
     )
     shape = ModelShape(family=layout.kind, hidden=HIDDEN, heads=HEADS, kv_channels=8, ffn=128, vocabulary=VOCABULARY)
     rates = msgspec.structs.replace(CPU_RATES, layer_overhead_us=layout.layer_overhead_us)

@@ -135,9 +135,10 @@ def refused(layout: Layout, *, wanted: str) -> str:
     return "nothing"
 
 
-def count_tensors(layout: Layout, *, iterations: int) -> dict[str, object]:
-    """Live tensors, their bytes and Python's memory after a quarter of the iterations, and after each further one."""
-    trainer = Trainer(layout)
+def count_tensors(layout: Layout, *, iterations: int, **where: str) -> dict[str, object]:
+    """Live tensors, their bytes, Python's memory and the device's reserved one after each quarter of the iterations."""
+    trainer = Trainer(layout, **where)
+    reserved_mb: list[float] = []
     draw, seen = np.random.default_rng(3), set()
     tensors, held, python_kb = [], [], []
     for iteration in range(iterations):
@@ -155,7 +156,8 @@ def count_tensors(layout: Layout, *, iterations: int) -> dict[str, object]:
             held.append(sum(tensor.untyped_storage().nbytes() for tensor in alive))
             del alive
             python_kb.append(tracemalloc.get_traced_memory()[0] // 1000)
-    return {"tensors": tensors, "bytes": held, "python_kb": python_kb, "shapes": len(seen)}
+            reserved_mb.append(torch.cuda.memory_reserved() / 1e6 if where.get("device") == "cuda" else 0.0)
+    return {"tensors": tensors, "bytes": held, "python_kb": python_kb, "reserved_mb": reserved_mb, "shapes": len(seen)}
 
 
 def held_graphs(layout: Layout) -> int:
