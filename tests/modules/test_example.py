@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -18,7 +19,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "any_module.py"
 def run_example(rank: int, world_size: int, arguments: list[str]) -> str:
     quiet()
     sys.argv = [str(EXAMPLE), *arguments]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    # Ranks of the harness look as if they had a GPU, for Megatron's sake.
+    no_gpu = mock.patch("torch.cuda.is_available", return_value=False)
+    with no_gpu, contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     return printed.getvalue()
 
