@@ -281,6 +281,7 @@ def test_profiled_split_planned_and_trained():
     assert whole_losses(1)
 
 
+@pytest.mark.slow
 def test_plans_come_from_a_store(tmp_path: Path):
     from megatron_dynapipe.store import StoreServer
 
