@@ -1,6 +1,6 @@
 """Values for a part of a model that was built without memory: from a state dict, or from the modules themselves."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ def materialise(
     state_dict: Mapping[str, torch.Tensor] | None,
     initialise: Initialise,
     device: torch.device | None,
+    *,
+    later: Collection[str] = (),
 ) -> None:
     """Give a part memory and values, module by module, so that it never takes more than itself and one module.
 
@@ -27,6 +29,7 @@ def materialise(
         state_dict: values by name; only this part's are read.
         initialise: for modules without values in a state dict.
         device: where the part goes; by default meta tensors go to the host and others stay.
+        later: weights that another stage's copies give their values when training begins.
 
     Raises:
         ConfigError: a parameter or buffer has no value, or one of another shape.
@@ -41,7 +44,8 @@ def materialise(
                 full = f"{prefix}.{name}" if prefix else name
                 derived = name in module._non_persistent_buffers_set  # not in a state dict by its nature
                 value = None if derived else _value(full, tensor, names, state_dict)
-                empty = empty or (tensor.is_meta and value is None and id(tensor) not in made)
+                needed = tensor.is_meta and value is None and full not in later
+                empty = empty or (needed and id(tensor) not in made)
                 if id(tensor) not in made:
                     made[id(tensor)] = _filled(tensor, value, device)
                 kind[name] = made[id(tensor)]

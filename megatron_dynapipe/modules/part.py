@@ -68,6 +68,12 @@ class ModelPart(Part):
         """See `Part.holders`."""
         return self._holders
 
+    def received_weights(self) -> set[str]:
+        """Weights of this rank whose first copy another one holds."""
+        stages, mine = self.ranks.stages, self.ranks.stage
+        elsewhere = [places for places in self._holders.values() if places[0][0] % stages != mine]
+        return {name for places in elsewhere for stage, name in places if stage % stages == mine}
+
     def knows(self, batch: Batch, autocast: torch.dtype | None) -> bool:
         """See `Part.knows`."""
         given = self.inputs.of_model(batch)

@@ -75,8 +75,8 @@ def split_model(
         inputs = Inputs.of(model, example_batch, labels)
         names = _first_names(model, shared_weights)
         part = _part_of(model, inputs, inputs.of_model(inputs.name(example_batch)), names, request, ranks)
-        target = None if device is None else torch.device(device)
-        materialise(part, names, state_dict, initialise or initialise_with(model), target)
+        target, fill = None if device is None else torch.device(device), initialise or initialise_with(model)
+        materialise(part, names, state_dict, fill, target, later=part.received_weights())
         return part
 
     part = ranks.run_on_all(split)

@@ -1,0 +1,69 @@
+"""What a rank holds of a model: its part, its values, and no more."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dynapipe.errors import ConfigError
+from tests.helpers.processes import run_ranks
+from tests.modules.test_pipeline import Toy, toy, toy_batch, toy_loss, whole_losses
+
+
+class Remembering(Mapping[str, torch.Tensor]):
+    """A state dict that writes down what is read of it."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        self._values, self.read = values, []
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.read.append(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+
+def parts(rank: int, world_size: int) -> dict[str, Any]:
+    from megatron_dynapipe import Pipeline, split_model
+
+    dist.init_process_group("gloo")
+    batch, found = toy_batch(2, 3, 0), {}
+    empty = Toy().to("meta")
+    values = Remembering(toy().state_dict())
+    part = split_model(empty, batch, split_points=["layers.1"], state_dict=values)
+    found["read"] = sorted(set(values.read))
+    found["held"] = sorted(part.state_dict())
+    found["on meta"] = sum(p.is_meta for p in part.parameters()) + sum(p.is_meta for p in empty.parameters()) * 100
+    pipeline = Pipeline(part, torch.optim.AdamW(part.parameters(), lr=0.1), toy_loss)
+    found["losses"] = [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(2)]
+    fresh = split_model(Toy().to("meta"), batch, split_points=["layers.1"])
+    found["finite"] = all(bool(p.isfinite().all()) for p in fresh.parameters())
+    found["source"] = fresh.source()
+    del values._values["layers.2.bias"]
+    try:
+        split_model(Toy().to("meta"), batch, split_points=["layers.1"], state_dict=values)
+    except ConfigError as error:
+        found["missing"] = str(error)
+    return found
+
+
+def test_a_model_without_memory_is_filled_in_this_ranks_part_alone():
+    first, last = run_ranks(parts, 2)
+    assert first["read"] == first["held"] == ["layers.0.bias", "layers.0.weight", "table.weight"]
+    assert last["read"] == last["held"]
+    assert last["held"] == ["layers.1.bias", "layers.1.weight", "layers.2.bias", "layers.2.weight", "table.weight"]
+    for found in (first, last):
+        assert found["losses"] == pytest.approx(whole_losses(2), abs=1e-5)
+        assert found["on meta"] % 100 == 0 < found["on meta"], "the rest of the model stays without memory"
+        assert found["finite"]
+        assert "expected a value of layers.2.bias in the state dict" in found["missing"]
+    assert "= received" in last["source"] and "= received" not in first["source"]
