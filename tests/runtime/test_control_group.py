@@ -4,8 +4,6 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
-
 from megatron_dynapipe.cost import CPU_RATES, ModelShape
 from megatron_dynapipe.errors import DynaPipeError, InfeasibleError, PlanError, PlannerFailedError
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -66,43 +64,42 @@ def test_an_error_of_another_kind_keeps_its_name_in_the_message():
     assert outcomes == [f"{PlannerFailedError.__name__}: rank 1: OSError: disk of 1", "OSError: disk of 1"]
 
 
-def _differences(*, rank: int, world_size: int, held: list[dict[str, str]]) -> str:
-    return _control(lambda control: str(control.find_difference(held[rank])))
+DIFFERENCES = [
+    # what rank 0 and rank 1 hold, and what is found
+    (({"a": "1", "b": "ü"}, {"a": "1", "b": "ü"}), "None"),
+    (({"a": "1", "b": "2"}, {"a": "1", "b": "3"}), "b is 2 on rank 0 and 3 on rank 1"),
+    (({"b": "2", "a": "1"}, {"a": "9", "b": "3"}), "a is 1 on rank 0 and 9 on rank 1"),
+    (({}, {"a": "1"}), "None"),
+    (({}, {}), "None"),
+]
+SAME, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 
 
-@pytest.mark.parametrize(
-    ("held", "found"),
-    [
-        ([{"a": "1", "b": "ü"}, {"a": "1", "b": "ü"}], "None"),
-        ([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}], "b is 2 on rank 0 and 3 on rank 1"),
-        ([{"b": "2", "a": "1"}, {"a": "9", "b": "3"}], "a is 1 on rank 0 and 9 on rank 1"),
-        ([{}, {"a": "1"}], "None"),
-        ([{}, {}], "None"),
-    ],
-)
-def test_the_first_field_in_which_ranks_differ_is_the_same_on_all(held, found):
-    assert run_ranks(_differences, 2, {"held": held}) == [found] * 2
+def _differences(*, rank: int, world_size: int) -> list[str]:
+    return _control(lambda control: [str(control.find_difference(held[rank])) for held, _ in DIFFERENCES])
 
 
-def _plans(*, rank: int, world_size: int, plans: list[str]) -> str:
-    def agree(control) -> str:
+def test_the_first_field_in_which_ranks_differ_is_the_same_on_all():
+    assert run_ranks(_differences, 2) == [[found for _, found in DIFFERENCES]] * 2
+
+
+def _plans(*, rank: int, world_size: int) -> list[str]:
+    def agree(control, plan: str) -> str:
         try:
-            control.start_agreement(None, plan=plans[rank], what="iteration 4").wait()
+            control.start_agreement(None, plan=plan, what="iteration 4").wait()
         except PlanError as error:
             return error.message
         return "agreed"
 
-    return _control(agree)
+    return _control(lambda control: [agree(control, SAME), agree(control, OTHER if rank == 2 else SAME)])
 
 
 def test_ranks_that_hold_different_plans_do_not_begin():
-    same, other = "0123456789abcdef" * 2, "fedcba9876543210" * 2
-    assert run_ranks(_plans, 3, {"plans": [same] * 3}) == ["agreed"] * 3
-    (told,) = set(run_ranks(_plans, 3, {"plans": [same, same, other]}))
-    assert told == (
+    said = (
         "expected one plan of iteration 4 on all ranks: the digest of its plan is 0123456789abcde… on rank 0 and "
         "fedcba987654321… on rank 2"
     )
+    assert run_ranks(_plans, 3) == [["agreed", said]] * 3
 
 
 def _same_run(*, rank: int, world_size: int, folders: list[str], seeds: list[int]) -> str:
