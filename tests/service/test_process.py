@@ -171,7 +171,7 @@ def test_a_store_that_cannot_be_reached_ends_the_planner(settings, nowhere, capl
             planner.check()
         assert "hunter2" not in str(caught.value) + caplog.text
         assert (
-            "the planner died, and the plan store cannot be told: plan store redis://***@127.0.0.1:1/0" in caplog.text
+            "the planner died, and its failure cannot be published: plan store redis://***@127.0.0.1:1/0" in caplog.text
         )
 
 
