@@ -72,7 +72,7 @@ bool Mutations::mutate_packed(std::vector<ReplicaState>& replicas, std::vector<s
         case 16: return merge(replicas, touched);
         case 17:
         case 18: return recompute(replica);
-        case 19: return problem_.may_pad && random_.below(2) ? change_layout(replica) : change_policy(replica);
+        case 19: return problem_.may_pad && random_.below(4) == 0 ? change_layout(replica) : change_policy(replica);
         default: return reassign(replicas, touched);
     }
 }

@@ -15,9 +15,9 @@
 namespace dynapipe {
 namespace {
 
-constexpr int64_t kBudget = 180'000;  // packed rows of a replica, on chunks, that a default search schedules on all stages
+constexpr int64_t kBudget = 190'000;  // packed rows of a replica, on chunks, that a default search schedules on all stages
 constexpr int64_t kLargeBudget = 7'500'000;  // that it schedules at most, so that large batches take seconds
-constexpr int64_t kLeast = 2500, kMost = 6500;
+constexpr int64_t kLeast = 2500, kMost = 7500;
 constexpr int64_t kStartMargin = 32;  // starts that are longer than the best so far by more than its 32nd are dropped
 
 // All replicas of a solution and what they come to.
@@ -156,6 +156,10 @@ void Search::begin_padded(ReplicaState& replica) {
 // Packed rows, small to large. There are many starts, so each gets the orders and policies that win most.
 void Search::begin_packed(ReplicaState& replica) {
     const MicroBatches large_first(replica.micro_batches.rbegin(), replica.micro_batches.rend());
+    if (replica.makespan < kUnreachable) {  // One try tells which are far from the best.
+        const ReplicaState first{hill(large_first), policy(8, Rule::kForwardFirst), 0};
+        if (evaluate(first, replica.makespan + replica.makespan / kStartMargin) >= kUnreachable) return;
+    }
     MicroBatches modes_first = large_first;  // in the middle those that keep the least, where most are in flight
     std::stable_sort(modes_first.begin(), modes_first.end(),
                      [](const MicroBatch* a, const MicroBatch* b) { return a->mode > b->mode; });
@@ -251,8 +255,9 @@ Found Search::run(const std::vector<std::vector<Run>>& partitions) {
     Found found;
     if (solutions.empty()) return found;
     if (by_default_) left_ = default_evaluations(solutions[0]);
-    // A fifth of what is left is for jitter. With several chunks nothing is replayed under jitter.
-    const int64_t robustifying = problem_.pipeline.chunks > 1 ? 0 : std::max<int64_t>(left_, 0) / 5;
+    // A part of what is left is for jitter. With several chunks nothing is replayed under jitter.
+    const int64_t part = problem_.may_pack ? 8 : 5;
+    const int64_t robustifying = problem_.pipeline.chunks > 1 ? 0 : std::max<int64_t>(left_, 0) / part;
     left_ -= robustifying;
     compete(solutions);
     Solution& best = solutions[0];
