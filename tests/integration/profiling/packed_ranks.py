@@ -2,6 +2,7 @@
 
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from megatron_dynapipe.cost.fit_packed import PartTables
@@ -55,14 +56,19 @@ def _measured(profiler: PackedProfiler, name: str, mode: Recompute) -> float:
 
 
 def _at(made: PartTables, row: Row, *, decoder: bool) -> float:
-    """A row's costs by the tables: the linear part between its corners, attention at the nearest points."""
+    """A row's costs by the tables: the linear part between its corners, attention by the coefficients behind it."""
     linear, attention = made
-    if decoder:
-        low, high = float(linear["8,8"]), 2**20
-        rates = [(linear[f"{high},8"] - low) / (high - 8), (linear[f"8,{high}"] - low) / (high - 8)]
-        total = low + rates[0] * (round_up(sum(row.inputs)) - 8) + rates[1] * (round_up(sum(row.targets)) - 8)
-    else:
-        low, high = float(linear["8"]), 2**20
-        total = low + (linear[str(high)] - low) / (high - 8) * (round_up(sum(row.inputs)) - 8)
-    each = min(attention.values())  # kernels keep no scores: what is left is the same for all lengths
-    return total + each * len(row.inputs)
+    high, inputs, targets = 2**20, np.array(row.inputs), np.array(row.targets)
+    if not decoder:
+        rate = (linear[str(high)] - linear["8"]) / (high - 8)
+        pairs = (attention["64"] - attention["1"]) / (64**2 - 1)
+        each = attention["1"] - pairs
+        return float(linear["8"] + rate * (round_up(int(inputs.sum())) - 8) + (each + pairs * inputs**2).sum())
+    rates = [(linear[key] - linear["8,8"]) / (high - 8) for key in (f"{high},8", f"8,{high}")]
+    total = linear["8,8"] + sum(
+        rate * (round_up(int(lengths.sum())) - 8) for rate, lengths in zip(rates, (inputs, targets), strict=True)
+    )
+    at = [(1, 1), (64, 1), (1, 32)]
+    terms = np.array([[1, t * t, s * t] for s, t in at])
+    each, own, cross = np.linalg.solve(terms, [attention[f"{s},{t}"] for s, t in at])
+    return float(total + (each + own * targets**2 + cross * inputs * targets).sum())
