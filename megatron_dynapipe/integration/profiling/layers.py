@@ -74,12 +74,23 @@ def build_parts(args: Namespace, family: ModelFamily, device: torch.device) -> M
     parts = _t5_parts(args, config, groups) if family is ModelFamily.T5 else _gpt_parts(args, config, groups)
     for part in parts:
         part.module.to(device=device, dtype=args.params_dtype).train()
-        accumulate_gradients(part.module)
+        accumulate_gradients(part.module, gradient_dtype(args))
     return {part.name: part for part in parts}
 
 
-def accumulate_gradients(module: torch.nn.Module) -> None:
-    """Add each gradient to a buffer as soon as it is there, and drop it, as Megatron's wrapper does."""
+def gradient_dtype(args: Namespace) -> torch.dtype:
+    """Type of the buffer that training adds gradients up in: fp32 in bf16 training too, if not asked otherwise."""
+    dtype: torch.dtype = args.params_dtype
+    return torch.float32 if args.accumulate_allreduce_grads_in_fp32 else dtype
+
+
+def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Add each gradient to a buffer as soon as it is there, and drop it, as Megatron's wrapper does.
+
+    Args:
+        module: whose parameters get buffers.
+        dtype: of the buffers; the parameters' if None.
+    """
 
     def accumulate(parameter: Any) -> None:
         parameter.main_grad.add_(parameter.grad)
@@ -88,7 +99,7 @@ def accumulate_gradients(module: torch.nn.Module) -> None:
     parameter: Any  # Megatron hangs a main_grad on it
     for parameter in module.parameters():
         if not hasattr(parameter, "main_grad"):
-            parameter.main_grad = torch.zeros_like(parameter, requires_grad=False)
+            parameter.main_grad = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             parameter.register_post_accumulate_grad_hook(accumulate)
 
 
