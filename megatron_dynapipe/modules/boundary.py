@@ -101,8 +101,8 @@ class Part(nn.Module):
         """Weights that several virtual stages hold: under the first one's name, each stage and its name there."""
         raise NotImplementedError
 
-    def knows(self, batch: Batch, autocast: torch.dtype | None) -> bool:
-        """Whether `layouts` has nothing to find out about a micro-batch; the same on all ranks of a pipeline."""
+    def knows(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> bool:
+        """Whether `layouts` has nothing to find out about micro-batches; the same on all ranks of a pipeline."""
         raise NotImplementedError
 
     def use_shapes(self, shapes: Any) -> None:

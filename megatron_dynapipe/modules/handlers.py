@@ -31,7 +31,6 @@ class StageHandlers:
         keep_outputs: keep what the model returns, without its graph.
 
     Attributes:
-        totals: sum of the losses and their number so far: float64[2], zeros but on the last stage.
         outputs: the model's, by micro-batch, if they are kept.
     """
 
@@ -56,13 +55,22 @@ class StageHandlers:
         self._graphs: dict[tuple[int, int], StageGraph] = {}
         self._losses_to_come = len(micro_batches) if part.stage == part.stages - 1 else 0
         self._when_totalled: Callable[[torch.Tensor], None] | None = None
-        self.totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._losses: list[torch.Tensor] = []
+        self._counts: list[torch.Tensor | float] = []
         self.outputs: dict[int, Any] = {}
 
     @property
     def table(self) -> Handlers:
         """For the executor."""
         return {Load: self.load, Forward: self.forward, Backward: self.backward}
+
+    @property
+    def totals(self) -> torch.Tensor:
+        """Sum of the losses and their number so far: float64[2], zeros but on the last stage."""
+        if not self._losses:
+            return torch.zeros(2, dtype=torch.float64, device=self._device)
+        counts = torch.stack([torch.as_tensor(count, device=self._device) for count in self._counts])
+        return torch.stack([torch.stack(self._losses).double().sum(), counts.double().sum()])
 
     def when_totalled(self, function: Callable[[torch.Tensor], None]) -> None:
         """Call a function with the totals once no more losses come."""
@@ -120,8 +128,8 @@ class StageHandlers:
                 hint="loss_fn(output, batch) returns (sum, count), so that uneven micro-batches add up exactly",
             )
         loss, count = result
-        self.totals[0] += loss.detach()
-        self.totals[1] += count
+        self._losses.append(loss.detach())
+        self._counts.append(count)
         self._losses_to_come -= 1
         self._tell()
         if self._keep_outputs:

@@ -53,7 +53,7 @@ class ModelPart(Part):
             for name in division.weights(stage):
                 self._place_weight(name, model)
         self._variants = Variants(skeleton, stage_of, self.mine, self._resolve)
-        self._variants.add(self._kind(example, None), division)
+        self._variants.add(self._kind(example, None, self.device), division)
 
     @property
     def mine(self) -> range:
@@ -74,18 +74,18 @@ class ModelPart(Part):
         elsewhere = [places for places in self._holders.values() if places[0][0] % stages != mine]
         return {name for places in elsewhere for stage, name in places if stage % stages == mine}
 
-    def knows(self, batch: Batch, autocast: torch.dtype | None) -> bool:
+    def knows(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> bool:
         """See `Part.knows`."""
-        given = self.inputs.of_model(batch)
-        return self._variants.knows(given, self._kind(given, autocast))
+        given, device = map(self.inputs.of_model, batches), self.device
+        return all(self._variants.knows(batch, self._kind(batch, autocast, device)) for batch in given)
 
     def layouts(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[Layout]:
         """See `Part.layouts`."""
-        given = [self.inputs.of_model(batch) for batch in batches]
-        return [self._variants.layout(batch, self._kind(batch, autocast)) for batch in given]
+        given, device = map(self.inputs.of_model, batches), self.device
+        return [self._variants.layout(batch, self._kind(batch, autocast, device)) for batch in given]
 
-    def _kind(self, batch: Batch, autocast: torch.dtype | None) -> Kind:
-        return Kind.of(batch, training=self.training, autocast=autocast, device=self.device)
+    def _kind(self, batch: Batch, autocast: torch.dtype | None, device: torch.device) -> Kind:
+        return Kind.of(batch, training=self.training, autocast=autocast, device=device)
 
     def _resolve(self, name: str) -> nn.Module:
         return self.get_submodule(name)

@@ -132,7 +132,7 @@ class Runner:
         try:
             made = work()
             planned = None if made.plan is None else _planned(made.plan, part, len(made.micro_batches))
-            new = not all(part.knows(batch, self._autocast) for batch in made.micro_batches)
+            new = not part.knows(made.micro_batches, self._autocast)
         except Exception as raised:  # noqa: BLE001  (whatever it is, the other ranks must hear of it)
             error = raised
         identity = repr([_identity(made.plan), *map(signature, made.micro_batches)])

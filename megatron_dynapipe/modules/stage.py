@@ -91,9 +91,10 @@ class Stage(Part):
         """See `Part.use_shapes`."""
         self._shapes = shapes
 
-    def knows(self, batch: Batch, autocast: torch.dtype | None) -> bool:
+    def knows(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> bool:
         """See `Part.knows`."""
-        return self._shapes is not None or self.tracker.knows(self._key(batch, autocast))
+        known = (self.tracker.knows(self._key(batch, autocast)) for batch in batches)
+        return self._shapes is not None or all(known)
 
     def layouts(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[Layout]:
         """See `Part.layouts`."""

@@ -16,6 +16,10 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
+_ANCHOR = torch.empty(0, requires_grad=True)
+"""What makes autograd give received tensors a place in a graph; it never gets a gradient."""
+
+
 class Entry:
     """Where a graph begins: what a forward received, and later the gradients of it.
 
@@ -40,8 +44,7 @@ class Entry:
         if wanted and torch.is_grad_enabled():
             self._metas = [(tensor.shape, tensor.dtype, tensor.device) for tensor in wanted]
             self._gradients = [None] * len(wanted)
-            anchor = torch.empty(0, requires_grad=True)
-            placed = iter(_Enter.apply(self, anchor, *wanted))  # type: ignore[no-untyped-call]
+            placed = iter(_Enter.apply(self, _ANCHOR, *wanted))  # type: ignore[no-untyped-call]
             self.tensors = [next(placed) if wants else t for t, wants in zip(tensors, differentiable, strict=True)]
 
     def arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
