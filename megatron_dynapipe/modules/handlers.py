@@ -69,8 +69,8 @@ class StageHandlers:
         """Sum of the losses and their number so far: float64[2], zeros but on the last stage."""
         if not self._losses:
             return torch.zeros(2, dtype=torch.float64, device=self._device)
-        counts = torch.stack([torch.as_tensor(count, device=self._device) for count in self._counts])
-        return torch.stack([torch.stack(self._losses).double().sum(), counts.double().sum()])
+        count = torch.as_tensor(sum(self._counts), dtype=torch.float64, device=self._device)
+        return torch.stack([torch.stack(self._losses).sum(dtype=torch.float64), count])
 
     def when_totalled(self, function: Callable[[torch.Tensor], None]) -> None:
         """Call a function with the totals once no more losses come."""
