@@ -73,6 +73,16 @@ def test_fifty_iterations_have_the_losses_of_stock_megatron(ranks, flags, schedu
 
 
 @pytest.mark.slow
+def test_packed_rows_of_samples_of_one_length_have_the_losses_of_stock_megatron(start, data, tmp_path):
+    flags = f"{TWO} {start} --train-iters 50"
+    expected = train_stock(data, flags, 2)[-1]["losses"]
+    ours = train_planned(data, f"{flags} --dynapipe-layout packed", 2, tmp_path)[-1]["losses"]
+    assert list(ours) == list(expected)
+    for iteration, loss in ours.items():
+        assert loss == pytest.approx(expected[iteration], rel=1e-5), iteration
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("on_first", [True, False], ids=["on, then off", "off, then on"])
 @pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
 def test_a_run_goes_on_with_dynapipe_switched(optimizer, on_first, start, data, tmp_path):
