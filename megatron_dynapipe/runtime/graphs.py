@@ -15,7 +15,6 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-
 _ANCHOR = torch.empty(0, requires_grad=True)
 """What makes autograd give received tensors a place in a graph; it never gets a gradient."""
 
