@@ -102,7 +102,7 @@ def _predict(
         "ms": totals.predicted_ns / 1e6,
         "tokens_per_second": tokens / totals.predicted_ns * 1e9,
         "peak_memory_mb": max(_peaks(plan)),
-        "padding_efficiency": tokens / totals.padded_positions,
+        "padding_efficiency": min(tokens / totals.padded_positions, 1.0),
         "micro_batches": sum(totals.micro_batches),
     }
 

@@ -98,7 +98,7 @@ def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[d
     return _entry(batch, seconds) | {
         "planning_processor_seconds": processor_seconds,
         "predicted_ms": totals.predicted_ns / 1e6,
-        "padding_efficiency": totals.real_tokens / totals.padded_positions,
+        "padding_efficiency": totals.padding_efficiency,
         "digest": digest(plan),
         "replicas": _replicas(plan, planner.layout.layers_per_stage),
     }, encoded

@@ -85,6 +85,11 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_
     predicted_ns: int
     """Predicted time of the slowest replica: forward, backward and transfers."""
 
+    @property
+    def padding_efficiency(self) -> float:
+        """Tokens over positions; at most 1, since n tokens of a decoder-only sample take n - 1 positions."""
+        return min(self.real_tokens / max(self.padded_positions, 1), 1.0)
+
 
 class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """Everything one iteration does: a pure function of (lengths, settings, seed)."""

@@ -91,7 +91,7 @@ def summarise(records: Sequence[IterationRecord], *, maximum: Shape, pictures: S
         raise DataError("expected at least one micro-batch to sum up, got none")
     return Summary(
         iterations=len(runs),
-        padding_efficiency=tokens / sum(run.totals.padded_positions for run in runs),
+        padding_efficiency=min(tokens / sum(run.totals.padded_positions for run in runs), 1.0),
         maximum_padding_efficiency=tokens / (sum(run.totals.samples for run in runs) * _positions(maximum)),
         micro_batches=Range.of(sum(run.totals.micro_batches) for run in runs),
         packed_share=sum(run.packed for run in runs) / len(shapes),

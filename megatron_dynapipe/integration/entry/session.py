@@ -219,10 +219,9 @@ class Session:
         if self._trained is None:
             return ""
         totals = self._trained.entry.totals
-        efficiency = totals.real_tokens / max(totals.padded_positions, 1)
         micro_batches = "+".join(map(str, totals.micro_batches))
         return (
-            f" micro-batches: {micro_batches} | padding efficiency: {efficiency:.3f} |"
+            f" micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
             f" plan wait (ms): {self._trained.waited_seconds * 1e3:.1f} |"
         )
 

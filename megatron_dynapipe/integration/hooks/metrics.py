@@ -30,7 +30,7 @@ def iteration_metrics(item: PlannedIteration, events: Sequence[Event], peak_byte
     measured_ns = events[-1].end_ns - events[0].start_ns if events else 0
     busy_ns = sum(e.end_ns - e.start_ns for e in events if isinstance(e.instruction, Forward | Backward))
     metrics = {
-        "padding efficiency": totals.real_tokens / max(totals.padded_positions, 1),
+        "padding efficiency": totals.padding_efficiency,
         "micro-batches": float(sum(totals.micro_batches)),
         "plan wait (ms)": item.waited_seconds * 1e3,
         "predicted time (ms)": totals.predicted_ns / NS_PER_MS,

@@ -172,9 +172,9 @@ def test_honoured_values(flags, name, value, monkeypatch):
         ("--dynapipe-schedule-method best", "--dynapipe-schedule-method of adaptive, 1f1b, gpipe, got 'best'"),
         (
             "--dynapipe-partition-algo best",
-            "--dynapipe-partition-algo of dp, token_based, uniform, padding, got 'best'",
+            "--dynapipe-partition-algo of dp, token_based, uniform, padding, packed_rows, packed_next_fit",
         ),
-        ("--dynapipe-partition-algo packing", "needs an attention kernel that keeps them apart"),
+        ("--dynapipe-partition-algo packing", "packing without masks between samples lets them attend to one another"),
         ("--dynapipe-token-based-partition-mbs 64", "goes with --dynapipe-partition-algo token_based, not with dp"),
         (
             "--dynapipe-partition-algo token_based --dynapipe-token-based-partition-mbs 0",
