@@ -112,7 +112,8 @@ class StageHandlers:
 
     def _run_forward(self, chunk: int, inputs: Sequence[torch.Tensor], batch: DeviceBatch) -> Any:
         model, config = self._models[chunk], self._config
-        get_attr_wrapped_model(model, "set_input_tensor")(list(inputs) if inputs else [None])
+        set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
+        set_input_tensor(list(inputs) if inputs else [None])
         with torch.autocast(self._device_type(), config.autocast_dtype, enabled=config.enable_autocast):
             output, loss_function = self._forward_step(iter((batch,)), model)
         output, tokens = forward_step_calc_loss(
@@ -127,6 +128,7 @@ class StageHandlers:
             cp_group_size=self._context_parallel_size,
             is_last_stage=self._is_last(chunk),
         )
+        set_input_tensor([None])  # the model must not keep what was received, nor the graph behind it
         self.tokens = self.tokens + tokens
         return output
 
