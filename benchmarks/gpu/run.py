@@ -167,7 +167,7 @@ def entry(case: Case, family: str, ranks: int) -> Figures:
 
 
 def stages(case: Case, reference: Callable[[str], Any], bounds: Callable[[str], Bounds], wanted: Layout) -> Figures:
-    """Several stages on one GPU, by way of the host, within bounds of the reference."""
+    """Several stages on one GPU, through the host, within bounds of the reference."""
     gradients, losses = deviation(case.train(wanted, ranks=wanted["stages"]), reference(wanted["family"]))
     most = bounds(wanted["family"])
     return within({"gradients": (gradients, most[0]), "losses": (losses, most[1])})

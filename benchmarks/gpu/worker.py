@@ -2,7 +2,7 @@
 
     RANK=0 WORLD_SIZE=1 … python benchmarks/gpu/worker.py --device cuda --layout '{"family": "t5"}' --output FILE
 
-All ranks are on the first GPU: one of them talks over NCCL, several over gloo and by way of the host. With --spread
+All ranks are on the first GPU: one of them talks over NCCL, several over gloo and through the host. With --spread
 each is on its own GPU, over NCCL.
 """
 

@@ -170,8 +170,8 @@ def test_a_hole_is_infeasible_around_it_and_nowhere_else() -> None:
     tables = model.tables(tensor_parallel=1, recompute=Recompute.NONE)
 
     def forward(size: int, length: int) -> int:
-        knots = tables.at_lengths(np.array([length]), np.array([0]))
-        return int(tables.at_sizes(knots, np.array([size]))[0, Row.ENCODER_FORWARD])
+        grid_values = tables.at_lengths(np.array([length]), np.array([0]))
+        return int(tables.at_sizes(grid_values, np.array([size]))[0, Row.ENCODER_FORWARD])
 
     assert forward(4, 32) == forward(3, 32) == forward(4, 24) == forward(3, 24) == ABSENT
     assert forward(2, 32) == 64_000_000 and forward(4, 16) == 64_000_000

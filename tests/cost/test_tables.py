@@ -24,8 +24,8 @@ def grid(values: IntArray, sizes: list[int], inputs: list[int], targets: list[in
 
 
 def cost(tables: LayerTables, size: int, input_length: int, target_length: int = 0) -> int:
-    knots = tables.at_lengths(np.array([input_length]), np.array([target_length]))
-    return int(tables.at_sizes(knots, np.array([size]))[0, 0])
+    grid_values = tables.at_lengths(np.array([input_length]), np.array([target_length]))
+    return int(tables.at_sizes(grid_values, np.array([size]))[0, 0])
 
 
 PLANE = grid(np.array([[[10], [30]], [[20], [60]]]), [1, 3], [8, 24], [0])

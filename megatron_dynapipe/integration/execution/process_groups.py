@@ -22,7 +22,7 @@ def connect(
         chunks: virtual stages per rank.
         device: where transfers take place.
         timeout_s: deadline of every operation.
-        staged: messages go by way of the host, whatever the device.
+        staged: messages go through the host, whatever the device.
     """
     if staged:
         device = torch.device("cpu")

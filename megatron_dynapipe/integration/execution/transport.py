@@ -37,7 +37,7 @@ def open_transport(
     """Make the process groups of all pipelines, and this rank's transport. Every rank calls it, at the same point.
 
     Messages are divided over the tensor-parallel ranks where the planner counts on it. Where ranks share a GPU, which
-    NCCL refuses, they go by way of the host, undivided. Rank 0 says either in one line.
+    NCCL refuses, they go through the host, undivided. Rank 0 says either in one line.
 
     Args:
         control: by which ranks tell each other where they are.
@@ -46,7 +46,7 @@ def open_transport(
         timeout_s: deadline of every transfer.
 
     Raises:
-        ConfigError: messages are to be divided, but go by way of the host.
+        ConfigError: messages are to be divided, but go through the host.
     """
     staged = share_a_device(control, device)
     groups = connect(control, chunks=settings.chunks, device=device, timeout_s=timeout_s, staged=staged)
@@ -55,10 +55,10 @@ def open_transport(
     if staged:
         if settings.scatter_gather is ScatterGather.ON:
             raise ConfigError(
-                "ranks share a GPU, so that messages go by way of the host: they cannot be divided there",
+                "ranks share a GPU, so that messages go through the host: they cannot be divided there",
                 hint="leave scatter-gather at auto or off, or give every rank a GPU of its own",
             )
-        _say(control, "ranks share a GPU: messages between stages go by way of the host, which NCCL would not do")
+        _say(control, "ranks share a GPU: messages between stages go through the host, which NCCL would not do")
         return StageTransport(ranks=groups.ranks, stage=stage, transport=HostStagedTransport(transport))
     links = settings.links
     if any(links.sharded) and links.gbps.size:

@@ -1,4 +1,4 @@
-"""Several ranks on one GPU are noticed, said, and exchange tensors by way of the host; here on CPU tensors."""
+"""Several ranks on one GPU are noticed, said, and exchange tensors through the host; here on CPU tensors."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from megatron_dynapipe.errors import ConfigError
 from tests.helpers.layouts.layout import Layout
 from tests.helpers.processes import run_ranks
 
-SAID = "ranks share a GPU: messages between stages go by way of the host"
+SAID = "ranks share a GPU: messages between stages go through the host"
 
 
 def notice(*, rank: int, world_size: int, devices: list[str | None]) -> bool:
