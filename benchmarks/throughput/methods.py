@@ -1,0 +1,103 @@
+"""The ways to make micro-batches that the benchmark trains, as settings of the planner."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.units import BatchLayout
+
+PADDED, PACKED = (BatchLayout.PADDED,), (BatchLayout.PACKED,)
+
+
+Longest = tuple[int, int]
+Settings = Callable[[PlannerSettings, Longest], PlannerSettings]
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One job of the benchmark: a method on one model and layout, and where its driver listens."""
+
+    method: str
+    model: str
+    flags: list[str]
+    tensor_parallel: int
+    pipeline_parallel: int
+    layers_per_stage: list[int] | None
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One way to make micro-batches.
+
+    Attributes:
+        says: what it is, for the table.
+        planner: its settings, from those of a run and the longest input and target in positions.
+        plans_split: whether its layer split is planned; the baselines split layers equally.
+    """
+
+    says: str
+    planner: Settings
+    plans_split: bool = False
+
+
+def _planned(*layouts: BatchLayout) -> Settings:
+    return lambda run, longest: msgspec.structs.replace(run, micro_batch_layouts=layouts)
+
+
+def _baseline(algorithm: PartitionAlgorithm, *, to_maximum: bool = False) -> Settings:
+    """1F1B; micro-batches of one size and one recompute mode, of those tried the one of least predicted time."""
+
+    def settings(run: PlannerSettings, longest: Longest) -> PlannerSettings:
+        partition = PartitionSettings(algorithm=algorithm)
+        if to_maximum:
+            inputs, targets = longest
+            partition = msgspec.structs.replace(
+                partition, padded_input_length=inputs, padded_target_length=targets or None
+            )
+        return msgspec.structs.replace(
+            run,
+            partition=partition,
+            schedule=ScheduleSettings(method="1f1b"),
+            micro_batch_layouts=PADDED if algorithm.layout is not BatchLayout.PACKED else PACKED,
+        )
+
+    return settings
+
+
+METHODS: dict[str, Method] = {
+    "planned": Method(
+        says="planned: padded or packed by the plan, planned layer split",
+        planner=_planned(BatchLayout.PADDED, BatchLayout.PACKED),
+        plans_split=True,
+    ),
+    "planned_padded": Method(
+        says="planned, padded micro-batches only", planner=_planned(BatchLayout.PADDED), plans_split=True
+    ),
+    "packed_rows": Method(
+        says="rows of the maximum length, first fit decreasing, attention kept apart; 1F1B",
+        planner=_baseline(PartitionAlgorithm.PACKED_ROWS, to_maximum=True),
+    ),
+    "packed_next_fit": Method(
+        says="rows in arrival order (next fit); 1F1B",
+        planner=_baseline(PartitionAlgorithm.PACKED_NEXT_FIT, to_maximum=True),
+    ),
+    "packed_balanced": Method(
+        says="rows balanced by attention work; 1F1B",
+        planner=_baseline(PartitionAlgorithm.PACKED_BALANCED, to_maximum=True),
+    ),
+    "token_based": Method(
+        says="sorted, a fixed number of padded tokens per micro-batch; 1F1B",
+        planner=_baseline(PartitionAlgorithm.TOKEN_BASED),
+    ),
+    "uniform": Method(
+        says="sorted, a fixed number of samples per micro-batch; 1F1B", planner=_baseline(PartitionAlgorithm.UNIFORM)
+    ),
+    "padding": Method(
+        says="every sample padded to the maximum; 1F1B", planner=_baseline(PartitionAlgorithm.PADDING, to_maximum=True)
+    ),
+}
+"""By the names of the report."""
