@@ -91,6 +91,11 @@ def _prepare(args: argparse.Namespace) -> None:
     print(prepared.long_samples, file=sys.stderr)
     if prepared.empty_samples:
         print(f"{prepared.empty_samples} samples without input or target were left out", file=sys.stderr)
+    if prepared.replaced is not None and prepared.replaced != prepared.meta:
+        held = sum(prepared.replaced.samples.values())
+        print(
+            f"replaced another dataset in {args.output}: {held} samples of {prepared.replaced.source}", file=sys.stderr
+        )
     _print_made(prepared.meta, args.output)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_dynapipe.data import tokenizer as tokenizers
 from megatron_dynapipe.data.identity import file_digests, files_of
 from megatron_dynapipe.data.indexed import IndexedWriter
-from megatron_dynapipe.data.meta import FORMAT, SPLITS, TOKENIZER_FOLDER, DatasetMeta, meta_path, write_meta
+from megatron_dynapipe.data.meta import FORMAT, SPLITS, TOKENIZER_FOLDER, DatasetMeta, meta_path, read_meta, write_meta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.sampling.lengths import task_ids_path
 from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples
@@ -79,11 +79,13 @@ class Prepared:
         meta: the dataset's description.
         long_samples: samples over the maximum lengths, and what became of them.
         empty_samples: samples left out because their input or target was empty.
+        replaced: the dataset that was there before, if there was one of a known form.
     """
 
     meta: DatasetMeta
     long_samples: LongSampleReport
     empty_samples: int
+    replaced: DatasetMeta | None = None
 
 
 def prepare_dataset(samples: Sequence[TextSample], output: Path, settings: PrepareSettings) -> Prepared:
@@ -99,6 +101,7 @@ def prepare_dataset(samples: Sequence[TextSample], output: Path, settings: Prepa
     names = tuple(sorted({sample.task for sample in samples}))
     if len(names) > _MOST_TASKS:
         raise DataError(f"expected at most {_MOST_TASKS} tasks, got {len(names)}")
+    replaced = _meta_of(output)
     with _new_folder(output) as folder:
         tokenizer = _tokenizer(samples, settings)
         tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
@@ -126,7 +129,20 @@ def prepare_dataset(samples: Sequence[TextSample], output: Path, settings: Prepa
             files={path.name: file_digests(path) for split in SPLITS for path in files_of(folder, split)},
         )
         write_meta(folder, meta)
-    return Prepared(meta=meta, long_samples=writing.report(len(samples)), empty_samples=writing.empty_samples)
+    return Prepared(
+        meta=meta,
+        long_samples=writing.report(len(samples)),
+        empty_samples=writing.empty_samples,
+        replaced=replaced,
+    )
+
+
+def _meta_of(folder: Path) -> DatasetMeta | None:
+    """What a folder holds; None if it is absent, or no dataset of a known form."""
+    try:
+        return read_meta(folder)
+    except DataError:
+        return None
 
 
 def assign_splits(samples: Sequence[TextSample], valid_fraction: float, test_fraction: float) -> list[str]:

@@ -216,3 +216,15 @@ def test_too_many_tasks(tmp_path: Path) -> None:
     rows = [TextSample(f"task {at}", "fox", "dogs") for at in range(2**15 + 1)]
     with pytest.raises(DataError, match="expected at most 32768 tasks, got 32769"):
         prepare(tmp_path / "data", rows)
+
+
+def test_another_dataset_in_the_folder_is_told_from_the_same(tmp_path: Path) -> None:
+    def again(count: int) -> DatasetMeta | None:
+        settings_of_run = PrepareSettings(source="test", vocabulary_size=300)
+        prepared = prepare_dataset(text_samples(count), tmp_path / "data", settings_of_run)
+        return None if prepared.replaced == prepared.meta else prepared.replaced
+
+    assert again(40) is None  # nothing was there
+    assert again(40) is None  # the same
+    replaced = again(30)
+    assert replaced is not None and sum(replaced.samples.values()) == 40
