@@ -11,7 +11,7 @@ def run(script: str, *words: str, bin_folder: Path, **environment: str) -> subpr
     fake = bin_folder / "python"
     fake.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     (bin_folder / "srun").write_text('#!/bin/sh\nshift\nexec "$@"\n')
-    (bin_folder / "scontrol").write_text("#!/bin/sh\necho node7\necho node8\n")
+    (bin_folder / "scontrol").write_text("#!/bin/sh\necho node7\nsleep 0.2\nexec echo node8\n")
     for tool in bin_folder.iterdir():
         tool.chmod(0o755)
     environment = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHON": str(fake), **environment}
