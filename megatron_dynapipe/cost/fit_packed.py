@@ -52,7 +52,7 @@ def fit_part(rows: Sequence[RowSample], within: Range, *, attends: bool = True) 
     if len(rows) < FEWEST_ROWS:
         raise CostModelError(f"expected at least {FEWEST_ROWS} measured packed rows to fit costs to, got {len(rows)}")
     decoder = bool(rows[0].targets)
-    terms = np.array([_terms(row, decoder) for row in rows])
+    terms = np.array([row_terms(row.inputs, row.targets) for row in rows])
     fixed = 3 if decoder else 2  # of the linear part
     if not attends:
         terms = terms[:, :fixed]
@@ -80,12 +80,18 @@ def fit_part(rows: Sequence[RowSample], within: Range, *, attends: bool = True) 
     )
 
 
-def _terms(row: RowSample, decoder: bool) -> Sequence[float]:
-    inputs, targets = np.array(row.inputs, float), np.array(row.targets, float)
-    count, length, target_length = len(row.inputs), round_up(sum(row.inputs)), round_up(sum(row.targets))
-    if not decoder:
-        return 1.0, length, count, (inputs**2).sum()
-    return 1.0, length, target_length, count, (targets**2).sum(), (inputs * targets).sum()
+def row_terms(inputs: Sequence[int], targets: Sequence[int]) -> tuple[float, ...]:
+    """What the coefficients of a row are multiplied by: those of the linear part first.
+
+    Args:
+        inputs: positions of the samples' inputs.
+        targets: of their targets; empty but for a decoder.
+    """
+    given, wanted = np.array(inputs, float), np.array(targets, float)
+    count, length, target_length = len(inputs), round_up(sum(inputs)), round_up(sum(targets))
+    if not targets:
+        return 1.0, length, count, float((given**2).sum())
+    return 1.0, length, target_length, count, float((wanted**2).sum()), float((given * wanted).sum())
 
 
 def _solve(terms: npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -25,8 +25,8 @@ from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 
 BUDGET_FOR_MEASURING = 0.9
 """Share of the budget; the rest is for starting, fitting and writing."""
-SHARE_OF_PACKED = 0.2
-"""Of the time for measuring, that packed rows may take; if it is too short, their costs are derived in plans."""
+SHARE_OF_PACKED = 0.3
+"""Of the time for measuring, that packed rows may take, beyond the fewest that a fit needs."""
 
 
 def profile(
@@ -101,7 +101,7 @@ def _range(setup: ProfileSetup) -> Range:
 
 
 def _packed(profiler: Profiler, setup: ProfileSetup, budget_s: float) -> dict[Recompute, Tables]:
-    """Tables of packed rows by mode; none where the model takes none, or time is too short."""
+    """Tables of packed rows by mode; none where the model takes none, or memory holds too few."""
     layouts = batch_layouts(setup.args, setup.family, on_cpu=setup.device.type == "cpu")
     if BatchLayout.PACKED not in layouts.allowed:
         return {}

@@ -52,7 +52,9 @@ def clock_of(device: torch.device, *, shared: bool) -> DevicePlatform:
     return ThreadClock() if alone else platform_of(device)
 
 
-def measure(part: Part, point: Point, platform: DevicePlatform, *, shared: bool) -> Sample:
+def measure(
+    part: Part, point: Point, platform: DevicePlatform, *, shared: bool, long_enough_s: float | None = None
+) -> Sample:
     """Measure a part at a point, in the recompute mode it is set to.
 
     Args:
@@ -60,6 +62,7 @@ def measure(part: Part, point: Point, platform: DevicePlatform, *, shared: bool)
         point: where.
         platform: the device's clock.
         shared: ranks share the part, and all of them measure it together.
+        long_enough_s: repeating ends after this, with the fewest repeats done; None: `LONG_ENOUGH_S`.
 
     Raises:
         torch.OutOfMemoryError: the device has too little memory for it.
@@ -67,11 +70,11 @@ def measure(part: Part, point: Point, platform: DevicePlatform, *, shared: bool)
     forward = part.prepare(point)
     memory = pass_memory(forward, _backward, platform.device)  # the warm-up, too
     in_flight = deque(forward() for _ in range(_in_flight(memory, platform.device) - 1))
-    started = time.perf_counter()
+    end = time.perf_counter() + (LONG_ENOUGH_S if long_enough_s is None else long_enough_s)
     forwards: list[int] = []
     backwards: list[int] = []
     fewest, most = (SHARED_REPEATS, SHARED_REPEATS) if shared else (FEWEST_REPEATS, MOST_REPEATS)
-    while len(forwards) < fewest or (len(forwards) < most and time.perf_counter() - started < LONG_ENOUGH_S):
+    while len(forwards) < fewest or (len(forwards) < most and time.perf_counter() < end):
         f, b = _time_once(forward, in_flight, platform)
         forwards.append(f)
         backwards.append(b)

@@ -3,18 +3,21 @@
 Embedding and head have no attention: they cost a packed row what they cost one padded sample of as many positions.
 """
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.cost.fit_packed import PartTables, RowSample, fit_part
+from megatron_dynapipe.cost.fit_packed import FEWEST_ROWS as FEWEST_TO_FIT
+from megatron_dynapipe.cost.fit_packed import PartTables, RowSample, fit_part, row_terms
 from megatron_dynapipe.cost.tabulate import Range
 from megatron_dynapipe.integration.profiling.layers import Forward, Lengths, Part
-from megatron_dynapipe.integration.profiling.measure import Sample, measure
+from megatron_dynapipe.integration.profiling.measure import LONG_ENOUGH_S, Sample, measure
 from megatron_dynapipe.integration.profiling.profiler import communicable, over_ranks
 from megatron_dynapipe.runtime.platform import DevicePlatform
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute
@@ -28,6 +31,14 @@ RATIOS = (1, 2, 8)
 SPREAD = (0.75, 1.25)
 """Samples of a row are in turn shorter and longer: equal ones are faster than a run's."""
 
+_POSITIONS_OF_A_ROW = 512
+"""A row's measurement takes about as long as this many positions more."""
+FEWEST_ROWS = 8
+"""Of a part and mode that are measured at least, also beyond the budget; a decoder's six coefficients want them."""
+_RIDGE = 1e-4
+_PASSES_TIMES = 2
+"""Of the time repeats take, what warming up and filling the caches takes with them."""
+
 Tables = dict[str, dict[str, PartTables]]
 """[quantity][part] as in the cost model file."""
 
@@ -40,7 +51,7 @@ class Row(NamedTuple):
 
 
 def rows_of(part: str, within: Range, most_positions: int) -> list[Row]:
-    """The rows that a part is measured with, the smallest first."""
+    """The rows that a part may be measured with, the most telling first."""
     longest = within.input_length
     pairs = {(length, max(length // ratio, 1)) for length in (*LENGTHS, longest) for ratio in RATIOS}
     rows = set()
@@ -53,13 +64,42 @@ def rows_of(part: str, within: Range, most_positions: int) -> list[Row]:
             count = total // (length + target)
             if length <= longest and count:
                 rows.add(Row(_spread(length, count, longest), _spread(target, count, within.target_length)))
-    return sorted(rows, key=lambda row: sum(row.inputs) + sum(row.targets))
+    return _most_telling_first(sorted(rows, key=_positions))
+
+
+def _positions(row: Row) -> int:
+    return sum(row.inputs) + sum(row.targets)
+
+
+def _most_telling_first(rows: Sequence[Row]) -> list[Row]:
+    """In an order in which the next narrows the fit's coefficients most for the time it takes (D-optimal design)."""
+    costs = np.array([_POSITIONS_OF_A_ROW + _positions(row) for row in rows], float)
+    terms = np.array([row_terms(*row) for row in rows]) / costs[:, None]
+    terms /= terms.max(axis=0)
+    known, left, order = np.eye(terms.shape[1]) * _RIDGE, list(range(len(rows))), []
+    while left:
+        gains = np.einsum("ij,jk,ik->i", terms[left], np.linalg.inv(known), terms[left])
+        best = left[int(np.argmax(np.log1p(gains) / costs[left]))]
+        known += np.outer(terms[best], terms[best])
+        left.remove(best)
+        order.append(rows[best])
+    return order
 
 
 def _spread(length: int, count: int, longest: int) -> Lengths:
     if not length:
         return ()
     return tuple(min(max(round(length * SPREAD[n % len(SPREAD)]), 1), longest) for n in range(count))
+
+
+@dataclass(slots=True)
+class _Surface:
+    """A part under a recompute mode: the rows still to be measured, and those that were, with what they cost."""
+
+    name: str
+    mode: Recompute | None
+    left: list[Row]
+    measured: list[tuple[Row, tuple[int, ...]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,39 +123,56 @@ class PackedProfiler:
     shared: bool
 
     def run(self, budget_s: float) -> dict[Recompute, Tables]:
-        """Tables by mode; empty where the budget ends before all rows are measured."""
-        end, tables = time.monotonic() + budget_s, {}
-        for mode in self.modes:
-            measured = {name: list(self._rows(name, mode, end)) for name in self.parts if name != "embedding"}
-            if any(len(rows) < len(self._wanted(name)) for name, rows in measured.items()):
-                return {}
-            tables[mode] = self._tables(measured)
-        return tables
+        """Tables by mode, of the rows that the budget allows, and of `FEWEST_ROWS` of each part and mode at least.
+
+        Empty where even these do not fit into the device's memory.
+        """
+        end = time.monotonic() + budget_s
+        surfaces = [_Surface(name, mode, self._wanted(name)) for name, mode in self._surfaces()]
+        each_s = budget_s / (_PASSES_TIMES * FEWEST_ROWS * len(surfaces))
+        for done in itertools.count():
+            open_ = [surface for surface in surfaces if surface.left]
+            if not open_ or (done >= FEWEST_ROWS and not _all_go_on(end)):
+                break
+            for surface in open_:
+                self._measure_next(surface, min(each_s, LONG_ENOUGH_S))
+        if any(len(surface.measured) < FEWEST_TO_FIT for surface in surfaces):
+            return {}
+        found = {(surface.name, surface.mode): surface.measured for surface in surfaces}
+        return {
+            mode: self._tables({name: rows for (name, own), rows in found.items() if own in (mode, None)})
+            for mode in self.modes
+        }
+
+    def _surfaces(self) -> Iterator[tuple[str, Recompute | None]]:
+        """What is measured by itself: layers under every mode; the head recomputes nothing."""
+        for name, part in self.parts.items():
+            if name != "embedding":
+                yield from ((name, mode) for mode in (self.modes if part.prepare_row is not None else (None,)))
 
     def _wanted(self, name: str) -> list[Row]:
         return rows_of(name, self.within, self.most_positions)
 
-    def _rows(self, name: str, mode: Recompute, end: float) -> Iterator[tuple[Row, tuple[int, ...]]]:
-        """Rows with forward and backward ns, stored and peak bytes, until one does not fit or time is up."""
-        part = self.parts[name]
-        if part.prepare_row is not None:
-            part.set_recompute(mode)
-        for row in self._wanted(name):
-            if not _all_go_on(end):
-                return
-            values = over_ranks(self._measure(part, row))
-            if values is None:
-                return
-            yield row, values
+    def _measure_next(self, surface: "_Surface", long_enough_s: float) -> None:
+        """Measure a surface's next row; one that does not fit rules out all that are as long."""
+        row = surface.left.pop(0)
+        if surface.mode is not None:
+            self.parts[surface.name].set_recompute(surface.mode)
+        values = over_ranks(self._measure(self.parts[surface.name], row, long_enough_s))
+        if values is None:
+            surface.left = [other for other in surface.left if _positions(other) < _positions(row)]
+        else:
+            surface.measured.append((row, values))
 
-    def _measure(self, part: Part, row: Row) -> Sample | None:
+    def _measure(self, part: Part, row: Row, long_enough_s: float = LONG_ENOUGH_S) -> Sample | None:
         def prepare(_point: object) -> Forward:
             if part.prepare_row is not None:
                 return part.prepare_row(*row)
             return part.prepare((1, -(-sum(row.inputs) // 8) * 8))
 
+        one = replace(part, prepare=prepare)
         try:
-            return measure(replace(part, prepare=prepare), (), self.platform, shared=self.shared)
+            return measure(one, (), self.platform, shared=self.shared, long_enough_s=long_enough_s)
         except torch.OutOfMemoryError:
             return None
 

@@ -1,5 +1,6 @@
 """Packed rows in profiles: which rows are measured, the tables they become, the memory these predict."""
 
+import numpy as np
 import pytest
 
 from tests.helpers.processes import run_ranks
@@ -28,4 +29,18 @@ def test_tables_of_packed_rows_predict_what_a_row_stores(family, layers):
         # Attention without a kernel for packed rows pads groups of like samples, by how they happen to lie, and keeps
         # where they lie: much beside states of 32 channels.
         assert predicted == pytest.approx(measured, rel=0.2), name
-    assert found["no time"]
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder", "postprocess"])
+def test_the_first_rows_tell_all_coefficients(part):
+    from megatron_dynapipe.cost.fit_packed import row_terms
+    from megatron_dynapipe.cost.tabulate import Range
+    from megatron_dynapipe.integration.profiling.packed import FEWEST_ROWS, rows_of
+
+    rows = rows_of(part, Range(size=16, input_length=1536, target_length=264), 8192)
+    assert len(set(rows)) == len(rows) > FEWEST_ROWS
+    terms = np.array([row_terms(*row) for row in rows[:FEWEST_ROWS]])
+    terms /= np.abs(terms).max(axis=0)
+    assert np.linalg.matrix_rank(terms, tol=1e-3) == terms.shape[1]
+    positions = [sum(row.inputs) + sum(row.targets) for row in rows[:FEWEST_ROWS]]
+    assert max(positions) >= 4 * min(positions)
