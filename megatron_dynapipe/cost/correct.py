@@ -1,4 +1,4 @@
-"""Correcting a cost model by passes that were measured while training, and writing the result as a file.
+"""Correcting a cost model by passes that were measured while training.
 
 A pass of a stage is predicted as a sum over its layers and the head. A correction scales each kind of them and adds a
 constant per layer, for what a layer's own profile does not see (loading, hooks, an emptier cache):
@@ -10,18 +10,18 @@ Scales and offsets are integers, applied in integers, so that a corrected model 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost.format import UNITS, CostEntry, CostFile, Link, Points, key_of, to_table
 from megatron_dynapipe.cost.layout import PipelineLayout
 from megatron_dynapipe.cost.nnls import nonnegative_least_squares
 from megatron_dynapipe.cost.packed import packed_layer_costs
 from megatron_dynapipe.cost.surface import Floats
 from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
 from megatron_dynapipe.errors import CostModelError
-from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute, Shape
+from megatron_dynapipe.units import Recompute, Shape
 
 UNIT = 1000
 """Scales are in thousandths."""
@@ -32,6 +32,8 @@ _PULL = 0.05
 """Weight with which a scale is held to the common one, against that of one measured pass per kind."""
 _ROBUST_STEPS = 6
 _LEAST_SCALE = 0.05
+_OWN_PASSES = 24
+"""Of a layout, from which it gets a correction of its own."""
 
 
 class PassSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -82,59 +84,74 @@ def fit_correction(
     return Correction(scales=scales, forward_offset_ns=forward[1], backward_offset_ns=backward[1])
 
 
-def corrected(tables: LayerTables, correction: Correction) -> LayerTables:
-    """The grid under a correction; memory and what is infeasible stay as they are.
+class Corrections(NamedTuple):
+    """Of padded micro-batches, and of packed rows whose costs are known of themselves."""
 
-    Costs of packed rows are derived from the corrected grid, whatever they were before.
+    padded: Correction
+    packed: Correction
+
+
+def fit_corrections(
+    samples: Sequence[PassSample], tables: Mapping[Recompute, LayerTables], layout: PipelineLayout
+) -> Corrections:
+    """A correction for each layout: from its own passes if these are enough and its costs are its own.
+
+    Args and raises: see `fit_correction`.
     """
-    values = tables.values.copy()
-    for row, scale in correction.scales.items():
-        values[row] = (values[row] * scale + UNIT // 2) // UNIT
-    rows = [(Row.ENCODER_FORWARD, correction.forward_offset_ns), (Row.ENCODER_BACKWARD, correction.backward_offset_ns)]
-    if tables.state.decoder_bytes:
-        rows += [(Row.DECODER_FORWARD, correction.forward_offset_ns)]
-        rows += [(Row.DECODER_BACKWARD, correction.backward_offset_ns)]
-    for row, offset in rows:
-        values[row] += offset
-    values[:, tables.values[0] == ABSENT] = ABSENT
-    return replace(tables, values=values, separate=None, packed=None)
-
-
-def as_file(
-    tables: Mapping[tuple[int, Recompute], LayerTables],
-    family: ModelFamily,
-    *,
-    name: str,
-    source: str,
-    device: str,
-    provenance: Mapping[str, str | int | float | bool],
-    links: Mapping[str, Link] | None = None,
-) -> CostFile:
-    """Grids as a cost model file, which reads back as exactly the same grids."""
-    entries = {
-        key_of(tp, mode): _entry(tp, mode, grid, t5=family is ModelFamily.T5) for (tp, mode), grid in tables.items()
-    }
-    return CostFile(
-        name=name,
-        source=source,
-        device=device,
-        units=UNITS,
-        model={},
-        keys=entries,
-        provenance=dict(provenance),
-        links=dict(links or {}),
-        peak_covers_backward=any(grid.peak_covers_backward for grid in tables.values()),
+    common = fit_correction(samples, tables, layout)
+    if any(grid.packed is None for grid in tables.values()):
+        return Corrections(common, common)
+    by_layout = ([each for each in samples if bool(each.inputs) is packed] for packed in (False, True))
+    return Corrections(
+        *(fit_correction(own, tables, layout) if len(own) >= _OWN_PASSES else common for own in by_layout)
     )
+
+
+def corrected(tables: LayerTables, correction: Correction, packed: Correction | None = None) -> LayerTables:
+    """The grids under a correction; memory and what is infeasible stay as they are.
+
+    Args:
+        tables: of a layer.
+        correction: of the padded grid.
+        packed: of packed rows' own grids, where there are any; None: the same.
+    """
+    offsets = _offsets(correction, tables)
+    values = _scaled(tables.values, correction, offsets)
+    values[:, tables.values[0] == ABSENT] = ABSENT
+    rows = tables.packed
+    if rows is not None:
+        own = packed or correction
+        linear = _scaled(rows.linear, own, _offsets(own, tables))
+        rows = replace(rows, linear=linear, attention=_scaled(rows.attention, own, {}))
+    return replace(tables, values=values, separate=None, packed=rows)
+
+
+def _offsets(correction: Correction, tables: LayerTables) -> dict[Row, int]:
+    """Added once per layer, in ns."""
+    forward, backward = correction.forward_offset_ns, correction.backward_offset_ns
+    offsets = {Row.ENCODER_FORWARD: forward, Row.ENCODER_BACKWARD: backward}
+    if tables.state.decoder_bytes:
+        offsets |= {Row.DECODER_FORWARD: forward, Row.DECODER_BACKWARD: backward}
+    return offsets
+
+
+def _scaled(values: IntArray, correction: Correction, offsets: Mapping[Row, int]) -> IntArray:
+    """A grid's rows scaled and shifted where they are known."""
+    result = values.copy()
+    for row, scale in correction.scales.items():
+        known = (values[row] * scale + UNIT // 2) // UNIT + offsets.get(row, 0)
+        result[row] = np.where(values[row] == ABSENT, ABSENT, known)
+    return result
 
 
 def _unit_costs(sample: PassSample, tables: LayerTables) -> IntArray:
     """One layer of each kind and the head, for a sample's shape: `[len(Row)]`.
 
-    A packed row's are those derived from the grid, since it is the grid that is corrected.
+    A packed row's are its own where they are known, and derived from the padded grid where not.
     """
     if sample.inputs:
         lengths = np.array(sample.inputs, np.int64), np.array(sample.targets, np.int64)
-        found = packed_layer_costs(replace(tables, packed=None), *lengths)
+        found = packed_layer_costs(tables, *lengths)
         return np.full(len(Row), ABSENT, np.int64) if found is None else found
     size, inputs, targets = (np.array([n], np.int64) for n in sample.shape)
     return np.asarray(tables.at_sizes(tables.at_lengths(inputs, targets), size)[0])
@@ -169,47 +186,3 @@ def _fit(
         solved = nonnegative_least_squares(rows_, np.concatenate([weight, aim * float(weight.mean())]))
     scales = [round(max(float(multiple), _LEAST_SCALE) * common * UNIT) for multiple in solved[:3]]
     return scales, round(float(solved[3]) * offset_unit)
-
-
-def _entry(tp: int, mode: Recompute, grid: LayerTables, *, t5: bool) -> CostEntry:
-    """A grid's tables; those of fewer dimensions are read off where the others are feasible."""
-    tables: dict[str, dict[str, Points]] = {"time_ms": {}, "stored": {}, "peak": {}}
-    kinds = [("encoder", "ENCODER", 2), ("decoder", "DECODER", None), ("postprocess", "HEAD", 1)]
-    for kind, prefix, along in kinds:
-        if kind == "decoder" and not t5:
-            continue
-        along = 2 if kind == "postprocess" and not t5 else along
-        for way in ("forward", "backward"):
-            row = Row[f"{prefix}_{way.upper()}"]
-            tables["time_ms"][f"{kind}.{way}"] = _points(grid, row, along, NS_PER_MS)
-        if grid.values[Row[f"{prefix}_PEAK"]].max() > 0:  # of the head, the base may say nothing
-            tables["stored"][kind] = _points(grid, Row[f"{prefix}_STORED"], along, BYTES_PER_MB)
-            tables["peak"][kind] = _points(grid, Row[f"{prefix}_PEAK"], along, BYTES_PER_MB)
-    if grid.values[Row.ENCODED_STORED].max() > 0:
-        tables["stored"]["encoder_output"] = _points(grid, Row.ENCODED_STORED, 2, BYTES_PER_MB)
-    state = {"embedding": grid.state.embedding_bytes, "encoder": grid.state.encoder_bytes}
-    state |= {"decoder": grid.state.decoder_bytes} if t5 else {}
-    written = {which: {part: to_table(points) for part, points in parts.items()} for which, parts in tables.items()}
-    return CostEntry(
-        tp=tp,
-        recompute=mode,
-        model_state_mb={kind: size / BYTES_PER_MB for kind, size in state.items()},  # type: ignore[misc]
-        time_ms=written["time_ms"],
-        stored_activation_mb=written["stored"],
-        peak_activation_mb=written["peak"],
-    )
-
-
-def _points(grid: LayerTables, row: Row, along: int | None, per_unit: int) -> Points:
-    """A row as points; `along` is the axis of the grid on which it does not depend (None: on all it does)."""
-    values = grid.values[row]
-    axes = [grid.sizes, grid.inputs, grid.targets]
-    if along is not None:
-        values = values.max(axis=along)  # ABSENT is below every cost
-        axes.pop(along)
-    shapes = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(axes))
-    return {
-        tuple(shape): value / per_unit
-        for shape, value in zip(shapes.tolist(), values.reshape(-1).tolist(), strict=True)
-        if value != ABSENT
-    }

@@ -18,10 +18,11 @@ from megatron_dynapipe.cost.format import (
     read_file,
     read_packed,
     read_points,
+    unit_of,
 )
 from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerState, LayerTables, PackedTables, Row, increasing
 from megatron_dynapipe.errors import CostModelError
-from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
+from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute
 
 
 class TableCostModel:
@@ -90,7 +91,7 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
 
     values = np.zeros((len(Row), len(sizes), len(inputs), len(targets)), np.int64)
     for row, table in points.items():
-        scale = _scale(row)
+        scale = unit_of(row)
         if row.name.startswith("DECODER"):
             values[row] = _resample(table, (sizes, inputs, targets), scale)
         elif t5 and row in head:
@@ -132,11 +133,11 @@ def _packed_tables(entry: PackedEntry, parts: Collection[tuple[str, str]], t5: b
         values = np.zeros((len(Row), len(inputs), len(targets)), np.int64)
         for row, table in tables.items():
             if row.name.startswith("DECODER"):
-                values[row] = _resample(table, (inputs, targets), _scale(row))
+                values[row] = _resample(table, (inputs, targets), unit_of(row))
             elif t5 and row.name.startswith("HEAD"):
-                values[row] = _resample(table, (targets,), _scale(row))[None, :]
+                values[row] = _resample(table, (targets,), unit_of(row))[None, :]
             else:
-                values[row] = _resample(table, (inputs,), _scale(row))[:, None]
+                values[row] = _resample(table, (inputs,), unit_of(row))[:, None]
         if not len(inputs):
             raise CostModelError(f"{where}: packed tables without the attention of samples")
         grids.append((inputs, targets, values))
@@ -149,11 +150,6 @@ def _packed_tables(entry: PackedEntry, parts: Collection[tuple[str, str]], t5: b
         targets=targets,
         attention=attention,
     )
-
-
-def _scale(row: Row) -> int:
-    """Integers of a grid in the file's unit: ns in a ms, bytes in a MB."""
-    return NS_PER_MS if "FORWARD" in row.name or "BACKWARD" in row.name else BYTES_PER_MB
 
 
 def _resample(points: Points, axes: tuple[IntArray, ...], scale: int) -> IntArray:

@@ -16,7 +16,7 @@ import msgspec
 from megatron_dynapipe.cost.tables import LARGEST_COST, Row
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.files import read_unpacked
-from megatron_dynapipe.units import NS_PER_MS, ModelFamily, Recompute
+from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
 
 FORMAT = "dynapipe-cost-model/1"
 PACKED_FORMAT = "dynapipe-cost-model/2"
@@ -263,6 +263,11 @@ def read_packed(
                 _read_positions(table.attention, lengths, f"{name}.attention") if table.attention else {},
             )
     return points
+
+
+def unit_of(row: Row) -> int:
+    """Integers of a grid in the file's unit: ns in a ms, bytes in a MB."""
+    return NS_PER_MS if "FORWARD" in row.name or "BACKWARD" in row.name else BYTES_PER_MB
 
 
 def to_table(points: Points) -> Table:

@@ -17,8 +17,9 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from megatron_dynapipe.cost import CostModel, TableCostModel
-from megatron_dynapipe.cost.correct import PassSample, as_file, corrected, fit_correction
+from megatron_dynapipe.cost.correct import PassSample, corrected, fit_corrections
 from megatron_dynapipe.cost.format import encode_file
+from megatron_dynapipe.cost.write import as_file
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -129,8 +130,8 @@ def corrected_file(settings: PlannerSettings, base: CostModel, samples: Iterable
     tp = settings.tensor_parallel
     tables = {mode: base.tables(tensor_parallel=tp, recompute=mode) for mode in settings.recompute}
     if found:
-        correction = fit_correction(found, tables, settings.layout)
-        tables = {mode: corrected(grid, correction) for mode, grid in tables.items()}
+        corrections = fit_corrections(found, tables, settings.layout)
+        tables = {mode: corrected(grid, *corrections) for mode, grid in tables.items()}
     file = as_file(
         {(tp, mode): grid for mode, grid in tables.items()},
         base.family,

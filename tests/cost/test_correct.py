@@ -1,5 +1,7 @@
 """Corrections learnt from measured passes, and grids written as files."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -14,9 +16,10 @@ from megatron_dynapipe.cost import (
     packed_layer_costs,
     stage_costs,
 )
-from megatron_dynapipe.cost.correct import Correction, PassSample, as_file, corrected, fit_correction
+from megatron_dynapipe.cost.correct import Correction, PassSample, corrected, fit_correction, fit_corrections
 from megatron_dynapipe.cost.format import encode_file
 from megatron_dynapipe.cost.tables import LayerTables
+from megatron_dynapipe.cost.write import as_file
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute, Shape, round_up
 
@@ -69,13 +72,33 @@ def packed_samples(grid: LayerTables, count: int) -> list[PassSample]:
 
 
 def test_packed_rows_correct_the_grid_that_their_costs_are_derived_from() -> None:
-    base = tables()
+    base = dataclasses.replace(tables(), packed=None)
     truth = corrected(base, TRUTH)
     learnt = corrected(base, fit_correction(packed_samples(truth, 60), {Recompute.NONE: base}, LAYOUT))
     query = [np.array([n]) for n in Shape(5, 160, 64)]
     expected, got = stage_costs(truth, LAYOUT, *query), stage_costs(learnt, LAYOUT, *query)
     assert got.forward_ns == pytest.approx(expected.forward_ns, rel=0.06)
     assert got.backward_ns == pytest.approx(expected.backward_ns, rel=0.06)
+
+
+def test_either_layout_is_corrected_by_its_own_passes() -> None:
+    base = tables()
+    slower = dataclasses.replace(TRUTH, scales={row: 2 * scale for row, scale in TRUTH.scales.items()})
+    truth = corrected(base, TRUTH, slower)
+    found = [*samples(truth, 40, noise=0.02), *packed_samples(truth, 60)]
+    learnt = corrected(base, *fit_corrections(found, {Recompute.NONE: base}, LAYOUT))
+    query = [np.array([n]) for n in Shape(5, 160, 64)]
+    expected, got = stage_costs(truth, LAYOUT, *query), stage_costs(learnt, LAYOUT, *query)
+    assert got.forward_ns == pytest.approx(expected.forward_ns, rel=0.06)
+    row = np.array([100, 7, 230]), np.array([20, 60, 9])
+    wanted, costs = packed_layer_costs(truth, *row), packed_layer_costs(learnt, *row)
+    assert costs is not None and wanted is not None
+    for way in ("FORWARD", "BACKWARD"):
+        encoder, decoder, head = (Row[f"{kind}_{way}"] for kind in ("ENCODER", "DECODER", "HEAD"))
+        assert costs[encoder] == pytest.approx(wanted[encoder], rel=0.06)
+        assert 4 * costs[decoder] + costs[head] == pytest.approx(4 * wanted[decoder] + wanted[head], rel=0.06)
+    memory = [Row.ENCODER_STORED, Row.DECODER_PEAK, Row.ENCODED_STORED]
+    assert costs[memory].tolist() == wanted[memory].tolist()
 
 
 def test_a_wrong_start_heals() -> None:
@@ -124,6 +147,9 @@ def test_a_grid_reads_back_from_its_file_exactly(family: ModelFamily) -> None:
     back = TableCostModel.decode(encode_file(file)).tables(tensor_parallel=1, recompute=Recompute.NONE)
     assert (back.values == grid.values).all() and back.state == grid.state
     assert back.sizes.tolist() == grid.sizes.tolist() and back.targets.tolist() == grid.targets.tolist()
+    assert grid.packed is not None and back.packed is not None
+    for name in ("row_inputs", "row_targets", "linear", "inputs", "targets", "attention"):
+        assert getattr(back.packed, name).tolist() == getattr(grid.packed, name).tolist(), name
 
 
 def test_passes_that_do_not_belong_to_the_run_are_refused() -> None:

@@ -19,8 +19,8 @@ from megatron_dynapipe.cost import (
     TableCostModel,
     packed_layer_costs,
 )
-from megatron_dynapipe.cost.correct import as_file
 from megatron_dynapipe.cost.format import decode_file, encode_file, read_file
+from megatron_dynapipe.cost.write import as_file
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.cost.models import gpt_file
