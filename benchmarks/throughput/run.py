@@ -113,7 +113,7 @@ def figures(
         "layers_per_stage": split,
         "tokens_per_second": tokens / sum(each["ms"] for each in timed) * 1e3,
         "ratio_to_planned": interval(pairs),
-        "padding_efficiency": tokens / sum(each["positions"] for each in timed),
+        "padding_efficiency": min(tokens / sum(each["positions"] for each in timed), 1.0),
         "peak_memory_mb": max(each["peak_mb"] for each in timed),
         "idle": statistics.mean(share for each in timed for share in each["idle"]),
         "micro_batches": statistics.mean(each["micro_batches"] for each in timed),
