@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ .*?lm loss: ([0-9.E+-]+|nan)")
 FLAGS = (
     "--encoder-num-layers 2 --decoder-num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 "
-    "--global-batch-size 16 --eval-iters 0 --dynapipe-timeout-s 60"
+    "--global-batch-size 16 --eval-iters 0 --dynapipe-timeout-s 60 --dynapipe-calibrate 0"
 )
 ITERATIONS = 20
 TOLERANCE = 1e-5

@@ -29,8 +29,9 @@ _logger = logging.getLogger(__name__)
 BATCHES = 3
 """Batches planned for every split that is tried."""
 
-EVALUATIONS, PACKED_EVALUATIONS = 100, 400
-"""Schedules tried for each of them; with packed rows a search changes more, and a short one tells less."""
+EVALUATIONS = 100
+"""Schedules tried for each of them. With packed rows as many as a plan tries: most of the time goes into the rows that
+a search begins with, and a short one tells little."""
 
 TRIALS = 40
 """Splits tried at most."""
@@ -269,11 +270,12 @@ class _Trials:
     def _planner(self, split: Split) -> Planner | None:
         """A planner for the split, or None where its model state alone does not fit."""
         packs = BatchLayout.PACKED in self._settings.micro_batch_layouts
-        evaluations = PACKED_EVALUATIONS if packs else EVALUATIONS
         settings = msgspec.structs.replace(
             self._settings,
             layers_per_stage=split,
-            schedule=replace(self._settings.schedule, search_evaluations=evaluations),
+            schedule=self._settings.schedule
+            if packs
+            else replace(self._settings.schedule, search_evaluations=EVALUATIONS),
         )
         try:
             return Planner(settings, self._cost_model)

@@ -27,7 +27,7 @@ TRAINING = (
     "--seed 7 --log-interval 1 --eval-interval 100 --eval-iters 0 --global-batch-size 16"
 )
 """Flags of Megatron."""
-COMMON = f"{TRAINING} --dynapipe-timeout-s 30"
+COMMON = f"{TRAINING} --dynapipe-timeout-s 30 --dynapipe-calibrate 0"
 
 
 def train(

@@ -120,6 +120,11 @@ def _agent_store(timeout_s: float) -> "Store | None":
     return PrefixStore(f"dynapipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def ranks_stand_alone() -> bool:
+    """Whether there are several ranks without a launch store: they agree on nothing before Megatron connects them."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not _has_agent_store()
+
+
 def checks_for_all() -> bool:
     """Whether this rank runs the checks that one rank can run for all: rank 0, or every rank without a launch store."""
     return os.environ.get("RANK", "0") == "0" or not _has_agent_store()

@@ -5,7 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.entry import launch
+from megatron_dynapipe.integration.entry import calibration, launch
 from megatron_dynapipe.integration.entry.session import MakeBatch, Session
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
 from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep
@@ -122,10 +122,17 @@ def gpt_run() -> Run:
 def _checked(family: ModelFamily) -> tuple[argparse.Namespace, tuple[int, ...] | None]:
     """Megatron's arguments and the planned layer split, if one was asked for; raises on all ranks or on none."""
 
+    flags = sys.argv[1:]
+
     def check() -> tuple[argparse.Namespace, tuple[int, ...] | None]:
         args = parse(family)
+        measures = args.dynapipe_cost_model is None and args.dynapipe_calibrate > 0
+        if measures:
+            args.dynapipe_cost_model = calibration.measured_costs(args, family, flags)
         chosen = _plan_layer_split(args, family)
         _preflight(args, family)
+        if measures and args.rank == 0 and args.dynapipe_cost_model is not None:
+            _report_calibration(args, family)
         return args, chosen
 
     return launch.start_together(check, timeout_s=float(config.value_of(sys.argv[1:], "dynapipe-timeout-s", "300")))
@@ -136,6 +143,16 @@ def _preflight(args: argparse.Namespace, family: ModelFamily) -> None:
         settings = arguments.RunSettings.from_args(args)
         on_cpu = cpu.is_enabled()
         check_run(args, settings, preview_inputs(args, settings, family, on_cpu=on_cpu), on_cpu=on_cpu)
+
+
+def _report_calibration(args: argparse.Namespace, family: ModelFamily) -> None:
+    """What measuring gained, into the log, and its costs among the run's records."""
+    settings, on_cpu = arguments.RunSettings.from_args(args), cpu.is_enabled()
+    calibration.record(args.dynapipe_cost_model, settings)
+    measured, computed = (
+        preview_inputs(args, each, family, on_cpu=on_cpu) for each in (settings, replace(settings, cost_model=None))
+    )
+    print(f"cost model: {calibration.gain(measured, computed.costs)}", flush=True)
 
 
 def _plan_layer_split(args: argparse.Namespace, family: ModelFamily) -> tuple[int, ...] | None:

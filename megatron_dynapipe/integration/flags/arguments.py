@@ -6,6 +6,7 @@ Megatron's namespace is read here and in the model providers, nowhere else: the 
 import argparse
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -123,7 +124,7 @@ class RunSettings:
 def _check_ranges(args: argparse.Namespace) -> None:
     """Refuse numbers that cannot be what their flags say."""
     above_zero = ("lookahead", "timeout_s", "intra_node_bw", "inter_node_bw", "device_memory_limit")
-    for name in (*above_zero, "intra_node_lat", "inter_node_lat"):
+    for name in (*above_zero, "intra_node_lat", "inter_node_lat", "calibrate"):
         value = getattr(args, f"dynapipe_{name}")
         if value is None:
             continue
@@ -171,8 +172,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--dynapipe-data", type=Path, help="dataset folder, made by `megatron-dynapipe data`")
     store_address.add_arguments(group)
     add("--dynapipe-store-bind", default="127.0.0.1", help="address of the embedded store, for runs on several nodes")
-    add("--dynapipe-cost-model", type=Path, help="cost model file (default: computed from the model's shape)")
-    add("--dynapipe-recalibrate", action="store_true", help="correct the cost model by what is measured in training")
+    _add_cost_flags(add)
     add("--dynapipe-device-memory-limit", type=float, metavar="MB", help="memory of a device that plans may use")
     add(
         "--dynapipe-limit-rc-type",
@@ -210,6 +210,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     transfer_rules.add_arguments(group)
     model_flags.add_arguments(group)
     legacy.add_arguments(group)
+
+
+def _add_cost_flags(add: Callable[..., Any]) -> None:
+    """Where predicted times and memory come from."""
+    add("--dynapipe-cost-model", type=Path, help="cost model file (default: measured, see --dynapipe-calibrate)")
+    add(
+        "--dynapipe-calibrate",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="without a cost model file, measure the model's layers for so many seconds before training, and keep that "
+        "for later runs (default 20; 0: costs are computed from the model's shape)",
+    )
+    add("--dynapipe-recalibrate", action="store_true", help="correct the cost model by what is measured in training")
 
 
 def switches(parser: argparse.ArgumentParser) -> dict[str, bool]:

@@ -191,8 +191,9 @@ def describe_costs(args: argparse.Namespace, costs: CostFile | AnalyticCosts, *,
         return f"{costs.load().name}, from {costs.path}"
     device = _assumed_device(args, on_cpu=on_cpu)
     return (
-        f"computed from the model's shape for {device}; to predict this machine, measure it with `megatron-dynapipe"
-        " profile` and pass --dynapipe-cost-model, or add --dynapipe-recalibrate"
+        f"computed from the model's shape for {device}; to predict this machine, let it be measured"
+        " (--dynapipe-calibrate 20, or `megatron-dynapipe profile` and --dynapipe-cost-model), or add"
+        " --dynapipe-recalibrate"
     )
 
 

@@ -28,8 +28,8 @@ LENGTHS = (16, 64, 256)
 """Positions of their samples, and the longest that a run may have."""
 RATIOS = (1, 2, 8)
 """Of inputs to targets, in a decoder's rows."""
-SPREAD = (0.75, 1.25)
-"""Samples of a row are in turn shorter and longer: equal ones are faster than a run's."""
+SPREAD = (0.5, 1.0, 2.0, 0.7, 1.4)
+"""Of samples around the length that a row is of: equal ones are faster than those of a run, and pad less."""
 
 _POSITIONS_OF_A_ROW = 512
 """A row's measurement takes about as long as this many positions more."""

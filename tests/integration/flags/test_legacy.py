@@ -20,8 +20,9 @@ from tests.helpers.random_dataset import make_dataset
 ROOT = Path(__file__).parents[3]
 
 OURS = """
---dynapipe-config --dynapipe-cost-model --dynapipe-data --dynapipe-device --dynapipe-device-memory-limit
---dynapipe-inter-node-bw --dynapipe-inter-node-lat --dynapipe-intra-node-bw --dynapipe-intra-node-lat
+--dynapipe-calibrate --dynapipe-config --dynapipe-cost-model --dynapipe-data --dynapipe-device
+--dynapipe-device-memory-limit --dynapipe-inter-node-bw --dynapipe-inter-node-lat
+--dynapipe-intra-node-bw --dynapipe-intra-node-lat
 --dynapipe-limit-rc-type --dynapipe-long-samples --dynapipe-lookahead --dynapipe-report-dir --dynapipe-store-bind
 --dynapipe-store-url --dynapipe-store-url-file --dynapipe-timeout-s --dynapipe-unset --use-dynapipe
 --dynapipe-device-to-node --dynapipe-disable-mb-permutation --dynapipe-layer-to-device --dynapipe-partition-algo

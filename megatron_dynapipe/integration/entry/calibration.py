@@ -1,0 +1,219 @@
+"""Costs of this machine without being asked for: the model's layers are measured for a short while before training.
+
+Rank 0 runs `megatron-dynapipe profile` on as many processes as its node has ranks, while all ranks wait without
+computing and before any of them holds a device. The file is kept under the user's cache folder and found again by the
+next run of the same model, machine and versions; it reaches other nodes over torchrun's store.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_dynapipe import cpu
+from megatron_dynapipe.cost import TableCostModel
+from megatron_dynapipe.errors import CostModelError, DynaPipeError
+from megatron_dynapipe.integration.entry import launch
+from megatron_dynapipe.integration.flags.arguments import RunSettings, recompute_modes
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.repredict import repredicted_ns
+from megatron_dynapipe.sampling import LengthTable, Sampler
+from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs
+from megatron_dynapipe.store import guard
+from megatron_dynapipe.store.child_log import ChildLog
+from megatron_dynapipe.units import NS_PER_MS, ModelFamily
+
+START_S = 120.0
+"""Beyond the seconds that were asked for, what a profile may take to start and to end."""
+_MOST_PROCESSES = 8
+_SHAPE = (
+    *("hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_query_groups", "swiglu"),
+    *("seq_length", "decoder_seq_length", "max_position_embeddings", "padded_vocab_size", "global_batch_size"),
+    *("normalization", "position_embedding_type", "add_bias_linear", "untie_embeddings_and_output_weights"),
+    *("tensor_model_parallel_size", "sequence_parallel", "params_dtype", "transformer_impl", "dynapipe_attention"),
+    *("attention_dropout", "hidden_dropout", "accumulate_allreduce_grads_in_fp32", "attention_backend"),
+)
+"""Of Megatron's arguments, those that layers' costs depend on."""
+
+
+def measured_costs(args: argparse.Namespace, family: ModelFamily, flags: Sequence[str]) -> Path | None:
+    """The cost model file of this run's model on this machine, measured now or before; None where that cannot be.
+
+    What keeps it from that is printed. Call it on every rank, inside the check of `launch.start_together`.
+
+    Args:
+        args: Megatron's, checked.
+        family: kind of model.
+        flags: the run's command line as given.
+    """
+    if launch.ranks_stand_alone():
+        if os.environ["RANK"] == "0":
+            print("the model's layers are not measured: this takes ranks that torchrun started", flush=True)
+        return None
+    path = cache_folder() / f"costs-{_identity(args, family)}.json"
+
+    def measure() -> str:
+        if not path.exists() and not _profile(args, family, flags, path):
+            return ""
+        return _digest(path)
+
+    timeout_s = args.dynapipe_timeout_s + args.dynapipe_calibrate + START_S
+    digest = launch.from_rank_0("calibration", measure, timeout_s=timeout_s)
+    if not digest:
+        return None
+    if os.environ.get("RANK", "0") == "0" or not path.exists() or _digest(path) != digest:
+        _share(path, timeout_s)
+    return path
+
+
+def gain(inputs: PlanInputs, computed: CostFile | AnalyticCosts) -> str:
+    """What measuring was worth on the run's first batch, for the log: its plan against one of computed costs.
+
+    Both are predicted by the measured costs.
+    """
+    split = inputs.splits[0]
+    batch = Sampler(LengthTable.read(Path(inputs.data_folder), split.name), split.sampler).batch(split.first_iteration)
+    planner = Planner(inputs.planner, inputs.costs.load())
+    measured_ns = planner.plan(batch, 0).totals.predicted_ns
+    try:
+        blind_ns = repredicted_ns(Planner(inputs.planner, computed.load()).plan(batch, 0), batch, planner)
+    except DynaPipeError:
+        blind_ns = None  # computed costs have no plan for it
+    here = f"the first iteration is planned to take {measured_ns / NS_PER_MS:.0f} ms"
+    if blind_ns is None:
+        return f"{here}; a plan from computed costs could not run here"
+    return (
+        f"{here}; a plan from computed costs would take {blind_ns / NS_PER_MS:.0f} ms ({blind_ns / measured_ns:.2f} ×)"
+    )
+
+
+def cache_folder() -> Path:
+    """Where measured costs are kept: `megatron-dynapipe` in XDG_CACHE_HOME, else in ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "megatron-dynapipe"
+
+
+def _identity(args: argparse.Namespace, family: ModelFamily) -> str:
+    """A digest of all that the costs depend on."""
+    on_cpu = cpu.is_enabled()
+    held = {name: str(getattr(args, name, None)) for name in _SHAPE}
+    held |= {
+        "family": family.value,
+        "recompute": ",".join(recompute_modes(args)),
+        "device": _processor() if on_cpu else torch.cuda.get_device_name(args.local_rank or 0),
+        "processes": str(_processes(args)),
+        "threads": os.environ.get("OMP_NUM_THREADS", "1"),
+        "seconds": str(args.dynapipe_calibrate),
+    }
+    held |= {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "megatron-dynapipe")}
+    return hashlib.blake2b(json.dumps(held, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if sys.platform == "linux" else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+
+
+def _processes(args: argparse.Namespace) -> int:
+    """As many as the node has ranks, in whole tensor-parallel groups: so they share its memory as in training."""
+    shared: int = args.tensor_model_parallel_size
+    ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), max(_MOST_PROCESSES, shared))
+    return max(ranks // shared, 1) * shared
+
+
+def _profile(args: argparse.Namespace, family: ModelFamily, flags: Sequence[str], path: Path) -> bool:
+    """Measure into `path`; whether that worked. If not, says why."""
+    seconds = args.dynapipe_calibrate
+    print(
+        f"measuring the model's layers for {seconds:.0f} s (kept for later runs; --dynapipe-calibrate 0: not)",
+        flush=True,
+    )
+    started = time.monotonic()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".measuring-") as folder:
+        output = Path(folder) / path.name
+        command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(_processes(args)), "-m", "megatron_dynapipe", "profile"]
+        command += ["--model", family.value, "--output", str(output), "--budget-minutes", f"{seconds / 60:.3f}"]
+        command += ["--recompute", ",".join(recompute_modes(args))]
+        command += ["--tensor-parallel", str(args.tensor_model_parallel_size), "--", *flags]
+        failure = _run(command, deadline_s=seconds + START_S)
+        if failure is None and output.exists():
+            output.replace(path)
+            print(f"costs measured in {time.monotonic() - started:.0f} s: {path}", flush=True)
+            return True
+    print(f"warning: the model's layers could not be measured, costs are computed: {failure or 'no file'}", flush=True)
+    return False
+
+
+def _run(command: Sequence[str], *, deadline_s: float) -> str | None:
+    """Run a command that ends with this process; why it failed, or None."""
+    log = ChildLog()
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    root = str(Path(__file__).parents[3])
+    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", guard.__file__],
+        stdin=subprocess.PIPE,
+        stdout=log.file,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps({"command": list(command), "stdin": ""}).encode() + b"\n")
+        process.stdin.flush()
+        status = process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        return f"not done after {deadline_s:.0f} s"
+    except BrokenPipeError:
+        status = process.wait()
+    finally:
+        process.stdin.close()  # ends what still runs
+        last = [line for line in log.tail(200).splitlines() if "error: " in line or "Error: " in line]
+        log.close()
+    return None if status == 0 else (last[0].strip() if last else f"exit status {status}")
+
+
+def _share(path: Path, timeout_s: float) -> None:
+    """Rank 0's file, at the same place on this rank's node."""
+    data = launch.from_rank_0(
+        "calibration-file", lambda: path.read_text(encoding="utf-8"), timeout_s=timeout_s
+    ).encode()
+    TableCostModel.decode(data, origin="rank 0's measured costs")
+    if path.exists() and path.read_bytes() == data:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(data)
+    Path(file.name).replace(path)
+
+
+def _digest(path: Path) -> str:
+    """Of a file that can be read as costs.
+
+    Raises:
+        CostModelError: it cannot; names the file.
+    """
+    try:
+        return TableCostModel.load(path).digest
+    except CostModelError as error:
+        raise CostModelError(error.message, hint=f"remove {path}: it is measured again") from error
+
+
+def record(path: Path, settings: RunSettings) -> None:
+    """Leave a copy among the run's records, as version 0 of its cost model."""
+    (settings.report_folder / "cost-model-0.json").write_bytes(path.read_bytes())

@@ -1,0 +1,93 @@
+"""Measured costs without a file: found again, shared, and done without where they cannot be measured."""
+
+import argparse
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dynapipe.cost.format import encode_file
+from tests.cost.models import gpt_file
+from tests.helpers import entry_scripts
+from tests.helpers.processes import run_ranks
+
+
+def on_a_rank(rank: int, world_size: int, call: str, **arguments: Any) -> Any:
+    """One of the functions below, where Megatron may be imported."""
+    return globals()[call](**arguments)
+
+
+def run_args(**changes: Any) -> argparse.Namespace:
+    held = {
+        "dynapipe_calibrate": 1.0, "dynapipe_timeout_s": 30.0, "tensor_model_parallel_size": 1, "hidden_size": 32,
+        "dynapipe_limit_rc_type": "none,full", "local_rank": 0,
+    }  # fmt: skip
+    return argparse.Namespace(**held | changes)
+
+
+def measured_twice(cache: str, file: bytes) -> list[Any]:
+    """Paths of three runs with a profile that writes `file`, the last of another width; how often it was run."""
+    import os
+    from unittest.mock import patch
+
+    from megatron_dynapipe import cpu
+    from megatron_dynapipe.integration.entry import calibration
+    from megatron_dynapipe.units import ModelFamily
+
+    commands: list[list[str]] = []
+
+    def write(command: list[str], *, deadline_s: float) -> str | None:
+        commands.append(command)
+        if not file:
+            return "error: nothing to measure"
+        Path(command[command.index("--output") + 1]).write_bytes(file)
+        return None
+
+    cpu.enable("cpu")
+    said = io.StringIO()
+    with (
+        patch.dict(os.environ, {"XDG_CACHE_HOME": cache, "WORLD_SIZE": "1"}),
+        patch.object(calibration, "_run", write),
+        contextlib.redirect_stdout(said),
+    ):
+        paths = [
+            calibration.measured_costs(args, ModelFamily.GPT, ["--some", "flag"])
+            for args in (run_args(), run_args(), run_args(hidden_size=64))
+        ]
+    return [[str(path) for path in paths if path], commands, said.getvalue()]
+
+
+def test_costs_are_measured_once_for_a_model_and_machine(tmp_path):
+    found = run_ranks(
+        on_a_rank, 1, {"call": "measured_twice", "cache": str(tmp_path), "file": encode_file(gpt_file())}, deadline_s=60
+    )[0]
+    (first, again, other), commands, said = found
+    assert first == again != other and Path(first).parent == tmp_path / "megatron-dynapipe"
+    assert len(commands) == 2 and commands[0][-2:] == ["--some", "flag"]
+    assert said.count("costs measured in") == 2
+    assert sorted(map(str, Path(first).parent.iterdir())) == sorted([first, other])
+
+
+def test_a_profile_that_fails_leaves_computed_costs_and_says_why(tmp_path):
+    paths, _, said = run_ranks(
+        on_a_rank, 1, {"call": "measured_twice", "cache": str(tmp_path), "file": b""}, deadline_s=60
+    )[0]
+    assert paths == []
+    assert "could not be measured, costs are computed: error: nothing to measure" in said
+
+
+@pytest.mark.slow
+def test_a_run_measures_its_layers_first(tmp_path, monkeypatch):
+    from tests.helpers.random_dataset import make_dataset
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = make_dataset(tmp_path / "data")
+    flags = "--train-iters 2 --dynapipe-calibrate 2"
+    (run,) = entry_scripts.train("gpt", data, flags, ranks=1, report=tmp_path / "report", deadline_s=300)
+    said = run["stdout"]
+    assert "costs measured in" in said and "the first iteration is planned to take" in said
+    assert (tmp_path / "report" / "cost-model-0.json").exists()
+    again = entry_scripts.train("gpt", data, flags, ranks=1, report=tmp_path / "again", deadline_s=150)[0]["stdout"]
+    assert "costs measured in" not in again and "the first iteration is planned to take" in again
