@@ -48,7 +48,7 @@ def train(
     has the word `kill` are killed. Without `pictures` the report's, which takes a second, is not drawn.
     """
     arguments = {"script": script_of(family), "argv": words(family, data, flags, report=report)}
-    runs = run_ranks(_run_entry, ranks, arguments | {"kill": kill, "pictures": pictures}, deadline_s=deadline_s)
+    runs = run_ranks(run_entry, ranks, arguments | {"kill": kill, "pictures": pictures}, deadline_s=deadline_s)
     for rank, run in enumerate(runs):
         assert run["status"] == status, f"rank {rank} ended with {run['status']}:\n{run['stderr'][-3000:]}"
     return runs
@@ -86,7 +86,7 @@ def run_script(script: str, argv: Sequence[str]) -> int:
     return 0
 
 
-def _run_entry(
+def run_entry(
     *, rank: int, world_size: int, script: str, argv: list[str], kill: str | None, pictures: bool
 ) -> dict[str, Any]:
     """On one rank: what the script says, how it ends, and its losses."""
