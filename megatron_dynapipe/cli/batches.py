@@ -1,4 +1,4 @@
-"""Batches files (`dynapipe-batches/1`): the lengths of global batches, without the samples."""
+"""Lengths of global batches, without the samples: from a batches file (`docs/comparing.md`), or a dataset's sampler."""
 
 import re
 from pathlib import Path
@@ -9,21 +9,32 @@ import numpy as np
 
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_unpacked
-from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.sampling import GlobalBatch, LengthTable, LongSamples, Sampler, SamplerSettings
 from megatron_dynapipe.units import ModelFamily
 
 FORMAT = "dynapipe-batches/1"
+_NO_MAXIMUM = 2**30
 
 _Length = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 class NamedBatch(msgspec.Struct, frozen=True):
-    """One global batch: lengths in tokens; `target` is absent for decoder-only models. Other keys are ignored."""
+    """One global batch: lengths in tokens. Other keys are ignored.
+
+    Attributes:
+        id: its name.
+        input: tokens of every sample's input.
+        target: tokens of every sample's target; absent for decoder-only models.
+        max_seq_len: the most tokens that an input or a target may have; None where nobody said.
+        max_target_len: the most that a target may have, where that is another number.
+    """
 
     id: str
     input: list[_Length]
     target: list[_Length] | None = None
+    max_seq_len: _Length | None = None
+    max_target_len: _Length | None = None
 
     def global_batch(self, iteration: int) -> GlobalBatch:
         """The batch as the planner takes it, its samples numbered by their place."""
@@ -34,6 +45,50 @@ class NamedBatch(msgspec.Struct, frozen=True):
             input_lengths=np.array(self.input, np.int32),
             target_lengths=np.array(targets, np.int32),
         )
+
+
+def dataset_batches(
+    folder: Path, family: ModelFamily, *, batches: int, samples: int, seed: int, max_seq_len: int | None
+) -> list[NamedBatch]:
+    """The first global batches of a dataset's training split, as a run with this seed draws them.
+
+    Args:
+        folder: the dataset.
+        family: kind of model.
+        batches: how many.
+        samples: of each batch.
+        seed: of the sampler.
+        max_seq_len: longer inputs and targets are truncated to it (decoder-only: both together).
+
+    Raises:
+        DataError: the dataset is missing or damaged.
+        ConfigError: no samples, or a seed below 0.
+    """
+    most = _NO_MAXIMUM if max_seq_len is None else max_seq_len
+    settings = SamplerSettings(
+        family=family,
+        seed=seed,
+        samples_per_iteration=samples,
+        max_input_length=most,
+        max_target_length=most,
+        long_samples=LongSamples.TRUNCATE,
+    )
+    sampler = Sampler(LengthTable.read(folder, "train"), settings)
+    longest = sampler.longest(2)
+    has_targets = family is ModelFamily.T5
+    named = []
+    for iteration in range(batches):
+        batch = sampler.batch(iteration)
+        named.append(
+            NamedBatch(
+                id=f"iteration-{iteration}",
+                input=batch.input_lengths.tolist(),
+                target=batch.target_lengths.tolist() if has_targets else None,
+                max_seq_len=int(longest.input_lengths.max()),
+                max_target_len=int(longest.target_lengths.max()) if has_targets else None,
+            )
+        )
+    return named
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -87,5 +142,10 @@ def _check_ids(path: Path, batches: list[NamedBatch]) -> None:
 
 
 def _truncated(batch: NamedBatch, most: int) -> NamedBatch:
-    target = None if batch.target is None else [min(n, most) for n in batch.target]
-    return NamedBatch(id=batch.id, input=[min(n, most) for n in batch.input], target=target)
+    return msgspec.structs.replace(
+        batch,
+        input=[min(n, most) for n in batch.input],
+        target=None if batch.target is None else [min(n, most) for n in batch.target],
+        max_seq_len=min(batch.max_seq_len or most, most),
+        max_target_len=None if batch.max_target_len is None else min(batch.max_target_len, most),
+    )

@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.cli.planning_arguments import add_arguments, chosen_batches, costs_and_settings
+from megatron_dynapipe.cli.batch_arguments import chosen_batches
+from megatron_dynapipe.cli.planning_arguments import add_arguments, costs_and_settings
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout
 

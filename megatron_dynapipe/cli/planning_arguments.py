@@ -4,22 +4,19 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches, positive
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megatron_dynapipe.cli.batches import NamedBatch
     from megatron_dynapipe.cost import CostModel, Network
     from megatron_dynapipe.cost.format import Link
     from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.planning.settings import PlannerSettings
-    from megatron_dynapipe.sampling import GlobalBatch
 
 
-_MOST = 10**6
-"""Of layers, ranks, widths and lengths: no model has as many, and sums of their costs stay inside 64 bits."""
 _MOST_REAL = 1e9
 """Of megabytes, Gbit/s and microseconds."""
 
@@ -30,7 +27,7 @@ SEGMENTS = "segments"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what to plan: lengths, costs, model, parallel layout, memory, links, layer split."""
-    parser.add_argument("--batches", type=Path, required=True, metavar="FILE", help="lengths of global batches")
+    add_batch_arguments(parser)
     parser.add_argument("--cost-model", type=Path, required=True, metavar="FILE", help="what layers cost")
     parser.add_argument(
         "--model",
@@ -39,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="kind of model; segments: any module, divided where its cost model says (layers and sizes are not given)",
     )
-    parser.add_argument("--layers", type=_positive, metavar="N", help="layers of a gpt model")
-    parser.add_argument("--encoder-layers", type=_positive, metavar="N", help="of a t5 model")
-    parser.add_argument("--decoder-layers", type=_positive, metavar="N", help="of a t5 model")
-    parser.add_argument("--hidden-size", type=_positive, metavar="N", help="of a gpt or t5 model")
+    parser.add_argument("--layers", type=positive, metavar="N", help="layers of a gpt model")
+    parser.add_argument("--encoder-layers", type=positive, metavar="N", help="of a t5 model")
+    parser.add_argument("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
+    parser.add_argument("--hidden-size", type=positive, metavar="N", help="of a gpt or t5 model")
     for name in ("data", "tensor", "pipeline"):
-        parser.add_argument(f"--{name}-parallel", type=_positive, default=1, metavar="N")
+        parser.add_argument(f"--{name}-parallel", type=positive, default=1, metavar="N")
     parser.add_argument("--device-memory-mb", type=_above_zero, required=True, metavar="N", help="1 MB = 1e6 bytes")
     parser.add_argument("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
     parser.add_argument(
@@ -59,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="samples of a micro-batch padded, packed into one row, or whichever is faster (default: auto)",
     )
-    parser.add_argument("--devices-per-node", type=_positive, default=8, metavar="N")
+    parser.add_argument("--devices-per-node", type=positive, default=8, metavar="N")
     _add_transfer_arguments(parser)
     parser.add_argument(
         "--layer-split",
@@ -68,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="layers per stage: equal, auto (evened by their costs), or numbers like 9,8,8,7 (default: equal)",
     )
     parser.add_argument("--split-from", type=Path, metavar="BATCHES", help="other lengths to choose an auto split from")
-    parser.add_argument("--max-seq-len", type=_positive, metavar="N", help="truncate longer inputs and targets")
     parser.add_argument(
         "--search-evaluations",
         type=_count,
@@ -76,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="schedules tried per batch; default: fewer where there are more micro-batches",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search")
-    parser.add_argument("--limit", type=_positive, metavar="K", help="only the first K batches")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -222,13 +217,6 @@ def _schedule(args: argparse.Namespace, method: str | None) -> "ScheduleSettings
     )
 
 
-def chosen_batches(args: argparse.Namespace) -> "list[NamedBatch]":
-    """The batches to plan; raises a DataError as `read_batches`."""
-    from megatron_dynapipe.cli.batches import read_batches
-
-    return read_batches(args.batches, args.model, max_seq_len=args.max_seq_len)[: args.limit]
-
-
 def _with_auto_split(
     args: argparse.Namespace, settings: "PlannerSettings", cost_model: "CostModel"
 ) -> "PlannerSettings":
@@ -237,11 +225,11 @@ def _with_auto_split(
     from megatron_dynapipe.cli.batches import read_batches
     from megatron_dynapipe.planning.layer_split import choose_layer_split
 
-    def batches(path: Path) -> "list[GlobalBatch]":
-        return [batch.global_batch(0) for batch in read_batches(path, args.model, max_seq_len=args.max_seq_len)]
-
-    to_plan = batches(args.batches)
-    chosen_from = batches(args.split_from) if args.split_from else to_plan
+    to_plan = [batch.global_batch(0) for batch in given_batches(args)]
+    chosen_from = to_plan
+    if args.split_from:
+        named = read_batches(args.split_from, args.model, max_seq_len=args.max_seq_len)
+        chosen_from = [batch.global_batch(0) for batch in named]
     split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan)
     return msgspec.structs.replace(settings, layers_per_stage=split)
 
@@ -273,13 +261,6 @@ def _recompute(modes: str) -> tuple[Recompute, ...]:
         return tuple(Recompute(mode) for mode in modes.split(","))
     except ValueError:
         raise ConfigError(f"expected --recompute among {', '.join(Recompute)}, got {modes!r}") from None
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= _MOST:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 to {_MOST}, got {number}")
-    return number
 
 
 def _count(text: str) -> int:

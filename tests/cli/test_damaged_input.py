@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_dynapipe.cli.main import main
-from tests.cli.test_plan_and_compare import arguments, batches_file, cost_file
-
-__all__ = ["batches_file", "cost_file"]  # fixtures
+from tests.helpers.planning_commands import arguments
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -1,4 +1,4 @@
-"""The plan and compare commands: their reports, their errors."""
+"""The plan command: its reports, its errors."""
 
 import json
 import re
@@ -9,61 +9,7 @@ import pytest
 
 from megatron_dynapipe.cli.main import main
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
-
-
-def table(value: float, *, keys: list[str]) -> dict[str, list[list[float]]]:
-    """Costs in proportion to size and length."""
-    return {key: [[size, value * size * sum(map(int, key.split(",")))] for size in (1, 2, 8, 64)] for key in keys}
-
-
-@pytest.fixture
-def cost_file(tmp_path: Path) -> Path:
-    lengths = ["8", "64", "512"]
-    entry = {
-        "tp": 1,
-        "recompute": "none",
-        "model_state_mb": {"embedding": 1.0, "encoder": 2.0},
-        "time_ms": {
-            part: table(0.01, keys=lengths)
-            for part in ("encoder.forward", "encoder.backward", "postprocess.forward", "postprocess.backward")
-        },
-        "stored_activation_mb": {"encoder": table(0.05, keys=lengths)},
-        "peak_activation_mb": {"encoder": table(0.06, keys=lengths)},
-    }
-    file = {
-        "format": "dynapipe-cost-model/1",
-        "name": "tiny",
-        "source": "test",
-        "device": "none",
-        "units": {},
-        "model": {"type": "decoder-only", "hidden": 32},
-        "keys": {"tp1_none": entry},
-    }
-    path = tmp_path / "cost.json"
-    path.write_text(json.dumps(file))
-    return path
-
-
-@pytest.fixture
-def batches_file(tmp_path: Path) -> Path:
-    batches = [{"id": "b0", "input": [9, 65, 200, 12, 33], "extra": 1}, {"id": "b1", "input": [500, 600, 9]}]
-    path = tmp_path / "batches.json"
-    path.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": batches}))
-    return path
-
-
-def arguments(command: str, batches: Path, cost: Path, *more: str) -> list[str]:
-    given = {
-        "--batches": str(batches),
-        "--cost-model": str(cost),
-        "--model": "gpt",
-        "--layers": "4",
-        "--hidden-size": "32",
-        "--pipeline-parallel": "2",
-        "--device-memory-mb": "200",
-        "--recompute": "none",
-    }
-    return [command, *(part for pair in given.items() for part in pair), *more]
+from tests.helpers.planning_commands import arguments
 
 
 def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -174,10 +120,6 @@ def test_links_are_the_cost_model_s_unless_they_are_given(
     assert predicted_ms("--intra-node-latency-us", "0") == usual
 
 
-PACKED = {"packed_rows", "packed_next_fit", "packed_balanced"}
-METHODS = {"dynapipe", "token_based", "uniform", "packing", "padding"} | PACKED
-
-
 @pytest.mark.parametrize("layout", ["auto", "padded", "packed"])
 def test_layouts(batches_file: Path, cost_file: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments("plan", batches_file, cost_file, "--json", "--max-seq-len", "300", "--layout", layout)) == 0
@@ -187,21 +129,6 @@ def test_layouts(batches_file: Path, cost_file: Path, layout: str, capsys: pytes
             assert layout in ("auto", "packed" if packed else "padded")
             assert isinstance(batch["samples"][0], list) == packed
             assert len(batch["samples"]) == batch["shape"][0]
-
-
-def test_compare(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments("compare", batches_file, cost_file, "--json", "--max-seq-len", "300")) == 0
-    loaded = report(capsys)
-    assert loaded["format"] == "dynapipe-compare/1"
-    over = loaded["methods"]["dynapipe"]["geomean_over"]
-    assert set(over) == METHODS - {"dynapipe"} and over["packed_rows"] >= 1
-    assert loaded["methods"]["padding"]["geomean_over"]["dynapipe"] == pytest.approx(1 / over["padding"])
-    for batch in loaded["batches"]:
-        methods = batch["methods"]
-        assert set(methods) == METHODS
-        assert all(found["error"] is None for found in methods.values())
-        assert methods["dynapipe"]["ms"] <= methods["padding"]["ms"]
-        assert methods["padding"]["padding_efficiency"] < methods["dynapipe"]["padding_efficiency"]
 
 
 @pytest.mark.parametrize(
@@ -257,14 +184,6 @@ def test_a_plan_where_the_published_planner_finds_none(tmp_path: Path, capsys: p
     ]
     assert main(command) == 0
     assert report(capsys)["iterations"][0]["error"] is None
-
-
-def test_compare_exits_as_plan_does(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """1 where no batch could be planned, 0 where some could."""
-    for command in ("plan", "compare"):
-        assert main(arguments(command, batches_file, cost_file)) == 0
-        assert main(arguments(command, batches_file, cost_file, "--device-memory-mb", "50")) == 1
-    assert "no plan" in capsys.readouterr().out
 
 
 def test_what_is_needed_and_what_there_is_differ_as_written(

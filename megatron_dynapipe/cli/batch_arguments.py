@@ -1,0 +1,72 @@
+"""The arguments that say which global batches are planned, and the batches that they name."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_dynapipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cli.batches import NamedBatch
+
+BATCHES, SAMPLES, SEED = 8, 64, 1234
+"""Batches taken of a dataset, samples of each, and the sampler's seed, which is Megatron's own default."""
+
+MOST = 10**6
+"""Of layers, ranks, widths and lengths: no model has as many, and sums of their costs stay inside 64 bits."""
+
+
+def positive(text: str) -> int:
+    """A number of at least 1, for argparse."""
+    number = int(text)
+    if not 1 <= number <= MOST:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to {MOST}, got {number}")
+    return number
+
+
+def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare where lengths come from."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--batches", type=Path, metavar="FILE", help="lengths of global batches (docs/comparing.md)")
+    source.add_argument("--data", type=Path, metavar="DATASET", help="a dataset folder: the sampler's own batches")
+    parser.add_argument(
+        "--global-batch-size", type=positive, metavar="N", help=f"samples of a batch of --data (default: {SAMPLES})"
+    )
+    parser.add_argument(
+        "--data-seed", type=int, metavar="N", help=f"of the sampler of --data: a run's --seed (default: {SEED})"
+    )
+    parser.add_argument("--max-seq-len", type=positive, metavar="N", help="truncate longer inputs and targets")
+    parser.add_argument(
+        "--limit", type=positive, metavar="K", help=f"only the first K batches (default: all; of --data {BATCHES})"
+    )
+
+
+def given_batches(args: argparse.Namespace) -> "list[NamedBatch]":
+    """The batches that the arguments name: all of a file's, of a dataset's as many as --limit says.
+
+    Raises:
+        ConfigError: an argument that does not go with another.
+        DataError: as `read_batches` and `dataset_batches`.
+    """
+    from megatron_dynapipe.cli.batches import dataset_batches, read_batches
+
+    if args.data is not None:
+        return dataset_batches(
+            args.data,
+            args.model,
+            batches=args.limit or BATCHES,
+            samples=args.global_batch_size or SAMPLES,
+            seed=SEED if args.data_seed is None else args.data_seed,
+            max_seq_len=args.max_seq_len,
+        )
+    if args.global_batch_size is not None or args.data_seed is not None:
+        raise ConfigError(
+            "--global-batch-size and --data-seed go with --data, and --batches was given",
+            hint="the batches of a file are planned as they stand there",
+        )
+    return read_batches(args.batches, args.model, max_seq_len=args.max_seq_len)
+
+
+def chosen_batches(args: argparse.Namespace) -> "list[NamedBatch]":
+    """The batches to plan; raises as `given_batches`."""
+    return given_batches(args)[: args.limit]

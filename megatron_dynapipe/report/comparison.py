@@ -1,0 +1,92 @@
+"""Methods held against one another over several batches: geometric means, and a chart of them.
+
+         tokens/s                      padding efficiency
+dynapipe ▇▇▇▇▇▇▇▇▇▇▇▇ 24,000           ▇▇▇▇▇▇▇▇▇▇▇ 99%
+packing  ▇▇▇▇▇ 11,000 (÷ 2.2)          ▇▇▇▇▇▇▇▇▇ 80%          a dot is one batch
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+COLOUR, OTHERS, DOT = "#4878a8", "#b9c4d0", "#33393f"
+
+Entries = Sequence[dict[str, Any]]
+"""Batches: `{"id": …, "methods": {NAME: {"error": None, "tokens_per_second": …, "padding_efficiency": …}}}`."""
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of positive numbers, at least one."""
+    logarithms = [math.log(value) for value in values]
+    return math.exp(sum(logarithms) / len(logarithms))
+
+
+def geometric_means(entries: Entries) -> dict[str, dict[str, dict[str, float]]]:
+    """For every method, its tokens/s over every other's: the geometric mean over the batches that both can run."""
+    methods = list(entries[0]["methods"]) if entries else []
+    over: dict[str, dict[str, dict[str, float]]] = {method: {"geomean_over": {}} for method in methods}
+    for method in methods:
+        for other in methods:
+            pairs = [(entry["methods"][method], entry["methods"][other]) for entry in entries]
+            ratios = [
+                mine["tokens_per_second"] / its["tokens_per_second"]
+                for mine, its in pairs
+                if not (mine["error"] or its["error"])
+            ]
+            if other != method and ratios:
+                over[method]["geomean_over"][other] = geometric_mean(ratios)
+    return over
+
+
+def draw_comparison(entries: Entries, path: Path, *, reference: str = "dynapipe") -> Path:
+    """Draw every method's tokens/s and padding efficiency as bars, and each batch as a dot."""
+    found = {
+        method: [entry["methods"][method] for entry in entries if entry["methods"][method]["error"] is None]
+        for method in entries[0]["methods"]
+    }
+    over = geometric_means(entries).get(reference, {"geomean_over": {}})["geomean_over"]
+
+    def _note(method: str) -> str:
+        ratio = f" (× {over[method]:.2f})" if method in over else ""
+        few = len(found[method])
+        return ratio + (f", {few} of {len(entries)} batches" if few < len(entries) else "")
+
+    figure = Figure(figsize=(11.0, 1.3 + 0.42 * len(found)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    speeds = {method: [each["tokens_per_second"] for each in batches] for method, batches in found.items()}
+    _bars(left, speeds, reference, lambda method, mean: f"{mean:,.0f}{_note(method)}", room=1.45)
+    left.set_xlabel("tokens/s, predicted")
+    shares = {method: [each["padding_efficiency"] * 100 for each in batches] for method, batches in found.items()}
+    _bars(right, shares, reference, lambda _, mean: f"{mean:.1f}%", room=1.2)
+    right.set_xlabel("padding efficiency, %")
+    figure.suptitle(
+        f"geometric means of {len(entries)} batches; a dot is one batch; × : {reference}'s tokens/s over the method's",
+        fontsize=10,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def _bars(axis: Axes, values: dict[str, list[float]], reference: str, label: Any, *, room: float) -> None:
+    """A bar for every method, labelled; `room` is how far the axis goes beyond the longest."""
+    names = list(values)
+    most = max((value for each in values.values() for value in each), default=1.0)
+    axis.set_xlim(0, most * room)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.set_yticks(range(len(names)), names)
+    axis.spines[["top", "right"]].set_visible(False)
+    for row, (name, each) in enumerate(values.items()):
+        if not each:
+            axis.text(most * 0.01, row, "no plan", va="center", fontsize=9, color=DOT)
+            continue
+        mean = geometric_mean(each)
+        axis.barh(row, mean, height=0.7, color=COLOUR if name == reference else OTHERS)
+        axis.plot(each, [row] * len(each), ".", color=DOT, markersize=4, alpha=0.6)
+        axis.text(max(each) + most * 0.015, row, label(name, mean), va="center", fontsize=9)

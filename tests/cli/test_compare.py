@@ -1,0 +1,157 @@
+"""The compare command: its report, table and chart, and where its batches come from."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dynapipe.cli.main import main
+from megatron_dynapipe.sampling import LengthTable, LongSamples, Sampler, SamplerSettings
+from megatron_dynapipe.units import ModelFamily
+from tests.helpers.planning_commands import arguments
+from tests.helpers.random_dataset import make_dataset
+
+METHODS = ["dynapipe", "packed_rows", "packed_next_fit", "packed_balanced", "token_based", "uniform", "packing"]
+METHODS += ["padding"]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "made")
+
+
+def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return loaded
+
+
+def with_batches(path: Path, *batches: dict[str, Any]) -> Path:
+    path.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": list(batches)}))
+    return path
+
+
+def of_dataset(dataset: Path, cost_file: Path, *more: str) -> list[str]:
+    command = arguments("compare", Path("none"), cost_file, *more)
+    place = command.index("--batches")
+    return [*command[:place], "--data", str(dataset), *command[place + 2 :]]
+
+
+def test_compare(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("compare", batches_file, cost_file, "--json", "--max-seq-len", "300")) == 0
+    loaded = report(capsys)
+    assert loaded["format"] == "dynapipe-compare/1"
+    over = loaded["methods"]["dynapipe"]["geomean_over"]
+    assert list(over) == METHODS[1:] and over["packed_rows"] >= 1
+    assert loaded["methods"]["padding"]["geomean_over"]["dynapipe"] == pytest.approx(1 / over["padding"])
+    for batch in loaded["batches"]:
+        methods = batch["methods"]
+        assert list(methods) == METHODS
+        assert all(found["error"] is None for found in methods.values())
+        assert methods["dynapipe"]["ms"] <= methods["padding"]["ms"]
+        assert methods["padding"]["padding_efficiency"] < methods["dynapipe"]["padding_efficiency"]
+        assert methods["padding"]["shapes"] <= 2 <= methods["packed_rows"]["shapes"]
+
+
+def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every column has its unit; methods without a plan share a line; the last line is of all batches."""
+    assert main(arguments("compare", batches_file, cost_file)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "b0"
+    columns = ["method", "time, ms", "tokens/s", "memory, MB", "padding efficiency", "micro-batches", "distinct shapes"]
+    assert re.split(r"\s{2,}", lines[1].strip()) == columns
+    reason = "sample 0 of padded shape 1x600 lies outside the cost model's lengths"
+    assert lines[8].startswith(f"  no plan under packing, padding: {reason}")
+    assert lines[9].startswith("b1: no plan under any method: sample 1 of padded shape 1x600 lies outside")
+    assert lines[10].startswith(
+        "tokens/s of dynapipe over those of other methods, geometric mean of 1 of 2 batches: pa"
+    )
+    assert len(lines) == 11
+
+
+def test_chart(batches_file: Path, cost_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where some methods have no plan."""
+    chart = tmp_path / "charts" / "compare.png"
+    assert main(arguments("compare", batches_file, cost_file, "--output", str(chart))) == 0
+    assert chart.read_bytes().startswith(b"\x89PNG") and str(chart) in capsys.readouterr().err
+    assert main(arguments("compare", batches_file, cost_file, "--output", "chart.txt")) == 2
+    assert "expected a chart of .png, .svg, .pdf, got --output chart.txt" in capsys.readouterr().err
+
+
+def test_maximum_length_of_every_batch(tmp_path: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Padding pads to it, and packing fills rows of it; without it, to the longest sample of the file."""
+    short, long = {"id": "short", "input": [9, 17, 33]}, {"id": "long", "input": [201, 20]}
+
+    def positions(*batches: dict[str, Any]) -> list[float]:
+        """Padded positions of each batch under padding."""
+        file = with_batches(tmp_path / "some.json", *batches)
+        assert main(arguments("compare", file, cost_file, "--json")) == 0
+        found = zip(report(capsys)["batches"], batches, strict=True)
+        return [sum(b["input"]) / each["methods"]["padding"]["padding_efficiency"] for each, b in found]
+
+    assert positions(short, long) == pytest.approx([3 * 200, 2 * 200])
+    assert positions(short | {"max_seq_len": 65}, long | {"max_seq_len": 257}) == pytest.approx([3 * 64, 2 * 256])
+    file = with_batches(tmp_path / "wrong.json", short | {"max_seq_len": 32})
+    assert main(arguments("compare", file, cost_file)) == 2
+    assert "batch short: expected samples of up to max_seq_len = 32 tokens, got one of 33" in capsys.readouterr().err
+    assert main(arguments("compare", file, cost_file, "--max-seq-len", "20")) == 0
+
+
+def test_the_sampler_s_own_batches(dataset: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(of_dataset(dataset, cost_file, "--limit", "3", "--global-batch-size", "10", "--json")) == 0
+    batches = report(capsys)["batches"]
+    assert [batch["id"] for batch in batches] == ["iteration-0", "iteration-1", "iteration-2"]
+    settings = SamplerSettings(
+        family=ModelFamily.GPT,
+        seed=1234,
+        samples_per_iteration=10,
+        max_input_length=4096,
+        long_samples=LongSamples.FAIL,
+    )
+    table = LengthTable.read(dataset, "train")
+    sampler, longest = Sampler(table, settings), int((table.input + table.target).max())
+    for iteration, batch in enumerate(batches):
+        padding = batch["methods"]["padding"]
+        tokens = int(sampler.batch(iteration).input_lengths.sum())
+        assert padding["tokens_per_second"] * padding["ms"] / 1e3 == pytest.approx(tokens)
+        assert tokens / padding["padding_efficiency"] == pytest.approx(10 * (-(-(longest - 1) // 8) * 8))
+
+
+def test_data_s_own_seed_and_truncation(dataset: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def times(*more: str) -> list[float]:
+        assert main(of_dataset(dataset, cost_file, "--limit", "2", "--json", *more)) == 0
+        return [batch["methods"]["dynapipe"]["ms"] for batch in report(capsys)["batches"]]
+
+    usual = times("--global-batch-size", "9")
+    assert usual == times("--global-batch-size", "9", "--data-seed", "1234")
+    assert usual != times("--global-batch-size", "9", "--data-seed", "5")
+    assert max(times("--global-batch-size", "9", "--max-seq-len", "12")) < min(usual)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--data", "somewhere"], "not allowed with argument"),
+        (["--global-batch-size", "8"], "--global-batch-size and --data-seed go with --data"),
+        (["--limit", "0"], "expected a number from 1 to 1000000, got 0"),
+    ],
+)
+def test_what_does_not_go_together(
+    batches_file: Path, cost_file: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments("compare", batches_file, cost_file, *more)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_such_dataset(tmp_path: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(of_dataset(tmp_path, cost_file)) == 2
+    assert "train.idx" in capsys.readouterr().err
+
+
+def test_exits_as_plan_does(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """1 where no batch could be planned, 0 where some could."""
+    for command in ("plan", "compare"):
+        assert main(arguments(command, batches_file, cost_file)) == 0
+        assert main(arguments(command, batches_file, cost_file, "--device-memory-mb", "50")) == 1
+    assert "no plan" in capsys.readouterr().out
