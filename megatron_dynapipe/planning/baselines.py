@@ -49,7 +49,8 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     Attributes:
         algorithm: dynamic programming on the cost model, or one of the others.
-        micro_batch_size: samples of a micro-batch, for uniform and padding; None tries powers of two.
+        micro_batch_size: samples of a micro-batch, for uniform and padding, rows for packed rows; None tries powers of
+            two.
         micro_batch_tokens: padded positions of a micro-batch, for token_based; None tries powers of two.
         padded_input_length: for padding, what every input is padded to, and for packed rows the most input positions
             of a row; None: the batch's longest.
@@ -68,9 +69,11 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 "packing without masks between samples lets them attend to one another: it is predicted, never trained",
                 hint="use packed_rows, which keeps samples apart, or dp with packed micro-batches",
             )
-        by_size = self.algorithm in (PartitionAlgorithm.UNIFORM, PartitionAlgorithm.PADDING)
+        by_size = self.algorithm not in (PartitionAlgorithm.DP, PartitionAlgorithm.TOKEN_BASED)
         if self.micro_batch_size is not None and not by_size:
-            raise ConfigError(f"a micro-batch size goes with uniform and padding, not with {self.algorithm}")
+            raise ConfigError(
+                f"a micro-batch size goes with uniform, padding and packed rows, not with {self.algorithm}"
+            )
         if self.micro_batch_tokens is not None and self.algorithm is not PartitionAlgorithm.TOKEN_BASED:
             raise ConfigError(f"a number of micro-batch tokens goes with token_based, not with {self.algorithm}")
 

@@ -1,11 +1,15 @@
-"""Packed rows as others make them, to compare with: each row one micro-batch of up to the longest length.
+"""Packed rows as others make them, to compare with: rows of up to the longest length, as many to each micro-batch.
 
 packed_rows      first fit decreasing: the longest sample first, each into the first row with room
 packed_next_fit  in arrival order, a new row where the sample does not fit; then to a multiple of the replicas by
                  splitting the longest rows, as data-parallel balancing in Megatron's samplers does
 packed_balanced  a fixed number of rows, a multiple of the replicas; the longest sample first, each into the row of
                  the least attention work (sum of squared lengths) with room
+
+A micro-batch of several rows is one packed row of all their samples, as attention with packed sequences runs it.
 """
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -19,7 +23,7 @@ _Rows = list[IntArray]
 
 
 def packed_partitions(problem: BatchProblem, settings: PartitionSettings) -> OrderedPartitions:
-    """The algorithm's rows under every recompute mode under which all of them fit with one in flight.
+    """The algorithm's rows, by every number of rows to a micro-batch and recompute mode that fit with one in flight.
 
     Raises:
         ConfigError: a sample is longer than a row.
@@ -37,15 +41,23 @@ def packed_partitions(problem: BatchProblem, settings: PartitionSettings) -> Ord
             rows = balanced(inputs, targets, *longest, replicas=problem.replicas)
         case _:
             rows = pack(inputs, targets, *longest)
-    sizes = np.array([len(row) for row in rows], np.int64)
     memory_bytes = problem.memory_limit_bytes - problem.model_state_bytes
     partitions = []
-    for mode in range(len(problem.modes)):
-        modes = np.full(len(rows), mode, np.int64)
-        costs, covered = problem.costs_of(rows, [BatchLayout.PACKED] * len(rows), modes)
-        if covered.all() and (costs.bytes_alone <= memory_bytes).all():
-            partitions.append(Partition(sizes=sizes, modes=modes, layout=BatchLayout.PACKED))
+    for members in _offered(rows, settings):
+        sizes = np.array([len(each) for each in members], np.int64)
+        for mode in range(len(problem.modes)):
+            modes = np.full(len(members), mode, np.int64)
+            costs, covered = problem.costs_of(members, [BatchLayout.PACKED] * len(members), modes)
+            if covered.all() and (costs.bytes_alone <= memory_bytes).all():
+                partitions.append(Partition(sizes=sizes, modes=modes, layout=BatchLayout.PACKED))
     return OrderedPartitions(order=np.concatenate(rows), partitions=tuple(partitions))
+
+
+def _offered(rows: _Rows, settings: PartitionSettings) -> Iterator[_Rows]:
+    """Samples of each micro-batch, for every number of rows to each."""
+    given = settings.micro_batch_size
+    for size in [given] if given else [1 << power for power in range(len(rows).bit_length())]:
+        yield [np.concatenate(rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
 def pack(inputs: IntArray, targets: IntArray, longest_input: int, longest_target: int) -> list[IntArray]:

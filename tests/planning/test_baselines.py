@@ -135,7 +135,10 @@ def test_samples_longer_than_a_row() -> None:
     ("chosen", "message"),
     [
         ({"algorithm": PACKING}, "lets them attend to one another"),
-        ({"algorithm": DP, "micro_batch_size": 2}, "a micro-batch size goes with uniform and padding, not with dp"),
+        (
+            {"algorithm": DP, "micro_batch_size": 2},
+            "a micro-batch size goes with uniform, padding and packed rows, not with dp",
+        ),
         ({"algorithm": UNIFORM, "micro_batch_tokens": 2}, "goes with token_based, not with uniform"),
     ],
 )

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.packed_baselines import balanced, next_fit, pack
@@ -84,3 +85,24 @@ def test_they_are_planned_with_one_mode_and_1f1b(family: ModelFamily, algorithm:
     verify(planned, expected_samples=range(100, 130))
     batches = [mb for replica in planned.replicas for mb in replica.micro_batches]
     assert {mb.layout for mb in batches} == {BatchLayout.PACKED} and len({mb.recompute for mb in batches}) == 1
+
+
+@pytest.mark.parametrize("family", ModelFamily)
+def test_rows_to_a_micro_batch(family: ModelFamily) -> None:
+    """As many as are asked for; else of all powers of two the fastest."""
+
+    def plan(rows: int | None) -> IterationPlan:
+        partition = PartitionSettings(
+            algorithm=PartitionAlgorithm.PACKED_ROWS,
+            micro_batch_size=rows,
+            padded_input_length=512,
+            padded_target_length=None if family is ModelFamily.GPT else 256,
+        )
+        settings = {"micro_batch_layouts": (BatchLayout.PACKED,), "schedule": ScheduleSettings(method="1f1b")}
+        return planner(family, partition=partition, **settings).plan(batch(family, 30), 0)
+
+    counts = {rows: len(plan(rows).replicas[0].micro_batches) for rows in (1, 2, 3)}
+    assert counts[2] == -(-counts[1] // 2) and counts[3] == -(-counts[1] // 3)
+    powers = [1 << power for power in range(counts[1].bit_length())]
+    predicted = {rows: plan(rows).totals.predicted_ns for rows in powers}
+    assert plan(None).totals.predicted_ns == min(predicted.values())
