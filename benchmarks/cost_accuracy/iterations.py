@@ -78,16 +78,18 @@ class Bench:
         self._next = 1
         self._passes: list[Any] = []
 
-    def measure(self, iterations: int, *, until: float | None) -> dict[str, float]:
+    def measure(self, iterations: int, *, until: float | None) -> dict[str, Any]:
         """Iterations of new batches, each followed by one of batch 0: errors of prediction, spread of the repeats."""
         import numpy as np
 
         errors: list[float] = []
+        pairs: list[tuple[float, float]] = []
         repeats: list[float] = []
         while len(errors) < iterations and (not errors or until is None or self._agreed(time.monotonic() < until)):
             predicted, measured = self._step(self._next)
             self._next += 1
             errors.append(predicted / measured - 1)
+            pairs.append((round(predicted, 4), round(measured, 4)))
             repeats.append(self._step(0)[1])
         spread = float(np.abs(np.array(repeats) / np.mean(repeats) - 1).mean())
         error = float(np.abs(errors).mean())
@@ -100,6 +102,7 @@ class Bench:
             "repeat_largest_over_smallest": float(np.max(repeats) / np.min(repeats)),
             "aim": max(BOUND, SPREADS * spread),
             "reached": error <= max(BOUND, SPREADS * spread),
+            "pairs": pairs,
         }
 
     def stages(self) -> list[dict[str, float]]:

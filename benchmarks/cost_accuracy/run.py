@@ -126,7 +126,8 @@ def report(name: str, figures: dict[str, Any]) -> None:
     """Print figures as lines."""
     print(name)
     for what, value in figures.items():
-        print(f"  {what}: {json.dumps(value, default=str)}", flush=True)
+        shown = {name: each for name, each in value.items() if name != "pairs"} if isinstance(value, dict) else value
+        print(f"  {what}: {json.dumps(shown, default=str)}", flush=True)
 
 
 if __name__ == "__main__":

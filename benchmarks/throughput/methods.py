@@ -8,7 +8,7 @@ import msgspec
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.units import BatchLayout
+from megatron_dynapipe.units import BatchLayout, Recompute
 
 PADDED, PACKED = (BatchLayout.PADDED,), (BatchLayout.PACKED,)
 
@@ -101,3 +101,34 @@ METHODS: dict[str, Method] = {
     ),
 }
 """By the names of the report."""
+
+
+def _padded_but(**changes: object) -> Settings:
+    """Planned, padded micro-batches with one part of the planner replaced."""
+    return lambda run, longest: msgspec.structs.replace(run, micro_batch_layouts=PADDED, **changes)
+
+
+ABLATIONS: dict[str, Method] = {
+    "padded_equal_split": Method(
+        says="planned, padded, layers split equally", planner=_planned(BatchLayout.PADDED), plans_split=False
+    ),
+    "padded_fixed_tokens": Method(
+        says="a fixed number of padded tokens per micro-batch, list-scheduled, planned layer split",
+        planner=_padded_but(partition=PartitionSettings(algorithm=PartitionAlgorithm.TOKEN_BASED)),
+        plans_split=True,
+    ),
+    "padded_no_search": Method(
+        says="the partition as it is, list-scheduled",
+        planner=_padded_but(schedule=ScheduleSettings(search_evaluations=0)),
+        plans_split=True,
+    ),
+    "padded_1f1b": Method(
+        says="planned, padded, 1F1B", planner=_padded_but(schedule=ScheduleSettings(method="1f1b")), plans_split=True
+    ),
+    "padded_full_recompute": Method(
+        says="planned, padded, everything computed again",
+        planner=_padded_but(recompute=(Recompute.FULL,)),
+        plans_split=True,
+    ),
+}
+"""Parts of the planner replaced, for `benchmarks/paper/ablations.py`; trained where they are named."""

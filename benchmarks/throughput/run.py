@@ -1,7 +1,7 @@
 """Real training of the same samples by each way to make micro-batches, taking turns.
 
     python benchmarks/throughput/run.py [--quick] [--data DATASET] [--model t5|gpt] [--methods a,b,…] [--ranks 2]
-        [--cost-model FILE] [--json FILE]
+        [--cost-model FILE] [--json FILE] [-- FLAGS of the runs, of Megatron or --dynapipe-…]
 
 A job of processes per method stays up. For every global batch each job in turn trains it, in an order that rotates,
 while the others wait without computing: whatever else the machine does slows all methods alike, and ratios are of one
@@ -31,12 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from methods import METHODS, Spec
+from methods import ABLATIONS, METHODS, Spec
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {"t5": ROOT / "configs" / "demo_t5.yaml", "gpt": ROOT / "configs" / "demo_gpt.yaml"}
 START_S, BATCH_S = 240.0, 600.0
 """Deadlines: of a job's start, and of one batch."""
+EVERY = METHODS | ABLATIONS
 QUICK = ("planned", "planned_padded", "packed_rows", "token_based")
 
 
@@ -45,16 +46,17 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer methods and batches: five minutes on two cores")
     parser.add_argument("--data", type=Path, default=ROOT / ".demo" / "data", help="dataset folder")
     parser.add_argument("--model", choices=tuple(CONFIGS), help="default: both")
-    parser.add_argument("--methods", help=f"of {','.join(METHODS)}")
+    parser.add_argument("--methods", help=f"of {','.join(EVERY)}")
     parser.add_argument("--ranks", type=int, default=2, help="pipeline stages")
     parser.add_argument("--batches", type=int, help="global batches (default 12; with --quick 5)")
     parser.add_argument("--rounds", type=int, default=2, help="times that every batch is trained by every method")
     parser.add_argument("--cost-model", type=Path, help="measured costs, of the one --model given")
     parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --: more flags of the runs")
     args = parser.parse_args()
     methods = args.methods.split(",") if args.methods else (QUICK if args.quick else tuple(METHODS))
-    if unknown := set(methods) - set(METHODS):
-        parser.error(f"expected --methods of {', '.join(METHODS)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(methods) - set(EVERY):
+        parser.error(f"expected --methods of {', '.join(EVERY)}, got {', '.join(sorted(unknown))}")
     rows: list[dict[str, Any]] = []
     for model in [args.model] if args.model else list(CONFIGS):
         rows += compare(model, methods, args)
@@ -69,14 +71,14 @@ def compare(model: str, methods: Sequence[str], args: argparse.Namespace) -> lis
     with contextlib.ExitStack() as jobs, tempfile.TemporaryDirectory() as folder:
         costs = args.cost_model or profile(model, args, Path(folder))
         flags = ["--dynapipe-config", str(CONFIGS[model]), "--dynapipe-data", str(args.data)]
-        flags += ["--dynapipe-cost-model", str(costs)]
+        flags += ["--dynapipe-cost-model", str(costs), *own_flags(args)]
         split: list[int] | None = None
         running: dict[str, Job] = {}
         for method in methods:
-            if METHODS[method].plans_split and split is None:
+            if EVERY[method].plans_split and split is None:
                 with started(model, method, flags, None, args.ranks) as chooser:
                     split = chooser.ask({"split": True})["layers_per_stage"]
-            own = split if METHODS[method].plans_split else None
+            own = split if EVERY[method].plans_split else None
             running[method] = jobs.enter_context(started(model, method, flags, own, args.ranks))
         results: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
         for turn in range(args.rounds * batches + 1):
@@ -87,9 +89,7 @@ def compare(model: str, methods: Sequence[str], args: argparse.Namespace) -> lis
     layout = f"1,1,{args.ranks}"
     planned = methods[0] if "planned" not in methods else "planned"
     return [
-        figures(
-            model, method, layout, split if METHODS[method].plans_split else None, results[method], results[planned]
-        )
+        figures(model, method, layout, split if EVERY[method].plans_split else None, results[method], results[planned])
         for method in methods
     ]
 
@@ -223,10 +223,15 @@ def profile(model: str, args: argparse.Namespace, folder: Path) -> Path:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks), "-m"]
     command += ["megatron_dynapipe", "profile", "--model", model, "--output", str(path)]
     command += ["--budget-minutes", "0.7" if args.quick else "2", "--", "--dynapipe-config", str(CONFIGS[model])]
-    command += ["--dynapipe-data", str(args.data)]
+    command += ["--dynapipe-data", str(args.data), *own_flags(args)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True, timeout=1200)
     return path
+
+
+def own_flags(args: argparse.Namespace) -> list[str]:
+    """What follows the `--` of the command line."""
+    return [flag for flag in args.flags if flag != "--"]
 
 
 def say(text: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import msgspec
-from methods import METHODS, Spec
+from methods import ABLATIONS, METHODS, Spec
 
 from megatron_dynapipe import config, cpu
 
@@ -66,7 +66,7 @@ class Job:
         on_cpu = setup.device.type == "cpu"
         inputs = plan_inputs(run, self._settings, setup.family, on_cpu=on_cpu)
         longest = (run.seq_length, run.decoder_seq_length or 0)
-        planner = Planner(METHODS[spec.method].planner(inputs.planner, longest), inputs.costs.load())
+        planner = Planner((METHODS | ABLATIONS)[spec.method].planner(inputs.planner, longest), inputs.costs.load())
         folder = Path(inputs.data_folder)
         model, optimizer = build(setup)
         self._pipeline = MegatronPipeline([model], optimizer, planner, tokens=read_meta(folder), seed=run.seed)

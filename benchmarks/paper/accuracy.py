@@ -1,0 +1,149 @@
+"""How well times and memory are predicted.
+
+    python benchmarks/paper/accuracy.py --scale published|real
+
+published: layers measured on A100s (`benchmarks/data/a100`): a random quarter of each table predicts the other points.
+real: the demo's models on this machine: a profile, then planned iterations over two stages, predicted against measured
+(`benchmarks/cost_accuracy`), before and after the costs are corrected by what the iterations measured.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import charts
+import msgspec
+from output import ROOT, arguments, markdown, number, write
+
+QUANTITIES = {"time_ms": "time", "stored_activation_mb": "stored memory", "peak_activation_mb": "peak memory"}
+PHASES = {"as profiled": "as profiled", "learned": "after correction"}
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """Errors of one quantity.
+
+    Attributes:
+        model: what is trained.
+        quantity: what is predicted.
+        median: relative error.
+        high: published: the ninth decile; real: the mean error of time, None for memory.
+        count: iterations or seeds.
+        pairs: (predicted, measured) seconds of iterations, MB of stages.
+    """
+
+    model: str
+    quantity: str
+    median: float
+    high: float | None
+    count: int
+    pairs: list[tuple[float, float]] = []
+
+
+def main() -> None:
+    parser = arguments(__doc__, scales=("published", "real"))
+    parser.add_argument("--minutes", type=float, default=6.0, help="for the real iterations of both models")
+    args = parser.parse_args()
+    name = f"accuracy-{args.scale}"
+    rows = published() if args.scale == "published" else measured(args.minutes)
+    (draw_errors if args.scale == "published" else draw_pairs)(rows, args.output / f"{name}.png")
+    write(args.output, name, rows, table(rows, "ninth decile" if args.scale == "published" else "mean"))
+
+
+def published() -> list[Row]:
+    """The fit on the published profiles, worst of five seeds."""
+    sys.path.insert(0, str(ROOT / "benchmarks" / "cost_accuracy"))
+    from run import PUBLISHED, SEEDS
+    from run import published as figures_of
+
+    rows = []
+    for name in PUBLISHED:
+        figures = figures_of(ROOT / f"benchmarks/data/a100/{name}.json.gz", name)
+        fit = next(value for key, value in figures.items() if key.startswith("a quarter"))
+        for quantity, errors in fit.items():
+            label = name.replace("_", "-").upper()
+            shown = QUANTITIES[quantity]
+            rows.append(Row(model=label, quantity=shown, median=errors["median"], high=errors["p90"], count=len(SEEDS)))
+    return rows
+
+
+def measured(minutes: float) -> list[Row]:
+    """What `cost_accuracy` finds on this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = ROOT / "benchmarks" / "cost_accuracy" / "run.py"
+        command = [sys.executable, str(script), "--output", folder, "--minutes", str(minutes)]
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True, timeout=60 * (2 * minutes + 10))
+        figures = json.loads((Path(folder) / "figures.json").read_text())
+    return [row for model in ("t5", "gpt") if model in figures for row in of_machine(model, figures[model])]
+
+
+def of_machine(model: str, figures: Mapping[str, Any]) -> list[Row]:
+    """Rows of one model: time of iterations in both phases, memory of the stages."""
+    rows = [
+        Row(
+            model=f"demo {model}",
+            quantity=f"iteration, {said}",
+            median=figures[phase]["median_error"],
+            high=figures[phase]["mean_error"],
+            count=figures[phase]["iterations"],
+            pairs=figures[phase].get("pairs", []),
+        )
+        for phase, said in PHASES.items()
+        if phase in figures
+    ]
+    memory = figures["memory"]
+    predicted = [a + m for a, m in zip(memory["activations_mb"], memory["messages_mb"], strict=True)]
+    pairs = list(zip(predicted, memory["counted_mb"], strict=True))
+    errors = sorted(abs(error) for error in memory["error_of_both"])
+    return [
+        *rows,
+        Row(
+            model=f"demo {model}",
+            quantity="peak memory of a stage",
+            median=errors[len(errors) // 2],
+            high=None,
+            count=len(errors),
+            pairs=pairs,
+        ),
+    ]
+
+
+def draw_errors(rows: Sequence[Row], path: Path) -> None:
+    """Median and ninth decile of every quantity."""
+    figure, (axes,) = charts.canvas(1, 2, width=5.4, height=2.6)
+    for axis, (title, which) in zip(axes, (("median", "median"), ("ninth decile", "high")), strict=True):
+        values = {f"{row.model}, {row.quantity}": 100 * getattr(row, which) for row in rows}
+        charts.bars(axis, values, title=title, x="relative error, %", form="{:.1f}%")
+    charts.save(figure, path)
+
+
+def draw_pairs(rows: Sequence[Row], path: Path) -> None:
+    """Predicted over measured time of iterations; the line is agreement."""
+    models = list(dict.fromkeys(row.model for row in rows))
+    figure, (axes,) = charts.canvas(1, len(models), width=5.0, height=4.2)
+    for model, axis in zip(models, axes, strict=True):
+        own = [row for row in rows if row.model == model and row.quantity.startswith("iteration") and row.pairs]
+        values = [value for row in own for pair in row.pairs for value in pair] or [1.0]
+        ends = (min(values) * 0.95, max(values) * 1.05)
+        axis.plot(ends, ends, color="#33393f", linewidth=0.8, linestyle=":")
+        for row, colour in zip(own, ("#b9a06a", charts.COLOURS["dynapipe"]), strict=False):
+            label = f"{row.quantity.partition(', ')[2]}: median error {row.median:.1%}"
+            axis.plot(*zip(*[(m, p) for p, m in row.pairs], strict=True), "o", color=colour, markersize=4, label=label)
+        axis.set(xlim=ends, ylim=ends, xlabel="measured, s", ylabel="predicted, s")
+        axis.set_title(f"{model}: iterations over two stages", fontsize=10)
+        axis.legend(fontsize=8, frameon=False, loc="upper left")
+        axis.spines[["top", "right"]].set_visible(False)
+    charts.save(figure, path)
+
+
+def table(rows: Sequence[Row], high: str) -> str:
+    """A line for every quantity."""
+    lines = [[row.model, row.quantity, f"{row.median:.1%}", number(row.high, "{:.1%}"), str(row.count)] for row in rows]
+    return markdown(["model", "predicted", "median error", f"{high} error", "of"], lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What every experiment leaves: NAME.json with the figures, NAME.md with the table, NAME.png with the chart."""
+
+import argparse
+import datetime
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+FORMAT = "dynapipe-paper/1"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
+
+PAPER = {
+    "text": "The paper prints up to 4.39 × (T5) and 3.25 × (GPT) the throughput of packing on up to 32 A100s.",
+    "source": "Jiang et al., DynaPipe, EuroSys 2024, abstract (https://arxiv.org/abs/2311.10418)",
+}
+"""What is printed of the experiments that are shown here; curves are not read off."""
+
+
+def arguments(description: str, *, scales: Sequence[str] = ("simulated", "real")) -> argparse.ArgumentParser:
+    """The arguments of every experiment."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--scale", choices=scales, default=scales[0], help="(%(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER", help="(%(default)s)")
+    return parser
+
+
+def write(folder: Path, name: str, rows: Sequence[Any], table: str, **more: Any) -> None:
+    """Write the figures and their table, with the command, the machine and the date."""
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"command": command(), "machine": machine(), "date": datetime.date.today().isoformat()}
+    document = {"format": FORMAT, "experiment": name, **about, **more, "rows": list(rows)}
+    (folder / f"{name}.json").write_text(one_row_a_line(document), encoding="utf-8")
+    head = f"`{about['command']}`, {about['machine']}, {about['date']}\n\n"
+    (folder / f"{name}.md").write_text(head + table + "\n", encoding="utf-8")
+    print(table)
+
+
+def one_row_a_line(document: dict[str, Any]) -> str:
+    """JSON with a line for every entry, and for every row of the last one."""
+    fields = [f"{_json(name)}: {_json(value)}" for name, value in document.items() if name != "rows"]
+    rows = ",\n  ".join(map(_json, document["rows"]))
+    return "{\n " + ",\n ".join([*fields, f'"rows": [\n  {rows}\n ]']) + "\n}\n"
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def command() -> str:
+    """How this process was started, from the repository's root; where the results went is left out."""
+    script = Path(sys.argv[0]).resolve()
+    shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    given = list(sys.argv[1:])
+    if "--output" in given:
+        place = given.index("--output")
+        del given[place : place + 2]
+    return shlex.join(["python", str(shown), *given])
+
+
+def machine() -> str:
+    """Processor and cores."""
+    model = platform.processor() or platform.machine()
+    with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    return f"{os.cpu_count()} cores ({model})"
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def number(value: float | None, form: str = "{:,.0f}", missing: str = "–") -> str:
+    """A cell."""
+    return missing if value is None else form.format(value)

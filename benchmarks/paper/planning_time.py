@@ -1,0 +1,194 @@
+"""How long planning takes, against the iteration that is planned (the paper plans on the trainers' idle CPUs).
+
+    python benchmarks/paper/planning_time.py [--scale real]
+
+simulated: 8 A100s at (1, 1, 8) and (1, 2, 4), over the maximum length and over the size of global batches; processor
+time of one core, the median of three plans of each batch; the published planner's as on record, on another machine.
+real: the demo's models and data, planned on this machine with costs measured here.
+
+"cores" are those that keep up with training: planning over predicted time of the iteration.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import charts
+import msgspec
+from clusters import LAYERS, LENGTHS, USUAL_LENGTH, USUAL_SIZE, Case, Layout, global_batches, published_on
+from output import ROOT, arguments, markdown, number, write
+from simulate import say
+
+from megatron_dynapipe.errors import DynaPipeError
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.sampling import GlobalBatch
+
+LAYOUTS: tuple[Layout, ...] = ((1, 1, 8), (1, 2, 4))
+TOKENS = (16_384, 32_768, 65_536, 131_072, 262_144)
+REPEATS = 3
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """Planning of one kind of batch: means over its batches.
+
+    Attributes:
+        model: what is trained, and its layout.
+        max_seq_len: maximum length of a sample in tokens.
+        tokens: of a global batch.
+        planning_seconds: processor time of a plan; None where there is none.
+        iteration_seconds: predicted time of the planned iteration.
+        published_seconds: the published planner's, as on record.
+    """
+
+    model: str
+    max_seq_len: int
+    tokens: int
+    planning_seconds: float | None
+    iteration_seconds: float | None
+    published_seconds: float | None = None
+
+
+def main() -> None:
+    args = arguments(__doc__).parse_args()
+    name = f"planning-time-{args.scale}"
+    rows = simulated() if args.scale == "simulated" else on_this_machine()
+    if args.scale == "simulated":
+        draw(rows, args.output / f"{name}.png")
+    write(args.output, name, rows, table(rows))
+
+
+def simulated() -> list[Row]:
+    """Both models on both layouts, over lengths and sizes."""
+    rows = []
+    for family in LAYERS:
+        for layout in LAYOUTS:
+            case = Case(family, 8)
+            planner = Planner(case.settings(layout), case.costs)
+            places = [(n, USUAL_SIZE) for n in LENGTHS] + [(USUAL_LENGTH, n) for n in TOKENS if n != USUAL_SIZE]
+            for length, tokens in places:
+                batches = global_batches(family, length, tokens)
+                seconds, iteration = timed(planner, batches)
+                published = published_on(family, length, layout) if tokens == USUAL_SIZE else None
+                rows.append(
+                    Row(
+                        model=f"{case.model} at {','.join(map(str, layout))}",
+                        max_seq_len=length,
+                        tokens=tokens,
+                        planning_seconds=seconds,
+                        iteration_seconds=iteration,
+                        published_seconds=published and published.planning_seconds,
+                    )
+                )
+                say(f"{rows[-1].model}: {length}, {tokens}")
+    return rows
+
+
+def timed(planner: Planner, batches: Sequence[GlobalBatch]) -> tuple[float | None, float | None]:
+    """Processor seconds of a plan, and predicted seconds of its iteration: means over the batches."""
+    seconds, iterations = [], []
+    for batch in batches:
+        taken = []
+        for _ in range(REPEATS):
+            start = time.process_time()
+            try:
+                plan = planner.plan(batch, 0)
+            except DynaPipeError:
+                return None, None
+            taken.append(time.process_time() - start)
+        seconds.append(statistics.median(taken))
+        iterations.append(plan.totals.predicted_ns / 1e9)
+    return statistics.mean(seconds), statistics.mean(iterations)
+
+
+def on_this_machine() -> list[Row]:
+    """The demo's models: what `plan --data` reports, with costs that `profile` measures first."""
+    import real
+
+    rows = []
+    for model in real.CONFIGS:
+        costs = real.profiled(model)
+        for samples in real.SIZES:
+            command = [sys.executable, "-m", "megatron_dynapipe", "plan", "--json", "--data", str(real.DATA)]
+            command += ["--cost-model", str(costs), "--model", model, *real.LAYERS[model], "--hidden-size", "128"]
+            command += ["--pipeline-parallel", "2", "--device-memory-mb", "4000", "--layer-split", "auto"]
+            command += ["--global-batch-size", str(samples)]
+            printed = subprocess.run(command, cwd=ROOT, env=real.environment(), capture_output=True, check=True).stdout
+            plans = json.loads(printed)["iterations"]
+            rows.append(
+                Row(
+                    model=f"demo {model} at 1,1,2, {samples} samples",
+                    max_seq_len=real.LONGEST,
+                    tokens=0,
+                    planning_seconds=statistics.mean(each["planning_processor_seconds"] for each in plans),
+                    iteration_seconds=statistics.mean(each["predicted_ms"] / 1e3 for each in plans),
+                )
+            )
+    return rows
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Planning time over the maximum length, over the size, and as a share of the iteration."""
+    figure, (axes,) = charts.canvas(1, 3, width=4.4, height=3.8)
+    by_length = [row for row in rows if row.tokens == USUAL_SIZE]
+    by_size = sorted((row for row in rows if row.max_seq_len == USUAL_LENGTH), key=lambda row: row.tokens)
+    models = list(dict.fromkeys(row.model for row in rows))
+    charts.COLOURS.update(zip(models, charts.PALETTE, strict=False))
+    own = {model: [row for row in by_length if row.model == model] for model in models}
+    seconds = {model: [row.planning_seconds for row in own[model]] for model in models}
+    seconds |= {f"published planner, {model}": [row.published_seconds for row in own[model]] for model in models}
+    lengths = [str(length) for length in LENGTHS]
+    charts.lines(
+        axes[0], lengths, seconds, title="batches of 65,536 tokens", x="maximum length, tokens", y="seconds a plan"
+    )
+    axes[0].set_ylim(0.01, 20)
+    axes[0].set_yscale("log")
+    sizes = [f"{tokens // 1024}k" for tokens in TOKENS]
+    of_size = {model: [row for row in by_size if row.model == model] for model in models}
+    planning = {model: [row.planning_seconds for row in each] for model, each in of_size.items()}
+    charts.lines(axes[1], sizes, planning, title="maximum length 2048", x="global batch, tokens", y="seconds a plan")
+    shares = {
+        model: [
+            100 * (row.planning_seconds or 0) / row.iteration_seconds if row.iteration_seconds else None for row in each
+        ]
+        for model, each in of_size.items()
+    }
+    title = "planning over iteration, maximum length 2048"
+    charts.lines(axes[2], sizes, shares, title=title, x="global batch, tokens", y="% of the iteration, one core")
+    charts.legend(figure, [axes], width=3.3)
+    charts.save(figure, path)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for every kind of batch."""
+    columns = [
+        "model",
+        "maximum length",
+        "global batch, tokens",
+        "plan, s",
+        "iteration, s",
+        "cores",
+        "published planner, s",
+    ]
+    lines = []
+    for row in rows:
+        cores = None if row.planning_seconds is None else row.planning_seconds / (row.iteration_seconds or 1)
+        lines.append(
+            [
+                row.model,
+                f"{row.max_seq_len:,}",
+                f"{row.tokens:,}" if row.tokens else "–",
+                number(row.planning_seconds, "{:.3f}", "no plan"),
+                number(row.iteration_seconds, "{:.2f}"),
+                number(cores, "{:.3f}"),
+                number(row.published_seconds, "{:.1f}"),
+            ]
+        )
+    return markdown(columns, lines)
+
+
+if __name__ == "__main__":
+    main()
