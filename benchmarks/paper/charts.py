@@ -81,12 +81,13 @@ def bars(axis: Axes, values: Mapping[str, float | None], *, title: str, x: str, 
 
 
 def legend(figure: Figure, panels: Sequence[Sequence[Axes]], *, width: float = 1.7) -> None:
-    """One legend below all panels; an entry takes `width` inches."""
+    """One legend below all panels, without the published planner's twins; an entry takes `width` inches."""
     handles = {
         label: handle
         for row in panels
         for axis in row
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        if not label.startswith(f"{PUBLISHED}, ")
     }
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 7), frameon=False

@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 
 PAPER = {
-    "text": "The paper prints up to 4.39 × (T5) and 3.25 × (GPT) the throughput of packing on up to 32 A100s.",
+    "text": "Up to 4.39 × (T5) and 3.25 × (GPT) the throughput of packing on FLANv2.",
     "source": "Jiang et al., DynaPipe, EuroSys 2024, abstract (https://arxiv.org/abs/2311.10418)",
 }
-"""What is printed of the experiments that are shown here; curves are not read off."""
+"""What is printed of the experiments that are shown here."""
 
 
 def arguments(description: str, *, scales: Sequence[str] = ("simulated", "real")) -> argparse.ArgumentParser:

@@ -142,7 +142,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     seconds |= {f"published planner, {model}": [row.published_seconds for row in own[model]] for model in models}
     lengths = [str(length) for length in LENGTHS]
     charts.lines(
-        axes[0], lengths, seconds, title="batches of 65,536 tokens", x="maximum length, tokens", y="seconds a plan"
+        axes[0],
+        lengths,
+        seconds,
+        title="65,536 tokens; dashed: published planner",
+        x="maximum length, tokens",
+        y="seconds a plan",
     )
     axes[0].set_ylim(0.01, 20)
     axes[0].set_yscale("log")
@@ -158,7 +163,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     }
     title = "planning over iteration, maximum length 2048"
     charts.lines(axes[2], sizes, shares, title=title, x="global batch, tokens", y="% of the iteration, one core")
-    charts.legend(figure, [axes], width=3.3)
+    charts.legend(figure, [axes], width=2.8)
     charts.save(figure, path)
 
 

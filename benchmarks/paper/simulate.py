@@ -1,7 +1,7 @@
 """Every method on every parallel layout of a cluster, as predicted; of each method the best layout.
 
-Baselines run as they are trained: 1F1B, layers split equally. The planner's own layer split is chosen, for the best of
-its layouts under an equal split (on 8 GPUs the two best), from batches that are not among those compared. "packing,
+Baselines run as they are trained: 1F1B, layers split equally. The planner's own layer split is chosen, for the two best
+of its layouts under an equal split, from batches that are not among those compared. "packing,
 same layout" is the paper's second baseline: packing on the layout that is best for the planner.
 """
 
@@ -23,6 +23,8 @@ from megatron_dynapipe.sampling import GlobalBatch
 
 METHODS = ("dynapipe", "packed_rows", "token_based", "packing", "padding")
 SAME_LAYOUT = "packing, same layout"
+SPLITS_CHOSEN = 2
+"""Layouts for which the planner's layer split is chosen."""
 FIRST_OTHER_BATCH = 4
 """Batches before it are compared, those from it on choose the layer split."""
 
@@ -81,9 +83,7 @@ def best_row(case: Case, point: Point, method: str) -> Row:
     found = [_row(case, point, method, layout, None) for layout in case.layouts()]
     if method == "dynapipe":
         found.sort(key=_speed, reverse=True)
-        staged = [
-            row.layout for row in found[: 2 if case.gpus == 8 else 1] if row.layout is not None and row.layout[2] > 1
-        ]
+        staged = [row.layout for row in found[:SPLITS_CHOSEN] if row.layout is not None and row.layout[2] > 1]
         found += [_row(case, point, method, layout, chosen_split(case, point, layout)) for layout in staged]
     best = max(found, key=_speed)
     say(

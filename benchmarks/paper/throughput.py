@@ -44,7 +44,7 @@ def swept(case: Case, over: str) -> list[Row]:
     for length, tokens in places:
         batches = global_batches(case.family, length, tokens)
         rows += best_rows(case, Point(max_seq_len=length, tokens=tokens, batches=batches))
-        published = published_best(case.family, length) if (case.gpus, tokens) == (8, USUAL_SIZE) else None
+        published = published_best(case.family, length) if over == "length" and case.gpus == 8 else None
         if published is not None:
             own = {"model": case.model, "gpus": case.gpus, "max_seq_len": length, "tokens": tokens}
             speed, layout = published.tokens_per_second, published.layout
@@ -79,8 +79,7 @@ def draw(rows: Sequence[Row], over: str, path: Path) -> None:
                 axis.annotate(
                     f"× {speed / other:.2f}", (at, speed), (0, 6), textcoords="offset points", ha="center", fontsize=8
                 )
-        axis.margins(y=0.15)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.12 * max(speed for speeds in series.values() for speed in speeds if speed is not None))
     figure.suptitle("predicted throughput, each method on its best layout; ×: dynapipe over packing", fontsize=11)
     charts.legend(figure, axes)
     charts.save(figure, path)

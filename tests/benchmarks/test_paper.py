@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "paper"
 NAMES = ("clusters", "simulate", "output", "charts", "throughput", "padding", "ablations", "planning_time", "accuracy")
-NAMES += ("real", "methods", "cases", "published")
+NAMES += ("page", "real", "methods", "cases", "published")
 
 
 class Paper:
@@ -243,3 +244,18 @@ def test_what_is_written(paper: Paper, tmp_path: Path, monkeypatch: pytest.Monke
     assert document["command"] == "python benchmarks/paper/padding.py --scale real" and document["source"] == "here"
     head, _, table = (tmp_path / "padding-real.md").read_text().partition("\n\n")
     assert head.startswith("`python benchmarks/paper/padding.py --scale real`, ") and table == "| a |\n"
+
+
+def test_the_page_shows_what_has_been_run(paper: Paper, tmp_path: Path) -> None:
+    (tmp_path / "padding-simulated.md").write_text("`python …`, 2 cores, today\n\n| a |\n")
+    (tmp_path / "padding-simulated.png").write_bytes(b"")
+    page = paper.page.page(tmp_path)
+    assert "### Simulated\n\n`python …`, 2 cores, today\n\n![padding-simulated](results/padding-simulated.png)" in page
+    assert page.count("Not measured yet.") == 11 and page.startswith("# Results\n")
+    assert max(len(line) for line in page.splitlines()) <= 120
+
+
+def test_every_chart_of_the_page_is_there() -> None:
+    docs = FOLDER.parents[1] / "docs"
+    pictures = re.findall(r"\]\((results/[^)]+)\)", (docs / "results.md").read_text())
+    assert len(pictures) >= 6 and all((docs / picture).exists() for picture in pictures)

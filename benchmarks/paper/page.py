@@ -1,0 +1,90 @@
+"""Write `docs/results.md` from the tables and charts in `docs/results`.
+
+python benchmarks/paper/page.py
+"""
+
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from output import RESULTS, ROOT
+
+WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One experiment of the page."""
+
+    title: str
+    text: str
+    names: tuple[str, ...]
+
+
+SECTIONS = (
+    Section(
+        "Throughput over the maximum length",
+        "Global batches of 65,536 tokens (real: 32 samples). The longer samples may be, the more padding and packing "
+        "waste. Packed rows whose attention is kept apart, which the paper did not compare with, come within a few "
+        "percent where a layout with one or two stages fits; the gap grows with stages and length.",
+        ("throughput-length-simulated", "throughput-length-real"),
+    ),
+    Section(
+        "Throughput over the global batch size",
+        "Maximum length 2048 (real: 1536). Small global batches have few micro-batches to fill a pipeline with.",
+        ("throughput-batch-simulated", "throughput-batch-real"),
+    ),
+    Section(
+        "Padding efficiency",
+        "Real tokens over positions. For T5, packing of 2023 fills rows of inputs and leaves those of targets, which "
+        "are as long, mostly empty.",
+        ("padding-simulated", "padding-real"),
+    ),
+    Section(
+        "Ablations",
+        "One part of the planner replaced in planned, padded micro-batches; simulated at (data, tensor, pipeline) = "
+        "(1, 2, 4). Means are over the batches for which a variant has a plan. GPipe holds every micro-batch at once, "
+        "for which there is no memory.",
+        ("ablations-simulated", "ablations-real"),
+    ),
+    Section(
+        "Planning time",
+        "Of one core; plans are made ahead of training by a process of its own. The published planner was timed on "
+        "another machine.",
+        ("planning-time-simulated", "planning-time-real"),
+    ),
+    Section(
+        "Accuracy of predictions",
+        "Published profiles of A100s: a random quarter of the points predicts the others. Real: iterations with costs "
+        "as profiled, and after a correction by what was measured; memory as counted by hooks.",
+        ("accuracy-published", "accuracy-real"),
+    ),
+)
+
+
+def main() -> None:
+    (ROOT / "docs" / "results.md").write_text(page(RESULTS), encoding="utf-8")
+
+
+def page(folder: Path) -> str:
+    """All sections; an experiment that has not been run says so."""
+    parts = [(Path(__file__).parent / "introduction.md").read_text(encoding="utf-8")]
+    for section in SECTIONS:
+        parts.append(f"## {section.title}\n\n{textwrap.fill(section.text, WIDTH)}\n")
+        parts += [shown(folder, name) for name in section.names]
+    return "\n".join(parts)
+
+
+def shown(folder: Path, name: str) -> str:
+    """One experiment: its command, chart and table."""
+    kind = name.rpartition("-")[2].capitalize()
+    path = folder / f"{name}.md"
+    if not path.exists():
+        return f"### {kind}\n\nNot measured yet.\n"
+    about, _, table = path.read_text(encoding="utf-8").partition("\n\n")
+    chart = f"![{name}](results/{name}.png)\n\n" if (folder / f"{name}.png").exists() else ""
+    return f"### {kind}\n\n{about}\n\n{chart}{table}"
+
+
+if __name__ == "__main__":
+    main()
