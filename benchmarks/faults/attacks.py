@@ -499,7 +499,7 @@ def plan_cut_short(ground: Ground) -> Outcome:
 def nothing_to_compare(ground: Ground) -> Outcome:
     """`compare` of a batch that no method can plan."""
     file = batches(ground, {"id": "b", "input": [2**30]})
-    return plan(ground, file, verb="compare", status=1, pattern=r"dynapipe +no plan: [^\n]*")
+    return plan(ground, file, verb="compare", status=1, pattern=r"no plan under any method: [^\n]*")
 
 
 @attack
