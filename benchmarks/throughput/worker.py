@@ -134,9 +134,7 @@ class Job:
         if batch.target_lengths.any():
             lengths = zip(batch.input_lengths, batch.target_lengths, strict=True)
             return [(given[:n], wanted[:m]) for (given, wanted), (n, m) in zip(pairs, lengths, strict=True)]
-        return [
-            (given, wanted[: n - len(given)]) for (given, wanted), n in zip(pairs, batch.input_lengths, strict=True)
-        ]
+        return [joined(given, wanted, int(n)) for (given, wanted), n in zip(pairs, batch.input_lengths, strict=True)]
 
     def _synchronise(self) -> None:
         import torch
@@ -159,6 +157,12 @@ class Job:
             return torch.cuda.max_memory_allocated(self._setup.device)
         (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
         return int(line.split()[1]) * 1024
+
+
+def joined(given: Any, wanted: Any, tokens: int) -> tuple[Any, Any]:
+    """A decoder-only sample's input and target, truncated to so many tokens together; the target keeps one."""
+    kept = given[: tokens - 1]
+    return kept, wanted[: tokens - len(kept)]
 
 
 def build(setup: Any) -> tuple[Any, Any]:

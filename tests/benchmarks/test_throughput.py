@@ -40,6 +40,13 @@ def test_a_row_leaves_the_warm_up_out(monkeypatch):
     assert "| t5 | planned | 50 | 0.500 (0.500–0.500) | 50.0% | 30% | 3 | 8.250000 |" in run.table([row])
 
 
+@pytest.mark.parametrize(("tokens", "kept"), [(7, ("abcd", "xyz")), (6, ("abcd", "xy")), (3, ("ab", "x"))])
+def test_a_long_sample_is_truncated_as_a_whole(monkeypatch, tokens, kept):
+    run_script(monkeypatch)
+    worker = importlib.import_module("worker")
+    assert worker.joined("abcd", "xyz", tokens) == kept
+
+
 @pytest.mark.slow
 def test_methods_train_the_same_function(tmp_path):
     """Four methods on one batch: equal first losses, and the form of the report."""
