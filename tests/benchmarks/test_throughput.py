@@ -14,23 +14,23 @@ from tests.helpers.random_dataset import make_dataset
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "throughput"
 
 
-def run_script(monkeypatch) -> ModuleType:
+def script(monkeypatch, name: str) -> ModuleType:
     monkeypatch.syspath_prepend(str(FOLDER))
-    specification = importlib.util.spec_from_file_location("throughput_run", FOLDER / "run.py")
+    specification = importlib.util.spec_from_file_location(f"throughput_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
 
 
 def test_ratios_are_of_sums_and_hold_their_interval(monkeypatch):
-    run = run_script(monkeypatch)
+    run = script(monkeypatch, "run")
     low, value, high = run.interval([(100, 50), (100, 200), (300, 150)])
     assert value == pytest.approx(500 / 400) and low <= value <= high and low < high
     assert run.interval([(7.0, 7.0)] * 5) == [1, 1, 1]
 
 
 def test_a_row_leaves_the_warm_up_out(monkeypatch):
-    run = run_script(monkeypatch)
+    run = script(monkeypatch, "run")
     result = {"ms": 1000, "real_tokens": 50, "positions": 100, "peak_mb": 3, "idle": [0.5, 0.1], "micro_batches": 4}
     warm_up = result | {"ms": 9000, "loss": 8.25, "predicted_ms": 500}
     timed = result | {"loss": 8.0, "predicted_ms": 900}
@@ -42,9 +42,7 @@ def test_a_row_leaves_the_warm_up_out(monkeypatch):
 
 @pytest.mark.parametrize(("tokens", "kept"), [(7, ("abcd", "xyz")), (6, ("abcd", "xy")), (3, ("ab", "x"))])
 def test_a_long_sample_is_truncated_as_a_whole(monkeypatch, tokens, kept):
-    run_script(monkeypatch)
-    worker = importlib.import_module("worker")
-    assert worker.joined("abcd", "xyz", tokens) == kept
+    assert script(monkeypatch, "worker").joined("abcd", "xyz", tokens) == kept
 
 
 @pytest.mark.slow
