@@ -15,7 +15,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.profiling.journal import Journal
 from megatron_dynapipe.integration.profiling.layers import build_parts
-from megatron_dynapipe.integration.profiling.measure import clock_of
+from megatron_dynapipe.integration.profiling.measure import clock_of, sustain
 from megatron_dynapipe.integration.profiling.packed import PackedProfiler, Tables
 from megatron_dynapipe.integration.profiling.profiler import Profiler
 from megatron_dynapipe.integration.profiling.result import cost_file, describe, identity
@@ -68,6 +68,7 @@ def profile(
             shared=tensor_parallel > 1,
         )
         links = measure_links(setup.device)
+        sustain(setup.device)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
         packed = _packed(profiler, setup, left * SHARE_OF_PACKED)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)

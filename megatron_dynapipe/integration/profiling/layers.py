@@ -1,12 +1,13 @@
 """The parts of a model that are measured one by one, built as training builds them.
 
-A part is a single layer of a stack, the embedding, or the last norm, the head and the loss. Its gradients are added to
-`main_grad` by hooks, as Megatron's data-parallel wrapper does, since every backward pays for that.
+A part is a few layers of a stack one after another, the embedding, or the last norm, the head and the loss. Its
+gradients are added to `main_grad` by hooks, as Megatron's data-parallel wrapper does: every backward pays for that.
 """
 
+import copy
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -39,6 +40,8 @@ Point = tuple[int, ...]
 Forward = Callable[[], Tensor]
 Lengths = tuple[int, ...]
 """Positions of every sample of a packed row."""
+CHAINED_ON_CUDA = 4
+"""Layers timed together on a GPU: of the time before its first kernel a quarter is counted into each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,32 +53,58 @@ class Part:
         module: holds its parameters.
         prepare: makes the inputs of a point and returns its forward, which may be called repeatedly.
         prepare_row: likewise of a packed row, from its samples' inputs and targets; None for parts without attention.
+        layers: that a forward runs one after another; what is measured is divided by it.
+        alone: the same with one layer, where `layers` are more: for what several do not fit the device with.
     """
 
     name: str
     module: torch.nn.Module
     prepare: Callable[[Point], Forward]
     prepare_row: Callable[[Lengths, Lengths], Forward] | None = None
+    layers: int = 1
+    alone: "Part | None" = None
+
+    @property
+    def from_most_layers(self) -> "tuple[Part, ...]":
+        """The part, and the one with a single layer where there is one."""
+        return (self,) if self.alone is None else (self, self.alone)
 
     def set_recompute(self, mode: Recompute) -> None:
         """Let the next passes keep or recompute what `mode` says."""
-        RecomputeSwitch([self.module]).set(mode)
+        for part in self.from_most_layers:
+            RecomputeSwitch([part.module]).set(mode)
 
     @property
     def parameters(self) -> int:
-        """Number of this rank's parameters."""
-        return sum(parameter.numel() for parameter in self.module.parameters())
+        """Number of this rank's parameters in one layer."""
+        return sum(parameter.numel() for parameter in self.module.parameters()) // self.layers
 
 
-def build_parts(args: Namespace, family: ModelFamily, device: torch.device) -> Mapping[str, Part]:
-    """The parts of the model that Megatron's arguments describe, by name, in training mode on `device`."""
+def build_parts(
+    args: Namespace, family: ModelFamily, device: torch.device, *, chained: int | None = None
+) -> Mapping[str, Part]:
+    """The parts of the model that Megatron's arguments describe, by name, in training mode on `device`.
+
+    Args:
+        args: Megatron's.
+        family: kind of model.
+        device: where they are measured.
+        chained: layers that are measured together; None takes `CHAINED_ON_CUDA` there, and one on a CPU, where no time
+            passes before an operation.
+    """
+    if chained is None:
+        chained = CHAINED_ON_CUDA if device.type == "cuda" else 1
     config = core_transformer_config_from_args(args)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    parts = _t5_parts(args, config, groups) if family is ModelFamily.T5 else _gpt_parts(args, config, groups)
-    for part in parts:
+    build = _t5_parts if family is ModelFamily.T5 else _gpt_parts
+    parts = {part.name: part for part in build(args, config, groups, chained)}
+    if chained > 1:
+        single = {part.name: part for part in build(args, config, groups, 1)}
+        parts |= {name: replace(part, alone=single[name]) for name, part in parts.items() if part.layers > 1}
+    for part in (each for chain in parts.values() for each in chain.from_most_layers):
         part.module.to(device=device, dtype=args.params_dtype).train()
         accumulate_gradients(part.module, gradient_dtype(args))
-    return {part.name: part for part in parts}
+    return parts
 
 
 def gradient_dtype(args: Namespace) -> torch.dtype:
@@ -103,9 +132,9 @@ def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = No
             parameter.register_post_accumulate_grad_hook(accumulate)
 
 
-def _t5_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCollection) -> list[Part]:
-    """Stages of a T5 of three and three layers: inner ones, with one layer and nothing else, and the whole of 1 + 1."""
-    inner, whole = T5Split.of(3, 3, 6), T5Split.of(1, 1, 1)
+def _t5_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCollection, chained: int) -> list[Part]:
+    """Stages of a T5: inner ones of three and three, with `chained` layers and nothing else, and the whole of 1 + 1."""
+    inner, whole = T5Split.of(3 * chained, 3 * chained, 6), T5Split.of(1, 1, 1)
     build = partial(
         T5Stage,
         config,
@@ -142,8 +171,20 @@ def _t5_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCo
         return forward
 
     return [
-        Part(name="encoder", module=encoder, prepare=run_encoder, prepare_row=_encoder_row(encoder, make)),
-        Part(name="decoder", module=decoder, prepare=run_decoder, prepare_row=_decoder_row(decoder, make)),
+        Part(
+            name="encoder",
+            module=encoder,
+            prepare=run_encoder,
+            prepare_row=_encoder_row(encoder, make),
+            layers=chained,
+        ),
+        Part(
+            name="decoder",
+            module=decoder,
+            prepare=run_decoder,
+            prepare_row=_decoder_row(decoder, make),
+            layers=chained,
+        ),
         Part(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
         Part(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
     ]
@@ -179,12 +220,11 @@ def _decoder_row(decoder: T5Stage, make: "_Inputs") -> Callable[[Lengths, Length
     return run
 
 
-def _gpt_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCollection) -> list[Part]:
-    """A GPT of one layer without its ends, and its ends."""
-    config.num_layers = 1
-    provide = partial(gpt_provider(args), config=config, pg_collection=groups)
-    layer: GPTModel = provide(pre_process=False, post_process=False)
-    ends: GPTModel = provide()
+def _gpt_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCollection, chained: int) -> list[Part]:
+    """A GPT of `chained` layers without its ends, and its ends with a layer that is not run."""
+    provide = partial(gpt_provider(args), pg_collection=groups)
+    layer: GPTModel = provide(config=_of_layers(config, chained), pre_process=False, post_process=False)
+    ends: GPTModel = provide(config=_of_layers(config, 1))
     make = _Inputs(args, next(layer.parameters()))
     rotate_by_sample([layer])
 
@@ -211,10 +251,17 @@ def _gpt_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupC
         return forward
 
     return [
-        Part(name="encoder", module=layer, prepare=run_layer, prepare_row=run_row),
+        Part(name="encoder", module=layer, prepare=run_layer, prepare_row=run_row, layers=chained),
         Part(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
         Part(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
     ]
+
+
+def _of_layers(config: TransformerConfig, layers: int) -> TransformerConfig:
+    """The configuration of a model of so many layers; each has its own switches of recomputation."""
+    own = copy.copy(config)
+    own.num_layers = layers
+    return own
 
 
 def _head(model: Any, make: "_Inputs") -> Callable[[Point], Forward]:

@@ -1,9 +1,13 @@
-"""Timing a part: warm up, repeat, take medians.
+"""Timing a part: warm up, repeat, take medians, divide by its layers.
 
-On CUDA devices time passes by events. On the CPU it is this thread's processor time, so that what else the machine is
-busy with does not count; with several threads to an operation, and where ranks share a layer and wait for one another,
-the wall clock's. A pipeline keeps several micro-batches in flight, so that a forward finds none of its memory in the
-CPU's caches; so does the measurement, or forwards would look up to a third too fast.
+On CUDA devices time passes by events, and passes are launched one behind another, as in training: a device that waits
+for its first kernel would have that wait timed, and one that rests raises its clock. Before anything is timed it works
+for some seconds (`sustain`), and at every point for a moment.
+
+On the CPU time is this thread's processor time, so that what else the machine is busy with does not count; with several
+threads to an operation, and where ranks share a layer and wait for one another, the wall clock's. A pipeline keeps
+several micro-batches in flight, so that a forward finds none of its memory in the CPU's caches; so does the
+measurement, or forwards would look up to a third too fast.
 """
 
 import time
@@ -26,11 +30,15 @@ SHARED_REPEATS = 5
 BEYOND_CACHES_BYTES = 100_000_000
 """Memory that passes in flight hold together on a CPU, if so few of them do."""
 MOST_IN_FLIGHT = 12
+SUSTAINED_S, WARM_S, SHARED_WARM = 3.0, 0.05, 3
+"""Work of a GPU before anything is timed, before each point, and there in passes where ranks share the layer."""
+SUSTAINING_SIZE = 8192
+"""Rows and columns of the products that a GPU works on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What one pass of a part through one point costs: medians over the repeats."""
+    """What one pass of one layer of a part through one point costs: medians over the repeats."""
 
     forward_ns: int
     backward_ns: int
@@ -68,17 +76,45 @@ def measure(
         torch.OutOfMemoryError: the device has too little memory for it.
     """
     forward = part.prepare(point)
-    memory = pass_memory(forward, _backward, platform.device)  # the warm-up, too
+    memory = _of_one_layer(pass_memory(forward, _backward, platform.device), part.layers)  # the warm-up, too
     in_flight = deque(forward() for _ in range(_in_flight(memory, platform.device) - 1))
-    end = time.perf_counter() + (LONG_ENOUGH_S if long_enough_s is None else long_enough_s)
-    forwards: list[int] = []
-    backwards: list[int] = []
     fewest, most = (SHARED_REPEATS, SHARED_REPEATS) if shared else (FEWEST_REPEATS, MOST_REPEATS)
-    while len(forwards) < fewest or (len(forwards) < most and time.perf_counter() < end):
-        f, b = _time_once(forward, in_flight, platform)
-        forwards.append(f)
-        backwards.append(b)
-    return Sample(forward_ns=round(median(forwards)), backward_ns=round(median(backwards)), memory=memory)
+    together = 1 if platform.device.type == "cpu" else fewest
+    if together > 1:
+        _warm_up(forward, platform, passes=SHARED_WARM if shared else None)
+    end = time.perf_counter() + (LONG_ENOUGH_S if long_enough_s is None else long_enough_s)
+    times: list[tuple[int, int]] = []
+    while len(times) < fewest or (len(times) < most and time.perf_counter() < end):
+        times += _time(forward, in_flight, platform, passes=together)
+    forward_ns, backward_ns = (round(median(each) / part.layers) for each in zip(*times, strict=True))
+    return Sample(forward_ns=forward_ns, backward_ns=backward_ns, memory=memory)
+
+
+def sustain(device: torch.device, seconds: float = SUSTAINED_S) -> None:
+    """Let a GPU work until its clock is that of training: one that has rested runs faster at first."""
+    if device.type != "cuda":
+        return
+    factor = torch.zeros(SUSTAINING_SIZE, SUSTAINING_SIZE, dtype=torch.bfloat16, device=device).normal_()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for _ in range(10):
+            factor @ factor
+        torch.cuda.synchronize(device)
+
+
+def _warm_up(forward: Forward, platform: DevicePlatform, *, passes: int | None) -> None:
+    """So many passes, or as many as take `WARM_S`."""
+    end, done = time.perf_counter() + WARM_S, 0
+    while done < passes if passes is not None else time.perf_counter() < end:
+        _backward(forward())
+        platform.synchronize()
+        done += 1
+
+
+def _of_one_layer(memory: PassMemory, layers: int) -> PassMemory:
+    """What one of several layers keeps, and the last one's high-water mark above what those before it keep."""
+    stored = memory.stored_bytes // layers
+    return PassMemory(stored_bytes=stored, peak_bytes=memory.peak_bytes - stored * (layers - 1))
 
 
 def _in_flight(memory: PassMemory, device: torch.device) -> int:
@@ -87,16 +123,20 @@ def _in_flight(memory: PassMemory, device: torch.device) -> int:
     return min(max(BEYOND_CACHES_BYTES // max(memory.stored_bytes, 1), 1), MOST_IN_FLIGHT)
 
 
-def _time_once(forward: Forward, in_flight: deque[torch.Tensor], platform: DevicePlatform) -> tuple[int, int]:
-    """A forward, and the backward of the oldest output in flight."""
+def _time(
+    forward: Forward, in_flight: deque[torch.Tensor], platform: DevicePlatform, *, passes: int
+) -> list[tuple[int, int]]:
+    """ns of forwards, each with the backward of the oldest output in flight, launched without a wait between them."""
     platform.align()
-    begin = platform.mark()
-    in_flight.append(forward())
-    middle = platform.mark()
-    _backward(in_flight.popleft())
-    end = platform.mark()
+    marks = []
+    for _ in range(passes):
+        begin = platform.mark()
+        in_flight.append(forward())
+        middle = platform.mark()
+        _backward(in_flight.popleft())
+        marks.append((begin, middle, platform.mark()))
     platform.synchronize()
-    return middle() - begin(), end() - middle()
+    return [(middle() - begin(), end() - middle()) for begin, middle, end in marks]
 
 
 def _backward(output: torch.Tensor) -> None:

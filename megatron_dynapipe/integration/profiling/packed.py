@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from megatron_dynapipe.cost.fit_packed import PartTables, RowSample, fit_part, r
 from megatron_dynapipe.cost.tabulate import Range
 from megatron_dynapipe.integration.profiling.layers import Forward, Lengths, Part
 from megatron_dynapipe.integration.profiling.measure import LONG_ENOUGH_S, Sample, measure
-from megatron_dynapipe.integration.profiling.profiler import communicable, over_ranks
+from megatron_dynapipe.integration.profiling.profiler import communicable, largest_that_fits
 from megatron_dynapipe.runtime.platform import DevicePlatform
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute
 
@@ -158,23 +159,21 @@ class PackedProfiler:
         row = surface.left.pop(0)
         if surface.mode is not None:
             self.parts[surface.name].set_recompute(surface.mode)
-        values = over_ranks(self._measure(self.parts[surface.name], row, long_enough_s))
+        run = partial(self._measure, row=row, long_enough_s=long_enough_s)
+        values = largest_that_fits(self.parts[surface.name], run)
         if values is None:
             surface.left = [other for other in surface.left if _positions(other) < _positions(row)]
         else:
             surface.measured.append((row, values))
 
-    def _measure(self, part: Part, row: Row, long_enough_s: float = LONG_ENOUGH_S) -> Sample | None:
+    def _measure(self, part: Part, row: Row, long_enough_s: float = LONG_ENOUGH_S) -> Sample:
         def prepare(_point: object) -> Forward:
             if part.prepare_row is not None:
                 return part.prepare_row(*row)
             return part.prepare((1, -(-sum(row.inputs) // 8) * 8))
 
         one = replace(part, prepare=prepare)
-        try:
-            return measure(one, (), self.platform, shared=self.shared, long_enough_s=long_enough_s)
-        except torch.OutOfMemoryError:
-            return None
+        return measure(one, (), self.platform, shared=self.shared, long_enough_s=long_enough_s)
 
     def _tables(self, measured: Mapping[str, Sequence[tuple[Row, tuple[int, ...]]]]) -> Tables:
         tables: Tables = {"time_ms": {}, "stored_activation_mb": {}, "peak_activation_mb": {}}

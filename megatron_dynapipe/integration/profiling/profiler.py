@@ -80,7 +80,7 @@ class Profiler:
     def _choose(self, budget_s: float) -> tuple[Surface, Point] | None:
         best: tuple[float, Surface, Point] | None = None
         for surface, grid in self.grids.items():
-            found = grid.next(longest_ms=budget_s * 1e3 * LONGEST_SHARE)
+            found = grid.next(longest_ms=budget_s * 1e3 * LONGEST_SHARE / self.parts[surface[0]].layers)
             enough = math.inf if surface[0] == "embedding" and grid.measured else SMOOTH_ENOUGH
             if found is not None and found[1] >= enough and (best is None or found[1] > best[0]):
                 best = found[1], surface, found[0]
@@ -90,11 +90,7 @@ class Profiler:
         part = self.parts[name]
         if name in ("encoder", "decoder"):
             part.set_recompute(mode)
-        try:
-            sample: Sample | None = measure(part, point, self.platform, shared=self.shared)
-        except torch.OutOfMemoryError:
-            sample = None
-        values = over_ranks(sample)
+        values = largest_that_fits(part, lambda each: measure(each, point, self.platform, shared=self.shared))
         if values is None:
             return Measurement(part=name, recompute=mode, point=point, fits=False)
         forward, backward, stored, peak = values
@@ -130,6 +126,19 @@ def _agreed(choice: tuple[int, Point] | None) -> tuple[int, Point]:
     dist.broadcast(words, 0)
     index, length, *rest = (int(word) for word in words.tolist())
     return index, tuple(rest[: max(length, 0)])
+
+
+def largest_that_fits(part: Part, run: Callable[[Part], Sample]) -> tuple[int, ...] | None:
+    """What measuring the part gives over all ranks; with a single layer where several do not fit on one of them."""
+    for each in part.from_most_layers:
+        try:
+            sample: Sample | None = run(each)
+        except torch.OutOfMemoryError:
+            sample = None
+        values = over_ranks(sample)
+        if values is not None:
+            return values
+    return None
 
 
 def over_ranks(sample: Sample | None) -> tuple[int, ...] | None:

@@ -1,12 +1,15 @@
 """How often a part is run when it is measured, and by which clock."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_dynapipe.integration.profiling import measure as module
 from megatron_dynapipe.integration.profiling.layers import Forward, Part, Point
 from megatron_dynapipe.integration.profiling.measure import ThreadClock, clock_of, measure
-from megatron_dynapipe.runtime.platform import CpuPlatform
+from megatron_dynapipe.runtime.memory import PassMemory
+from megatron_dynapipe.runtime.platform import CpuPlatform, Mark
 
 CPU = torch.device("cpu")
 KEPT_BYTES = 2 * (2 * 64) * 32 * 4
@@ -67,3 +70,32 @@ def test_ranks_that_share_a_layer_wait_for_one_another() -> None:
         assert type(clock_of(CPU, shared=True)) is CpuPlatform
     finally:
         torch.set_num_threads(threads)
+
+
+class RecordedGpu(CpuPlatform):
+    """A CPU that calls itself a GPU, whose clock ticks once a mark, and which says when it was waited for."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, counted: Counted) -> None:
+        self.counted, self.ticks, self.waits = counted, 0, []
+
+    def mark(self) -> Mark:
+        self.ticks += 12
+        now = self.ticks
+        return lambda: now
+
+    def synchronize(self) -> None:
+        self.waits.append(self.counted.forwards)
+
+
+def test_passes_on_a_gpu_are_launched_one_behind_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(32)
+    monkeypatch.setattr(module, "pass_memory", lambda *given: PassMemory(stored_bytes=40, peak_bytes=70))
+    platform = RecordedGpu(counted)
+    sample = measure(replace(counted.part(), layers=4), (2, 64), platform, shared=True)
+    warm = module.SHARED_WARM
+    assert platform.waits == [*range(1, warm + 1), warm + module.SHARED_REPEATS], "one wait after all timed passes"
+    assert counted.most == 1, "nothing beyond a pass needs room on a GPU"
+    assert (sample.forward_ns, sample.backward_ns) == (3, 3), "a tick of 12 over 4 layers"
+    assert sample.memory == PassMemory(stored_bytes=10, peak_bytes=40), "above what the three layers before keep"

@@ -1,0 +1,29 @@
+"""What the rank of the chained layers' tests runs: one layer's measurements against those of several together."""
+
+import torch
+
+from megatron_dynapipe.integration.profiling.layers import build_parts
+from megatron_dynapipe.integration.profiling.measure import measure
+from megatron_dynapipe.integration.profiling.setup import prepared
+from megatron_dynapipe.runtime.platform import platform_of
+from megatron_dynapipe.units import ModelFamily, Recompute
+
+POINTS = {"encoder": (2, 32), "decoder": (2, 32, 16), "postprocess": (2, 32), "embedding": (2, 32)}
+
+
+def compare(rank: int, world_size: int, flags: list[str], family: str) -> dict[str, dict[str, object]]:
+    """By number of chained layers, of every part: layers, parameters, and bytes that each mode stores and needs."""
+    platform = platform_of(torch.device("cpu"))
+    found: dict[str, dict[str, object]] = {}
+    with prepared(flags, ModelFamily(family), tensor_parallel=1, vocabulary=512) as setup:
+        for chained in (1, 3):
+            parts = build_parts(setup.args, setup.family, setup.device, chained=chained)
+            for name, part in parts.items():
+                costs = {}
+                for mode in (Recompute.NONE, Recompute.FULL) if name in ("encoder", "decoder") else (Recompute.NONE,):
+                    part.set_recompute(mode)
+                    for each in part.from_most_layers:
+                        memory = measure(each, POINTS[name], platform, shared=True).memory
+                        costs[f"{mode}, {each.layers}"] = (memory.stored_bytes, memory.peak_bytes)
+                found[f"{name}, {chained}"] = {"parameters": part.parameters, "costs": costs}
+    return found
