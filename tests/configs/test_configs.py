@@ -59,11 +59,12 @@ def parse_and_plan(*, rank: int, world_size: int, config: str, gpus: int, data: 
 
     os.environ |= {"WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(min(gpus, 8)), "RANK": "0"}
     sys.argv = ["pretrain", "--dynapipe-config", config, "--dynapipe-data", data, "--dynapipe-disable-mb-permutation"]
+    if gpus > 2:
+        sys.argv += ["--dynapipe-cluster", "configs/clusters/a100_40gb.yaml"]
     kind = ModelFamily("t5" if "t5" in Path(config).stem else "gpt")
     args = runs.parse(kind)
     args.iteration = args.consumed_valid_samples = 0
-    on_cpu = args.dynapipe_device_memory_limit is None
-    inputs = plan_inputs(args, runs.arguments.RunSettings.from_args(args), kind, on_cpu=on_cpu)
+    inputs = plan_inputs(args, runs.arguments.RunSettings.from_args(args), kind, on_cpu=gpus <= 2)
     planner = Planner(inputs.planner, inputs.costs.load())
     needed = []
     longest = (args.seq_length, (args.decoder_seq_length or 2) - 2)
@@ -84,6 +85,9 @@ def parse_and_plan(*, rank: int, world_size: int, config: str, gpus: int, data: 
     return {
         "limit_bytes": inputs.planner.memory_limit_bytes,
         "model_state_bytes": max(needed),
+        "sequence_parallel": args.sequence_parallel,
+        "dropout": [args.attention_dropout, args.hidden_dropout],
+        "links": inputs.planner.network.inter_node_gbps,
         "layout": [args.data_parallel_size, args.tensor_model_parallel_size, args.pipeline_model_parallel_size],
     }
 
@@ -99,7 +103,10 @@ def test_a_config_parses_and_its_plans_fit_the_device(path, data):
     (found,) = run_ranks(parse_and_plan, 1, arguments, deadline_s=120)
     assert np.prod(found["layout"]) == gpus
     assert found["model_state_bytes"] < found["limit_bytes"]  # the plans were verified to fit beside it
+    assert found["sequence_parallel"] == (found["layout"][1] > 1)
+    assert found["dropout"] == [0, 0]
     if gpus > 2:
+        assert found["links"] == 100
         assert found["limit_bytes"] == 36_000_000_000 < DEVICE_MB["a100_40gb"] * 10**6
         assert f"{gpus} GPUs" in path.read_text().splitlines()[0]
 
@@ -112,8 +119,8 @@ def test_a_cluster_file_describes_a_device(path):
     assert 0.5 < keys["dynapipe-device-memory-limit"] / DEVICE_MB[path.stem] < 0.95
 
 
-def test_a_cluster_file_follows_a_model_file(data):
-    """The second file's memory counts, and the plans still fit."""
+def test_a_cluster_file_may_follow_a_model_file():
+    """As a run file, too: the second one's memory counts."""
     from megatron_dynapipe import config
 
     switches = {name: isinstance(value, bool) for path in (CONFIGS[-1], *CLUSTERS) for name, value in keys_of(path)}

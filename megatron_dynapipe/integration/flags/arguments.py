@@ -16,7 +16,7 @@ from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import batch_layout, legacy, placement, store_address, transfer_rules
+from megatron_dynapipe.integration.flags import batch_layout, clusters, legacy, placement, store_address, transfer_rules
 from megatron_dynapipe.integration.flags.megatron import check as megatron_check
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.planning.baselines import PartitionSettings
@@ -206,6 +206,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="divide messages between stages over tensor-parallel ranks, which gather them: where the links' speeds "
         "make that faster (default), always, or never",
     )
+    clusters.add_arguments(group)
     batch_layout.add_arguments(group)
     transfer_rules.add_arguments(group)
     model_flags.add_arguments(group)

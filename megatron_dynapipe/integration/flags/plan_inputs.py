@@ -14,6 +14,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import placement
 from megatron_dynapipe.integration.flags.arguments import RunSettings, maximum_lengths
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
+from megatron_dynapipe.integration.flags.clusters import Cluster, cluster_of
 from megatron_dynapipe.integration.flags.layer_split import gpt_layers_per_stage
 from megatron_dynapipe.integration.flags.transfer_rules import transfer_rules
 from megatron_dynapipe.integration.models import flags as model_flags
@@ -93,6 +94,7 @@ def _planner(
     on_cpu: bool,
 ) -> PlannerSettings:
     encoder_layers, decoder_layers = _layers(args, family)
+    cluster = cluster_of(args, on_cpu=on_cpu)
     return PlannerSettings(
         family=family,
         encoder_layers=encoder_layers,
@@ -103,10 +105,10 @@ def _planner(
         pipeline_parallel=args.pipeline_model_parallel_size,
         chunks=args.virtual_pipeline_model_parallel_size or 1,
         layers_per_stage=layers_per_stage,
-        memory_limit_bytes=settings.memory_limit_bytes or device_memory_bytes(on_cpu=on_cpu),
+        memory_limit_bytes=settings.memory_limit_bytes or device_memory_bytes(cluster, on_cpu=on_cpu),
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=settings.recompute,
-        network=network(settings),
+        network=network(settings, cluster),
         scatter_gather=settings.scatter_gather,
         micro_batch_layouts=batch_layouts(args, family, on_cpu=on_cpu).allowed,
         partition=settings.partition,
@@ -151,11 +153,16 @@ def chosen_layer_split(
     return choose_layer_split(planner, costs, batches, to_fit=[epoch])
 
 
-def network(settings: RunSettings) -> Network:
-    """Links as the flags give them, else as the run's cost model file has measured them; raises CostModelError."""
+def network(settings: RunSettings, cluster: Cluster | None) -> Network:
+    """Links as the flags give them, else as the cost model's file has measured them, else as the cluster's file says.
+
+    Raises:
+        CostModelError: the cost model's file cannot be read.
+    """
+    known = {} if cluster is None else cluster.links
     measured = {} if settings.cost_model is None else read_file(settings.cost_model)[0].links
     return Network.over(
-        measured,
+        {**known, **measured},
         devices_per_node=settings.devices_per_node,
         intra_node_gbps=settings.intra_node_gbps,
         inter_node_gbps=settings.inter_node_gbps,
@@ -216,15 +223,21 @@ def _device_index(args: argparse.Namespace) -> int:
     return int(args.local_rank or 0)
 
 
-def device_memory_bytes(*, on_cpu: bool) -> int:
-    """Memory that plans may use where no limit is given: a share of this rank's part of the device, or of the host.
+def device_memory_bytes(cluster: Cluster | None, *, on_cpu: bool) -> int:
+    """Memory that plans may use where no limit is given: what a named cluster file says, else this rank's part of what
+    the device's file says, or of a share of the device or the host.
 
     Raises:
         ConfigError: the host does not say how much memory it has.
     """
+    if cluster is not None and not cluster.device:
+        return cluster.memory_limit_bytes  # named, as a limit of each rank would be
     if not on_cpu:
-        device = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        return int(device / placement.ranks_per_device(torch.cuda.device_count()) * MEMORY_SHARE)
+        if cluster is None:
+            device = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory * MEMORY_SHARE
+        else:
+            device = cluster.memory_limit_bytes
+        return int(device / placement.ranks_per_device(torch.cuda.device_count()))
     try:
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError) as error:

@@ -14,6 +14,7 @@ from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.integration.flags import store_address
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
+from megatron_dynapipe.integration.flags.clusters import cluster_of
 from megatron_dynapipe.integration.flags.plan_inputs import describe_costs
 from megatron_dynapipe.integration.flags.run_record import check_resumed, record_of
 from megatron_dynapipe.planning.planner import Planner
@@ -35,6 +36,8 @@ def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInput
         print(f"warning: {warning}", flush=True)
     _check_vocabulary(settings.data, args.padded_vocab_size)
     if args.rank == 0:
+        if (cluster := cluster_of(args, on_cpu=on_cpu)) is not None:
+            print(f"cluster: {cluster}", flush=True)
         print(f"cost model: {describe_costs(args, inputs.costs, on_cpu=on_cpu)}", flush=True)
         layouts = batch_layouts(args, inputs.planner.family, on_cpu=on_cpu)
         print(f"layout of micro-batches: {layouts}", flush=True)
