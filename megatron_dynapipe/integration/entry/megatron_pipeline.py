@@ -33,7 +33,7 @@ from megatron_dynapipe.integration.execution.micro_batch_context import MicroBat
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
 from megatron_dynapipe.integration.execution.transport import open_transport
 from megatron_dynapipe.integration.execution.warm_up import warm_up
-from megatron_dynapipe.integration.hooks import optimizer_patches
+from megatron_dynapipe.integration.hooks import fused_kernels, optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.specs import packing_obstacle
@@ -117,6 +117,7 @@ class MegatronPipeline:
         self._config = get_model_config(models[0])
         self._check()
         optimizer_patches.apply()
+        fused_kernels.fuse_adam(optimizer)
         self._device = next(models[0].parameters()).device
         self._control = ControlGroup(timeout_s=timeout_s)
         link = open_transport(self._control, planner.settings, device=self._device, timeout_s=timeout_s)

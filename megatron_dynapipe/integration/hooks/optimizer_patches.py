@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_dynapipe.integration.hooks import gloo_reductions
+from megatron_dynapipe.integration.hooks import fused_kernels, gloo_reductions
 from megatron_dynapipe.megatron_version import check_version
 
 
@@ -51,7 +51,8 @@ def with_optimizer_state(state_dict: Callable[[Any], dict[str, Any]]) -> Callabl
             for parameter in group["params"]:
                 if not self.optimizer.state[parameter]:
                     moments = {key: torch.zeros_like(parameter) for key in self.optimizer_state_keys}
-                    self.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+                    step = torch.zeros((), device=parameter.device if group["fused"] else None)
+                    self.optimizer.state[parameter] = {"step": step, **moments}
         return state_dict(self)
 
     return with_state
@@ -68,6 +69,8 @@ def with_steps_apart(load_state_dict: Callable[[Any, Any], None]) -> Callable[[A
         load_state_dict(self, state)
         for parameter_state in self.optimizer.state.values() if _is_pytorchs_adam(self) else ():
             parameter_state["step"] = parameter_state["step"].clone()
+        if self.optimizer.defaults.get("fused"):  # a checkpoint may be of a run without
+            fused_kernels.fuse_adam(self)
 
     return load
 
@@ -148,7 +151,7 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 
 def apply() -> None:
-    """Apply the patches, and those of reductions over gloo; a second call changes nothing.
+    """Apply the patches, those of reductions over gloo, and fused kernels; a second call changes nothing.
 
     Raises:
         UnsupportedMegatronError: Megatron is not of a known version.
@@ -161,10 +164,12 @@ def apply() -> None:
         _originals[patch.name] = getattr(owner, patch.name)
         setattr(owner, patch.name, patch.make(_originals[patch.name]))
     gloo_reductions.apply()
+    fused_kernels.apply()
 
 
 def revert() -> None:
     """Restore Megatron's own methods; does nothing if none is patched."""
+    fused_kernels.revert()
     gloo_reductions.revert()
     owner = getattr(importlib.import_module(MODULE), CLASS) if _originals else None
     while _originals:

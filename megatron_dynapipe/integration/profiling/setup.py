@@ -19,6 +19,7 @@ from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import arguments
+from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.integration.models.providers import t5_split
 from megatron_dynapipe.units import ModelFamily
@@ -101,8 +102,10 @@ def prepared(
             embeddings["get_position_embedding_ranks"] = split.position_embedding_ranks
         parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, **embeddings)
         model_parallel_cuda_manual_seed(args.seed)
+        fused_kernels.apply()  # layers as training has them
         yield ProfileSetup(args=args, family=family, device=device, tensor_parallel=tensor_parallel)
     finally:
+        fused_kernels.revert()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

@@ -50,6 +50,7 @@ class Layout:
     scatter_gather: str = "off"
     transfers: str = "gloo"  # or "cuda": the rules that plans are made under
     rows: str = "padded"  # packed, or mixed: every second micro-batch
+    fused: bool = False  # weight gradients added up by the product
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Layout":

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.norms import local_norm
 from megatron_dynapipe.integration.models.positions import Positions
@@ -51,7 +52,7 @@ def config(layout: Layout) -> TransformerConfig:
         fp16=layout.dtype == "fp16",
         bf16=layout.dtype == "bf16",
         calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=layout.fused,
         deallocate_pipeline_outputs=True,  # Megatron's default in training
         transformer_impl="local",
     )
@@ -60,6 +61,8 @@ def config(layout: Layout) -> TransformerConfig:
 def start(layout: Layout, split: T5Split | None, backend: str = "gloo") -> None:
     """Process groups and seeds, as Megatron sets them up."""
     dist.init_process_group(backend, init_method="env://")
+    if layout.fused:
+        fused_kernels.apply()
     ranks = {}
     if split is not None:
         ranks = {

@@ -1,0 +1,117 @@
+"""What PyTorch has fused, where Megatron would take the fused kernels of Transformer Engine or apex and finds neither.
+
+    PyTorch's Adam    one kernel for all parameters of a kind (`fused=True`), where Megatron asks for none
+    weight gradient   of linear layers, added to the gradient buffer by the product itself
+                      (`gradient_accumulation_fusion`, Megatron's default), where Megatron raises
+    cross entropy     some rows at a time (`integration/hooks/cross_entropy.py`), where Megatron's is unfused
+
+With Transformer Engine its own layers add weight gradients up so; the head is Megatron's linear layer all the same, and
+without apex it would raise.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.parallel_state import get_tensor_model_parallel_group
+from torch import Tensor
+
+from megatron_dynapipe.integration.hooks.cross_entropy import chunked_cross_entropy
+
+LINEAR, EXTENSION, AVAILABLE = (
+    "megatron.core.tensor_parallel.layers",
+    "fused_weight_gradient_mlp_cuda",
+    "_grad_accum_fusion_available",
+)
+PARALLEL, ENTROPY = "megatron.core.tensor_parallel", "vocab_parallel_cross_entropy"
+OPTIMIZER, FACTORY = "megatron.core.optimizer", "get_megatron_optimizer"
+
+
+class WeightGradients:
+    """The two functions of apex's extension of that name that Megatron calls, of tensors' own operations."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: Tensor, gradient: Tensor, buffer: Tensor) -> None:
+        """Add gradientᵀ × inputs to an fp32 buffer; inputs [n, i], gradient [n, o], buffer [o, i]."""
+        if inputs.dtype == buffer.dtype:
+            buffer.addmm_(gradient.t(), inputs)
+        elif buffer.is_cuda:
+            torch.addmm(buffer, gradient.t(), inputs, out_dtype=buffer.dtype, out=buffer)
+        else:  # no product of half-precision numbers into fp32 on a CPU
+            buffer.add_(gradient.t().matmul(inputs))
+
+    @staticmethod
+    def wgrad_gemm_accum_fp16(inputs: Tensor, gradient: Tensor, buffer: Tensor) -> None:
+        """The same to a buffer of the inputs' type, fp16 or bf16."""
+        buffer.addmm_(gradient.t(), inputs)
+
+
+def fuse_adam(optimizer: Any) -> None:
+    """Let PyTorch's Adam inside one of Megatron's optimizers, or several, run as one kernel; leave others alone."""
+    for each in getattr(optimizer, "chained_optimizers", (optimizer,)):
+        inner = getattr(each, "optimizer", None)
+        if not isinstance(inner, torch.optim.Adam) or inner.defaults["differentiable"]:
+            continue
+        for group in (inner.defaults, *inner.param_groups):
+            group["fused"], group["foreach"] = True, False
+        for parameter, state in inner.state.items():
+            if "step" in state:
+                state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
+
+
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def apply() -> None:
+    """Fuse the Adam of optimizers that Megatron makes from now on, and provide weight gradients if nobody does.
+
+    A second call changes nothing.
+    """
+    if _replaced:
+        return
+    module = importlib.import_module(OPTIMIZER)
+    original = getattr(module, FACTORY)
+
+    @functools.wraps(original)
+    def fused(*arguments: Any, **keywords: Any) -> Any:
+        optimizer = original(*arguments, **keywords)
+        fuse_adam(optimizer)
+        return optimizer
+
+    known = [each for path, each in sys.modules.items() if path.startswith("megatron.") and each is not None]
+    for owner in (each for each in known if vars(each).get(FACTORY) is original):
+        _replace(owner, FACTORY, fused)
+    parallel: Any = importlib.import_module(PARALLEL)
+    _replace(parallel, ENTROPY, _chunked(getattr(parallel, ENTROPY)))
+    layers = importlib.import_module(LINEAR)
+    if not getattr(layers, AVAILABLE):
+        _replace(layers, EXTENSION, WeightGradients)
+        _replace(layers, AVAILABLE, True)
+
+
+def _chunked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None) -> Tensor:
+        if label_smoothing:
+            return original(logits, target, label_smoothing, tp_group)
+        return chunked_cross_entropy(logits, target, tp_group or get_tensor_model_parallel_group())
+
+    return cross_entropy
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _replaced.append((owner, name, getattr(owner, name, None)))
+    setattr(owner, name, value)
+
+
+def revert() -> None:
+    """Put Megatron's own names back; does nothing if none was replaced."""
+    while _replaced:
+        owner, name, original = _replaced.pop()
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
