@@ -29,6 +29,7 @@ using Ints = Array<int64_t, 1>;
 using Matrix = Array<int64_t, 2>;
 using Values = Array<int64_t, 4>;
 using Mode = std::tuple<Ints, Ints, Ints, Values, Values>;  // sizes, inputs, targets, values, separate values
+using StageValues = Array<int64_t, 5>;                      // a mode's values by virtual stage
 // Positions of a row: inputs, targets, linear part; of a sample: inputs, targets, attention. Empty where not measured.
 using PackedMode = std::tuple<Ints, Ints, Array<int64_t, 3>, Ints, Ints, Array<int64_t, 3>>;
 using Integers = std::vector<int64_t>;
@@ -65,8 +66,9 @@ public:
                  const Matrix& in_flight, int64_t replicas, bool forward_only, bool peak_covers_backward,
                  int64_t bytes_per_position, const Array<bool, 1>& decoder_forward,
                  const Array<bool, 1>& decoder_backward, const Array<double, 1>& latency_ns,
-                 const Array<double, 1>& gbps, int64_t receive_ahead, bool ordered_starts)
-        : tables_(std::move(modes)), packed_tables_(std::move(packed)),
+                 const Array<double, 1>& gbps, int64_t receive_ahead, bool ordered_starts,
+                 std::vector<StageValues> of_stages)
+        : tables_(std::move(modes)), packed_tables_(std::move(packed)), stage_tables_(std::move(of_stages)),
           problem_{copy(inputs), copy(targets), copy(input_positions), copy(target_positions), may_pad, may_pack,
                    {}, {}, {},
                    pipeline_shape(chunks, model_state, memory_limit, forward_only, peak_covers_backward, receive_ahead,
@@ -77,12 +79,21 @@ public:
         require(in_flight.shape(1) == model_state.size(), "micro-batches in flight for every stage");
         require(encoder_layers.size() == decoder_layers.size(), "encoder and decoder layers of the same stages");
         const size_t stages = encoder_layers.size();
-        for (size_t v = 0; v < stages; ++v)
-            problem_.layers.push_back({encoder_layers.data()[v], decoder_layers.data()[v], v + 1 == stages});
+        const bool differ = !stage_tables_.empty();
+        require(!differ || (stage_tables_.size() == tables_.size() && !may_pack),
+                "stages' own costs under every recompute mode, and no packed rows with them");
+        for (size_t v = 0; v < stages; ++v) {
+            problem_.layers.push_back({encoder_layers.data()[v], decoder_layers.data()[v], v + 1 == stages,
+                                       differ ? static_cast<int64_t>(v) : -1});
+        }
         for (const auto& [sizes, lengths, target_lengths, values, separate] : tables_) {
             problem_.modes.push_back(
                 {{copy(sizes)}, {copy(lengths)}, {copy(target_lengths)}, values.data(), separate.data()});
             problem_.modes.back().check(values.size(), separate.size());
+        }
+        for (size_t mode = 0; mode < stage_tables_.size(); ++mode) {
+            problem_.modes[mode].of_stages = stage_tables_[mode].data();
+            problem_.modes[mode].check_stages(stage_tables_[mode].size(), stages);
         }
         for (const auto& [row_inputs, row_targets, linear, lengths, target_lengths, attention] : packed_tables_) {
             problem_.packed.push_back({{copy(row_inputs)}, {copy(row_targets)}, linear.data(), {copy(lengths)},
@@ -220,6 +231,7 @@ private:
 
     const std::vector<Mode> tables_;  // keep the values alive
     const std::vector<PackedMode> packed_tables_;
+    const std::vector<StageValues> stage_tables_;
     Problem problem_;
     std::unique_ptr<CostCache> costs_;
     std::mutex mutex_;  // of the cache
@@ -309,14 +321,16 @@ NB_MODULE(_native, module) {
         .def(nb::init<const Ints&, const Ints&, const Ints&, const Ints&, bool, bool, std::vector<Mode>,
                       std::vector<PackedMode>, const Ints&, const Ints&, int64_t, const Ints&,
                       int64_t, const Matrix&, int64_t, bool, bool, int64_t, const Array<bool, 1>&,
-                      const Array<bool, 1>&, const Array<double, 1>&, const Array<double, 1>&, int64_t, bool>(),
+                      const Array<bool, 1>&, const Array<double, 1>&, const Array<double, 1>&, int64_t, bool,
+                      std::vector<StageValues>>(),
              "inputs"_a.noconvert(), "targets"_a.noconvert(), "input_positions"_a.noconvert(),
              "target_positions"_a.noconvert(), "may_pad"_a, "may_pack"_a, "modes"_a.noconvert(),
              "packed"_a.noconvert(), "encoder_layers"_a.noconvert(),
              "decoder_layers"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(), "memory_limit"_a,
              "in_flight"_a.noconvert(), "replicas"_a, "forward_only"_a, "peak_covers_backward"_a,
              "bytes_per_position"_a, "decoder_forward"_a.noconvert(), "decoder_backward"_a.noconvert(),
-             "latency_ns"_a.noconvert(), "gbps"_a.noconvert(), "receive_ahead"_a = -1, "ordered_starts"_a = false)
+             "latency_ns"_a.noconvert(), "gbps"_a.noconvert(), "receive_ahead"_a = -1, "ordered_starts"_a = false,
+             "of_stages"_a = std::vector<StageValues>())
         .def("partition", &BatchProblem::partition, "orders"_a.noconvert(), "improve"_a,
              "The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits.")
         .def("search", &BatchProblem::run_search, "order"_a.noconvert(), "partitions"_a.noconvert(), "evaluations"_a,

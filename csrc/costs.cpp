@@ -33,7 +33,10 @@ std::unique_ptr<CostCache::BySize> CostCache::make_by_size(size_t mode, int64_t 
     if (present == 0) return made;
     made->summaries_.resize(std::min<int64_t>(problem_.samples(), grid.sizes.points[present - 1]));
     made->stage_costs_.reserve(kinds_.size() * kStageRows * sizes);
-    for (const StageLayers& kind : kinds_) append_stage_costs(layer_costs, sizes, kind, made->stage_costs_);
+    for (const StageLayers& kind : kinds_) {
+        if (kind.own < 0) append_stage_costs(layer_costs, sizes, kind, made->stage_costs_);
+        else append_stage_costs(grid.of_stage_at_lengths(kind.own, input, target), sizes, kind, made->stage_costs_);
+    }
     return made;
 }
 

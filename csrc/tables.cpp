@@ -92,17 +92,26 @@ void PackedGrid::check(size_t linear_count, size_t attention_count) const {
 void Grid::check(size_t value_count, size_t separate_count) const {
     check_axes({&sizes, &inputs, &targets});
     require(sizes.points.front() >= 1, "micro-batch sizes of at least 1");
-    const size_t points = sizes.points.size() * inputs.points.size() * targets.points.size();
-    require(value_count == kRows * points && separate_count == value_count,
+    require(value_count == kRows * points() && separate_count == value_count,
             "as many grid values as rows and axes have points");
     check_costs(values, value_count);
     check_costs(separate, separate_count);
-    for (size_t p = 0; p < points; ++p) {
-        for (size_t row = 0; row < kRows; ++row) {
-            require((values[row * points + p] == kAbsent) == (values[p] == kAbsent),
-                    "grid points absent from all rows or from none");
-        }
-    }
+    require(absent_alike(values, kRows), "grid points absent from all rows or from none");
+}
+
+// Whether `planes` times the grid's points are absent where the first row of the values is.
+bool Grid::absent_alike(const int64_t* from, size_t planes) const {
+    const size_t count = points();
+    for (size_t plane = 0; plane < planes; ++plane, from += count)
+        for (size_t p = 0; p < count; ++p)
+            if ((from[p] == kAbsent) != (values[p] == kAbsent)) return false;
+    return true;
+}
+
+void Grid::check_stages(size_t count, size_t virtual_stages) const {
+    require(count == virtual_stages * kRows * points(), "grid values of every virtual stage, or of none");
+    check_costs(of_stages, count);
+    require(absent_alike(of_stages, virtual_stages * kRows), "grid points absent from all stages or from none");
 }
 
 void append_stage_costs(const std::vector<int64_t>& layer_costs, size_t sizes, const StageLayers& layers,

@@ -45,16 +45,24 @@ struct Grid {
     Axis sizes, inputs, targets;
     const int64_t* values;    // [kRows][sizes][inputs][targets]
     const int64_t* separate;  // the same, absent from each row by itself
+    // Of models whose layers differ: [virtual stages] of such values, of one layer of each stage. Else null.
+    const int64_t* of_stages = nullptr;
 
     // Costs at every size of the grid for given lengths: [kRows][sizes], absent outside.
     std::vector<int64_t> at_lengths(int64_t input, int64_t target) const { return at(values, input, target); }
     std::vector<int64_t> separately_at_lengths(int64_t input, int64_t target) const {
         return at(separate, input, target);
     }
+    std::vector<int64_t> of_stage_at_lengths(size_t stage, int64_t input, int64_t target) const {
+        return at(of_stages + stage * kRows * points(), input, target);
+    }
 
     void check(size_t value_count, size_t separate_count) const;
+    void check_stages(size_t count, size_t virtual_stages) const;
 
 private:
+    bool absent_alike(const int64_t* from, size_t planes) const;
+    size_t points() const { return sizes.points.size() * inputs.points.size() * targets.points.size(); }
     std::vector<int64_t> at(const int64_t* from, int64_t input, int64_t target) const;
 };
 
@@ -77,9 +85,10 @@ struct PackedGrid {
 struct StageLayers {
     int64_t encoder, decoder;
     bool head;
+    int64_t own = -1;  // the stage whose values its layers have, where layers differ
 
     bool operator==(const StageLayers& other) const {
-        return encoder == other.encoder && decoder == other.decoder && head == other.head;
+        return encoder == other.encoder && decoder == other.decoder && head == other.head && own == other.own;
     }
 };
 

@@ -153,7 +153,7 @@ def _of_segments(args: argparse.Namespace, schedule: str | None) -> "tuple[CostM
         network=_network(args, costs.links),
         schedule=_schedule(args, schedule),
     )
-    return costs.heaviest_stage(stage_of), settings
+    return costs.of_stages(stage_of), settings
 
 
 def planner_settings(

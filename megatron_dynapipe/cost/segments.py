@@ -3,22 +3,26 @@
     segment 0 │ segment 1 │ segment 2          each with its own tables of time and memory over (size, length)
            "h.1"       "h.2"
 
-Segments differ from one another, while a planner's tables are of layers that are alike. So planning takes each stage
-for one layer that costs what the heaviest stage does at every shape: predicted times and memory are upper bounds, and
-close ones once `planning.segments` has made the stages alike.
+Planning takes each virtual stage for one layer, which costs what the stage's segments do together:
+
+    segments  0   1   2   3   4        forward, backward, stored   sums over the stage's segments
+    stages    └─ 0 ─┘ └ 1 ┘  2         peak                        the largest, over them, of what those before it
+                                                                   stored and its own peak
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from megatron_dynapipe.cost.file import TableCostModel
-from megatron_dynapipe.cost.format import FORMAT, CostEntry, CostFile, Link, Table, key_of
+from megatron_dynapipe.cost.format import FORMAT, Link, Table
+from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerState, LayerTables, Row, increasing
 from megatron_dynapipe.errors import ConfigError, CostModelError
-from megatron_dynapipe.units import BYTES_PER_MB, Recompute
+from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
 
 _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 _STATE_BYTES = 16
@@ -140,65 +144,14 @@ class SegmentCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ]
         return max(1, round(max(crossing, default=1.0)))
 
-    def heaviest_stage(self, stage_of: Sequence[int]) -> TableCostModel:
-        """A cost model whose one layer costs, at every shape, what the heaviest stage does.
+    def of_stages(self, stage_of: Sequence[int]) -> "StageCostModel":
+        """What planning asks of these costs, each virtual stage being one layer with its own.
 
         Args:
-            stage_of: the stage of each segment.
+            stage_of: the virtual stage of each segment.
         """
         self._check(stage_of)
-        entry = CostEntry(
-            tp=1,
-            recompute=Recompute.NONE,
-            model_state_mb={"embedding": 0.0, "encoder": max(self.parameters_of(stage_of)) * 2 / BYTES_PER_MB},
-            time_ms={
-                "encoder.forward": self._heaviest(stage_of, lambda each: each.time_ms["forward"]),
-                "encoder.backward": self._heaviest(stage_of, lambda each: each.time_ms["backward"]),
-                "postprocess.forward": self._nothing(),
-                "postprocess.backward": self._nothing(),
-            },
-            stored_activation_mb={"encoder": self._heaviest(stage_of, lambda each: each.stored_activation_mb)},
-            peak_activation_mb={"encoder": self._peaks(stage_of)},
-        )
-        file = CostFile(
-            name=self.name,
-            source=self.source,
-            device=self.device,
-            units=self.units,
-            model={},
-            keys={key_of(1, Recompute.NONE): entry},
-            links=self.links,
-            peak_covers_backward=True,
-        )
-        identity = msgspec.json.encode([self, list(stage_of)])
-        return TableCostModel(file, digest=hashlib.blake2b(identity, digest_size=16).hexdigest())
-
-    def _heaviest(self, stage_of: Sequence[int], table_of: Callable[[Segment], Table]) -> Table:
-        """The largest over stages of a quantity summed over each one's segments."""
-        table: Table = {}
-        for length, rows in self._nothing().items():
-            for row, (size, _) in enumerate(rows):
-                sums = [0.0] * (max(stage_of) + 1)
-                for segment, stage in zip(self.segments, stage_of, strict=True):
-                    sums[stage] += dict(table_of(segment)[length])[size]
-                table.setdefault(length, []).insert(row, (size, max(sums)))
-        return table
-
-    def _peaks(self, stage_of: Sequence[int]) -> Table:
-        """A stage's peak: what its segments keep, and the most that one of them needs beyond that."""
-        above: dict[str, list[tuple[int, float]]] = {}
-        stored = self._heaviest(stage_of, lambda each: each.stored_activation_mb)
-        for length, rows in stored.items():
-            for size, kept in rows:
-                beyond = [
-                    dict(each.peak_activation_mb[length])[size] - dict(each.stored_activation_mb[length])[size]
-                    for each in self.segments
-                ]
-                above.setdefault(length, []).append((size, kept + max(0.0, *beyond)))
-        return above
-
-    def _nothing(self) -> Table:
-        return {length: [(size, 0.0) for size, _ in rows] for length, rows in self.segments[0].boundary_mb.items()}
+        return StageCostModel(self, stage_of)
 
     def _check(self, stage_of: Sequence[int]) -> None:
         if len(stage_of) != len(self.segments):
@@ -206,6 +159,79 @@ class SegmentCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"expected the stages of {len(self.segments)} segments, got those of {len(stage_of)}",
                 hint="use costs that were profiled with the same split points",
             )
+
+
+class StageCostModel:
+    """A `CostModel` whose layers are the virtual stages of a divided model: no two of them need cost the same.
+
+    Args:
+        costs: of the segments.
+        stage_of: the virtual stage of each.
+    """
+
+    family = ModelFamily.GPT
+    hidden_size = None
+
+    def __init__(self, costs: SegmentCosts, stage_of: Sequence[int]) -> None:
+        self.name: str = costs.name
+        self.links: Mapping[str, Link] = costs.links
+        self.digest = hashlib.blake2b(msgspec.json.encode([costs, list(stage_of)]), digest_size=16).hexdigest()
+        self._tables = _tables_of_stages(costs, stage_of)
+
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+        """See `CostModel.tables`."""
+        if (tensor_parallel, recompute) != (1, Recompute.NONE):
+            raise CostModelError(
+                f"cost model {self.name} has no table for tensor parallelism {tensor_parallel} with recompute "
+                f"{recompute}: segments are measured whole and without recomputation"
+            )
+        return self._tables
+
+
+def _tables_of_stages(costs: SegmentCosts, stage_of: Sequence[int]) -> LayerTables:
+    """Every stage's costs on the grid that was measured; what was not measured of it is absent."""
+    points = [(size, int(length)) for length, rows in costs.segments[0].boundary_mb.items() for size, _ in rows]
+    sizes, lengths = (increasing(axis) for axis in zip(*points, strict=True))
+    stages, none = max(stage_of) + 1, np.zeros(1, np.int64)
+    by_stage = np.zeros((stages, len(Row), len(sizes), len(lengths), 1), np.int64)
+    for stage in range(stages):
+        mine = [segment for segment, of in zip(costs.segments, stage_of, strict=True) if of == stage]
+        times = [
+            [_on_grid(segment.time_ms[way], sizes, lengths) for segment in mine] for way in ("forward", "backward")
+        ]
+        stored = np.array([_on_grid(segment.stored_activation_mb, sizes, lengths) for segment in mine])
+        peaks = np.array([_on_grid(segment.peak_activation_mb, sizes, lengths) for segment in mine])
+        before = stored.cumsum(axis=0) - stored
+        rows = {
+            Row.ENCODER_FORWARD: np.sum(times[0], axis=0) * NS_PER_MS,
+            Row.ENCODER_BACKWARD: np.sum(times[1], axis=0) * NS_PER_MS,
+            Row.ENCODER_STORED: stored.sum(axis=0) * BYTES_PER_MB,
+            Row.ENCODER_PEAK: (before + peaks).max(axis=0) * BYTES_PER_MB,
+        }
+        for row, values in rows.items():
+            by_stage[stage, row, :, :, 0] = np.rint(np.nan_to_num(values))
+    measured = np.zeros((len(sizes), len(lengths), 1), bool)
+    for size, length in points:
+        measured[np.searchsorted(sizes, size), np.searchsorted(lengths, length)] = True
+    by_stage[:, :, ~measured] = ABSENT
+    return LayerTables(
+        sizes=sizes,
+        inputs=lengths,
+        targets=none,
+        values=by_stage.max(axis=0),  # of a layer that is as slow and as large as any
+        state=LayerState(embedding_bytes=0, encoder_bytes=2 * max(costs.parameters_of(stage_of))),
+        peak_covers_backward=True,
+        of_stages=by_stage,
+    )
+
+
+def _on_grid(table: Table, sizes: IntArray, lengths: IntArray) -> npt.NDArray[np.float64]:
+    """A table's values, `[sizes, lengths]`, NaN where there is none."""
+    values = np.full((len(sizes), len(lengths)), np.nan)
+    for length, rows in table.items():
+        for size, value in rows:
+            values[np.searchsorted(sizes, size), np.searchsorted(lengths, int(length))] = value
+    return values
 
 
 def _tables(segment: Segment) -> list[Table]:

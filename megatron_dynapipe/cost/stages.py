@@ -40,9 +40,9 @@ def _by_size(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targ
     the encoder's output where it has decoder layers alone; its peak is the largest, over its layers and the head, of
     what those before it stored and that one's own peak.
     """
-    layer_costs = tables.at_lengths(inputs, targets)
+    layer_costs = tables.of_stages_at_lengths(inputs, targets)
     e, d = np.array(layout.encoder_split)[:, None], np.array(layout.decoder_split)[:, None]
-    row = {r: layer_costs[:, None, r, :] for r in Row}
+    row = {r: layer_costs[:, :, r, :] for r in Row}
     last = np.zeros_like(e)
     last[-1] = 1
     encoder_end = (e - 1) * row[Row.ENCODER_STORED] + row[Row.ENCODER_PEAK]
@@ -60,7 +60,7 @@ def _by_size(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targ
         ],
         axis=2,
     )
-    absent = (layer_costs[:, None, None, 0, :] == ABSENT) | (costs > LARGEST_COST).any(axis=2, keepdims=True)
+    absent = (layer_costs[:, :, None, 0, :] == ABSENT) | (costs > LARGEST_COST).any(axis=2, keepdims=True)
     return np.where(absent, ABSENT, costs)
 
 

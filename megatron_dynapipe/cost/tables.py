@@ -100,6 +100,8 @@ class LayerTables:
         packed: costs of packed rows, where they are known of themselves.
         peak_covers_backward: the peaks are those of the forward and of the backward, and count while either runs;
             else those of the forward alone.
+        of_stages: int64 `[virtual stages, len(Row), sizes, inputs, targets]`, where the layers of stages differ: what
+            one layer of each stage costs, absent where `values` are. None where all layers cost `values`.
     """
 
     sizes: IntArray
@@ -110,6 +112,7 @@ class LayerTables:
     separate: IntArray | None = None
     packed: "PackedTables | None" = None
     peak_covers_backward: bool = False
+    of_stages: IntArray | None = None
 
     def __post_init__(self) -> None:
         for name in ("sizes", "inputs", "targets"):
@@ -133,6 +136,10 @@ class LayerTables:
             raise CostModelError(
                 f"the grid's separate values must have the shape {expected}, got {self.separate.shape}"
             )
+        if self.of_stages is not None and self.of_stages.shape[1:] != expected:
+            raise CostModelError(
+                f"the grid's values of a stage must have the shape {expected}, got {self.of_stages.shape[1:]}"
+            )
 
     def at_lengths(self, inputs: IntArray, targets: IntArray, *, separate: bool = False) -> IntArray:
         """Costs at every size of the grid for queries of given lengths: `[queries, len(Row), sizes]`.
@@ -140,9 +147,17 @@ class LayerTables:
         With `separate`, from the separate values. Lengths below the grid cost what its smallest does, an upper bound;
         lengths above it are `ABSENT`.
         """
+        values = self.separate if separate and self.separate is not None else self.values
+        return self._interpolated(values, inputs, targets)
+
+    def of_stages_at_lengths(self, inputs: IntArray, targets: IntArray) -> IntArray:
+        """`at_lengths` by virtual stage: `[queries, virtual stages, len(Row), sizes]`; 1 for all whose layers agree."""
+        by_stage = self.values[None] if self.of_stages is None else self.of_stages
+        return np.stack([self._interpolated(values, inputs, targets) for values in by_stage], axis=1)
+
+    def _interpolated(self, values: IntArray, inputs: IntArray, targets: IntArray) -> IntArray:
         low_i, part_i, width_i = _locate(self.inputs, inputs)
         low_t, part_t, width_t = _locate(self.targets, targets)
-        values = self.separate if separate and self.separate is not None else self.values
         along = np.moveaxis(values, 1, -1)  # [rows, inputs, targets, sizes]
         high_i, high_t = _above(low_i, self.inputs), _above(low_t, self.targets)
         at_low = _lerp(along[:, low_i, low_t], along[:, high_i, low_t], part_i, width_i)

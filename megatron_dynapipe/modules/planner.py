@@ -19,7 +19,7 @@ from megatron_dynapipe.sampling import GlobalBatch
 
 
 class ModulePlanner:
-    """A `Planner` for the stages of a divided model; every stage counts as one layer of the heaviest one's cost.
+    """A `Planner` for the stages of a divided model; every virtual stage counts as one layer with its own costs.
 
     Args:
         costs: of the segments.
@@ -56,7 +56,7 @@ class ModulePlanner:
             network=network,
             schedule=schedule,
         )
-        self.planner = Planner(settings, costs.heaviest_stage(stage_of))
+        self.planner = Planner(settings, costs.of_stages(stage_of))
         self._alone = self.planner if replicas == 1 else _for_one_replica(self.planner)
 
     @property

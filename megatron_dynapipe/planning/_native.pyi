@@ -39,6 +39,7 @@ class BatchProblem:
         gbps: _Floats,
         receive_ahead: int = -1,
         ordered_starts: bool = False,
+        of_stages: Sequence[npt.NDArray[np.int64]] = (),
     ) -> None: ...
     def partition(
         self, *, orders: Sequence[_Ints], improve: bool

@@ -105,6 +105,7 @@ class BatchProblem:
                 decoder_backward=np.array(layout.decoder_state_backward, np.bool_),
                 latency_ns=self.links.latency_ns.ravel(),
                 gbps=self.links.gbps.ravel(),
+                of_stages=[np.ascontiguousarray(t.of_stages) for t in self.modes if t.of_stages is not None],
                 **native_rules(self.transfers),
             )
         except ValueError as error:

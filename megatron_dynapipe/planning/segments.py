@@ -94,7 +94,7 @@ def segment_settings(
     network: Network | None = None,
     schedule: ScheduleSettings | None = None,
 ) -> PlannerSettings:
-    """Settings of a planner that takes every virtual stage for one layer of `costs.heaviest_stage`.
+    """Settings of a planner that takes every virtual stage for one layer, as `costs.of_stages` does.
 
     Args:
         costs: of the segments.

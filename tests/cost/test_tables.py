@@ -80,6 +80,7 @@ def test_two_lengths() -> None:
         ({"inputs": np.array([8, 16, 24])}, "must have the shape"),
         ({"values": np.full((len(Row), 2, 2, 1), -2)}, "between 0 and"),
         ({"values": np.full((len(Row), 2, 2, 1), LARGEST_COST + 1)}, "between 0 and"),
+        ({"of_stages": np.zeros((3, len(Row), 2, 1, 1))}, "values of a stage must have the shape"),
     ],
 )
 def test_refuses_what_is_not_a_grid(change: dict[str, IntArray], message: str) -> None:

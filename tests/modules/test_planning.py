@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dynapipe.cost import ABSENT, Row
 from megatron_dynapipe.cost.segments import Segment, SegmentCosts
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError
 from megatron_dynapipe.modules.collate import Pack, Pad
@@ -17,6 +18,7 @@ from megatron_dynapipe.modules.loader import DynaPipeDataLoader
 from megatron_dynapipe.modules.planner import ModulePlanner
 from megatron_dynapipe.plan.instructions import RecvStart, SendStart
 from megatron_dynapipe.planning.segments import even_split, even_split_of_costs
+from megatron_dynapipe.units import Recompute
 from tests.helpers.processes import run_ranks
 from tests.modules.test_pipeline import toy, toy_batch, toy_loss, whole_losses
 
@@ -143,6 +145,38 @@ def test_the_planner_takes_the_costs_of_segments():
 def test_a_heavier_stage_makes_predictions_longer_and_memory_larger():
     light, heavy = (planner_of(weights=weights).plan([32] * 8, 0) for weights in ((1, 1, 1, 1), (1, 1, 1, 3)))
     assert heavy.totals.predicted_ns > light.totals.predicted_ns
+
+
+def test_every_stage_is_planned_with_its_own_costs():
+    """A micro-batch of one sample of 32 positions: segments keep 0.32 MB by their weight, and peak at half as much more."""
+    costs = costs_of(1, 2, 5)
+    tables = costs.of_stages([0, 0, 1]).tables(tensor_parallel=1, recompute=Recompute.NONE)
+    assert tables.of_stages is not None
+    own = tables.of_stages[:, :, 0, 1, 0]
+    assert own[:, Row.ENCODER_FORWARD].tolist() == [960_000, 1_600_000]
+    assert own[:, Row.ENCODER_BACKWARD].tolist() == [1_920_000, 3_200_000]
+    assert own[:, Row.ENCODER_STORED].tolist() == [960_000, 1_600_000]
+    assert own[:, Row.ENCODER_PEAK].tolist() == [320_000 + 960_000, 2_400_000], (
+        "what the first keeps, the second's peak"
+    )
+    plan = ModulePlanner(costs, [0, 0, 1], stages=2, memory_limit_bytes=10**9).plan([32], 0)
+    (micro_batch,) = plan.replicas[0].micro_batches
+    assert micro_batch.stored_bytes == (960_000, 1_600_000)
+    passes = [event.end_ns - event.start_ns for stage in plan.replicas[0].stages for event in stage.predicted]
+    assert passes == [960_000, 1_920_000, 1_600_000, 3_200_000]
+
+
+def test_shapes_that_were_not_measured_are_absent():
+    file = msgspec.json.decode(msgspec.json.encode(costs_of(1, 1)))
+    for each in file["segments"]:
+        for table in [*each["time_ms"].values(), *(value for key, value in each.items() if key.endswith("_mb"))]:
+            table["64"].pop()  # 16 samples of 64 positions
+    costs = SegmentCosts.decode(msgspec.json.encode(file))
+    own = costs.of_stages([0, 1]).tables(tensor_parallel=1, recompute=Recompute.NONE).of_stages
+    assert own is not None and (own[:, :, 2, 2] == ABSENT).all()
+    assert (own == ABSENT).sum() == own[:, :, 2, 2].size
+    with pytest.raises(CostModelError, match="no table for tensor parallelism 2"):
+        costs.of_stages([0, 1]).tables(tensor_parallel=2, recompute=Recompute.NONE)
 
 
 def test_too_little_memory_is_refused():

@@ -1,6 +1,6 @@
 """Small random batches, and the best partition of an order that trying everything finds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -33,6 +33,15 @@ def layer_tables(draw: st.DrawFn, family: ModelFamily) -> LayerTables:
 
 
 @st.composite
+def with_stages_that_differ(draw: st.DrawFn, tables: LayerTables, stages: int) -> LayerTables:
+    """The same grid, every stage with costs of its own."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    own = random.integers(0, draw(st.sampled_from([3, 10**7])), (stages, *tables.values.shape), endpoint=True)
+    own[:, tables.values == ABSENT] = ABSENT
+    return replace(tables, of_stages=own)
+
+
+@st.composite
 def pipeline_layouts(draw: st.DrawFn, family: ModelFamily) -> PipelineLayout:
     stages, chunks = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)]))
     split = draw(st.lists(st.integers(1, 3), min_size=stages * chunks, max_size=stages * chunks))
@@ -59,13 +68,16 @@ def batch_problems(
     targets = np.array(draw(lengths) if family is ModelFamily.T5 else [0] * samples, np.int64)
     layout = draw(pipeline_layouts(family))
     in_flight = st.lists(st.integers(1, 4), min_size=layout.stages, max_size=layout.stages)
+    modes = draw(st.lists(layer_tables(family), min_size=1, max_size=3))
+    if BatchLayout.PACKED not in layouts and draw(st.booleans()):
+        modes = [draw(with_stages_that_differ(each, layout.virtual_stages)) for each in modes]
     return BatchProblem(
         inputs=inputs,
         targets=targets,
         input_positions=inputs,
         target_positions=targets,
         layouts=layouts,
-        modes=tuple(draw(st.lists(layer_tables(family), min_size=1, max_size=3))),
+        modes=tuple(modes),
         layout=layout,
         model_state_bytes=np.full(layout.stages, 10, np.int64),
         memory_limit_bytes=10 + draw(st.sampled_from([50, 1000, 10**9])),

@@ -87,6 +87,12 @@ def put(index: tuple[int, ...], value: int) -> Any:
     return change
 
 
+def own_values(stages: int, change: Any = lambda values: None) -> np.ndarray:
+    values = np.ones((stages, len(Row), 2, 1, 1), np.int64)
+    change(values)
+    return values
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -130,6 +136,11 @@ def put(index: tuple[int, ...], value: int) -> Any:
         ({"modes": [(ints(4, 1), ints(8), ints(0), *good()["modes"][0][3:])]}, "strictly increasing"),
         ({"modes": [(ints(0, 1), ints(8), ints(0), *good()["modes"][0][3:])]}, "sizes of at least 1"),
         ({"modes": [(ints(1, 2**40), ints(8), ints(0), *good()["modes"][0][3:])]}, "grid axes from 0 to 2\\^20"),
+        ({"of_stages": [own_values(1)]}, "grid values of every virtual stage, or of none"),
+        ({"of_stages": [own_values(2)] * 2}, "stages' own costs under every recompute mode"),
+        ({"of_stages": [own_values(2)], "may_pack": True}, "no packed rows with them"),
+        ({"of_stages": [own_values(2, put((1, 0, 0, 0, 0), ABSENT))]}, "absent from all stages or from none"),
+        ({"of_stages": [own_values(2, put((1, 0, 0, 0, 0), -2))]}, "costs of a layer from 0"),
         ({"modes": [(ints(), ints(8), ints(0), *[np.ones((len(Row), 0, 1, 1), np.int64)] * 2)]}, "grid axes from 0"),
     ],
 )
