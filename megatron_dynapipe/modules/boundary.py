@@ -105,6 +105,14 @@ class Part(nn.Module):
         """Whether `layouts` has nothing to find out about micro-batches; the same on all ranks of a pipeline."""
         raise NotImplementedError
 
+    def find_out(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> None:
+        """Learn what some rank does not know of micro-batches; every rank of the job calls it."""
+        self.layouts(batches, autocast)
+
+    def saved_names(self) -> dict[str, str]:
+        """By its name on this rank, the name under which a weight is saved; the others are saved under their own."""
+        return {name: first for first, places in self.holders().items() for _, name in places}
+
     def use_shapes(self, shapes: Any) -> None:
         """Take the shapes at boundaries as given; see `Pipeline`."""
         raise ConfigError(

@@ -51,8 +51,8 @@ def load_checkpoint(
             hint="give the folder of a checkpoint of the same model and the same kind of optimizer",
         ) from None
     if optimizer is not None:
-        state = _optimizer_state(part, optimizer)
-        found = {key: _as(value, tensors[_renamed(key, part)]) for key, value in state.items() if _is_kept(value)}
+        state, saved = _optimizer_state(part, optimizer), part.saved_names()
+        found = {key: _as(value, tensors[_renamed(key, saved)]) for key, value in state.items() if _is_kept(value)}
         set_optimizer_state_dict(part, optimizer, {**state, **found}, options=_OPTIONS)
     return {key: float(tensors[_EXTRA + key]) for key in extra}
 
@@ -61,11 +61,11 @@ def _tensors(
     part: Part, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
     """Everything to be written or read, as tensors: other values would be written by rank 0 alone."""
-    first = _first_names(part)
-    tensors: dict[str, Any] = {first.get(key, key): value for key, value in get_model_state_dict(part).items()}
+    saved = part.saved_names()
+    tensors: dict[str, Any] = {saved.get(key, key): value for key, value in get_model_state_dict(part).items()}
     if optimizer is not None:
         state = _optimizer_state(part, optimizer)
-        tensors |= {_renamed(key, part): _tensor(value) for key, value in state.items() if _is_kept(value)}
+        tensors |= {_renamed(key, saved): _tensor(value) for key, value in state.items() if _is_kept(value)}
     return tensors | {_EXTRA + key: torch.tensor(value, dtype=torch.float64) for key, value in extra.items()}
 
 
@@ -73,18 +73,11 @@ def _optimizer_state(part: Part, optimizer: torch.optim.Optimizer) -> dict[str, 
     return dict(get_optimizer_state_dict(part, optimizer, options=_OPTIONS))
 
 
-def _first_names(part: Part) -> dict[str, str]:
-    """By its name on this rank, the name under which a shared weight is saved."""
-    return {name: first for first, places in part.holders().items() for _, name in places}
-
-
-def _renamed(key: str, part: Part) -> str:
+def _renamed(key: str, saved: Mapping[str, str]) -> str:
     """The key of a part of the optimizer's state, in which a weight's name stands between two words."""
-    for name, first in _first_names(part).items():
-        for kind in ("state", "param_groups"):
-            if key.startswith(f"{kind}.{name}."):
-                return f"optimizer.{kind}.{first}.{key.removeprefix(f'{kind}.{name}.')}"
-    return f"optimizer.{key}"
+    kind, _, rest = key.partition(".")
+    name, _, word = rest.rpartition(".")
+    return f"optimizer.{kind}.{saved.get(name, name)}.{word}"
 
 
 def _is_kept(value: Any) -> bool:

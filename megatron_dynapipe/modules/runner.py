@@ -136,7 +136,7 @@ class Runner:
         except Exception as raised:  # noqa: BLE001  (whatever it is, the other ranks must hear of it)
             error = raised
         identity = repr([_identity(made.plan), *map(signature, made.micro_batches)])
-        find_out = partial(part.layouts, made.micro_batches, self._autocast)
+        find_out = partial(part.find_out, made.micro_batches, self._autocast)
         agreement = StepAgreement(part.ranks, identity, error=error, new=new, find_out=find_out)
         if error is not None or new:
             agreement.settle()

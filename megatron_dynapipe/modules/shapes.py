@@ -3,13 +3,15 @@
     stage 0                         stage 1                          stage 2
     runs without memory ──layout──► runs without memory ──layout──► runs without memory
 
-Both sides of a boundary know the micro-batch's own shapes, which all ranks of a pipeline have agreed on, and so both
-know whether they have met them before. If so, nothing is sent. If not, both exchange, in the order of the stages: no
-side can wait for a message that the other does not mean to send.
+Both sides of a boundary know the micro-batch's own shapes, which all ranks of a pipeline have agreed on. Where all of
+them have met these shapes before, nothing is sent. Where any has not, it says so in the step's agreement, all tell each
+other which shapes are new to them, and every stage exchanges each shape that is new to any stage, in one order: no side
+can wait for a message that the other does not send, and none sends one that is not received. A stage that fails passes
+that on in place of a structure.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -54,6 +56,9 @@ class Constant(msgspec.Struct, frozen=True, tag="constant"):
 Structure = TensorMeta | Items | Mapped | Constant
 """What crosses a boundary: tensors inside tuples, lists and dicts, and constants beside them."""
 
+Run = Callable[[Structure | None], Structure | None]
+"""From what a stage receives to what it sends; None at the pipeline's ends."""
+
 _decoder = msgspec.json.Decoder(Structure)
 
 
@@ -76,26 +81,43 @@ class ShapeTracker:
         """Whether micro-batches of this key have been met."""
         return key in self._known
 
-    def learn(
-        self, key: Hashable, run: Callable[[Structure | None], Structure | None]
-    ) -> tuple[Structure | None, Structure | None]:
-        """What is received and what is sent for a micro-batch; every rank of the pipeline calls it.
+    def known(self, key: Hashable) -> tuple[Structure | None, Structure | None]:
+        """What is received and what is sent for a micro-batch that has been met."""
+        self._known.move_to_end(key)
+        return self._known[key]
+
+    def learn(self, runs: Mapping[Hashable, Run]) -> None:
+        """Exchange what is new to any stage of this pipeline. Every rank of the job calls it at the same point.
 
         Args:
-            key: of the micro-batch, the same on all of them.
-            run: from what is received to what is sent; None at the pipeline's ends.
+            runs: for every key of the step's micro-batches, in an order that all stages share.
 
         Raises:
             ConfigError: a stage cannot run what it receives; those after it say which it was.
         """
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key]
-        ranks, control, pipeline = self._ranks, self._ranks.control, self._ranks.pipeline
-        text = ""
+        keys, failure = list(runs), None
+        for place in self._new_to_any(keys):
+            try:
+                self._known[keys[place]] = self._exchange(runs[keys[place]])
+            except ConfigError as error:  # the other stages exchange the keys that follow, so this one does too
+                failure = failure or error
+        while len(self._known) > _MOST_SHAPES:
+            self._known.popitem(last=False)
+        if failure is not None:
+            raise failure
+
+    def _new_to_any(self, keys: Sequence[Hashable]) -> list[int]:
+        """Places of the keys that a stage of this pipeline has not met."""
+        ranks = self._ranks
+        told = ranks.control.gather_texts("".join("01"[key not in self._known] for key in keys))
+        return [place for place in range(len(keys)) if any(told[rank][place] == "1" for rank in ranks.pipeline)]
+
+    def _exchange(self, run: Run) -> tuple[Structure | None, Structure | None]:
+        """Receive one structure and send one, whatever happens in between."""
+        ranks, text = self._ranks, ""
         if ranks.stage:
             self.exchanges += 1
-            text = control.receive_text(pipeline[ranks.stage - 1])
+            text = ranks.control.receive_text(ranks.pipeline[ranks.stage - 1])
         if text.startswith(_FAILED):
             self._pass_on(text)
             raise ConfigError(text.removeprefix(_FAILED))
@@ -106,11 +128,7 @@ class ShapeTracker:
             found = f"stage {ranks.stage} cannot run a batch of these shapes: {error}"
             self._pass_on(_FAILED + found)
             raise ConfigError(found) from error
-        if ranks.stage < ranks.stages - 1:
-            self._pass_on(msgspec.json.encode(sent).decode())
-        self._known[key] = received, sent
-        if len(self._known) > _MOST_SHAPES:
-            self._known.popitem(last=False)
+        self._pass_on(msgspec.json.encode(sent).decode())
         return received, sent
 
     def _pass_on(self, text: str) -> None:

@@ -96,6 +96,16 @@ class Stage(Part):
         known = (self.tracker.knows(self._key(batch, autocast)) for batch in batches)
         return self._shapes is not None or all(known)
 
+    def find_out(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> None:
+        """See `Part.find_out`."""
+        self.tracker.learn({self._key(b, autocast): partial(self._run_without_memory, b, autocast) for b in batches})
+
+    def saved_names(self) -> dict[str, str]:
+        """See `Part.saved_names`; stages may use the same names for weights of their own."""
+        own = {name: f"stages.{self.stage}.{name}" for name in self.state_dict()}
+        shared = {n: first for first, places in self._shared.items() for stage, n in places if stage == self.stage}
+        return own | shared
+
     def layouts(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[Layout]:
         """See `Part.layouts`."""
         return [self._layout(batch, autocast) for batch in batches]
@@ -106,8 +116,7 @@ class Stage(Part):
             received: Structure | None = _given(shapes, autocast)
             sent: Structure | None = received
         else:
-            key, run = self._key(batch, autocast), partial(self._run_without_memory, batch, autocast)
-            received, sent = self.tracker.learn(key, run)
+            received, sent = self.tracker.known(self._key(batch, autocast))
         stage, boundaries = self.stage, {}
         if stage and received is not None:
             boundaries[stage - 1] = boundary_of(received)
@@ -173,9 +182,9 @@ class Stage(Part):
                     f"many weights each, got {counts}",
                     hint="register the shared module on each of its stages",
                 )
-            for index, all_names in enumerate(zip(*(lists[stage] for stage in stages), strict=True)):
+            for all_names in zip(*(lists[stage] for stage in stages), strict=True):
                 for names in zip(*all_names, strict=True):
-                    found[f"{names[0]} ({stages[0]}, {index})"] = list(zip(stages, names, strict=True))
+                    found[f"stages.{stages[0]}.{names[0]}"] = list(zip(stages, names, strict=True))
         return found
 
 

@@ -148,7 +148,7 @@ def test_a_heavier_stage_makes_predictions_longer_and_memory_larger():
 
 
 def test_every_stage_is_planned_with_its_own_costs():
-    """A micro-batch of one sample of 32 positions: segments keep 0.32 MB by their weight, and peak at half as much more."""
+    """A micro-batch of one sample of 32 positions: by its weight a segment keeps 0.32 MB and peaks at 0.48."""
     costs = costs_of(1, 2, 5)
     tables = costs.of_stages([0, 0, 1]).tables(tensor_parallel=1, recompute=Recompute.NONE)
     assert tables.of_stages is not None

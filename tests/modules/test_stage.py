@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.processes import run_ranks
+from tests.modules.test_pipeline import checkpoint_names
 
 
 class First(nn.Module):
@@ -130,15 +131,95 @@ class Broken(Plain):
         return super().forward(x[:, :3])
 
 
+def one_side_changes(rank: int, world_size: int) -> dict[str, Any]:
+    """Steps after which the stages do not know the same shapes."""
+    from megatron_dynapipe import Pipeline, Stage
+    from megatron_dynapipe.errors import ConfigError
+
+    dist.init_process_group("gloo")
+    module = Narrow(rank) if rank == 1 else Plain(rank)
+    part = Stage(module, {"x": torch.zeros(2, 3, 4)}, timeout_s=30)
+    pipeline = Pipeline(part, None, squares, timeout_s=30)
+    wide = [{"x": torch.ones(2, length, 4)} for length in (3, 9, 5)]
+    found: dict[str, Any] = {"losses": []}
+    try:  # the second shape of three fails on stage 1 alone, when stage 0 knows it already
+        pipeline.run(wide)
+    except ConfigError as error:
+        found["said"] = str(error)
+    found["losses"].append(pipeline.run(wide[::2]).loss.item())
+    if rank == 1:
+        part.eval()  # what it knows is of training
+    found["losses"].append(pipeline.run(wide[::2]).loss.item())
+    part.train()
+    if rank == 0:
+        part.tracker._known.clear()
+    found["losses"].append(pipeline.run(wide[::2]).loss.item())
+    before = part.tracker.exchanges
+    found["losses"].append(pipeline.run(wide[::2]).loss.item())
+    found["exchanges at last"] = part.tracker.exchanges - before
+    return found
+
+
+class Narrow(Plain):
+    """Takes no more than eight positions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.ones(8)[: x.shape[1], None].expand(x.shape[1], 4)
+
+
+def squares(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    return output.square().sum(), len(output)
+
+
+def test_a_side_that_changes_alone_holds_up_no_other():
+    for found in run_ranks(one_side_changes, 3):
+        assert "stage 1 cannot run a batch of these shapes" in found["said"]
+        assert found["losses"] == pytest.approx([found["losses"][0]] * 4, rel=1e-6)
+        assert found["exchanges at last"] == 0
+
+
+def saved_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Two replicas of stages whose weights have the same names, and a shared module under two names."""
+    from megatron_dynapipe import Pipeline, SharedModule, Stage
+
+    dist.init_process_group("gloo")
+    stage = rank // 2
+    module = nn.Sequential(Plain(stage), Plain(stage + 2))
+    shared = SharedModule([0, 1]).register(module[stage].layer)
+    x = {"input": torch.linspace(-1, 1, 24).view(6, 4)}
+    part = Stage(module, x, replicas=2)
+    pipeline = Pipeline(part, torch.optim.AdamW(part.parameters(), lr=0.1), squares, max_norm=0.1)
+    for _ in range(20):
+        pipeline.step(x)
+    pipeline.save(folder)
+    values = {name: value.clone() for name, value in part.state_dict().items()}
+    next_loss = pipeline.step(x).loss.item()
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter.fill_(rank)
+    pipeline.load(folder)
+    kept = all(torch.equal(value, values[name]) for name, value in part.state_dict().items())
+    return {"kept": kept, "next": next_loss - pipeline.step(x).loss.item(), "shared": shared.weight.detach()}
+
+
+def test_stages_of_ones_own_are_saved_each_and_shared_weights_once(tmp_path):
+    """Also: a shared module under replicas is one weight after 20 steps."""
+    folder = str(tmp_path / "checkpoint")
+    ranks = run_ranks(saved_stages, 4, {"folder": folder})
+    for found in ranks:
+        assert found["kept"] and found["next"] == 0
+        assert torch.equal(found["shared"], ranks[0]["shared"])
+    names = {name for name in checkpoint_names(folder) if not name.startswith("optimizer")}
+    places = ["stages.0.0", "stages.0.1", "stages.1.0"]  # stages.1.1 is the first stage's 0
+    assert names == {f"{place}.layer.{kind}" for place in places for kind in ("weight", "bias")}
+
+
 def given_shapes(rank: int, world_size: int) -> dict[str, Any]:
     from megatron_dynapipe import Pipeline, Stage
     from megatron_dynapipe.errors import ConfigError
 
     dist.init_process_group("gloo")
     messages = count_messages()
-
-    def squares(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
-        return output.square().sum(), len(output)
 
     def shapes(batch: Any) -> list[tuple[int, ...]]:
         return [tuple(batch["x"].shape)]

@@ -1,0 +1,110 @@
+"""Learning shapes at a boundary: whatever each stage has forgotten, all stages send what the others wait for."""
+
+import itertools
+import queue
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.modules.shapes import ShapeTracker, Structure, TensorMeta
+
+STAGES, KEYS = 3, ("a", "b")
+DEADLINE_S = 20
+
+
+class Control:
+    """A control group of threads: a wait that is never answered fails after a deadline."""
+
+    def __init__(self, rank: int, job: "Job") -> None:
+        self._rank, self._job = rank, job
+
+    def gather_texts(self, text: str) -> list[str]:
+        self._job.texts[self._rank] = text
+        self._job.barrier.wait(DEADLINE_S)
+        return [self._job.texts[rank] for rank in range(STAGES)]
+
+    def send_text(self, text: str, to: int) -> None:
+        self._job.sent += 1
+        self._job.channels[self._rank, to].put(text)
+
+    def receive_text(self, source: int) -> str:
+        return self._job.channels[source, self._rank].get(timeout=DEADLINE_S)
+
+
+class Job:
+    """What the stages of one pipeline share."""
+
+    def __init__(self) -> None:
+        self.barrier, self.texts, self.sent = threading.Barrier(STAGES), {}, 0
+        self.channels: Any = defaultdict(queue.Queue)
+        self.trackers = [
+            ShapeTracker(SimpleNamespace(stage=s, stages=STAGES, pipeline=range(STAGES), control=Control(s, self)))
+            for s in range(STAGES)
+        ]
+
+    def learn(self, failing: tuple[int, str] | None = None) -> list[str]:
+        """One step with both shapes on every stage; what each of them raised."""
+        said = [""] * STAGES
+
+        def stage(rank: int) -> None:
+            try:
+                self.trackers[rank].learn({key: lambda r, key=key: self.run(rank, key, r, failing) for key in KEYS})
+            except (ConfigError, queue.Empty, threading.BrokenBarrierError) as error:
+                said[rank] = repr(error)
+
+        threads = [threading.Thread(target=stage, args=(rank,)) for rank in range(STAGES)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(channel.empty() for channel in self.channels.values()), "nothing was sent that nobody waits for"
+        return said
+
+    @staticmethod
+    def run(stage: int, key: str, received: Structure | None, failing: tuple[int, str] | None) -> Structure | None:
+        if (stage, key) == failing:
+            raise RuntimeError("boom")
+        assert (received is None) == (stage == 0)
+        assert stage == 0 or received == meta(stage - 1, key)
+        return None if stage == STAGES - 1 else meta(stage, key)
+
+
+def meta(stage: int, key: str) -> TensorMeta:
+    return TensorMeta((stage, ord(key)), "float32", True)
+
+
+def forget(job: Job, forgotten: set[tuple[int, str]]) -> None:
+    for stage, key in forgotten:
+        del job.trackers[stage]._known[key]
+
+
+PLACES = list(itertools.product(range(STAGES), KEYS))
+SUBSETS = [set(some) for count in range(len(PLACES) + 1) for some in itertools.combinations(PLACES, count)]
+
+
+@pytest.mark.parametrize("failing", [None, (0, "a"), (1, "a"), (2, "b")], ids=str)
+def test_whatever_any_stage_has_forgotten_nobody_waits_for_long(failing):
+    """All 64 states of two shapes on three stages, with and without a stage that fails."""
+    for forgotten in SUBSETS:
+        job = Job()
+        assert job.learn() == [""] * STAGES
+        forget(job, forgotten)
+        job.sent = 0
+        new = {key for _, key in forgotten}
+        said = job.learn(failing)
+        assert job.sent == 2 * len(new), "one message per boundary and shape that is new anywhere"
+        if failing is not None and failing[1] in new:
+            assert all("boom" in text for text in said[failing[0] :]) and not any(said[: failing[0]])
+            assert job.learn() == [""] * STAGES, "the next step works"
+        else:
+            assert said == [""] * STAGES
+        for stage, key in PLACES:
+            received, sent = job.trackers[stage].known(key)
+            assert received == (meta(stage - 1, key) if stage else None)
+            assert sent == (meta(stage, key) if stage < STAGES - 1 else None)
+        job.sent = 0
+        assert job.learn() == [""] * STAGES and job.sent == 0
