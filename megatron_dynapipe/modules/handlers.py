@@ -28,10 +28,10 @@ class StageHandlers:
         autocast: dtype that operations are cast to, if any.
         scale: factor of the loss that gradients are taken of.
         forward_only: nothing is kept for a backward pass.
-        keep_outputs: keep what the model returns, without its graph.
+        keep_outputs: keep what the model returns, without its graph, and the labels that go with it.
 
     Attributes:
-        outputs: the model's, by micro-batch, if they are kept.
+        kept: by micro-batch, what the model returned and the batch's labels, if they are kept.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StageHandlers:
         self._when_totalled: Callable[[torch.Tensor], None] | None = None
         self._losses: list[torch.Tensor] = []
         self._counts: list[torch.Tensor | float] = []
-        self.outputs: dict[int, Any] = {}
+        self.kept: dict[int, tuple[Any, Batch]] = {}
 
     @property
     def table(self) -> Handlers:
@@ -133,7 +133,8 @@ class StageHandlers:
         self._losses_to_come -= 1
         self._tell()
         if self._keep_outputs:
-            self.outputs[row] = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+            labels = {key: batch[key] for key in self._part.inputs.labels if key in batch}
+            self.kept[row] = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output), labels
         return loss
 
     def _casting(self) -> AbstractContextManager[Any]:

@@ -48,6 +48,8 @@ def materialise(
                 empty = empty or (needed and id(tensor) not in made)
                 if id(tensor) not in made:
                     made[id(tensor)] = _filled(tensor, value, device)
+                    if tensor.is_meta and value is None and full in later:
+                        made[id(tensor)].zero_()  # not what the memory held before
                 kind[name] = made[id(tensor)]
         if empty:
             initialise(module)

@@ -17,7 +17,7 @@ from megatron_dynapipe.modules.boundary import Part
 from megatron_dynapipe.modules.checkpoint import load_checkpoint, save_checkpoint
 from megatron_dynapipe.modules.gradients import Gradients, Norm
 from megatron_dynapipe.modules.handlers import LossFunction
-from megatron_dynapipe.modules.inputs import batch_rows, split_batch
+from megatron_dynapipe.modules.inputs import Batch, batch_rows, split_batch
 from megatron_dynapipe.modules.loss_scale import LossScale
 from megatron_dynapipe.modules.planner import ModulePlanner
 from megatron_dynapipe.modules.runner import Outcome, Plan, Runner, Work
@@ -39,11 +39,14 @@ class StepResult(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """A `StepResult` and, on the last stage, what the model returned for each micro-batch; none elsewhere."""
+    """A `StepResult` and, for each micro-batch, what the model returned and the batch's labels; both empty but on the
+    last stage.
+    """
 
     loss: torch.Tensor
     overflow: bool
     outputs: list[Any]
+    labels: list[Batch]
 
 
 class Pipeline:
@@ -215,4 +218,6 @@ class Pipeline:
 
 def _result(outcome: Outcome, *, overflow: bool, keep_outputs: bool) -> StepResult | StepOutputs:
     loss = torch.tensor(outcome.loss, dtype=torch.float32)
-    return StepOutputs(loss, overflow, list(outcome.outputs)) if keep_outputs else StepResult(loss, overflow)
+    if not keep_outputs:
+        return StepResult(loss, overflow)
+    return StepOutputs(loss, overflow, list(outcome.outputs), list(outcome.labels))

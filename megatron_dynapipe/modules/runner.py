@@ -40,12 +40,14 @@ class Outcome:
         loss: sum of the losses / count.
         count: of everything that the losses are of.
         outputs: the model's, on the last stage, where they were kept.
+        labels: of each, where outputs were kept.
         trace: of this rank's list.
     """
 
     loss: float
     count: float
     outputs: Sequence[Any]
+    labels: Sequence[Batch]
     trace: Trace
 
 
@@ -118,8 +120,14 @@ class Runner:
         trace = self._executor.execute(instructions, handlers.table)
         agreement.settle()
         loss, count = totals.wait(handlers.totals)
-        outputs = [handlers.outputs[row] for row in sorted(handlers.outputs)]
-        return Outcome(loss=loss / count if count else 0.0, count=count, outputs=outputs, trace=trace)
+        kept = [handlers.kept[row] for row in sorted(handlers.kept)]
+        return Outcome(
+            loss=loss / count if count else 0.0,
+            count=count,
+            outputs=[output for output, _ in kept],
+            labels=[labels for _, labels in kept],
+            trace=trace,
+        )
 
     def _begin(self, work: Callable[[], Work]) -> tuple[StepAgreement, Work, Sequence[Instruction] | None]:
         """The micro-batches, and the instructions of their plan, if there is one.

@@ -90,9 +90,11 @@ def settings_on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     batch = toy_batch(4, 6, 9)
     found["evaluated"] = [pipeline.evaluate(batch).loss.item()]
     assert part.training and all(p.grad is None for p in part.parameters())
-    loss, overflow, outputs = pipeline.step((batch["ids"], batch["labels"]), return_outputs=True)
+    loss, overflow, outputs, labels = pipeline.step((batch["ids"], batch["labels"]), return_outputs=True)
     assert not loss.requires_grad and not overflow
     found["outputs"] = [tuple(output.shape) for output in outputs]
+    assert torch.equal(torch.cat([each["labels"] for each in labels] or [batch["labels"]]), batch["labels"])
+    found["labels"] = len(labels)
     assert all(not output.requires_grad for output in outputs)
     rows = [{key: value[k : k + 2] for key, value in toy_batch(4, 6, 9).items()} for k in (0, 2)]
     _, fresh = toy_pipeline()
@@ -113,6 +115,7 @@ def test_settings_change_no_loss():
         total, count = toy_loss(model(batch["ids"]), batch)
         assert found["evaluated"] == found["run"] == pytest.approx([total.item() / count], abs=1e-5)
         assert found["outputs"] == ([(2, 6, 16)] * 2 if rank == 1 else [])
+        assert found["labels"] == len(found["outputs"])
         assert found["nothing"] == [0.0]
 
 
@@ -169,6 +172,36 @@ def test_half_precision_and_a_loss_scale_that_all_ranks_agree_on():
         assert found["scales"][0] == 2.0**39
     assert ranks[0]["overflows"] == ranks[1]["overflows"]
     assert ranks[0]["scales"] == ranks[1]["scales"]
+
+
+def one_overflows(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    from megatron_dynapipe.modules import LossScale, Pipeline
+
+    part, _ = toy_pipeline(replicas=2, split_points=["layers.1"])
+    settings = {"precision": "fp16", "loss_scale": LossScale(value=8.0)}
+
+    def loss_fn(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+        loss, count = toy_loss(output, batch)
+        return loss * (float("inf") if part.replica and not overflows else 1.0), count
+
+    optimizer = torch.optim.AdamW(part.parameters(), lr=0.1)
+    pipeline = Pipeline(part, optimizer, loss_fn, **settings)
+    overflows: list[bool] = []
+    for _ in range(2):
+        before = [p.detach().clone() for p in part.parameters()]
+        overflows.append(pipeline.step(toy_batch(2, 5, part.replica)).overflow)
+        kept = all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
+        assert kept == overflows[-1]
+    pipeline.save(folder)
+    pipeline.loss_scale.value, pipeline.loss_scale.good_steps = 1.0, 0
+    pipeline.load(folder)
+    return {"overflows": overflows, "scale": pipeline.loss_scale.value, "good": pipeline.loss_scale.good_steps}
+
+
+def test_an_overflow_on_one_replica_skips_the_step_on_all(tmp_path):
+    """Also: the loss scale is saved with the weights."""
+    for found in run_ranks(one_overflows, 4, {"folder": str(tmp_path / "checkpoint")}):
+        assert found == {"overflows": [True, False], "scale": 4.0, "good": 1}
 
 
 def first_half(rank: int, world_size: int, folder: str, stages: int) -> list[float]:

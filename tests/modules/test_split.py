@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.runtime.memory import LiveStorages
 from tests.helpers.processes import run_ranks
 from tests.modules.test_pipeline import Toy, toy, toy_batch, toy_loss, whole_losses
 
@@ -54,6 +56,64 @@ def parts(rank: int, world_size: int) -> dict[str, Any]:
     except ConfigError as error:
         found["missing"] = str(error)
     return found
+
+
+class Lazy(Remembering):
+    """A state dict whose values are made when they are asked for, as a file's are."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.full(self._values[name].shape, 0.5)
+
+
+class RealMemory(LiveStorages):
+    """Counts nothing of tensors without memory."""
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type != "meta":
+            super()._note(storage)
+
+
+def most_memory(rank: int, world_size: int) -> dict[str, float]:
+    """Bytes of tensors that were made at most while a part was split off and filled, over those of the part."""
+    from megatron_dynapipe import split_model
+
+    dist.init_process_group("gloo")
+    found: dict[str, float] = {}
+    for name in ("state dict", "meta"):
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]).to("meta")
+        with RealMemory() as live:
+            values = Lazy(model.state_dict()) if name == "state dict" else None
+            part = split_model(model, torch.zeros(2, 256), split_points=["4"], state_dict=values)
+            del model
+        assert len(list(part.parameters())) == 8
+        found[name] = live.peak_bytes / sum(p.nbytes for p in part.parameters())
+    return found
+
+
+def test_a_rank_never_holds_more_than_its_part_and_one_layer():
+    """Values come from a state dict, one at a time, or from the layers themselves."""
+    for found in run_ranks(most_memory, 2):
+        for name, ratio in found.items():
+            assert 0.99 < ratio < 1.26, name  # a part is four layers
+
+
+def both_ways(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], bool]:
+    from megatron_dynapipe import split_model
+
+    dist.init_process_group("gloo")
+    part = split_model(toy(), toy_batch(2, 3, 0), stages=4)
+    mine = {name: value.clone() for name, value in part.state_dict().items()}
+    other = toy(seed=9).state_dict()
+    part.load_state_dict({name: other[name] for name in mine}, strict=True)
+    return mine, all(torch.equal(value, other[name]) for name, value in part.state_dict().items())
+
+
+def test_state_dicts_go_from_the_whole_model_to_its_parts_and_back():
+    ranks = run_ranks(both_ways, 2)
+    whole = toy(seed=9)
+    whole.load_state_dict({name: value for mine, _ in ranks for name, value in mine.items()}, strict=True)
+    assert all(torch.equal(value, toy().state_dict()[name]) for name, value in whole.state_dict().items())
+    assert all(loaded for _, loaded in ranks)
 
 
 def test_a_model_without_memory_is_filled_in_this_ranks_part_alone():

@@ -1,5 +1,7 @@
 """What stands between modules, written down and divided; what cannot be followed, refused with its place."""
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -77,6 +79,56 @@ BETWEEN = {
         torch.stack(x.split(1, dim=-1)[::-1], dim=-1).squeeze(-2).contiguous() + x.max(-1)[0][..., None]
     ),
 }
+
+
+class Structured(nn.Module):
+    """Across its cuts: a tuple; a dict with constants and sizes; a tensor and a named tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Takes(), Takes(), Takes()
+        self.cuts = nn.ModuleList([CutPoint() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        pair = self.cuts[0]((self.first({"x": x, "scale": 2.0, "rows": x.shape[0], "name": None}), x))
+        y, x = pair
+        given = {"x": y, "scale": 0.5, "rows": (y.shape[1], [x]), "name": "word"}
+        given = self.cuts[1](given)
+        z = self.second(given)
+        z, box = self.cuts[2](z, Pair(y, 3))
+        return {
+            "z": self.third({"x": z, "scale": box.factor, "rows": 1, "name": "x"}),
+            "first": box.tensor,
+            "more": [1, x],
+        }
+
+
+class Takes(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, given: dict[str, Any]) -> torch.Tensor:
+        assert isinstance(given["scale"], int | float)
+        rows = given["rows"]
+        if isinstance(rows, tuple):
+            rows = rows[0] + rows[1][0].shape[0]
+        return super().forward(given["x"]) * given["scale"] + rows
+
+
+class Pair(NamedTuple):
+    tensor: torch.Tensor
+    factor: int
+
+
+def test_tuples_dicts_and_constants_cross_a_cut():
+    model = Structured()
+    batch = {"x": torch.randn(5, 8, 4)}
+    output, division = run_divided(model, {"x": torch.randn(3, 6, 4)}, batch)
+    expected = model(**batch)
+    assert torch.equal(output["z"], expected["z"]) and torch.equal(output["first"], expected["first"])
+    assert output["more"][0] == 1 and torch.equal(output["more"][1], batch["x"])
+    # The batch's own tensor crosses no boundary: every stage has the batch.
+    assert [len(each) for each in division.boundaries] == [1, 1, 2]
 
 
 def _frozen(x: torch.Tensor) -> torch.Tensor:
