@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.plan.instructions import TensorShape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Boundary:
     """The tensors that cross from one virtual stage to the next, in the order in which they are sent.
 
@@ -25,12 +26,12 @@ class Boundary:
     dtypes: tuple[torch.dtype, ...]
     differentiable: tuple[bool, ...]
 
-    @property
+    @cached_property
     def gradient_shapes(self) -> tuple[TensorShape, ...]:
         """Shapes of what crosses back."""
         return tuple(shape for shape, wants in zip(self.shapes, self.differentiable, strict=True) if wants)
 
-    @property
+    @cached_property
     def gradient_dtypes(self) -> tuple[torch.dtype, ...]:
         """Dtypes of what crosses back."""
         return tuple(dtype for dtype, wants in zip(self.dtypes, self.differentiable, strict=True) if wants)

@@ -51,7 +51,7 @@ class StageHandlers:
         self._scaled = None if scale is None else partial(torch.mul, scale)
         self._autocast = autocast
         self._forward_only, self._keep_outputs = forward_only, keep_outputs
-        self._device = part.device
+        self._device, self._stage, self._stages, self._last = part.device, part.stage, part.stages, part.last
         self._graphs: dict[tuple[int, int], StageGraph] = {}
         self._losses_to_come = len(micro_batches) if part.stage == part.stages - 1 else 0
         self._when_totalled: Callable[[torch.Tensor], None] | None = None
@@ -84,7 +84,7 @@ class StageHandlers:
     def load(self, instruction: Load, buffers: BufferTable) -> None:
         """Bring what this rank reads of a micro-batch to the device; on the last stage the loss may read all of it."""
         batch, layout = self._micro_batches[instruction.micro_batch], self._layouts[instruction.micro_batch]
-        if self._part.last not in layout.keys:
+        if self._last not in layout.keys:
             wanted = {key for keys in layout.keys.values() for key in keys}
             batch = {key: value for key, value in batch.items() if key in wanted}
         buffers.put(Buffer.DATA, instruction.micro_batch, 0, {k: _moved(v, self._device) for k, v in batch.items()})
@@ -99,9 +99,9 @@ class StageHandlers:
             entry = Entry(received, layout.boundaries[stage - 1].differentiable if stage else ())
             with self._casting():
                 output = layout.runs[stage](entry.tensors, batch, self._device)
-                if stage == self._part.last:
+                if stage == self._last:
                     graph = StageGraph.to_loss(entry, self._loss(row, output, batch))
-            if stage != self._part.last:
+            if stage != self._last:
                 boundary = layout.boundaries[stage]
                 output = [t if t.dtype is d else t.to(d) for t, d in zip(output, boundary.dtypes, strict=True)]
                 buffers.put(Buffer.OUTPUT, row, chunk, [tensor.detach().contiguous() for tensor in output])
@@ -114,7 +114,7 @@ class StageHandlers:
         """Run a virtual stage's backward pass."""
         row, chunk = instruction.micro_batch, instruction.chunk
         stage = self._virtual(chunk)
-        gradients = buffers.tensors(Buffer.OUTPUT_GRAD, row, chunk) if stage != self._part.last else ()
+        gradients = buffers.tensors(Buffer.OUTPUT_GRAD, row, chunk) if stage != self._last else ()
         made = self._graphs.pop((row, chunk)).backward(gradients, scale=self._scaled)
         if stage:
             buffers.put(Buffer.INPUT_GRAD, row, chunk, [gradient.contiguous() for gradient in made])
@@ -141,7 +141,7 @@ class StageHandlers:
         return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
 
     def _virtual(self, chunk: int) -> int:
-        return chunk * self._part.stages + self._part.stage
+        return chunk * self._stages + self._stage
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -7,7 +7,7 @@
 `split_model` finds those that a model shares; a stage of the user's own says so with `SharedModule`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -89,14 +89,3 @@ class SharedWeights:
     def counts(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter of this rank counts in sums over all weights: every weight does so once."""
         return id(parameter) not in self._elsewhere
-
-
-def check_holders(holders: Mapping[str, Sequence[tuple[int, str]]], part: nn.Module, mine: Sequence[int]) -> None:
-    """Refuse a shared weight that this rank should hold and does not."""
-    held = {name for name, _ in part.named_parameters(remove_duplicate=False)}
-    for first, places in holders.items():
-        for stage, name in places:
-            if stage in mine and name not in held:
-                raise ConfigError(
-                    f"expected stage {stage} to hold the shared weight {first} as {name}, but it does not"
-                )

@@ -17,7 +17,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.cutpoint import cut_points, resolve_split_points
 from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
 from megatron_dynapipe.modules.materialise import Initialise, initialise_with, materialise
-from megatron_dynapipe.modules.part import ModelPart, segment_parameters
+from megatron_dynapipe.modules.part import ModelPart, parameter_names, segment_parameters
 from megatron_dynapipe.modules.program import Division
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.trace import Trace, trace
@@ -69,7 +69,7 @@ def split_model(
             on data, an unknown key or weight, other models on other ranks.
     """
     ranks = Ranks(replicas=replicas, timeout_s=timeout_s)
-    request = _Request(split_points, stages, costs, memory_limit_bytes)
+    request = _Request(split_points, stages, costs, memory_limit_bytes, shared_weights)
 
     def split() -> ModelPart:
         inputs = Inputs.of(model, example_batch, labels)
@@ -98,6 +98,17 @@ class _Request:
     stages: int | None
     costs: SegmentCosts | str | Path | None
     memory_limit_bytes: int | None
+    shared_weights: Sequence[tuple[str, str]]
+
+
+def _require_held(model: nn.Module, division: Division, shared_weights: Sequence[tuple[str, str]]) -> None:
+    """Refuse to share a weight that no stage has."""
+    held = {name for stage in range(division.stages) for name in parameter_names(model, division, stage)}
+    if missing := [name for pair in shared_weights for name in pair if name not in held]:
+        raise ConfigError(
+            f"expected a stage to hold the shared weight {missing[0]}, but the forward does not use it",
+            hint="name weights that the model uses with the example batch",
+        )
 
 
 def _part_of(
@@ -110,6 +121,7 @@ def _part_of(
     traced = trace(skeleton, example, found)
     stage_of = _stages(skeleton, traced, ranks, request)
     division = Division(traced, stage_of)
+    _require_held(skeleton, division, request.shared_weights)
     return ModelPart(model, skeleton, division, stage_of, example, ranks=ranks, inputs=inputs, names=names)
 
 

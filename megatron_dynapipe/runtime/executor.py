@@ -113,9 +113,8 @@ class PipelineExecutor:
             self._watch(plan, trace)
         try:
             for instruction in plan.instructions:
-                trace.begin()
                 table[type(instruction)](instruction, buffers)
-                trace.end(instruction)
+                trace.add(instruction)
             self._check_finished(buffers)
         except BaseException as error:
             if (step := len(trace)) < len(plan.instructions):
@@ -126,10 +125,11 @@ class PipelineExecutor:
 
     def _start_send(self, instruction: SendStart, buffers: BufferTable) -> None:
         tensors = buffers.tensors(SENT_BUFFER[instruction.payload], instruction.micro_batch, instruction.chunk)
-        shapes = tuple(tuple(t.shape) for t in tensors)
+        shapes = tuple([tensor.shape for tensor in tensors])
         if shapes != instruction.shapes:
-            raise ExecutionError(f"expected to send tensors of shapes {instruction.shapes}, got {shapes}")
-        expected, dtypes = tuple(self._dtypes(instruction)), tuple(tensor.dtype for tensor in tensors)
+            found = tuple(map(tuple, shapes))
+            raise ExecutionError(f"expected to send tensors of shapes {instruction.shapes}, got {found}")
+        expected, dtypes = list(self._dtypes(instruction)), [tensor.dtype for tensor in tensors]
         if dtypes != expected:
             raise ExecutionError(
                 f"expected to send tensors of {_names(expected)}, as which they are received, got {_names(dtypes)}",

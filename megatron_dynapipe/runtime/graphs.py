@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 _ANCHOR = torch.empty(0, requires_grad=True)
@@ -69,7 +68,6 @@ class _Enter(torch.autograd.Function):
         return tensors
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         ctx.entry.arrived(gradients)
         return (None, None, *(None for _ in gradients))

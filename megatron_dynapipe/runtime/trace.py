@@ -6,34 +6,33 @@ from megatron_dynapipe.runtime.platform import DevicePlatform, Mark
 
 
 class Trace:
-    """Marks around every instruction; read once the device has passed them."""
+    """A mark after every instruction, at which the next one starts; read once the device has passed them."""
 
     def __init__(self, platform: DevicePlatform) -> None:
-        self._platform = platform
-        self._marks: list[tuple[Instruction, Mark, Mark]] = []
+        self._mark = platform.mark
+        self._has_passed = platform.has_passed
+        self._instructions: list[Instruction] = []
         platform.align()
-        self._open: Mark = platform.mark()
+        self._marks: list[Mark] = [platform.mark()]
 
     def __len__(self) -> int:
         """Instructions that have been issued."""
-        return len(self._marks)
+        return len(self._instructions)
 
-    def begin(self) -> None:
-        """An instruction starts."""
-        self._open = self._platform.mark()
-
-    def end(self, instruction: Instruction) -> None:
-        """The instruction given last has been issued."""
-        self._marks.append((instruction, self._open, self._platform.mark()))
+    def add(self, instruction: Instruction) -> None:
+        """An instruction has been issued."""
+        self._marks.append(self._mark())
+        self._instructions.append(instruction)
 
     def reached(self) -> int:
         """Instructions that the device has passed, without waiting for it; the next is where it stands."""
-        ends = [end for _, _, end in self._marks]
-        return next((step for step, end in enumerate(ends) if not self._platform.has_passed(end)), len(ends))
+        ends = self._marks[1 : len(self) + 1]
+        return next((step for step, end in enumerate(ends) if not self._has_passed(end)), len(ends))
 
     def events(self) -> tuple[Event, ...]:
         """The instructions with their start and end on the host's monotonic clock, in nanoseconds.
 
         Waits until the device has passed the last of them.
         """
-        return tuple(Event(instruction, start(), end()) for instruction, start, end in self._marks)
+        times = [mark() for mark in self._marks]
+        return tuple(map(Event, self._instructions, times, times[1:]))

@@ -45,36 +45,38 @@ class TorchTransport:
     """
 
     def __init__(self, groups: Mapping[Channel, dist.ProcessGroup], ranks: Sequence[int], *, deadline_s: float) -> None:
-        self._groups = groups
-        self._ranks = ranks
-        self._deadline_s = deadline_s
+        # By channel, its group and every stage's place in it: asking torch for them at each message takes its time.
+        self._groups = {
+            channel: (group, [dist.get_group_rank(group, rank) for rank in ranks]) for channel, group in groups.items()
+        }
+        self._deadline = datetime.timedelta(seconds=deadline_s)
 
     def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start sending; see `Transport`."""
-        group, peer = self._groups[channel], self._ranks[stage]
-        return _Works([dist.isend(t, peer, group=group) for t in tensors], self._wait_s(tensors))
+        group, places = self._groups[channel]
+        return _Works([dist.isend(t, group=group, group_dst=places[stage]) for t in tensors], self._wait_for(tensors))
 
     def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start receiving; see `Transport`."""
-        group, peer = self._groups[channel], self._ranks[stage]
-        return _Works([dist.irecv(t, peer, group=group) for t in tensors], self._wait_s(tensors))
+        group, places = self._groups[channel]
+        return _Works([dist.irecv(t, group=group, group_src=places[stage]) for t in tensors], self._wait_for(tensors))
 
-    def _wait_s(self, tensors: Sequence[torch.Tensor]) -> float | None:
-        return None if tensors and tensors[0].is_cuda else self._deadline_s
+    def _wait_for(self, tensors: Sequence[torch.Tensor]) -> datetime.timedelta | None:
+        return None if tensors and tensors[0].is_cuda else self._deadline
 
 
 class _Works:
     """Several torch works as one; keeps a hold of nothing but the works."""
 
-    def __init__(self, works: Sequence[dist.Work | None], deadline_s: float | None) -> None:
+    def __init__(self, works: Sequence[dist.Work | None], deadline: datetime.timedelta | None) -> None:
         self._works = works
-        self._deadline_s = deadline_s
+        self._deadline = deadline
 
     def wait(self) -> None:
         """Wait for all of them in turn."""
         for work in self._works:
             assert work is not None, "this rank is in the group of the channel"
-            if self._deadline_s is None:
+            if self._deadline is None:
                 work.wait()
             else:
-                work.wait(datetime.timedelta(seconds=self._deadline_s))
+                work.wait(self._deadline)

@@ -25,6 +25,12 @@ class Never(Toy):
         self.forgotten = CutPoint()
 
 
+class Spare(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Embedding(16, 8)
+
+
 class Branching(Toy):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = super().forward(ids)
@@ -56,6 +62,8 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     said["not alike"] = said_by(lambda: split(toy(), stages=3))
     said["no such point"] = said_by(lambda: split(toy(), split_points=["layers.9"]))
     said["no such weight"] = said_by(lambda: split(toy(), shared_weights=[("table.weight", "head.weight")]))
+    said["weight on no rank"] = said_by(lambda: split(Spare(), shared_weights=[("table.weight", "spare.weight")]))
+    said["other shape"] = said_by(lambda: split(toy(), shared_weights=[("table.weight", "layers.0.weight")]))
     said["key"] = said_by(lambda: split(toy(), {**batch, "colour": batch["ids"]}))
     said["other model"] = said_by(lambda: split(nn.Sequential(*toy().layers) if rank else toy(), split_points=None))
     said["deeper model"] = said_by(lambda: split(deeper() if rank else toy()))
@@ -90,6 +98,8 @@ EXPECTED = {
     "not alike": "ConfigError: expected a number of stages that 2 ranks of a pipeline can share alike, got 3",
     "no such point": "expected the split point 'layers.9' to name one module of the model, got 0",
     "no such weight": "expected shared weights among the model's parameters, got 'head.weight'",
+    "weight on no rank": "ConfigError: expected a stage to hold the shared weight spare.weight",
+    "other shape": "ConfigError: expected shared weights of one shape, got table.weight of (16, 8)",
     "key": "ConfigError: the batch has the key 'colour', which is none of the model's arguments ids",
     "other model": "Error: ",
     "deeper model": "expected the divided model to be the same on ranks 0, 1, but rank 1 has another than rank 0",

@@ -45,7 +45,7 @@ def executed(device: LaggingDevice, watchdog: Watchdog) -> None:
     executor.execute(PLAN)
 
 
-def test_a_device_that_stands_still_is_spoken_of_once():
+def test_a_device_that_stands_still_is_reported_once():
     said, heard = [], threading.Event()
 
     def tell(message: str) -> None:
@@ -54,7 +54,7 @@ def test_a_device_that_stands_still_is_spoken_of_once():
 
     device = LaggingDevice()
     with Watchdog(deadline_s=0.1, name="rank 3", tell=tell) as watchdog:
-        device.done = 3  # the load's end, and the forward's begin
+        device.done = 2  # the list's beginning, and the end of the load
         executed(device, watchdog)
         assert heard.wait(10)
         time.sleep(0.3)
