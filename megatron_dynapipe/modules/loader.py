@@ -92,7 +92,8 @@ class DynaPipeDataLoader:
         first = self.epoch << 32  # iterations are numbered apart by epoch
         items = _Iterations(self._planned, [(first + number, ids) for number, ids in enumerate(batches)])
         self.epoch += 1
-        for micro_batches, plan in DataLoader(items, batch_size=None, shuffle=False, **self._arguments):
+        loader = DataLoader(items, batch_size=None, shuffle=False, collate_fn=_as_it_is, **self._arguments)
+        for micro_batches, plan in loader:
             yield micro_batches, decode_entry(plan)
 
     def _batches(self) -> list[list[int]]:
@@ -157,6 +158,11 @@ class _Iterations(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[list[Any], bytes]:
         return self._planned(*self._batches[index])
+
+
+def _as_it_is[T](item: T) -> T:
+    """PyTorch would make lists of tuples."""
+    return item
 
 
 def _all_lengths(dataset: Any, lengths: Sequence[int] | Callable[[Any], int] | None) -> Sequence[int]:

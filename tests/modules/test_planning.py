@@ -210,6 +210,7 @@ DATASET = Sentences([5, 20, 9, 31, 12, 40, 7, 16, 60, 3])
         ({"tokens_per_batch": 70}, [4, 3, 1, 2]),
         ({"global_batch_size": 4, "shuffle": True, "seed": 3}, [4, 4, 2]),
         ({"global_batch_size": 10, "num_workers": 2}, [10]),
+        ({"tokens_per_batch": 70, "num_workers": 1, "prefetch_factor": 3, "timeout": 60}, [4, 3, 1, 2]),
     ],
 )
 def test_a_loader_yields_planned_micro_batches(arguments, iterations):
@@ -222,6 +223,21 @@ def test_a_loader_yields_planned_micro_batches(arguments, iterations):
             assert (
                 (each["labels"] == -100).sum(1) + torch.tensor(planned.input_lengths) - 1 == each["ids"].shape[1]
             ).all()
+
+
+def test_samples_may_be_tuples_and_collated_by_the_user():
+    dataset = [tuple(DATASET[index].values()) for index in range(4)]
+    (batch,) = DynaPipeDataLoader(dataset, global_batch_size=4, planner=planner_of())
+    assert all(isinstance(each, tuple) and each[0].shape == each[1].shape for each in batch[0])
+    given: list[int] = []
+
+    def collate(samples: Any, length: int) -> dict[str, torch.Tensor]:
+        given.append(length)
+        return {"count": torch.tensor(len(samples))}
+
+    (batch,) = DynaPipeDataLoader(dataset, global_batch_size=4, planner=planner_of(), collate_fn=collate)
+    assert sum(int(each["count"]) for each in batch[0]) == 4
+    assert given == [each.shape.input_length for each in batch[1].micro_batches]
 
 
 def test_epochs_are_drawn_anew_and_can_be_repeated():
@@ -237,6 +253,7 @@ def test_epochs_are_drawn_anew_and_can_be_repeated():
         ({}, ConfigError),
         ({"global_batch_size": 2, "tokens_per_batch": 9}, ConfigError),
         ({"global_batch_size": 2, "batch_size": 3}, ConfigError),
+        ({"global_batch_size": 2, "sampler": [1, 2]}, ConfigError),
         ({"global_batch_size": 2, "lengths": [1, 2]}, DataError),
         ({"global_batch_size": 2, "lengths": [0] * 10}, DataError),
     ],
