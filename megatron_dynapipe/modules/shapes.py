@@ -101,7 +101,9 @@ class ShapeTracker:
                 self._known[keys[place]] = self._exchange(runs[keys[place]])
             except ConfigError as error:  # the other stages exchange the keys that follow, so this one does too
                 failure = failure or error
-        while len(self._known) > _MOST_SHAPES:
+        for key in set(keys) & self._known.keys():  # what this step needs goes last
+            self._known.move_to_end(key)
+        while len(self._known) > max(_MOST_SHAPES, len(keys)):
             self._known.popitem(last=False)
         if failure is not None:
             raise failure

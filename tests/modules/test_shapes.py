@@ -3,13 +3,13 @@
 import itertools
 import queue
 import threading
-from collections import defaultdict
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.modules import shapes
 from megatron_dynapipe.modules.shapes import ShapeTracker, Structure, TensorMeta
 
 STAGES, KEYS = 3, ("a", "b")
@@ -28,7 +28,7 @@ class Control:
         return [self._job.texts[rank] for rank in range(STAGES)]
 
     def send_text(self, text: str, to: int) -> None:
-        self._job.sent += 1
+        self._job.sent.append(text)
         self._job.channels[self._rank, to].put(text)
 
     def receive_text(self, source: int) -> str:
@@ -39,20 +39,21 @@ class Job:
     """What the stages of one pipeline share."""
 
     def __init__(self) -> None:
-        self.barrier, self.texts, self.sent = threading.Barrier(STAGES), {}, 0
-        self.channels: Any = defaultdict(queue.Queue)
+        self.barrier, self.texts = threading.Barrier(STAGES), {}
+        self.channels = {(stage, stage + 1): queue.SimpleQueue() for stage in range(STAGES - 1)}
+        self.sent: list[str] = []
         self.trackers = [
             ShapeTracker(SimpleNamespace(stage=s, stages=STAGES, pipeline=range(STAGES), control=Control(s, self)))
             for s in range(STAGES)
         ]
 
-    def learn(self, failing: tuple[int, str] | None = None) -> list[str]:
-        """One step with both shapes on every stage; what each of them raised."""
+    def learn(self, failing: tuple[int, str] | None = None, keys: Sequence[str] = KEYS) -> list[str]:
+        """One step with these shapes on every stage; what each of them raised."""
         said = [""] * STAGES
 
         def stage(rank: int) -> None:
             try:
-                self.trackers[rank].learn({key: lambda r, key=key: self.run(rank, key, r, failing) for key in KEYS})
+                self.trackers[rank].learn({key: lambda r, key=key: self.run(rank, key, r, failing) for key in keys})
             except (ConfigError, queue.Empty, threading.BrokenBarrierError) as error:
                 said[rank] = repr(error)
 
@@ -93,10 +94,10 @@ def test_whatever_any_stage_has_forgotten_nobody_waits_for_long(failing):
         job = Job()
         assert job.learn() == [""] * STAGES
         forget(job, forgotten)
-        job.sent = 0
+        job.sent.clear()
         new = {key for _, key in forgotten}
         said = job.learn(failing)
-        assert job.sent == 2 * len(new), "one message per boundary and shape that is new anywhere"
+        assert len(job.sent) == 2 * len(new), "one message per boundary and shape that is new anywhere"
         if failing is not None and failing[1] in new:
             assert all("boom" in text for text in said[failing[0] :]) and not any(said[: failing[0]])
             assert job.learn() == [""] * STAGES, "the next step works"
@@ -106,5 +107,14 @@ def test_whatever_any_stage_has_forgotten_nobody_waits_for_long(failing):
             received, sent = job.trackers[stage].known(key)
             assert received == (meta(stage - 1, key) if stage else None)
             assert sent == (meta(stage, key) if stage < STAGES - 1 else None)
-        job.sent = 0
-        assert job.learn() == [""] * STAGES and job.sent == 0
+        job.sent.clear()
+        assert job.learn() == [""] * STAGES and not job.sent
+
+
+def test_the_oldest_shapes_are_forgotten_but_none_of_the_step(monkeypatch):
+    monkeypatch.setattr(shapes, "_MOST_SHAPES", 2)
+    job = Job()
+    for keys in ("ab", "ca", "dab"):  # "a" is the oldest when "c" comes
+        assert job.learn(keys=keys) == [""] * STAGES
+        assert all(job.trackers[stage].knows(key) for stage in range(STAGES) for key in keys)
+    assert not any(tracker.knows("c") for tracker in job.trackers)
