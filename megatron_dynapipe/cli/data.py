@@ -1,15 +1,16 @@
-"""`data`: text tasks → a tokenised dataset folder, the demo mixture, length statistics."""
+"""`data`: text tasks → a tokenised dataset folder, the demo mixture, what a dataset holds."""
 
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.data.meta import DatasetMeta
+    from megatron_dynapipe.data.prepare import Prepared
 
 
 def add_parser(subparsers: "SubParsers") -> None:
@@ -20,27 +21,7 @@ def add_parser(subparsers: "SubParsers") -> None:
     demo = actions.add_parser("demo", help="the demo mixture: tasks from Python's own standard library")
     demo.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
 
-    prepare = actions.add_parser("prepare", help="text tasks → a tokenised dataset folder")
-    prepare.add_argument(
-        "files", type=Path, nargs="*", metavar="FILE", help="JSON lines (also .gz) with task, input and target"
-    )
-    prepare.add_argument(
-        "--huggingface", metavar="DATASET", help="a HuggingFace dataset (a folder, or a name) with these columns"
-    )
-    prepare.add_argument("--huggingface-split", default="train", metavar="NAME", help="its split (%(default)s)")
-    prepare.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
-    prepare.add_argument("--tokenizer", type=Path, metavar="DIR", help="a HuggingFace tokenizer; else one is trained")
-    prepare.add_argument(
-        "--vocabulary-size", type=int, default=4096, metavar="N", help="of a trained tokenizer (%(default)s)"
-    )
-    prepare.add_argument("--valid-fraction", type=float, default=0.05, metavar="X", help="(%(default)s)")
-    prepare.add_argument("--test-fraction", type=float, default=0.05, metavar="X", help="(%(default)s)")
-    prepare.add_argument("--max-input-length", type=int, metavar="N", help="longest input, in tokens")
-    prepare.add_argument("--max-target-length", type=int, metavar="N", help="longest target, in tokens")
-    prepare.add_argument(
-        "--long-samples", choices=("fail", "truncate", "skip"), default="fail", help="longer ones (%(default)s)"
-    )
-    prepare.add_argument("--skip-empty", action="store_true", help="leave out samples with an empty input or target")
+    _add_prepare(actions)
 
     verify = actions.add_parser("verify", help="check every file and sample of a dataset folder")
     verify.add_argument("folder", type=Path, metavar="DIR", help="a dataset folder")
@@ -49,6 +30,47 @@ def add_parser(subparsers: "SubParsers") -> None:
     stats.add_argument("folder", type=Path, metavar="DIR", help="a dataset folder")
     stats.add_argument("--split", choices=("train", "valid", "test"), default="train", help="(%(default)s)")
     stats.add_argument("--json", action="store_true", help="print the statistics for a machine to read")
+
+
+def _add_prepare(actions: Any) -> None:
+    prepare = actions.add_parser(
+        "prepare",
+        help="text tasks → a tokenised dataset folder",
+        description="Killed at any point, the same command continues; done, it does nothing. docs/data.md has the form "
+        "of a mixture file.",
+    )
+    add = prepare.add_argument
+    add(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="JSON lines with task, input and target (also .gz, .zst), Parquet, Arrow or CSV; a folder or a pattern",
+    )
+    add("--mixture", type=Path, metavar="FILE.yaml", help="tasks, their sources and how they mix")
+    add("--hub-root", type=Path, metavar="DIR", help="copies of hub datasets, by their names, to read instead")
+    add("--huggingface", metavar="DATASET", help="a HuggingFace dataset (a folder, or a name) with these columns")
+    add("--huggingface-split", default="train", metavar="NAME", help="its split (%(default)s)")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder to write")
+    add("--tokenizer", type=Path, metavar="DIR", help="a HuggingFace tokenizer; else one is trained")
+    add("--pad-token", metavar="TOKEN", help="of the given tokenizer, to pad with in place of its own")
+    add("--vocabulary-size", type=int, default=4096, metavar="N", help="of a trained tokenizer (%(default)s)")
+    add("--valid-fraction", type=float, default=0.05, metavar="X", help="of each entry's samples (%(default)s)")
+    add("--test-fraction", type=float, default=0.05, metavar="X", help="of each entry's samples (%(default)s)")
+    add("--max-input-length", type=int, metavar="N", help="longest input, in tokens")
+    add("--max-target-length", type=int, metavar="N", help="longest target, in tokens")
+    add("--long-samples", choices=("fail", "truncate", "skip"), default="fail", help="longer ones (%(default)s)")
+    add(
+        "--truncate",
+        choices=("right", "left", "middle"),
+        default="right",
+        help="where truncated samples lose tokens (%(default)s)",
+    )
+    add(
+        "--skip-empty",
+        action="store_true",
+        help="leave out samples with an empty input or target, and conversations without a turn of the assistant",
+    )
+    add("--workers", type=int, metavar="N", help="processes that tokenise (default: one per core)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,38 +87,61 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    if bool(args.files) == bool(args.huggingface):
-        raise ConfigError("expected either files or --huggingface, got " + ("both" if args.files else "neither"))
-    from megatron_dynapipe.data.prepare import PrepareSettings, prepare_dataset
-    from megatron_dynapipe.data.sources import read_huggingface, read_jsonl
-    from megatron_dynapipe.sampling import LongSamples
+    given = [name for name in ("files", "huggingface", "mixture") if getattr(args, name)]
+    if len(given) != 1:
+        found = "both" if len(given) == 2 else "all" if given else "neither"
+        raise ConfigError(f"expected either files or --huggingface, or --mixture, got {found}")
+    from megatron_dynapipe.data.mixture.sources import open_sources
+    from megatron_dynapipe.data.mixture.spec import Mixture, TaskSpec, plain_mixture, read_mixture
+    from megatron_dynapipe.data.prepare import PrepareSettings, prepare_mixture
+    from megatron_dynapipe.data.prepare.progress import Bar
+    from megatron_dynapipe.sampling import LongSamples, TruncationSide
 
+    root = Path()
+    if args.mixture:
+        mixture, root = read_mixture(args.mixture), args.mixture.parent
+        source = args.mixture.name
+    elif args.huggingface:
+        task = TaskSpec(task_column="task", hub=args.huggingface, hub_split=args.huggingface_split)
+        mixture, source = Mixture(tasks=(task,)), args.huggingface
+    else:
+        mixture = plain_mixture(tuple(args.files))
+        source = ", ".join(Path(path).name for path in args.files)
     settings = PrepareSettings(
-        source=args.huggingface or ", ".join(path.name for path in args.files),
+        source=source,
         tokenizer=args.tokenizer,
+        pad_token=args.pad_token,
         vocabulary_size=args.vocabulary_size,
         valid_fraction=args.valid_fraction,
         test_fraction=args.test_fraction,
         max_input_length=args.max_input_length,
         max_target_length=args.max_target_length,
         long_samples=LongSamples(args.long_samples),
+        truncate=TruncationSide(args.truncate),
         skip_empty=args.skip_empty,
+        workers=args.workers,
     )
-    if args.huggingface:
-        samples = list(read_huggingface(args.huggingface, args.huggingface_split))
+    sources = open_sources(mixture, root, hub_root=args.hub_root)
+    with Bar() as bar:
+        prepared = prepare_mixture(mixture, sources, args.output, settings, progress=bar)
+    _tell(prepared, args.output)
+
+
+def _tell(prepared: "Prepared", output: Path) -> None:
+    if not prepared.is_new:
+        print(f"{output} is made of the same already: nothing to do", file=sys.stderr)
     else:
-        samples = [sample for path in args.files for sample in read_jsonl(path)]
-    print(f"tokenising {len(samples)} samples", file=sys.stderr)
-    prepared = prepare_dataset(samples, args.output, settings)
-    print(prepared.long_samples, file=sys.stderr)
-    if prepared.empty_samples:
-        print(f"{prepared.empty_samples} samples without input or target were left out", file=sys.stderr)
-    if prepared.replaced is not None and prepared.replaced != prepared.meta:
-        held = sum(prepared.replaced.samples.values())
-        print(
-            f"replaced another dataset in {args.output}: {held} samples of {prepared.replaced.source}", file=sys.stderr
-        )
-    _print_made(prepared.meta, args.output)
+        print(prepared.long_samples, file=sys.stderr)
+        for line in prepared.notes:
+            print(line, file=sys.stderr)
+    if (
+        prepared.is_new
+        and prepared.replaced is not None
+        and prepared.replaced.content_hash != prepared.meta.content_hash
+    ):
+        held = sum(prepared.replaced.split_samples.values())
+        print(f"replaced another dataset in {output}: {held} samples of {prepared.replaced.source}", file=sys.stderr)
+    _print_made(prepared.meta, output)
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -111,7 +156,7 @@ def _verify(args: argparse.Namespace) -> int:
     if not meta.files:
         print(f"{args.folder} was made without digests: only its form was checked", file=sys.stderr)
     if not found:
-        print(f"{args.folder}: {sum(meta.samples.values())} samples are as they were written")
+        print(f"{args.folder}: {sum(meta.split_samples.values())} samples are as they were written")
     return 1 if found else 0
 
 
@@ -125,5 +170,5 @@ def _stats(args: argparse.Namespace) -> None:
 
 
 def _print_made(meta: "DatasetMeta", folder: Path) -> None:
-    counts = ", ".join(f"{count} {split}" for split, count in meta.samples.items())
+    counts = ", ".join(f"{count} {split}" for split, count in meta.split_samples.items())
     print(f"{folder}: {len(meta.tasks)} tasks, {counts}, vocabulary {meta.vocabulary_size}")

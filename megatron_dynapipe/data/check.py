@@ -17,7 +17,7 @@ def problems(folder: Path) -> Iterator[str]:
     """What is wrong with a dataset folder, in words; nothing where it is whole.
 
     Raises:
-        DataError: there is no dataset, or its `meta.json` is none.
+        DataError: there is no dataset, or its manifest is none.
     """
     meta = read_meta(folder)
     for name, expected in sorted(meta.files.items()):
@@ -59,4 +59,4 @@ def _problems_of_split(folder: Path, split: str, meta: DatasetMeta) -> Iterator[
     ):
         longest = int(np.max(lengths, initial=0))
         if longest > most:
-            yield f"{split}: expected {name}s of at most {most} tokens as meta.json says, got {longest}"
+            yield f"{split}: expected {name}s of at most {most} tokens as the manifest says, got {longest}"

@@ -3,7 +3,8 @@
 import platform
 from pathlib import Path
 
-from megatron_dynapipe.data.meta import DatasetMeta, meta_path, read_meta
+from megatron_dynapipe.data.identity import meta_path
+from megatron_dynapipe.data.meta import DatasetMeta, read_meta
 from megatron_dynapipe.data.prepare import PrepareSettings, prepare_dataset
 from megatron_dynapipe.data.stdlib_tasks import stdlib_samples
 from megatron_dynapipe.errors import DataError
@@ -19,7 +20,7 @@ _RECIPE = 2
 
 
 def demo_source() -> str:
-    """What `meta.json` says about a demo folder made by this Python."""
+    """What the manifest says about a demo folder made by this Python."""
     return f"Python {platform.python_version()} standard library, recipe {_RECIPE}"
 
 

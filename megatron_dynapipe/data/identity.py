@@ -1,10 +1,9 @@
 """Which dataset this is: digests of its files, held against its manifest and against those of other nodes.
 
     up to 2 GB   ████████████████████████    the whole file
-    above        ██ · █ · █ · █ · █ · ██     its size, head, tail and blocks at fixed places: less than a second
+    above        ██ · █ · █ · █ · █ · ██     its size, head, tail and blocks at fixed places: about a second
 
-    above        ██ · █ · █ · █ · █ · ██     size, head, tail, blocks at fixed places: about a second
-checked when the sample is read, and `data verify` reads everything.
+Each sample is checked when it is read, and `data verify` reads everything.
 """
 
 import hashlib
@@ -45,10 +44,32 @@ def checksums_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".crc32.npy")
 
 
+def spans_path(prefix: Path) -> Path:
+    """Where a split keeps parts of inputs that are to be learned, too: int64[m, 3], (sample, first, end)."""
+    return prefix.with_name(prefix.name + ".spans.npy")
+
+
+def manifest_path(folder: Path) -> Path:
+    """Where a dataset folder describes itself."""
+    return folder / "manifest.json"
+
+
+def meta_path(folder: Path) -> Path:
+    """The manifest that a dataset folder has; `manifest.json` where it has none."""
+    old = folder / "meta.json"
+    return old if old.exists() and not manifest_path(folder).exists() else manifest_path(folder)
+
+
 def files_of(folder: Path, split: str) -> list[Path]:
     """The files of a split that are there."""
     prefix = folder / split
-    named = (data_path(prefix), index_path(prefix), task_ids_path(folder, split), checksums_path(prefix))
+    named = (
+        data_path(prefix),
+        index_path(prefix),
+        task_ids_path(folder, split),
+        checksums_path(prefix),
+        spans_path(prefix),
+    )
     return [path for path in named if path.exists()]
 
 
@@ -95,7 +116,8 @@ def check_files(folder: Path, splits: Iterable[str], manifest: Mapping[str, File
 def changed_file(path: Path, expected: str, found: str) -> DataError:
     """The error of a file that is not the manifest's."""
     return DataError(
-        f"{path}: expected the file that meta.json describes (digest {expected}), found another (digest {found})",
+        f"{path}: expected the file that {meta_path(path.parent).name} describes (digest {expected}), found another "
+        f"(digest {found})",
         hint="it was overwritten or copied badly: copy it again, or make the dataset again with `data prepare`; "
         "`data verify` checks every file and sample",
     )

@@ -7,7 +7,7 @@ Each sample is one document of two sequences. The files are byte for byte those 
 import os
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +30,7 @@ from megatron_dynapipe.sampling.lengths import LengthTable, read_array
 
 LOOK_S = 1.0
 """Between two looks at whether a file without checksums has been changed."""
+_DOCUMENTS_AT_ONCE = 2**18
 _UINT16_VOCABULARY = 65_500
 """Megatron stores vocabularies smaller than this in two bytes per token, others in four."""
 
@@ -96,15 +97,9 @@ class IndexedWriter:
         """Write the index and give both files their names."""
         self._sync(self._data)
         lengths = np.asarray(self._lengths, "<i4")
-        ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
-        pointers = ends - lengths.astype("<i8") * self._dtype.itemsize
-        documents = np.arange(0, len(lengths) + 1, 2, dtype="<i8")
-        code = next(code for code, dtype in DTYPES.items() if dtype == self._dtype)
-        with self._unfinished[index_path(self._prefix)].open("wb") as index:
-            index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
-            for array in (lengths, pointers, documents):
-                index.write(array.tobytes())
-            self._sync(index)
+        write_index(
+            self._prefix, self._dtype, len(lengths) // 2, lambda: [lengths], self._unfinished[index_path(self._prefix)]
+        )
         with self._unfinished[checksums_path(self._prefix)].open("wb") as file:
             np.lib.format.write_array(file, np.asarray(self._checksums, np.uint32), allow_pickle=False)
             self._sync(file)
@@ -124,6 +119,39 @@ class IndexedWriter:
             file.flush()
             os.fsync(file.fileno())
             file.close()
+
+
+def write_index(
+    prefix: Path,
+    dtype: np.dtype[Any],
+    samples: int,
+    lengths: Callable[[], Iterable[npt.NDArray[np.int32]]],
+    path: Path | None = None,
+) -> None:
+    """Write the index of a data file whose samples stand one after another.
+
+    Args:
+        prefix: path of the two files without their endings.
+        dtype: of a token.
+        samples: their number.
+        lengths: gives tokens of every input and target in turn, in any number of pieces; called twice.
+        path: where to write, if not `<prefix>.idx`.
+    """
+    code = next(code for code, each in DTYPES.items() if each == dtype)
+    with (path or index_path(prefix)).open("wb") as index:
+        index.write(HEADER.pack(MAGIC, VERSION, code, 2 * samples, samples + 1))
+        for piece in lengths():
+            index.write(np.ascontiguousarray(piece, "<i4").tobytes())
+        start = 0
+        for piece in lengths():
+            ends = start + np.cumsum(piece, dtype="<i8") * dtype.itemsize
+            index.write((ends - piece.astype("<i8") * dtype.itemsize).tobytes())
+            start = int(ends[-1]) if len(ends) else start
+        for first in range(0, samples + 1, _DOCUMENTS_AT_ONCE):
+            last = min(first + _DOCUMENTS_AT_ONCE, samples + 1)
+            index.write(np.arange(2 * first, 2 * last, 2, dtype="<i8").tobytes())
+        index.flush()
+        os.fsync(index.fileno())
 
 
 class IndexedReader:

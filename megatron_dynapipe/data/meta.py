@@ -1,47 +1,93 @@
-"""`meta.json` of a dataset folder, and opening a split of one.
+"""`manifest.json` of a dataset folder, and opening a split of one.
 
-<folder>/meta.json                             what the folder holds (`DatasetMeta`)
+<folder>/manifest.json                         what the folder holds (`DatasetMeta`); version 1: meta.json
          tokenizer/                            a HuggingFace tokenizer
          {train,valid,test}.bin, .idx          tokens: one document of two sequences (input, target) per sample
          {train,valid,test}.tasks.npy          int16[samples], each sample's index in `DatasetMeta.tasks`
          {train,valid,test}.crc32.npy          uint32[samples], each sample's checksum (may be absent)
+         {train,valid,test}.spans.npy          int64[m, 3], (sample, first, end): parts of inputs to be learned, too,
+                                               as earlier turns of a conversation (absent where there are none)
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+import numpy as np
 
-from megatron_dynapipe.data.identity import FileDigests
+from megatron_dynapipe.data.identity import FileDigests, manifest_path, meta_path
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_bounded
+from megatron_dynapipe.sampling.lengths import read_task_ids
 
-FORMAT: Literal["dynapipe-dataset/1"] = "dynapipe-dataset/1"
+FORMAT: Literal["dynapipe-dataset/2"] = "dynapipe-dataset/2"
+OLD_FORMAT: Literal["dynapipe-dataset/1"] = "dynapipe-dataset/1"
 SPLITS = ("train", "valid", "test")
 TOKENIZER_FOLDER = "tokenizer"
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Rate = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a dataset folder holds.
+    """What a dataset folder holds: its manifest.
 
     Attributes:
         format: name and version of this form.
         source: where the text came from, in words.
         tasks: names; a sample's task is an index into these.
-        samples: samples of each split.
+        samples: samples of each split, by task.
+        read: samples that the sources gave, by task; they are in `samples` or in `skipped`.
+        skipped: samples that were left out, by reason.
+        truncated: samples that lost tokens, by task.
+        rates: how often each task is drawn in training, where not by its size.
+        lengths: training samples by the power of two that their input and their target do not exceed.
         vocabulary_size: token ids are smaller than this.
         pad_id: fills micro-batches up to their shape.
         bos_id: starts every decoder input.
         eos_id: ends every target.
         max_input_length: no input has more tokens than this.
         max_target_length: no target has more tokens than this, without start and end tokens.
-        tokenizer: the tokenizer's folder, relative to the dataset's.
+        tokenizer: fingerprint of the tokenizer; empty in datasets of version 1.
+        content_hash: of all samples, their order and their tokenizer; empty in datasets of version 1.
+        recipe: digest of sources, mixture and settings: equal where preparing again would give the same.
         files: digests of the splits' files; empty in datasets that were made before there were any.
     """
+
+    format: Literal["dynapipe-dataset/2"] = FORMAT
+    source: str
+    tasks: tuple[str, ...]
+    samples: dict[str, dict[str, Count]]
+    read: dict[str, Count] = {}
+    skipped: dict[str, Count] = {}
+    truncated: dict[str, Count] = {}
+    rates: dict[str, Rate] = {}
+    lengths: dict[str, dict[str, Count]] = {}
+    vocabulary_size: Positive
+    pad_id: Count
+    bos_id: Count
+    eos_id: Count
+    max_input_length: Positive
+    max_target_length: Positive
+    tokenizer: str = ""
+    content_hash: str = ""
+    recipe: str = ""
+    files: dict[str, FileDigests] = {}
+
+    def __post_init__(self) -> None:
+        _check_splits(self.samples)
+
+    @property
+    def split_samples(self) -> dict[str, int]:
+        """Samples of each split."""
+        return {split: sum(self.samples[split].values()) for split in SPLITS}
+
+
+class _Version1(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`meta.json` of version 1, in which samples are counted by split alone and `tokenizer` is a folder."""
 
     format: Literal["dynapipe-dataset/1"]
     source: str
@@ -57,22 +103,39 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     files: dict[str, FileDigests] = {}
 
     def __post_init__(self) -> None:
-        if set(self.samples) != set(SPLITS):
-            raise ValueError(f"expected samples of {', '.join(SPLITS)}, got {', '.join(sorted(self.samples))}")
+        _check_splits(self.samples)
+
+    def current(self, folder: Path) -> DatasetMeta:
+        """The same as a manifest of today; raises DataError where the samples' tasks cannot be read."""
+        samples = {split: self._by_task(folder, split) for split in SPLITS}
+        fields = msgspec.structs.asdict(self)
+        return DatasetMeta(**fields | {"format": FORMAT, "samples": samples, "tokenizer": ""})
+
+    def _by_task(self, folder: Path, split: str) -> dict[str, int]:
+        try:
+            counts = np.bincount(read_task_ids(folder, split, self.samples[split]), minlength=len(self.tasks))
+        except DataError:  # reported where the samples are opened
+            return {self.tasks[0]: self.samples[split]} if self.tasks else {}
+        return {name: int(count) for name, count in zip(self.tasks, counts, strict=False) if count}
 
 
-def meta_path(folder: Path) -> Path:
-    """Where a dataset folder describes itself."""
-    return folder / "meta.json"
+def _check_splits(samples: Mapping[str, object]) -> None:
+    if set(samples) != set(SPLITS):
+        raise ValueError(f"expected samples of {', '.join(SPLITS)}, got {', '.join(sorted(samples))}")
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Where a dataset folder keeps its tokenizer."""
+    return folder / TOKENIZER_FOLDER
 
 
 def write_meta(folder: Path, meta: DatasetMeta) -> None:
-    """Write `meta.json`, readable by people."""
-    meta_path(folder).write_bytes(msgspec.json.format(msgspec.json.encode(meta), indent=1) + b"\n")
+    """Write `manifest.json`, readable by people."""
+    manifest_path(folder).write_bytes(msgspec.json.format(msgspec.json.encode(meta), indent=1) + b"\n")
 
 
 def read_meta(folder: Path) -> DatasetMeta:
-    """Read and check a dataset folder's `meta.json`.
+    """Read and check a dataset folder's `manifest.json`, or `meta.json` where it is of version 1.
 
     Raises:
         DataError: the folder or the file is missing, or not of this form; the message names the field.
@@ -80,20 +143,25 @@ def read_meta(folder: Path) -> DatasetMeta:
     hint = "make a dataset with `megatron-dynapipe data prepare` or `megatron-dynapipe data demo`"
     if not folder.is_dir():
         raise DataError(f"expected a dataset folder at {folder}, found none", hint=hint)
+    path = meta_path(folder)
+    is_old = path != manifest_path(folder)
     try:
-        return msgspec.json.decode(read_bounded(meta_path(folder)), type=DatasetMeta)
+        content = read_bounded(path)
+        if is_old:
+            return msgspec.json.decode(content, type=_Version1).current(folder)
+        return msgspec.json.decode(content, type=DatasetMeta)
     except FileNotFoundError:
         raise DataError(
-            f"expected a dataset folder with a meta.json at {folder}, found no such file", hint=hint
+            f"expected a dataset folder with a manifest.json at {folder}, found no such file", hint=hint
         ) from None
     except OSError as error:
-        raise DataError(f"{meta_path(folder)}: cannot read it: {error.strerror}", hint=hint) from error
+        raise DataError(f"{path}: cannot read it: {error.strerror}", hint=hint) from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{meta_path(folder)}: expected {FORMAT}: {error}", hint=hint) from error
+        raise DataError(f"{path}: expected {OLD_FORMAT if is_old else FORMAT}: {error}", hint=hint) from error
 
 
 def open_split(folder: Path, split: str) -> IndexedReader:
-    """Open a split of a dataset folder, checked against its `meta.json`.
+    """Open a split of a dataset folder, checked against its manifest.
 
     Raises:
         DataError: anything is missing or damaged, or the two disagree.
@@ -102,7 +170,7 @@ def open_split(folder: Path, split: str) -> IndexedReader:
     if split not in SPLITS:
         raise DataError(f"expected a split of {', '.join(SPLITS)}, got {split!r}")
     reader = IndexedReader(folder / split)
-    expected = meta.samples[split]
+    expected = meta.split_samples[split]
     if len(reader) != expected:
         raise DataError(
             f"{folder / split}: expected {expected} samples as {meta_path(folder).name} says, got {len(reader)}",

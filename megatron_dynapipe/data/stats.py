@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.data.meta import SPLITS, meta_path, open_split, read_meta
+from megatron_dynapipe.data.identity import meta_path
+from megatron_dynapipe.data.meta import SPLITS, open_split, read_meta
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.lengths import read_task_ids
 
@@ -53,7 +54,7 @@ def dataset_statistics(folder: Path, split: str) -> DatasetStatistics:
     """
     meta, lengths = read_meta(folder), open_split(folder, split).lengths
     if not len(lengths):
-        full = ", ".join(name for name in SPLITS if meta.samples[name])
+        full = ", ".join(name for name in SPLITS if meta.split_samples[name])
         raise DataError(f"{folder}: expected samples in the split {split!r}, got 0", hint=f"it has samples in {full}")
     task_ids = read_task_ids(folder, split, len(lengths))
     if int(task_ids.max()) >= len(meta.tasks):

@@ -1,13 +1,17 @@
 """Training, loading and using a HuggingFace tokenizer, offline."""
 
+import functools
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from megatron_dynapipe.data.identity import folder_digest, whole_digest
+from megatron_dynapipe.data.mixture.corruption import SENTINEL
 from megatron_dynapipe.errors import DataError
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
@@ -16,20 +20,27 @@ Tokenizer = Any
 """A `transformers.PreTrainedTokenizerBase`; the library carries no types."""
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocabulary_size: int, *, sentinels: int = 0) -> Tokenizer:
     """Train a byte-level BPE tokenizer: exactly `vocabulary_size` entries, the first three pad, start and end.
 
     The same texts give the same tokenizer. Nothing is added to a text that is encoded.
 
+    Args:
+        texts: read once.
+        vocabulary_size: entries, special ones among them.
+        sentinels: entries that stand for removed spans, as a T5's.
+
     Raises:
         DataError: the text is too small for that many entries.
     """
+    from transformers import PreTrainedTokenizerFast
+
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
-        special_tokens=[PAD, BOS, EOS],
+        special_tokens=[PAD, BOS, EOS, *map(SENTINEL.format, range(sentinels))],
         # All 256 bytes, so that no text is unknown.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -43,8 +54,12 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, bos_token=BOS, eos_token=EOS)
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, *, pad_token: str | None = None) -> Tokenizer:
     """Load a tokenizer from a folder, without network and without running code from it.
+
+    Args:
+        folder: as `save_pretrained` writes it.
+        pad_token: of its vocabulary, to pad with in place of its own.
 
     Raises:
         DataError: there is no tokenizer, or it has no pad or end token.
@@ -52,15 +67,25 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise DataError(f"expected a tokenizer folder at {folder}, found none")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        if (folder / "tokenizer.json").is_file():
+            # Imports no torch, which takes half a gigabyte.
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
+        tokenizer = Loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}: expected a HuggingFace tokenizer, cannot load it: {error}") from error
-    for name in ("pad", "eos"):
+    if pad_token is not None:
+        if pad_token not in tokenizer.get_vocab():
+            raise DataError(f"{folder}: expected a pad token of its vocabulary, got {pad_token!r}")
+        tokenizer.pad_token = pad_token
+    hints = {
+        "pad": "name one of its tokens with --pad-token, for example its end token",
+        "eos": "set it in the tokenizer's tokenizer_config.json; a bare tokenizer.json has none",
+    }
+    for name, hint in hints.items():
         if getattr(tokenizer, f"{name}_token_id") is None:
-            raise DataError(
-                f"{folder}: expected a tokenizer with {name}_token, it has none",
-                hint="set it in the tokenizer's tokenizer_config.json; a bare tokenizer.json has none",
-            )
+            raise DataError(f"{folder}: expected a tokenizer with {name}_token, it has none", hint=hint)
     return tokenizer
 
 
@@ -69,7 +94,72 @@ def start_id(tokenizer: Tokenizer) -> int:
     return int(tokenizer.pad_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
 
 
+def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that stand for removed spans, in order; none where a tokenizer has none."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    found: list[int] = []
+    while (token := SENTINEL.format(len(found))) in vocabulary:
+        found.append(vocabulary[token])
+    return tuple(found)
+
+
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of each text, with nothing added; text that reads like a special token is only text."""
     encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)
     return [list(ids) for ids in encoded["input_ids"]]
+
+
+def fingerprint(folder: Path) -> str:
+    """32 hexadecimal digits of what a tokenizer's folder encodes to: equal wherever it was loaded from."""
+    tokens = folder / "tokenizer.json"
+    if not tokens.is_file():
+        return folder_digest(folder)
+    special = folder / "tokenizer_config.json"
+    config = json.loads(special.read_bytes()) if special.is_file() else {}
+    kept = {name: str(value) for name, value in config.items() if name.endswith(("_token", "chat_template"))}
+    state = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16)
+    state.update(whole_digest(tokens).encode())
+    return state.hexdigest()
+
+
+class FastEncoder:
+    """Token ids of many texts at once, by the library's own batch encoding without offsets.
+
+    A tokenizer that has no `tokenizer.json` (one in Python) encodes by itself, more slowly.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._slow: Tokenizer = None
+        path = folder / "tokenizer.json"
+        if path.is_file():
+            self._fast = tokenizers.Tokenizer.from_file(str(path))
+            self._fast.no_padding()
+            self._fast.no_truncation()
+        else:
+            self._slow = load_tokenizer(folder)
+
+    def __call__(self, texts: Sequence[str], *, is_text: bool = True) -> list[list[int]]:
+        """Ids of each text, with nothing added; what reads like a special token is only text, unless told otherwise."""
+        if self._slow is not None:
+            encoded = self._slow(list(texts), add_special_tokens=False, split_special_tokens=is_text)
+            return [list(ids) for ids in encoded["input_ids"]]
+        self._fast.encode_special_tokens = is_text
+        return [each.ids for each in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+@functools.lru_cache(maxsize=1)
+def chat_renderer(folder: Path, template: str | None) -> Any:
+    """A function from messages and add_generation_prompt to text, by a tokenizer's chat template or another.
+
+    Raises:
+        DataError: there is none.
+    """
+    tokenizer = load_tokenizer(folder)
+    if template is None and not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            f"{folder}: expected a tokenizer with a chat template for conversations, it has none",
+            hint="write chat_template: into the mixture file",
+        )
+    return functools.partial(
+        tokenizer.apply_chat_template, tokenize=False, **({} if template is None else {"chat_template": template})
+    )

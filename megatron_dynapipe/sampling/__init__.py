@@ -1,7 +1,7 @@
 """Which samples an iteration holds: lengths on disk, maximum lengths, mixture, sampler. No text, no torch."""
 
 from megatron_dynapipe.sampling.lengths import LengthTable, read_task_ids
-from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples
+from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples, TruncationSide
 from megatron_dynapipe.sampling.sampler import GlobalBatch, Sampler, SamplerSettings
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "LongSamples",
     "Sampler",
     "SamplerSettings",
+    "TruncationSide",
     "read_task_ids",
 ]

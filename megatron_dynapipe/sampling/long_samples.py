@@ -20,6 +20,27 @@ class LongSamples(enum.StrEnum):
     SKIP = "skip"
 
 
+class TruncationSide(enum.StrEnum):
+    """Where a sample that is too long loses tokens: at its end, at its beginning, or in its middle."""
+
+    RIGHT = "right"
+    LEFT = "left"
+    MIDDLE = "middle"
+
+
+def kept_ranges(length: int, kept: int, side: TruncationSide) -> list[tuple[int, int]]:
+    """The ranges (first, end) of `length` tokens that stay where `kept` of them do; of the middle's, none is empty."""
+    if kept >= length:
+        return [(0, length)] if length else []
+    if kept == 0:
+        return []
+    if side is TruncationSide.RIGHT:
+        return [(0, kept)]
+    if side is TruncationSide.LEFT or kept == 1:
+        return [(length - kept, length)] if side is TruncationSide.LEFT else [(0, kept)]
+    return [(0, kept - kept // 2), (length - kept // 2, length)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongSampleReport:
     """How many samples were too long, and what became of them.

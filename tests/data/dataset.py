@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.indexed import IndexedWriter
-from megatron_dynapipe.data.meta import FORMAT, SPLITS, DatasetMeta, open_split, read_meta, write_meta
+from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_meta, write_meta
 from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals
 from megatron_dynapipe.sampling.lengths import task_ids_path
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
@@ -26,10 +26,9 @@ def write_dataset(folder: Path) -> Path:
                 writer.add(given, wanted)
         np.save(task_ids_path(folder, split), np.array(TASKS[: len(samples)], np.int16))
     meta = DatasetMeta(
-        format=FORMAT,
         source="a table in a test",
         tasks=("even", "odd"),
-        samples={"train": len(SAMPLES), "valid": 0, "test": 0},
+        samples={"train": {"even": 2, "odd": 2}, "valid": {}, "test": {}},
         vocabulary_size=100,
         pad_id=PAD,
         bos_id=BOS,

@@ -13,7 +13,7 @@ from megatron_dynapipe.data.stdlib_tasks import samples_of_source, stdlib_sample
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings, read_task_ids
 from megatron_dynapipe.units import ModelFamily
-from tests.data.test_prepare import text_samples
+from tests.data.prepare.test_run import text_samples
 
 SOURCE = '''"""Shapes and areas.
 
@@ -102,8 +102,8 @@ def test_demo_is_a_mixture_of_different_lengths(folder: Path) -> None:
     meta = read_meta(folder)
     assert meta.tasks == ("function_summary", "module_summary", "signature")
     assert meta.vocabulary_size == VOCABULARY_SIZE
-    assert meta.samples["train"] > 3000
-    assert min(meta.samples.values()) > 100
+    assert meta.split_samples["train"] > 3000
+    assert min(meta.split_samples.values()) > 100
     lengths = LengthTable.read(folder, "train")
     assert 10 <= np.median(lengths.input) < 100
     assert lengths.input.max() > 1000
@@ -137,12 +137,12 @@ def test_demo_is_made_once_for_each_python(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(demo, "SAMPLES_PER_TASK", 40)
     monkeypatch.setattr(demo, "VOCABULARY_SIZE", 300)
     build_demo(tmp_path / "data")
-    made = (tmp_path / "data" / "meta.json").stat().st_mtime_ns
+    made = (tmp_path / "data" / "manifest.json").stat().st_mtime_ns
     build_demo(tmp_path / "data")
-    assert (tmp_path / "data" / "meta.json").stat().st_mtime_ns == made
+    assert (tmp_path / "data" / "manifest.json").stat().st_mtime_ns == made
     monkeypatch.setattr(demo, "demo_source", lambda: "another Python")
     build_demo(tmp_path / "data")
     assert read_meta(tmp_path / "data").source == "another Python"
-    (tmp_path / "data" / "meta.json").write_text("{}")
+    (tmp_path / "data" / "manifest.json").write_text("{}")
     build_demo(tmp_path / "data")
     assert read_meta(tmp_path / "data").source == "another Python"

@@ -53,7 +53,7 @@ def test_a_prepared_dataset_describes_its_files(made: Path) -> None:
 @pytest.mark.parametrize("name", ["train.bin", "train.idx", "valid.tasks.npy", "test.crc32.npy"])
 def test_a_changed_file_is_named(folder: Path, name: str) -> None:
     change(folder / name, (folder / name).stat().st_size - 1)
-    with pytest.raises(DataError, match=f"{name}: expected the file that meta.json describes"):
+    with pytest.raises(DataError, match=f"{name}: expected the file that manifest.json describes"):
         check_files(folder, ("train", "valid", "test"), read_meta(folder).files)
 
 
@@ -128,7 +128,7 @@ def test_verify_checks_everything(folder: Path, capsys: pytest.CaptureFixture[st
     change(folder / "train.bin", 0)
     assert main(["data", "verify", str(folder)]) == 1
     said = capsys.readouterr().out
-    assert "train.bin: expected the file that meta.json describes" in said
+    assert "train.bin: expected the file that manifest.json describes" in said
     assert "the tokens of sample 0 are not those that were written" in said
 
 

@@ -1,4 +1,4 @@
-"""`meta.json`: round trip, strictness, and opening a split against it."""
+"""`manifest.json`: round trip, strictness, and opening a split against it."""
 
 import json
 import os
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.data.meta import meta_path, open_split, read_meta
+from megatron_dynapipe.data.identity import meta_path
+from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.errors import DataError
 from tests.data.dataset import SAMPLES, write_dataset
 
@@ -17,7 +18,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def change(folder: Path, **changes: object) -> None:
-    """Rewrite meta.json with fields changed, or removed where the value is None."""
+    """Rewrite manifest.json with fields changed, or removed where the value is None."""
     fields = json.loads(meta_path(folder).read_bytes()) | changes
     meta_path(folder).write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
 
@@ -31,31 +32,31 @@ def test_opens_a_split(folder: Path) -> None:
 
 def test_meta_reads_as_text(folder: Path) -> None:
     text = meta_path(folder).read_text()
-    assert json.loads(text)["format"] == "dynapipe-dataset/1"
+    assert json.loads(text)["format"] == "dynapipe-dataset/2"
     assert text.count("\n") > 10
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "dynapipe-dataset/2"}, "Invalid enum value 'dynapipe-dataset/2' - at `$.format`"),
+        ({"format": "dynapipe-dataset/3"}, "Invalid enum value 'dynapipe-dataset/3' - at `$.format`"),
         ({"surprise": 1}, "Object contains unknown field `surprise`"),
         ({"tasks": None}, "Object missing required field `tasks`"),
         ({"vocabulary_size": 0}, "Expected `int` >= 1 - at `$.vocabulary_size`"),
-        ({"samples": {"train": 4}}, "expected samples of train, valid, test, got train"),
+        ({"samples": {"train": {"even": 4}}}, "expected samples of train, valid, test, got train"),
         ({"pad_id": "0"}, "Expected `int`, got `str` - at `$.pad_id`"),
     ],
 )
 def test_meta_is_strict(folder: Path, changes: dict[str, object], message: str) -> None:
     change(folder, **changes)
-    with pytest.raises(DataError, match=r"meta\.json: expected dynapipe-dataset/1") as caught:
+    with pytest.raises(DataError, match=r"manifest\.json: expected dynapipe-dataset/2") as caught:
         read_meta(folder)
     assert message in str(caught.value)
 
 
 def test_meta_that_is_not_json(folder: Path) -> None:
     meta_path(folder).write_bytes(b"{")
-    with pytest.raises(DataError, match=r"meta\.json: expected dynapipe-dataset/1: Input data was truncated"):
+    with pytest.raises(DataError, match=r"manifest\.json: expected dynapipe-dataset/2: Input data was truncated"):
         read_meta(folder)
 
 
@@ -63,13 +64,13 @@ def test_missing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected a dataset folder at .*nowhere, found none") as caught:
         read_meta(tmp_path / "nowhere")
     assert "data prepare" in str(caught.value)
-    with pytest.raises(DataError, match=r"expected a dataset folder with a meta\.json"):
+    with pytest.raises(DataError, match=r"expected a dataset folder with a manifest\.json"):
         read_meta(tmp_path)
 
 
 def test_meta_and_split_disagree(folder: Path) -> None:
-    change(folder, samples={"train": 5, "valid": 0, "test": 0})
-    with pytest.raises(DataError, match=r"train: expected 5 samples as meta\.json says, got 4"):
+    change(folder, samples={"train": {"even": 5}, "valid": {}, "test": {}})
+    with pytest.raises(DataError, match=r"train: expected 5 samples as manifest\.json says, got 4"):
         open_split(folder, "train")
 
 
@@ -82,4 +83,19 @@ def test_a_meta_without_an_end_is_not_read(folder: Path) -> None:
     meta_path(folder).unlink()
     os.mkfifo(meta_path(folder))
     with pytest.raises(DataError, match="expected a regular file, found a pipe"):
+        read_meta(folder)
+
+
+def test_version_1_is_still_read(folder: Path) -> None:
+    fields = json.loads(meta_path(folder).read_bytes())
+    old = {"format": "dynapipe-dataset/1", "samples": {"train": 4, "valid": 0, "test": 0}, "tokenizer": "tokenizer"}
+    for name in ("read", "skipped", "truncated", "rates", "lengths", "content_hash", "recipe"):
+        fields.pop(name, None)
+    current = read_meta(folder)
+    meta_path(folder).unlink()
+    (folder / "meta.json").write_text(json.dumps(fields | old))
+    assert read_meta(folder) == current
+    assert len(open_split(folder, "train")) == 4
+    (folder / "meta.json").write_text(json.dumps(fields | old | {"tasks": 3}))
+    with pytest.raises(DataError, match=r"meta\.json: expected dynapipe-dataset/1"):
         read_meta(folder)

@@ -12,7 +12,7 @@ from megatron_dynapipe.data.stats import LengthStatistics, dataset_statistics, s
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.lengths import task_ids_path
 from tests.data.dataset import write_dataset
-from tests.data.test_prepare import SENTENCE, text_samples
+from tests.data.prepare.test_run import SENTENCE, text_samples
 
 
 def test_percentiles_are_lengths_that_occur() -> None:
@@ -42,7 +42,7 @@ def test_empty_split(tmp_path: Path) -> None:
 
 def test_more_tasks_than_named(tmp_path: Path) -> None:
     np.save(task_ids_path(write_dataset(tmp_path), "train"), np.array([0, 1, 2, 0], np.int16))
-    with pytest.raises(DataError, match=r"meta\.json: expected 3 tasks, got 2"):
+    with pytest.raises(DataError, match=r"manifest\.json: expected 3 tasks, got 2"):
         dataset_statistics(tmp_path, "train")
 
 
@@ -71,11 +71,11 @@ def test_command_prepare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main([*command, "--skip-empty"]) == 0
     captured = capsys.readouterr()
     assert captured.out.endswith("data: 2 tasks, 36 train, 2 valid, 2 test, vocabulary 300\n")
-    assert "1 samples without input or target were left out" in captured.err
+    assert "1 samples were left out: empty" in captured.err
     assert main(["data", "prepare", "--output", str(tmp_path / "data")]) == 2
-    assert "expected either files or --huggingface, got neither" in capsys.readouterr().err
+    assert "expected either files or --huggingface, or --mixture, got neither" in capsys.readouterr().err
     assert main([*command, "--huggingface", "name"]) == 2
-    assert "expected either files or --huggingface, got both" in capsys.readouterr().err
+    assert "expected either files or --huggingface, or --mixture, got both" in capsys.readouterr().err
 
 
 def test_command_prepare_truncates_long_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_command_prepare_truncates_long_text(tmp_path: Path, capsys: pytest.Capt
     assert main(command) == 0
     captured = capsys.readouterr()
     assert "data: 50 tasks, " in captured.out
-    assert "were truncated" in captured.err and "1 samples without input or target were left out" in captured.err
+    assert "were truncated" in captured.err and "1 samples were left out: empty" in captured.err
     found = [dataset_statistics(tmp_path / "data", split).total for split in ("train", "valid", "test")]
     assert max(total.input.max for total in found) == 2048 and sum(total.samples for total in found) == 102
 

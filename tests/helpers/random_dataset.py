@@ -29,10 +29,9 @@ def make_dataset(folder: Path, samples: int = 64, *, lengths: Sequence[int] = (1
                 writer.add(given.tolist(), wanted.tolist())
         np.save(folder / f"{split}.tasks.npy", np.zeros(samples, np.int16))
     meta = DatasetMeta(
-        format="dynapipe-dataset/1",
         source="random tokens",
         tasks=("random",),
-        samples=dict.fromkeys(("train", "valid", "test"), samples),
+        samples={split: {"random": samples} for split in ("train", "valid", "test")},
         vocabulary_size=VOCABULARY,
         pad_id=0,
         bos_id=1,

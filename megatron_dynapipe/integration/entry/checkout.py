@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.data.meta import tokenizer_folder
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import environment, parent_death
 from megatron_dynapipe.integration.entry.bootstrap import reported
@@ -57,7 +57,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         _check_model_flags(args)
         _check_timers(args, on_cpu=cpu.is_enabled())
         if args.tokenizer_model is None:
-            args.tokenizer_model = str(settings.data / read_meta(settings.data).tokenizer)
+            args.tokenizer_model = str(tokenizer_folder(settings.data))
 
 
 def _check_model_flags(args: argparse.Namespace) -> None:

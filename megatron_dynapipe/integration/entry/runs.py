@@ -18,7 +18,7 @@ from megatron.training.arguments import add_megatron_arguments, parse_and_valida
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
-from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.data.meta import tokenizer_folder
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import calibration, launch
 from megatron_dynapipe.integration.entry.session import MakeBatch, Session
@@ -221,7 +221,7 @@ def parse(family: ModelFamily) -> argparse.Namespace:
     settings = arguments.check(early, family)
     sys.argv += arguments.layer_split_words(early, family)
     sys.argv += model_flags.words_for_megatron(parser.parse_args(), family)
-    tokenizer = settings.data / read_meta(settings.data).tokenizer
+    tokenizer = tokenizer_folder(settings.data)
     try:
         args: argparse.Namespace = parse_and_validate_args(
             extra_args_provider=_extend, args_defaults={"tokenizer_model": str(tokenizer)}

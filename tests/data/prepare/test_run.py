@@ -4,12 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_dynapipe.data import tokenizer as tokenizers
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_meta
-from megatron_dynapipe.data.prepare import PrepareSettings, TextSample, assign_splits, prepare_dataset
+from megatron_dynapipe.data.prepare import PrepareSettings, TextSample, prepare_dataset
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.sampling import LongSamples, read_task_ids
 
@@ -45,7 +43,10 @@ def test_folder_holds_the_text(tmp_path: Path) -> None:
     assert meta == read_meta(tmp_path / "data")
     assert meta.tasks == ("copy", "count")
     assert (meta.vocabulary_size, meta.pad_id, meta.bos_id, meta.eos_id) == (300, 0, 1, 2)
-    assert meta.samples == {"train": 36, "valid": 2, "test": 2}
+    assert meta.split_samples == {"train": 36, "valid": 2, "test": 2}
+    assert meta.read == dict(Counter(sample.task for sample in samples))
+    assert (meta.skipped, meta.truncated, meta.rates) == ({}, {}, {})
+    assert sum(meta.lengths["input"].values()) == 36
     tokenizer = tokenizers.load_tokenizer(tmp_path / "data" / "tokenizer")
     found = []
     for split in SPLITS:
@@ -67,8 +68,10 @@ def test_given_tokenizer(tmp_path: Path) -> None:
     prepare(tmp_path / "two", tokenizer=tmp_path / "one" / "tokenizer")
     one, two = files(tmp_path / "one"), files(tmp_path / "two")
     # transformers notes there where a tokenizer was loaded from.
-    del one["tokenizer/tokenizer_config.json"], two["tokenizer/tokenizer_config.json"]
+    for made in (one, two):
+        del made["tokenizer/tokenizer_config.json"], made["manifest.json"]
     assert one == two
+    assert read_meta(tmp_path / "one").content_hash == read_meta(tmp_path / "two").content_hash
 
 
 def test_tokenizer_loads_in_megatron(tmp_path: Path) -> None:
@@ -127,7 +130,9 @@ def test_long_samples(tmp_path: Path, policy: str, kept: int) -> None:
     prepared = prepare_dataset(LONG, tmp_path / "data", run)
     report = prepared.long_samples
     assert (report.samples, report.long_inputs, report.long_targets, report.long_samples) == (10, 1, 1, 2)
-    assert sum(prepared.meta.samples.values()) == kept
+    assert sum(prepared.meta.split_samples.values()) == kept
+    assert prepared.meta.skipped == ({"too_long": 2} if policy == "skip" else {})
+    assert prepared.meta.truncated == ({"copy": 2} if policy == "truncate" else {})
     assert (prepared.meta.max_input_length, prepared.meta.max_target_length) == (12, 9)
     longest = [open_split(tmp_path / "data", split).lengths for split in SPLITS]
     assert max(int(part.input.max(initial=0)) for part in longest) <= 12
@@ -135,7 +140,9 @@ def test_long_samples(tmp_path: Path, policy: str, kept: int) -> None:
 
 
 def test_long_samples_fail_by_default(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"of at most 12 input and None target tokens, sample 0 \(task 'copy'\) has"):
+    with pytest.raises(
+        DataError, match=r"sample, row 0 \(task 'copy'\): expected .* of at most 12 input tokens, this one has"
+    ):
         prepare(tmp_path / "data", LONG, vocabulary_size=270, max_input_length=12)
     assert list(tmp_path.iterdir()) == []
 
@@ -151,12 +158,12 @@ def test_all_too_long(tmp_path: Path) -> None:
 )
 def test_empty_samples(tmp_path: Path, sample: TextSample, name: str) -> None:
     rows = [*text_samples(), sample]
-    with pytest.raises(DataError, match=rf"every {name} to have at least 1 token, sample 40 \(task 'copy'\) has 0"):
+    with pytest.raises(DataError, match=rf"row 40 \(task 'copy'\): expected every {name} to have at least 1 token"):
         prepare(tmp_path / "data", rows)
     run = PrepareSettings(source="test", vocabulary_size=300, skip_empty=True)
     prepared = prepare_dataset(rows, tmp_path / "data", run)
     assert prepared.empty_samples == 1
-    assert sum(prepared.meta.samples.values()) == 40
+    assert sum(prepared.meta.split_samples.values()) == 40
 
 
 def test_no_samples(tmp_path: Path) -> None:
@@ -197,23 +204,8 @@ def test_settings_are_checked(changes: dict[str, float], message: str) -> None:
         PrepareSettings(source="test", **changes)  # type: ignore[arg-type]
 
 
-@settings(deadline=None)
-@given(count=st.integers(1, 60), valid=st.floats(0, 0.4), test=st.floats(0, 0.4), order=st.randoms())
-def test_splits_do_not_depend_on_order(count: int, valid: float, test: float, order: object) -> None:
-    rows = text_samples(count)
-    splits = assign_splits(rows, valid, test)
-    counts = Counter(splits)
-    assert counts["train"] >= 1
-    if count >= 10:
-        assert counts["valid"] == max(round(valid * count), valid > 0)
-        assert counts["test"] == max(round(test * count), test > 0)
-    by_row = dict(zip(rows, splits, strict=True))
-    order.shuffle(rows)  # type: ignore[attr-defined]
-    assert dict(zip(rows, assign_splits(rows, valid, test), strict=True)) == by_row
-
-
 def test_too_many_tasks(tmp_path: Path) -> None:
-    rows = [TextSample(f"task {at}", "fox", "dogs") for at in range(2**15 + 1)]
+    rows = [TextSample(f"task {at}", SENTENCE, f"{at} dogs and {at} foxes") for at in range(2**15 + 1)]
     with pytest.raises(DataError, match="expected at most 32768 tasks, got 32769"):
         prepare(tmp_path / "data", rows)
 
@@ -222,9 +214,9 @@ def test_another_dataset_in_the_folder_is_told_from_the_same(tmp_path: Path) -> 
     def again(count: int) -> DatasetMeta | None:
         settings_of_run = PrepareSettings(source="test", vocabulary_size=300)
         prepared = prepare_dataset(text_samples(count), tmp_path / "data", settings_of_run)
-        return None if prepared.replaced == prepared.meta else prepared.replaced
+        return prepared.replaced if prepared.is_new else None
 
     assert again(40) is None  # nothing was there
     assert again(40) is None  # the same
     replaced = again(30)
-    assert replaced is not None and sum(replaced.samples.values()) == 40
+    assert replaced is not None and sum(replaced.split_samples.values()) == 40

@@ -1,0 +1,179 @@
+"""The mixture file: which tasks there are, where their rows lie, what of a row is input and target, how they mix.
+
+tasks:
+  - name: questions
+    source: questions/*.jsonl                  a file, a pattern, a folder, or a list of these
+    template:                                  or columns: {input: question, target: answer}
+      input: "Q: {{ question }}"
+      target: "{{ answer }}"
+    weight: 2
+  - name: conversations
+    source: chats.parquet
+    messages: messages                         the tokenizer's chat template; loss on the assistant's turns
+  - name: prose
+    source: books.jsonl.zst
+    text: text                                 next token, or objective: span_corruption
+mixing: {by: size, cap: 30000, temperature: 1}
+"""
+
+import enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import yaml
+
+from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.files import read_bounded
+
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+_Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class Objective(enum.StrEnum):
+    """What is learned from plain text: the next token (decoder-only), or removed spans (encoder–decoder)."""
+
+    NEXT_TOKEN = "next_token"
+    SPAN_CORRUPTION = "span_corruption"
+
+
+class Mixed(enum.StrEnum):
+    """Whether a task's rate follows from its weight and size, or from its weight alone."""
+
+    SIZE = "size"
+    WEIGHT = "weight"
+
+
+class InputAndTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Two columns, or two Jinja templates."""
+
+    input: _Name
+    target: _Name
+
+
+class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of a mixture.
+
+    Attributes:
+        name: of its task; or
+        task_column: of the names of its tasks, where it holds several.
+        source: paths, patterns or folders of JSON lines, Parquet, Arrow or CSV files; or
+        hub: name of a HuggingFace dataset, with `hub_config` and `hub_split`.
+        columns: of input and target, by default "input" and "target"; or
+        template: Jinja templates of both, or one with ||| between them; or
+        messages: the column of a conversation; or
+        text: the column of plain text, learned by `objective`, `length` tokens a sample.
+        weight: how often it is drawn, see `Mixing`.
+        limit: samples that are taken at most, chosen by their digests.
+        valid, test: fractions for validation and testing, in place of the command's.
+        deduplicate: take equal samples once.
+    """
+
+    name: _Name | None = None
+    task_column: _Name | None = None
+    source: _Name | tuple[_Name, ...] | None = None
+    hub: _Name | None = None
+    hub_config: _Name | None = None
+    hub_split: _Name = "train"
+    columns: InputAndTarget | None = None
+    template: InputAndTarget | _Name | None = None
+    messages: _Name | None = None
+    text: _Name | None = None
+    objective: Objective = Objective.NEXT_TOKEN
+    length: Annotated[int, msgspec.Meta(ge=2)] = 512
+    weight: float = 1.0
+    limit: _Positive | None = None
+    valid: _Fraction | None = None
+    test: _Fraction | None = None
+    deduplicate: bool = False
+
+    def __post_init__(self) -> None:
+        named = self.name or self.task_column or "of no name"
+        for what, values in (
+            ("a name or a task_column", (self.name, self.task_column)),
+            ("a source or a hub dataset", (self.source, self.hub)),
+        ):
+            if sum(value is not None for value in values) != 1:
+                raise ValueError(f"task {named}: expected {what}, got {'both' if all(values) else 'neither'}")
+        forms = ("columns", "template", "messages", "text")
+        if len(given := [form for form in forms if getattr(self, form) is not None]) > 1:
+            raise ValueError(f"task {named}: expected one of {', '.join(forms)}, got {', '.join(given)}")
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"task {named}: expected a weight above 0, got {self.weight}; leave the task out instead")
+        if (self.valid or 0.0) + (self.test or 0.0) >= 1:
+            raise ValueError(f"task {named}: expected valid and test together below 1")
+        if isinstance(self.template, str) and self.template.count("|||") != 1:
+            raise ValueError(f"task {named}: expected a template with ||| between input and target")
+
+    @property
+    def templates(self) -> tuple[str, str] | None:
+        """Of input and target, where it has them."""
+        if isinstance(self.template, str):
+            given, wanted = self.template.split("|||")
+            return given.strip(), wanted.strip()
+        return None if self.template is None else (self.template.input, self.template.target)
+
+
+class Mixing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How often each task is drawn: rate ∝ weight × min(samples, cap) ^ (1 / temperature).
+
+    Attributes:
+        by: "size" as above; "weight" for rates ∝ weight, which the tasks of one entry share by size.
+        cap: samples that count at most (examples-proportional mixing).
+        temperature: above 1, small tasks are drawn more often.
+    """
+
+    by: Mixed = Mixed.SIZE
+    cap: _Positive | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=1)] = 1.0
+
+
+class Mixture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A mixture file.
+
+    Attributes:
+        tasks: its entries, in order.
+        mixing: how they mix in training.
+        chat_template: in place of the tokenizer's.
+    """
+
+    tasks: Annotated[tuple[TaskSpec, ...], msgspec.Meta(min_length=1)]
+    mixing: Mixing = Mixing()
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        names = [task.name for task in self.tasks if task.name is not None]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"expected every task once, got {', '.join(twice)} twice")
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every sample is drawn as often as every other."""
+        weights = {task.weight for task in self.tasks}
+        mixing = self.mixing
+        return mixing.by is Mixed.SIZE and mixing.cap is None and mixing.temperature == 1 and len(weights) == 1
+
+
+def read_mixture(path: Path) -> Mixture:
+    """Read and check a mixture file.
+
+    Raises:
+        DataError: it cannot be read.
+        ConfigError: it is not of this form; the message names the task or the field.
+    """
+    try:
+        content: Any = yaml.safe_load(read_bounded(path, most_bytes=10_000_000))
+    except OSError as error:
+        raise DataError(f"{path}: cannot read it: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: expected YAML: {error}") from error
+    try:
+        return msgspec.convert(content, Mixture)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: expected a mixture: {error}", hint="docs/data.md describes the form") from error
+
+
+def plain_mixture(paths: tuple[str, ...]) -> Mixture:
+    """JSON lines with task, input and target, without a mixture file."""
+    return Mixture(tasks=(TaskSpec(task_column="task", source=paths),))

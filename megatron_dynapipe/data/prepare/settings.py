@@ -1,0 +1,105 @@
+"""What decides how text becomes a dataset folder, and what became of the text."""
+
+import enum
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from megatron_dynapipe.data.meta import DatasetMeta
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples, TruncationSide
+
+
+class TextSample(msgspec.Struct, frozen=True):
+    """One (input, target) pair of one task; other fields of a row are ignored."""
+
+    task: str
+    input: str
+    target: str
+
+
+class Skipped(enum.StrEnum):
+    """Why a sample was left out, as the manifest says it."""
+
+    EMPTY = "empty"
+    TOO_LONG = "too_long"
+    NO_ASSISTANT_TURN = "no_assistant_turn"
+    DUPLICATE = "duplicate"
+    OVER_LIMIT = "over_limit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareSettings:
+    """How text becomes a dataset folder.
+
+    Attributes:
+        source: where the text came from, in words, for the manifest.
+        tokenizer: folder of a HuggingFace tokenizer; None trains one on the text.
+        pad_token: a token of the given tokenizer to pad with, where it has none of its own.
+        vocabulary_size: entries of a trained tokenizer.
+        valid_fraction: fraction of each entry's samples for validation.
+        test_fraction: fraction of each entry's samples for testing.
+        max_input_length: longest input in tokens; None for no maximum.
+        max_target_length: longest target in tokens, without start and end tokens; None for no maximum.
+        long_samples: what to do with longer ones.
+        truncate: the end at which tokens are left out.
+        skip_empty: leave out samples whose input or target is empty, instead of refusing them.
+        workers: processes that tokenise; None for one per core.
+    """
+
+    source: str
+    tokenizer: Path | None = None
+    pad_token: str | None = None
+    vocabulary_size: int = 4096
+    valid_fraction: float = 0.05
+    test_fraction: float = 0.05
+    max_input_length: int | None = None
+    max_target_length: int | None = None
+    long_samples: LongSamples = LongSamples.FAIL
+    truncate: TruncationSide = TruncationSide.RIGHT
+    skip_empty: bool = False
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.valid_fraction >= 0 and self.test_fraction >= 0 and self.valid_fraction + self.test_fraction < 1):
+            raise ConfigError(
+                "expected fractions of at least 0 for validation and test, together below 1, got"
+                f" {self.valid_fraction} and {self.test_fraction}"
+            )
+        if not 1 <= self.vocabulary_size < 2**31:
+            raise ConfigError(f"expected a vocabulary of 1 to {2**31 - 1} entries, got {self.vocabulary_size}")
+        for name in ("max_input_length", "max_target_length", "workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"expected {name} of at least 1, got {value}")
+
+    @property
+    def processes(self) -> int:
+        """Processes that tokenise."""
+        return self.workers or len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What was written, and what was not.
+
+    Attributes:
+        meta: the dataset's description.
+        long_samples: samples over the maximum lengths, and what became of them.
+        replaced: the dataset that was there before, if there was one of a known form.
+        is_new: False if the dataset was there already, made of the same.
+        notes: what else the user should know, a line each.
+    """
+
+    meta: DatasetMeta
+    long_samples: LongSampleReport
+    replaced: DatasetMeta | None = None
+    is_new: bool = True
+    notes: tuple[str, ...] = ()
+
+    @property
+    def empty_samples(self) -> int:
+        """Samples left out because their input or target was empty."""
+        return self.meta.skipped.get(Skipped.EMPTY, 0)

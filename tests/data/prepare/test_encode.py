@@ -1,0 +1,197 @@
+"""Rows of every kind → tokens, with what is learned of them, and one error for each bad row."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.data import tokenizer as tokenizers
+from megatron_dynapipe.data.mixture.rows import Block
+from megatron_dynapipe.data.mixture.spec import InputAndTarget, Objective, TaskSpec
+from megatron_dynapipe.data.prepare.encode import Encoder, WorkOrder
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.sampling import LongSamples, TruncationSide
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""One turn a line."""
+TURNS = [("system", "be"), ("user", "hi"), ("assistant", "yo"), ("user", "so"), ("assistant", "no"), ("user", "eh")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token for every byte, and sentinels."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizers.train_tokenizer([], 259 + 20, sentinels=20).save_pretrained(folder)
+    return folder
+
+
+def encoder(tokenizer: Path, task: TaskSpec, **changes: Any) -> Encoder:
+    order: dict[str, Any] = {
+        "max_input_length": None,
+        "max_target_length": None,
+        "long_samples": LongSamples.FAIL,
+        "truncate": TruncationSide.RIGHT,
+        "skip_empty": False,
+        "chat_template": CHAT,
+    }
+    sentinels = tuple(range(3, 23))
+    return Encoder(
+        WorkOrder(tokenizer=str(tokenizer), tasks=(task,), vocabulary_size=279, sentinels=sentinels, **order | changes)
+    )
+
+
+def block(*rows: Any) -> Block:
+    lines = b"\n\n".join(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
+    return Block(file="rows.jsonl", unit="line", first=1, lines=lines, done=0)
+
+
+def texts(tokenizer: Path, encode: Encoder, *rows: Any) -> list[tuple[str, str, str]]:
+    """(task, input, target) of every sample, back as text."""
+    found = encode(block(*rows), 0)
+    lengths = np.frombuffer(found.lengths, "<i4").reshape(-1, 2)
+    tokens = np.frombuffer(found.tokens, np.uint16)
+    text = tokenizers.load_tokenizer(tokenizer)
+    samples, at = [], 0
+    for task, (given, wanted) in zip(np.frombuffer(found.tasks, np.uint16), lengths.tolist(), strict=True):
+        parts = text.decode(tokens[at : at + given]), text.decode(tokens[at + given : at + given + wanted])
+        samples.append((found.names[task], *parts))
+        at += given + wanted
+    assert at == len(tokens)
+    return samples
+
+
+def test_columns(tokenizer: Path) -> None:
+    task = TaskSpec(task_column="kind", source="x", columns=InputAndTarget(input="q", target="a"))
+    rows = [{"kind": "b", "q": "one", "a": "two", "more": 1}, {"kind": "a", "q": "☃", "a": "<pad>"}]
+    assert texts(tokenizer, encoder(tokenizer, task), *rows) == [("b", "one", "two"), ("a", "☃", "<pad>")]
+
+
+def test_templates(tokenizer: Path) -> None:
+    task = TaskSpec(name="n", source="x", template="Q: {{ q | upper }} ||| {{ a[0].text }}")
+    assert texts(tokenizer, encoder(tokenizer, task), {"q": "one", "a": [{"text": "t"}]}) == [("n", "Q: ONE", "t")]
+
+
+def test_plain_text_for_the_next_token(tokenizer: Path) -> None:
+    task = TaskSpec(name="n", source="x", text="t", length=4)
+    assert texts(tokenizer, encoder(tokenizer, task), {"t": "abcdefg"}, {"t": "hi"}) == [
+        ("n", "a", "bcd"),
+        ("n", "e", "fg"),
+        ("n", "h", "i"),
+    ]
+
+
+def test_plain_text_with_spans_removed(tokenizer: Path) -> None:
+    task = TaskSpec(name="n", source="x", text="t", length=20, objective=Objective.SPAN_CORRUPTION)
+    ((_, given, wanted),) = texts(tokenizer, encoder(tokenizer, task), {"t": "abcdefghijklmnopqrst"})
+    before, _, after = given.partition("<extra_id_0>")
+    assert before + wanted.removeprefix("<extra_id_0>") + after == "abcdefghijklmnopqrst"
+
+
+def test_conversations(tokenizer: Path) -> None:
+    """The last turn of the assistant is the target, earlier ones are spans of the input."""
+    task = TaskSpec(name="n", source="x", messages="m")
+    row = {"m": [{"role": role, "content": content} for role, content in TURNS]}
+    encode = encoder(tokenizer, task)
+    given = "<system>be\n<user>hi\n<assistant>yo\n<user>so\n<assistant>"
+    assert texts(tokenizer, encode, row) == [("n", given, "no\n")]
+    ((sample, first, end),) = np.frombuffer(encode(block(row), 0).spans, "<i4").reshape(-1, 3).tolist()
+    assert (sample, given[first:end]) == (0, "yo\n")
+
+
+@pytest.mark.parametrize(
+    ("side", "given", "wanted", "span"),
+    [("right", "<syst", "no\n", None), ("left", "tant>", "no\n", None), ("middle", "<sysnt>"[:3] + "t>", "no\n", None)],
+)
+def test_truncated_conversations(tokenizer: Path, side: str, given: str, wanted: str, span: Any) -> None:
+    task = TaskSpec(name="n", source="x", messages="m")
+    row = {"m": [{"role": role, "content": content} for role, content in TURNS]}
+    limits = {"max_input_length": 5, "long_samples": LongSamples.TRUNCATE, "truncate": TruncationSide(side)}
+    encode = encoder(tokenizer, task, **limits)
+    assert texts(tokenizer, encode, row) == [("n", given, wanted)]
+    assert encode(block(row), 0).spans == b""
+
+
+@pytest.mark.parametrize("side", ["right", "left", "middle"])
+def test_spans_move_with_what_is_left(tokenizer: Path, side: str) -> None:
+    """Half of a turn that is cut through is still learned."""
+    task = TaskSpec(name="n", source="x", messages="m")
+    turns = [("user", ""), ("assistant", "0123456789"), ("assistant", "z")]
+    row = {"m": [{"role": role, "content": content} for role, content in turns]}
+    limits = {"max_input_length": 20, "long_samples": LongSamples.TRUNCATE, "truncate": TruncationSide(side)}
+    encode = encoder(tokenizer, task, **limits)
+    ((_, given, _),) = texts(tokenizer, encode, row)
+    whole = "<user>\n<assistant>0123456789\n<assistant>"
+    assert given == {"right": whole[:20], "left": whole[-20:], "middle": whole[:10] + whole[-10:]}[side]
+    spans = np.frombuffer(encode(block(row), 0).spans, "<i4").reshape(-1, 3)
+    learned = "".join(given[first:end] for _, first, end in spans.tolist())
+    assert learned == {"right": "01", "left": "23456789\n"[-9:], "middle": ""}[side]
+
+
+PAIR = TaskSpec(task_column="task", source="x")
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "message"),
+    [
+        (PAIR, {"task": "a", "input": "x"}, "Object missing required field `target`"),
+        (PAIR, {"task": "a", "input": 3, "target": "y"}, "Expected `str`, got `int` - at `$.input`"),
+        (PAIR, {"task": " ", "input": "x", "target": "y"}, "expected the name of a task, got an empty one"),
+        (PAIR, {"task": "a", "input": "", "target": "y"}, "expected every input to have at least 1 token"),
+        (PAIR, {"task": "a", "input": "x", "target": ""}, "expected every target to have at least 1 token"),
+        (PAIR, b"[1, 2]", "Expected `object`, got `array`"),
+        (PAIR, b'{"task": ', "truncated"),
+        (PAIR, b'{"task": "a", "input": "\xff", "target": "y"}', "utf-8"),
+        (TaskSpec(name="n", source="x", template="{{ q }}|||{{ b }}"), {"q": "x"}, "'b' is undefined (it has q)"),
+        (TaskSpec(name="n", source="x", template="{{ q.z.y }}|||a"), {"q": {}}, "a field that the row does not have"),
+        (TaskSpec(name="n", source="x", template="{{ 1 / q }}|||a"), {"q": 0}, "the template cannot be rendered"),
+        (TaskSpec(name="n", source="x", messages="m"), {"m": [{"role": "user"}]}, "missing required field `content`"),
+        (
+            TaskSpec(name="n", source="x", messages="m"),
+            {"m": [{"role": "user", "content": "hi"}]},
+            "expected a conversation with a turn of the assistant, found none",
+        ),
+        (TaskSpec(name="n", source="x", text="t"), {"t": "a"}, "expected every input to have at least 1 token"),
+    ],
+)
+def test_bad_rows(tokenizer: Path, task: TaskSpec, row: Any, message: str) -> None:
+    good: dict[str, Any] = {"task": "a", "input": "x", "target": "y", "q": "x", "b": "y", "t": "text"}
+    if task.template is not None and "/" in str(task.template):
+        good["q"] = 1
+    if task.template is not None and "z" in str(task.template):
+        good["q"] = {"z": {"y": 1}}
+    good["m"] = [{"role": "user", "content": "so?"}, {"role": "assistant", "content": "yes"}]
+    with pytest.raises(DataError) as caught:
+        encoder(tokenizer, task)(block(good, row), 0)
+    assert message in caught.value.message
+    assert caught.value.message.startswith("rows.jsonl, line 3")  # a blank line stands between
+
+
+def test_a_tokenizer_without_a_chat_template(tokenizer: Path) -> None:
+    task = TaskSpec(name="n", source="x", messages="m")
+    with pytest.raises(DataError, match="expected a tokenizer with a chat template for conversations, it has none"):
+        encoder(tokenizer, task, chat_template=None)(block({"m": []}), 0)
+
+
+def test_a_template_that_changes_earlier_turns(tokenizer: Path) -> None:
+    task = TaskSpec(name="n", source="x", messages="m")
+    last_only = "{{ messages[-1].content }}{% if add_generation_prompt %}:{% endif %}"
+    row = {"m": [{"role": role, "content": content} for role, content in TURNS]}
+    with pytest.raises(DataError, match="line 1: expected a chat template that keeps earlier turns as they were, turn"):
+        encoder(tokenizer, task, chat_template=last_only)(block(row), 0)
+
+
+def test_a_large_sample(tokenizer: Path) -> None:
+    """A very long sample is text like others, for the policy on long samples to decide on."""
+    row = {"task": "a", "input": "word " * 50_000, "target": "y"}
+    limits = {"max_input_length": 100, "max_target_length": 10}
+    with pytest.raises(
+        DataError, match=r"line 1 \(task 'a'\): expected samples of at most 100 input tokens and 10 tar"
+    ):
+        encoder(tokenizer, PAIR, **limits)(block(row), 0)
+    kept = texts(tokenizer, encoder(tokenizer, PAIR, **limits, long_samples=LongSamples.TRUNCATE), row)
+    assert kept == [("a", ("word " * 20), "y")]
