@@ -37,7 +37,9 @@ DTYPES: dict[int, np.dtype[Any]] = {
 }  # fmt: skip
 """Megatron's numbers of token types; of these, datasets of text use 4 (int32) and 8 (uint16)."""
 
-_MOST_INDEX_BYTES = 2**36
+_MAPPED_BYTES = 2**28
+"""A larger index stays on the disk: every process of a node shares its pages."""
+_AT_ONCE = 2**20
 _MADE_BY = "make the dataset again with `megatron-dynapipe data prepare` (or `data demo`)"
 
 
@@ -82,7 +84,11 @@ def read_index(prefix: Path) -> IndexFile:
         if not path.is_file():
             raise DataError(f"expected the dataset file {path}, found none", hint=_MADE_BY)
     try:
-        content = read_bounded(index_path(prefix), most_bytes=_MOST_INDEX_BYTES)
+        content: bytes | npt.NDArray[np.uint8]
+        if index_path(prefix).stat().st_size > _MAPPED_BYTES:
+            content = np.memmap(index_path(prefix), np.uint8, mode="r")
+        else:
+            content = read_bounded(index_path(prefix), most_bytes=_MAPPED_BYTES)
     except OSError as error:
         raise DataError(f"{index_path(prefix)}: cannot read it: {error.strerror}") from error
     index = _parse_index(prefix, content)
@@ -90,12 +96,12 @@ def read_index(prefix: Path) -> IndexFile:
     return index
 
 
-def _parse_index(prefix: Path, content: bytes) -> IndexFile:
+def _parse_index(prefix: Path, content: bytes | npt.NDArray[np.uint8]) -> IndexFile:
     """Split the bytes of an index file into its arrays; refuse any that are not exactly one index."""
     path = index_path(prefix)
     if len(content) < HEADER.size:
         raise DataError(f"{path}: expected at least {HEADER.size} bytes, got {len(content)}", hint=_MADE_BY)
-    magic, version, code, sequences, boundaries = HEADER.unpack_from(content)
+    magic, version, code, sequences, boundaries = HEADER.unpack(bytes(content[: HEADER.size]))
     if magic != MAGIC:
         raise DataError(
             f"{path}: expected the magic {MAGIC!r}, got {magic!r}",
@@ -124,21 +130,24 @@ def _parse_index(prefix: Path, content: bytes) -> IndexFile:
 
 def _check_offsets(index: IndexFile) -> None:
     """Sequences lie back to back in the data file, and it is as long as they are together."""
-    path = index_path(index.prefix)
-    if index.sequence_lengths.size and int(index.sequence_lengths.min()) < 0:
-        at = int(np.argmin(index.sequence_lengths))
-        raise DataError(f"{path}: expected lengths of at least 0, sequence {at} has {index.sequence_lengths[at]}")
-    ends = np.cumsum(index.sequence_lengths, dtype=np.int64) * index.dtype.itemsize
-    starts = ends - index.sequence_lengths.astype(np.int64) * index.dtype.itemsize
-    wrong = np.flatnonzero(starts != index.sequence_pointers)
-    if wrong.size:
-        at = int(wrong[0])
-        raise DataError(
-            f"{path}: expected sequence {at} at byte {starts[at]} of the data file, the index says"
-            f" {index.sequence_pointers[at]}",
-            hint=_MADE_BY,
-        )
-    expected = int(ends[-1]) if ends.size else 0
+    path, size = index_path(index.prefix), index.dtype.itemsize
+    expected = 0
+    for first in range(0, len(index.sequence_lengths), _AT_ONCE):
+        lengths = index.sequence_lengths[first : first + _AT_ONCE]
+        if int(lengths.min()) < 0:
+            at = int(np.argmin(lengths))
+            raise DataError(f"{path}: expected lengths of at least 0, sequence {first + at} has {lengths[at]}")
+        ends = expected + np.cumsum(lengths, dtype=np.int64) * size
+        starts = ends - lengths.astype(np.int64) * size
+        pointers = index.sequence_pointers[first : first + _AT_ONCE]
+        if not np.array_equal(starts, pointers):
+            at = int(np.argmax(starts != pointers))
+            raise DataError(
+                f"{path}: expected sequence {first + at} at byte {starts[at]} of the data file, the index says"
+                f" {pointers[at]}",
+                hint=_MADE_BY,
+            )
+        expected = int(ends[-1])
     actual = data_path(index.prefix).stat().st_size
     if actual != expected:
         raise DataError(

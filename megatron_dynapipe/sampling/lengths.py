@@ -12,6 +12,7 @@ from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.sampling.index_file import IndexFile, index_path, read_index
 
+_AT_ONCE = 2**20
 _HEADER_BYTES = 70_000
 """The longest header of an array file, and its magic."""
 
@@ -35,8 +36,8 @@ class LengthTable:
                 f" and {self.target.shape}"
             )
         for name, lengths in (("input", self.input), ("target", self.target)):
-            empty = np.flatnonzero(lengths < 1)
-            if empty.size:
+            if len(lengths) and int(lengths.min()) < 1:
+                empty = np.flatnonzero(lengths < 1)
                 raise DataError(
                     f"expected every {name} to have at least 1 token, sample {empty[0]} has {lengths[empty[0]]}"
                     f" ({empty.size} such samples)",
@@ -60,7 +61,7 @@ class LengthTable:
                 f"{path}: expected an even number of sequences (input, target, input, target, …), got {sequences}",
                 hint="write each sample as one document of two sequences",
             )
-        if not np.array_equal(index.document_index, np.arange(0, sequences + 1, 2)):
+        if not _in_pairs(index.document_index, sequences):
             documents = len(index.document_index) - 1
             raise DataError(
                 f"{path}: expected {sequences // 2} documents of two sequences each, got {documents} documents of"
@@ -80,6 +81,15 @@ class LengthTable:
             DataError: files are missing, damaged, or do not hold (input, target) pairs.
         """
         return cls.from_index(read_index(folder / split))
+
+
+def _in_pairs(documents: npt.NDArray[np.int64], sequences: int) -> bool:
+    """Whether every document has two sequences."""
+    if len(documents) != sequences // 2 + 1:
+        return False
+    parts = range(0, len(documents), _AT_ONCE)
+    pieces = ((documents[first : first + _AT_ONCE], 2 * first) for first in parts)
+    return all(np.array_equal(piece, np.arange(start, start + 2 * len(piece), 2)) for piece, start in pieces)
 
 
 def task_ids_path(folder: Path, split: str) -> Path:

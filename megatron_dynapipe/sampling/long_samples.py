@@ -2,7 +2,6 @@
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +9,8 @@ import numpy.typing as npt
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.lengths import LengthTable
 from megatron_dynapipe.units import ModelFamily
+
+_AT_ONCE = 2**20
 
 
 class LongSamples(enum.StrEnum):
@@ -69,16 +70,45 @@ class LongSampleReport:
         )
 
 
-class UsableSamples(NamedTuple):
-    """Samples that a run may draw, with their lengths after truncation, in tokens.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UsableSamples:
+    """Samples that a run may draw, and their lengths after truncation, in tokens, looked up as they are needed.
 
-    `sample_ids` int64[n] ascending; `input_lengths`, `target_lengths` int32[n]. For decoder-only models the input
-    length is that of the whole sequence, and the target length is 0.
+    Attributes:
+        table: tokens of every sample.
+        family: for decoder-only models the input length is that of the whole sequence, and the target length is 0.
+        max_input_length, max_target_length: to which lengths are truncated.
+        sample_ids: int64[n] ascending; None where all are usable.
+        longest: ids of the samples of the longest input and of the longest target.
     """
 
-    sample_ids: npt.NDArray[np.int64]
-    input_lengths: npt.NDArray[np.int32]
-    target_lengths: npt.NDArray[np.int32]
+    table: LengthTable
+    family: ModelFamily
+    max_input_length: int
+    max_target_length: int
+    sample_ids: npt.NDArray[np.int64] | None
+    longest: tuple[int, int]
+
+    def __len__(self) -> int:
+        return len(self.table) if self.sample_ids is None else len(self.sample_ids)
+
+    def ids(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The samples of rows of this table."""
+        return rows if self.sample_ids is None else self.sample_ids[rows]
+
+    def lengths(self, ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Input and target lengths of samples: int32[n] each."""
+        inputs, targets = _lengths(self.family, self.table.input[ids], self.table.target[ids])
+        inputs = np.minimum(inputs, self.max_input_length).astype(np.int32)
+        return inputs, np.minimum(targets, self.max_target_length).astype(np.int32)
+
+
+def _lengths(
+    family: ModelFamily, inputs: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    if family is ModelFamily.GPT:
+        return inputs + targets, np.zeros(len(inputs), np.int32)
+    return inputs, targets
 
 
 def apply_maximum(
@@ -92,59 +122,82 @@ def apply_maximum(
     """Apply the maximum lengths (tokens) to every sample, by failing, truncating or skipping.
 
     A decoder-only sample is its input and target in one sequence, which `max_input_length` bounds;
-    `max_target_length` is not used then.
+    `max_target_length` is not used then. Memory does not grow with the samples, unless some are skipped.
 
     Raises:
         DataError: a sample is too long and the policy is to fail, or no sample is left.
     """
-    if family is ModelFamily.GPT:
-        inputs, targets = lengths.input + lengths.target, np.zeros(len(lengths), np.int32)
-    else:
-        inputs, targets = lengths.input, lengths.target
-    long_input = inputs > max_input_length
-    long_target = targets > max_target_length if family is ModelFamily.T5 else np.zeros(len(lengths), np.bool_)
-    too_long = long_input | long_target
+    long_inputs = long_targets = long_samples = 0
+    kept: list[npt.NDArray[np.int64]] = []
+    longest, at_longest = [-1, -1], [0, 0]
+    first_long: tuple[int, int, int] | None = None
+    for start in range(0, len(lengths), _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        inputs, targets = _lengths(family, lengths.input[part], lengths.target[part])
+        long_input = inputs > max_input_length
+        long_target = targets > max_target_length if family is ModelFamily.T5 else np.zeros(len(targets), np.bool_)
+        too_long = long_input | long_target
+        counts = int(long_input.sum()), int(long_target.sum()), int(too_long.sum())
+        long_inputs, long_targets, long_samples = (
+            long_inputs + counts[0],
+            long_targets + counts[1],
+            long_samples + counts[2],
+        )
+        if counts[2] and first_long is None:
+            at = int(np.argmax(too_long))
+            first_long = start + at, int(inputs[at]), int(targets[at])
+        usable = ~too_long if policy is LongSamples.SKIP else np.ones(len(inputs), np.bool_)
+        if policy is LongSamples.SKIP:
+            kept.append(np.flatnonzero(usable) + start)
+        for name, each, maximum in ((0, inputs, max_input_length), (1, targets, max_target_length)):
+            clipped = np.where(usable, np.minimum(each, maximum), -1)
+            at = int(np.argmax(clipped))
+            if clipped[at] > longest[name]:
+                longest[name], at_longest[name] = int(clipped[at]), start + at
     report = LongSampleReport(
         policy=policy,
         samples=len(lengths),
-        long_inputs=int(long_input.sum()),
-        long_targets=int(long_target.sum()),
-        long_samples=int(too_long.sum()),
+        long_inputs=long_inputs,
+        long_targets=long_targets,
+        long_samples=long_samples,
     )
-    if report.long_samples and policy is LongSamples.FAIL:
-        first = int(np.argmax(too_long))
-        raise DataError(_too_long_message(family, first, inputs, targets, max_input_length, max_target_length, report),
-                        hint="raise the maximum length, or use --dynapipe-long-samples truncate (or skip)")  # fmt: skip
-    kept = ~too_long if policy is LongSamples.SKIP else np.ones(len(lengths), np.bool_)
-    usable = UsableSamples(
-        sample_ids=np.flatnonzero(kept).astype(np.int64),
-        input_lengths=np.minimum(inputs[kept], max_input_length).astype(np.int32),
-        target_lengths=np.minimum(targets[kept], max_target_length).astype(np.int32),
+    if first_long is not None and policy is LongSamples.FAIL:
+        raise DataError(
+            _too_long_message(family, *first_long, max_input_length, max_target_length, report),
+            hint="raise the maximum length, or use --dynapipe-long-samples truncate (or skip)",
+        )
+    usable_samples = UsableSamples(
+        table=lengths,
+        family=family,
+        max_input_length=max_input_length,
+        max_target_length=max_target_length,
+        sample_ids=np.concatenate(kept).astype(np.int64) if long_samples and kept else None,
+        longest=(at_longest[0], at_longest[1]),
     )
-    if not usable.sample_ids.size:
+    if not len(usable_samples):
         raise DataError(
             f"expected at least 1 usable sample, got 0 of {report.samples} ({report.long_samples} are too long)",
             hint="use another dataset, raise the maximum lengths, or truncate long samples",
         )
-    return usable, report
+    return usable_samples, report
 
 
 def _too_long_message(
     family: ModelFamily,
-    first: int,
-    inputs: npt.NDArray[np.int32],
-    targets: npt.NDArray[np.int32],
+    sample: int,
+    input_length: int,
+    target_length: int,
     max_input_length: int,
     max_target_length: int,
     report: LongSampleReport,
 ) -> str:
     """Name the first sample that is too long, its lengths, the maximum, and how many there are."""
     if family is ModelFamily.GPT:
-        allowed, found = f"at most {max_input_length} tokens (input and target)", f"{inputs[first]}"
+        allowed, found = f"at most {max_input_length} tokens (input and target)", f"{input_length}"
     else:
         allowed = f"at most {max_input_length} input and {max_target_length} target tokens"
-        found = f"{inputs[first]} and {targets[first]}"
+        found = f"{input_length} and {target_length}"
     return (
-        f"expected samples of {allowed}, sample {first} has {found}"
+        f"expected samples of {allowed}, sample {sample} has {found}"
         f" ({report.long_samples} of {report.samples} samples are too long)"
     )

@@ -1,20 +1,20 @@
 """Which samples an iteration holds: a pure function of the settings and the iteration number."""
 
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.sampling.batches import Batches, LastBatch, RampUp
 from megatron_dynapipe.sampling.lengths import LengthTable
 from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples, apply_maximum
+from megatron_dynapipe.sampling.orders import Order, ShuffledEpochs, TaskDraws, TaskRows, draws_of_rates
 from megatron_dynapipe.units import ModelFamily
 
-_EPOCHS_KEPT = 2
-"""Permutations kept in memory; an iteration that spans two epochs needs both."""
+MOST_SHUFFLED = 2**22
+"""Samples of which a permutation is kept in memory; of more, places are computed one by one."""
 
 
 class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +29,11 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         long_samples: what to do with longer ones.
         mixture_temperature: 1 draws tasks in proportion to their size; T > 1 in proportion to size^(1/T), so that
             small tasks are seen more often (and large ones not wholly in every epoch).
+        task_rates: how often each task is drawn, by its index; empty for as often as it has samples.
+        tokens_per_iteration: tokens (input and target) of one global batch at most, in place of a number of samples.
+        ramp_up: how the number of samples grows at first.
+        last_batch: what becomes of an epoch's end that does not fill a batch.
+        epochs: after which no samples come; None for never.
     """
 
     family: ModelFamily
@@ -38,6 +43,11 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_target_length: int = 0
     long_samples: LongSamples = LongSamples.FAIL
     mixture_temperature: float = 1.0
+    task_rates: tuple[float, ...] = ()
+    tokens_per_iteration: int | None = None
+    ramp_up: RampUp | None = None
+    last_batch: LastBatch = LastBatch.CONTINUE
+    epochs: int | None = None
 
     def __post_init__(self) -> None:
         least = {
@@ -51,6 +61,16 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for name, minimum in least.items():
             if not getattr(self, name) >= minimum:
                 raise ConfigError(f"expected {name} of at least {minimum}, got {getattr(self, name)}")
+        for name in ("tokens_per_iteration", "epochs"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"expected {name} of at least 1, got {getattr(self, name)}")
+        if self.task_rates and self.mixture_temperature != 1.0:
+            raise ConfigError("expected task_rates or a mixture_temperature, got both")
+
+    @property
+    def needs_tasks(self) -> bool:
+        """Whether the order depends on the samples' tasks."""
+        return bool(self.task_rates) or self.mixture_temperature != 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,19 +98,21 @@ class GlobalBatch:
 class Sampler:
     """Assigns the samples of a split to iterations, epoch after epoch, each epoch in its own order.
 
-    The stream of samples is the concatenation of the epochs' permutations; iteration i is its slice
-    `[i * n, (i + 1) * n)`. Nothing is carried from one iteration to the next, so resuming is asking for a later one.
+    The stream of samples is the concatenation of the epochs; iteration i is a slice of it. Nothing is carried from one
+    iteration to the next, so resuming is asking for a later one, and the number of replicas does not matter.
 
     Args:
         lengths: tokens of every sample of the split.
         settings: what decides the order.
-        task_ids: int16[n], the task of each sample; needed when `mixture_temperature` is not 1.
+        task_ids: int16[n], the task of each sample; where `settings.needs_tasks`.
 
     Attributes:
         report: how many samples were longer than the maximum, and what was done with them.
+        batches: the place of every iteration in the stream.
 
     Raises:
         DataError: samples are too long and the policy is to fail, or none is left.
+        ConfigError: the tasks are needed and not there, or no epoch would fill a batch.
     """
 
     def __init__(
@@ -105,83 +127,73 @@ class Sampler:
             max_target_length=settings.max_target_length,
             policy=settings.long_samples,
         )
-        self._tasks = self._rows_by_task(lengths, task_ids)
-        self._draws = samples_per_task([len(rows) for rows in self._tasks], settings.mixture_temperature)
-        self._epochs: OrderedDict[int, npt.NDArray[np.int64]] = OrderedDict()
+        self._order = self._order_of(self._tasks(lengths, task_ids) if settings.needs_tasks else None)
+        self.batches = Batches(
+            self._order.per_epoch,
+            samples=settings.samples_per_iteration if settings.tokens_per_iteration is None else None,
+            tokens=settings.tokens_per_iteration,
+            lengths=self._tokens,
+            ramp_up=settings.ramp_up,
+            last=settings.last_batch,
+            epochs=settings.epochs,
+        )
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples drawn in one epoch; all usable ones once, unless a mixture temperature is set."""
-        return len(self._usable.sample_ids)
+        """Samples drawn in one epoch; all usable ones once, unless tasks have rates or a temperature."""
+        return self._order.per_epoch
 
     def longest(self, samples: int) -> GlobalBatch:
         """A batch of so many samples that repeats the two of the longest input and the longest target."""
-        usable = self._usable
-        rows = np.resize([int(usable.input_lengths.argmax()), int(usable.target_lengths.argmax())], samples)
-        return GlobalBatch(
-            iteration=0,
-            sample_ids=usable.sample_ids[rows],
-            input_lengths=usable.input_lengths[rows],
-            target_lengths=usable.target_lengths[rows],
-        )
+        return self._batch(0, np.resize(np.array(self._usable.longest, np.int64), samples))
 
     def batch(self, iteration: int) -> GlobalBatch:
         """The global batch of `iteration` (from 0).
 
         Raises:
-            ConfigError: the iteration is negative.
+            ConfigError: the iteration is negative, or after the last epoch.
         """
         if iteration < 0:
             raise ConfigError(f"expected an iteration of at least 0, got {iteration}")
-        per_iteration, per_epoch = self.settings.samples_per_iteration, self.samples_per_epoch
-        position, stop = iteration * per_iteration, (iteration + 1) * per_iteration
-        pieces = []
-        while position < stop:
-            epoch, offset = divmod(position, per_epoch)
-            piece = self._epoch(epoch)[offset : offset + stop - position]
-            pieces.append(piece)
-            position += len(piece)
-        rows = np.concatenate(pieces)
-        return GlobalBatch(
-            iteration=iteration,
-            sample_ids=self._usable.sample_ids[rows],
-            input_lengths=self._usable.input_lengths[rows],
-            target_lengths=self._usable.target_lengths[rows],
-        )
+        return self._batch(iteration, self._usable.ids(self._order.rows(*self.batches.bounds(iteration))))
 
-    def _rows_by_task(
-        self, lengths: LengthTable, task_ids: npt.NDArray[np.int16] | None
-    ) -> list[npt.NDArray[np.int64]]:
-        """Rows of the usable samples, one array per task that has any; one task in all where tasks do not matter."""
-        if self.settings.mixture_temperature == 1.0:
-            return [np.arange(self.samples_per_epoch)]
+    def _batch(self, iteration: int, ids: npt.NDArray[np.int64]) -> GlobalBatch:
+        inputs, targets = self._usable.lengths(ids)
+        return GlobalBatch(iteration=iteration, sample_ids=ids, input_lengths=inputs, target_lengths=targets)
+
+    def _tokens(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens of the samples at places of the stream."""
+        inputs, targets = self._usable.lengths(self._usable.ids(self._order.rows(first, stop)))
+        return inputs.astype(np.int64) + targets
+
+    def _tasks(self, lengths: LengthTable, task_ids: npt.NDArray[np.int16] | None) -> npt.NDArray[np.int16]:
+        """The task of each usable sample."""
         if task_ids is None:
             raise ConfigError(
-                f"expected the samples' tasks for a mixture_temperature of {self.settings.mixture_temperature},"
-                " got none",
+                f"expected the samples' tasks for a mixture_temperature of {self.settings.mixture_temperature} and "
+                f"{len(self.settings.task_rates)} rates, got none",
                 hint="read them with read_task_ids, or use a mixture_temperature of 1",
             )
         if len(task_ids) != len(lengths):
             raise DataError(f"expected the tasks of {len(lengths)} samples, got those of {len(task_ids)}")
-        usable_tasks = task_ids[self._usable.sample_ids]
-        return [np.flatnonzero(usable_tasks == task) for task in np.unique(usable_tasks)]
+        return task_ids if self._usable.sample_ids is None else task_ids[self._usable.sample_ids]
 
-    def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Rows of the usable samples in the order in which `epoch` draws them."""
-        rows = self._epochs.get(epoch)
-        if rows is None:
-            random = np.random.Generator(np.random.PCG64([self.settings.seed, epoch]))
-            # np.resize repeats or truncates a task's shuffled rows to the task's number of draws.
-            drawn: list[Any] = [
-                np.resize(random.permutation(task_rows), count)
-                for task_rows, count in zip(self._tasks, self._draws, strict=True)
-            ]
-            rows = random.permutation(np.concatenate(drawn))
-            self._epochs[epoch] = rows
-        self._epochs.move_to_end(epoch)
-        while len(self._epochs) > _EPOCHS_KEPT:
-            self._epochs.popitem(last=False)
-        return rows
+    def _order_of(self, tasks: npt.NDArray[np.int16] | None) -> Order:
+        settings, count = self.settings, len(self._usable)
+        if settings.task_rates:
+            assert tasks is not None
+            rows = TaskRows.of(tasks)
+            if int(rows.tasks.max()) >= len(settings.task_rates):
+                raise DataError(f"expected tasks below {len(settings.task_rates)}, got {rows.tasks.max()}")
+            rates = [settings.task_rates[task] for task in rows.tasks]
+            if not min(rates) > 0:
+                raise ConfigError(f"expected rates above 0 of tasks that have samples, got {min(rates)}")
+            return TaskDraws(settings.seed, rows, draws_of_rates(rows.sizes.tolist(), rates))
+        if tasks is None and count > MOST_SHUFFLED:
+            return TaskDraws(settings.seed, TaskRows.one(count), [count])
+        by_task = [np.arange(count)] if tasks is None else [np.flatnonzero(tasks == task) for task in np.unique(tasks)]
+        draws = samples_per_task([len(rows) for rows in by_task], settings.mixture_temperature)
+        return ShuffledEpochs(settings.seed, by_task, draws)
 
 
 def samples_per_task(sizes: list[int], temperature: float) -> list[int]:

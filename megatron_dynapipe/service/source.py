@@ -46,5 +46,5 @@ class PlannedSplits:
 
 def _sampler(folder: Path, split: SplitSettings) -> Sampler:
     lengths = LengthTable.read(folder, split.name)
-    weighted = split.sampler.mixture_temperature != 1.0
-    return Sampler(lengths, split.sampler, read_task_ids(folder, split.name, len(lengths)) if weighted else None)
+    needed = split.sampler.needs_tasks
+    return Sampler(lengths, split.sampler, read_task_ids(folder, split.name, len(lengths)) if needed else None)

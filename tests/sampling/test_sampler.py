@@ -182,7 +182,9 @@ def test_mixture_repeats_small_tasks() -> None:
 
 
 def test_mixture_needs_tasks() -> None:
-    with pytest.raises(ConfigError, match=r"expected the samples' tasks for a mixture_temperature of 2\.0, got none"):
+    with pytest.raises(
+        ConfigError, match=r"expected the samples' tasks for a mixture_temperature of 2\.0 and 0 rates, got none"
+    ):
         Sampler(table(PAIRS[:2]), settings(mixture_temperature=2.0))
     with pytest.raises(DataError, match="expected the tasks of 2 samples, got those of 1"):
         Sampler(table(PAIRS[:2]), settings(mixture_temperature=2.0), np.zeros(1, np.int16))

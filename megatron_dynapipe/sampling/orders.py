@@ -1,0 +1,143 @@
+"""In which order samples are drawn: an endless stream of rows, epoch after epoch.
+
+one shuffled epoch      every row once; the permutation is in memory
+draws of tasks          each task as often as its rate says; any place of the stream is computed by itself
+
+place 7 of an epoch ─► place 3 of the draws, by the epoch's permutation ─► draw 1 of task b ─► row, by the
+permutation of b's pass: all rows of a task are drawn before one is drawn again
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_dynapipe.sampling.permutation import key_of, permuted
+
+_EPOCHS_KEPT = 2
+"""Permutations kept in memory; an iteration that spans two epochs needs both."""
+_OF_EPOCH, _OF_TASK = 1, 2
+
+Rows = npt.NDArray[np.int64]
+
+
+class Order(Protocol):
+    """An endless stream of rows."""
+
+    @property
+    def per_epoch(self) -> int:
+        """Draws of an epoch."""
+
+    def rows(self, first: int, stop: int) -> Rows:
+        """The rows at places `first` … `stop - 1` of the stream."""
+
+
+class ShuffledEpochs:
+    """Each epoch is a permutation of all rows, or of as many draws of each task as its temperature says.
+
+    Args:
+        seed: of every permutation.
+        tasks: rows of each task.
+        draws: of each task in an epoch.
+    """
+
+    def __init__(self, seed: int, tasks: Sequence[Rows], draws: Sequence[int]) -> None:
+        self._seed, self._tasks, self._draws = seed, tasks, draws
+        self.per_epoch = sum(draws)
+        self._epochs: OrderedDict[int, Rows] = OrderedDict()
+
+    def rows(self, first: int, stop: int) -> Rows:
+        """See `Order`."""
+        pieces = []
+        while first < stop:
+            epoch, offset = divmod(first, self.per_epoch)
+            pieces.append(self._epoch(epoch)[offset : offset + stop - first])
+            first += len(pieces[-1])
+        return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+
+    def _epoch(self, epoch: int) -> Rows:
+        rows = self._epochs.get(epoch)
+        if rows is None:
+            random = np.random.Generator(np.random.PCG64([self._seed, epoch]))
+            # np.resize repeats or truncates a task's shuffled rows to the task's number of draws.
+            drawn: list[Any] = [
+                np.resize(random.permutation(task_rows), count)
+                for task_rows, count in zip(self._tasks, self._draws, strict=True)
+            ]
+            rows = random.permutation(np.concatenate(drawn))
+            self._epochs[epoch] = rows
+        self._epochs.move_to_end(epoch)
+        while len(self._epochs) > _EPOCHS_KEPT:
+            self._epochs.popitem(last=False)
+        return rows
+
+
+class TaskDraws:
+    """Each task as often as its rate says; memory does not grow with the number of rows.
+
+    Args:
+        seed: of every permutation.
+        tasks: where the rows of each task lie.
+        draws: of each task in an epoch, at least 1.
+    """
+
+    def __init__(self, seed: int, tasks: "TaskRows", draws: Sequence[int]) -> None:
+        self._seed, self._tasks = seed, tasks
+        self._draws = np.asarray(draws, np.int64)
+        self._ends = np.cumsum(self._draws)
+        self.per_epoch = int(self._ends[-1])
+
+    def rows(self, first: int, stop: int) -> Rows:
+        """See `Order`."""
+        epochs, offsets = np.divmod(np.arange(first, stop), self.per_epoch)
+        places = permuted(offsets, self.per_epoch, key_of(self._seed, _OF_EPOCH, epochs))
+        tasks = np.searchsorted(self._ends, places, side="right")
+        # How often the task was drawn before, in all epochs.
+        earlier = epochs * self._draws[tasks] + places - (self._ends[tasks] - self._draws[tasks])
+        sizes = self._tasks.sizes[tasks]
+        passes, within = np.divmod(earlier, sizes)
+        within = permuted(within, sizes, key_of(self._seed, _OF_TASK, tasks, passes))
+        rows = self._tasks.starts[tasks] + within
+        return rows if self._tasks.order is None else self._tasks.order[rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TaskRows:
+    """Where the rows of each task lie: from `starts` on, among all rows or in `order`.
+
+    Attributes:
+        tasks: those that have rows.
+        starts, sizes: int64[tasks].
+        order: int64[rows], rows by task; None where they lie by task already, as most prepared mixtures do.
+    """
+
+    tasks: npt.NDArray[np.int64]
+    starts: Rows
+    sizes: Rows
+    order: Rows | None = None
+
+    @classmethod
+    def of(cls, task_ids: npt.NDArray[Any]) -> "TaskRows":
+        """From the task of each row, at least one."""
+        changes = np.flatnonzero(task_ids[1:] != task_ids[:-1]) + 1
+        starts = np.concatenate([[0], changes]).astype(np.int64)
+        tasks = task_ids[starts].astype(np.int64)
+        if len(np.unique(tasks)) == len(tasks):
+            return cls(tasks=tasks, starts=starts, sizes=np.diff(np.concatenate([starts, [len(task_ids)]])))
+        tasks, sizes = np.unique(task_ids, return_counts=True)
+        order = np.argsort(task_ids, kind="stable")
+        return cls(tasks=tasks.astype(np.int64), starts=np.cumsum(sizes) - sizes, sizes=sizes, order=order)
+
+    @classmethod
+    def one(cls, rows: int) -> "TaskRows":
+        """All rows as one task."""
+        return cls(tasks=np.zeros(1, np.int64), starts=np.zeros(1, np.int64), sizes=np.array([rows], np.int64))
+
+
+def draws_of_rates(sizes: Sequence[int], rates: Sequence[float]) -> list[int]:
+    """The draws of each task in an epoch of about sum(sizes) draws, in proportion to its rate, at least 1 each."""
+    wanted = np.asarray(rates, np.float64) / sum(rates) * sum(sizes)
+    return [max(int(each), 1) for each in np.round(wanted)]

@@ -1,0 +1,138 @@
+"""Boundaries of batches against rules simple enough to be right, and orders of tasks."""
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.sampling import batches as batches_module
+from megatron_dynapipe.sampling.batches import Batches, LastBatch, RampUp, token_batches
+from megatron_dynapipe.sampling.orders import TaskDraws, TaskRows, draws_of_rates
+
+
+def by_hand(
+    lengths: list[int], epochs: int, *, samples: int | None, tokens: int | None, last: LastBatch
+) -> list[list[int]]:
+    """Batches of places, sample by sample."""
+    found: list[list[int]] = []
+    batch: list[int] = []
+    size = len(lengths)
+    for place in range(size * epochs):
+        if place % size == 0 and last is not LastBatch.CONTINUE and batch:
+            found.append(batch)
+            batch = []
+        held = sum(lengths[each % size] for each in batch)
+        full = len(batch) == samples if tokens is None else held + lengths[place % size] > tokens
+        if batch and full:
+            found.append(batch)
+            batch = []
+        batch.append(place)
+    found.append(batch)
+    if last is LastBatch.DROP:
+        ends = {size * epoch - 1 for epoch in range(1, epochs + 1)}
+        short = [each for each in found if each[-1] in ends and len(each) != samples]
+        found = [each for each in found if each not in short or (tokens is not None and each[0] % size == 0)]
+    return found
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=25),
+    epochs=st.integers(1, 4),
+    samples=st.integers(1, 12),
+    tokens=st.none() | st.integers(1, 60),
+    last=st.sampled_from(list(LastBatch)),
+    at_once=st.integers(1, 40),
+)
+def test_boundaries(
+    lengths: list[int], epochs: int, samples: int, tokens: int | None, last: LastBatch, at_once: int
+) -> None:
+    batches_module._AT_ONCE = at_once
+    size = len(lengths)
+    of = np.array(lengths, np.int64)
+    given_size = {"samples": samples} if tokens is None else {"tokens": tokens}
+    if tokens is None and last is LastBatch.DROP and samples > size:
+        with pytest.raises(ConfigError, match="expected an epoch of at least one batch"):
+            Batches(size, samples=samples, last=last)
+        return
+    made = Batches(
+        size, **given_size, lengths=lambda first, stop: of[np.arange(first, stop) % size], last=last, epochs=epochs
+    )  # type: ignore[arg-type]
+    expected = by_hand(lengths, epochs, samples=samples if tokens is None else None, tokens=tokens, last=last)
+    assert made.count == len(expected)
+    assert [list(range(*made.bounds(at))) for at in range(len(expected))] == expected
+    with pytest.raises(ConfigError, match="after which the epochs end"):
+        made.bounds(len(expected))
+    batches_module._AT_ONCE = 2**16
+
+
+def test_without_an_end() -> None:
+    assert Batches(10, samples=4).bounds(10**12) == (4 * 10**12, 4 * 10**12 + 4)
+    assert Batches(10, samples=4).count is None
+    assert Batches(10, samples=4, last=LastBatch.KEEP).bounds(5) == (18, 20)
+
+
+def test_ramp_up() -> None:
+    """From 4 to 24 samples in five steps over 100 samples: a step after every 20."""
+    made = Batches(1000, samples=24, ramp_up=RampUp(start=4, increment=4, samples=100))
+    bounds = [made.bounds(iteration) for iteration in range(14)]
+    assert [stop - first for first, stop in bounds] == [4] * 5 + [8] * 3 + [12] * 2 + [16, 20, 24, 24]
+    assert all(one[1] == two[0] for one, two in pairwise(bounds))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "expected batches of samples or of tokens"),
+        ({"samples": 2, "tokens": 2}, "expected batches of samples or of tokens"),
+        ({"tokens": 2, "ramp_up": RampUp(start=1, increment=1, samples=1)}, "got batches of tokens"),
+        ({"samples": 8, "ramp_up": RampUp(start=1, increment=2, samples=1)}, "by whole steps of 2"),
+        ({"samples": 8, "ramp_up": RampUp(start=9, increment=1, samples=1)}, "expected a ramp-up from 1…8"),
+    ],
+)
+def test_bad_sizes(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Batches(10, **arguments)  # type: ignore[arg-type]
+
+
+def test_token_batches() -> None:
+    assert token_batches(np.array([3, 3, 3, 9, 1, 1]), 6) == [2, 3, 4, 6]
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    rates=st.lists(st.floats(0.01, 10), min_size=6, max_size=6),
+    seed=st.integers(0, 2**31),
+)
+def test_every_row_of_a_task_before_one_again(sizes: list[int], rates: list[float], seed: int) -> None:
+    draws = draws_of_rates(sizes, rates[: len(sizes)])
+    tasks = TaskRows.of(np.repeat(np.arange(len(sizes)), sizes))
+    order = TaskDraws(seed, tasks, draws)
+    epochs = 5
+    rows = order.rows(0, epochs * order.per_epoch)
+    ends = np.cumsum(sizes)
+    for epoch in range(epochs):
+        part = rows[epoch * order.per_epoch : (epoch + 1) * order.per_epoch]
+        assert np.bincount(np.searchsorted(ends, part, side="right"), minlength=len(sizes)).tolist() == draws
+    for task, size in enumerate(sizes):
+        times = Counter(rows[(rows >= ends[task] - size) & (rows < ends[task])].tolist())
+        drawn = epochs * draws[task]
+        assert set(times.values()) <= {drawn // size, -(-drawn // size)}
+    cut = len(rows) // 3
+    assert np.concatenate([order.rows(0, cut), order.rows(cut, len(rows))]).tolist() == rows.tolist()
+
+
+def test_rows_of_mixed_tasks() -> None:
+    mixed = TaskRows.of(np.array([2, 0, 2, 0, 1], np.int16))
+    assert (mixed.tasks.tolist(), mixed.starts.tolist(), mixed.sizes.tolist()) == ([0, 1, 2], [0, 2, 3], [2, 1, 2])
+    assert mixed.order is not None and mixed.order.tolist() == [1, 3, 4, 0, 2]
+    apart = TaskRows.of(np.array([2, 2, 0, 1, 1], np.int16))
+    assert (apart.tasks.tolist(), apart.starts.tolist(), apart.sizes.tolist()) == ([2, 0, 1], [0, 2, 3], [2, 1, 2])
+    assert apart.order is None
+    for first, last in pairwise([0, 3, 5]):
+        assert len(TaskDraws(0, apart, [2, 1, 2]).rows(first, last)) == last - first
