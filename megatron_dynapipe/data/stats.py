@@ -29,21 +29,35 @@ class LengthStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """One task's samples, or all tasks' together under the name "total"."""
+    """One task's samples, or all tasks' together under the name "total".
+
+    Attributes:
+        task: its name.
+        samples: of the split.
+        tokens: of inputs and targets.
+        share: of the samples that training draws, after mixing.
+        input, target: lengths in tokens.
+    """
 
     task: str
     samples: int
+    tokens: int
+    share: float
     input: LengthStatistics
     target: LengthStatistics
 
 
 class DatasetStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A split's statistics: `dynapipe-data-stats/1`."""
+    """A split's statistics: `dynapipe-data-stats/1`.
+
+    `padding_waste`, by method: share of padding among all positions of a few batches; null where there is no plan.
+    """
 
     format: str
     split: str
     tasks: tuple[TaskStatistics, ...]
     total: TaskStatistics
+    padding_waste: dict[str, float | None] = {}
 
 
 def dataset_statistics(folder: Path, split: str) -> DatasetStatistics:
@@ -60,10 +74,16 @@ def dataset_statistics(folder: Path, split: str) -> DatasetStatistics:
     if int(task_ids.max()) >= len(meta.tasks):
         raise DataError(f"{meta_path(folder)}: expected {task_ids.max() + 1} tasks, got {len(meta.tasks)}")
 
+    rates = meta.rates if split == "train" else {}
+
     def rows(task: str, chosen: npt.NDArray[np.bool_]) -> TaskStatistics:
+        samples = int(chosen.sum())
+        share = 1.0 if task == "total" else rates.get(task, 0.0) if rates else samples / len(lengths)
         return TaskStatistics(
             task=task,
-            samples=int(chosen.sum()),
+            samples=samples,
+            tokens=int(lengths.input[chosen].sum(dtype=np.int64) + lengths.target[chosen].sum(dtype=np.int64)),
+            share=round(share, 6),
             input=LengthStatistics.of(lengths.input[chosen]),
             target=LengthStatistics.of(lengths.target[chosen]),
         )
@@ -83,12 +103,16 @@ def statistics_table(statistics: DatasetStatistics) -> str:
     width = max(len(row.task) for row in all_rows)
     columns = "".join(f"{name:>7}" for name in ("mean", "p50", "p90", "p99", "max"))
     lines = [
-        f"{'':<{width}} {'':>9}  {'input tokens':<35}  target tokens",
-        f"{'task':<{width}} {'samples':>9} {columns} {columns}",
+        f"{'':<{width}} {'':>9} {'':>12} {'':>7}  {'input tokens':<35}  target tokens",
+        f"{'task':<{width}} {'samples':>9} {'tokens':>12} {'share':>7} {columns} {columns}",
     ]
     for row in all_rows:
         cells = " ".join(
             f"{part.mean:7.1f}{part.p50:7d}{part.p90:7d}{part.p99:7d}{part.max:7d}" for part in (row.input, row.target)
         )
-        lines.append(f"{row.task:<{width}} {row.samples:>9} {cells}")
+        lines.append(f"{row.task:<{width}} {row.samples:>9} {row.tokens:>12} {row.share:>7.2%} {cells}")
+    if statistics.padding_waste:
+        lines += ["", "padding of all positions, by the method that makes micro-batches:"]
+        for method, waste in statistics.padding_waste.items():
+            lines.append(f"  {method:<18} {'no plan' if waste is None else f'{waste:7.1%}'}")
     return "\n".join(lines)

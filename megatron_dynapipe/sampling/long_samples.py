@@ -1,7 +1,7 @@
 """What happens to samples longer than the run's maximum lengths."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -127,43 +127,20 @@ def apply_maximum(
     Raises:
         DataError: a sample is too long and the policy is to fail, or no sample is left.
     """
-    long_inputs = long_targets = long_samples = 0
-    kept: list[npt.NDArray[np.int64]] = []
-    longest, at_longest = [-1, -1], [0, 0]
-    first_long: tuple[int, int, int] | None = None
+    scan = _Scan(family=family, max_input_length=max_input_length, max_target_length=max_target_length, policy=policy)
     for start in range(0, len(lengths), _AT_ONCE):
         part = slice(start, start + _AT_ONCE)
-        inputs, targets = _lengths(family, lengths.input[part], lengths.target[part])
-        long_input = inputs > max_input_length
-        long_target = targets > max_target_length if family is ModelFamily.T5 else np.zeros(len(targets), np.bool_)
-        too_long = long_input | long_target
-        counts = int(long_input.sum()), int(long_target.sum()), int(too_long.sum())
-        long_inputs, long_targets, long_samples = (
-            long_inputs + counts[0],
-            long_targets + counts[1],
-            long_samples + counts[2],
-        )
-        if counts[2] and first_long is None:
-            at = int(np.argmax(too_long))
-            first_long = start + at, int(inputs[at]), int(targets[at])
-        usable = ~too_long if policy is LongSamples.SKIP else np.ones(len(inputs), np.bool_)
-        if policy is LongSamples.SKIP:
-            kept.append(np.flatnonzero(usable) + start)
-        for name, each, maximum in ((0, inputs, max_input_length), (1, targets, max_target_length)):
-            clipped = np.where(usable, np.minimum(each, maximum), -1)
-            at = int(np.argmax(clipped))
-            if clipped[at] > longest[name]:
-                longest[name], at_longest[name] = int(clipped[at]), start + at
+        scan.add(start, *_lengths(family, lengths.input[part], lengths.target[part]))
     report = LongSampleReport(
         policy=policy,
         samples=len(lengths),
-        long_inputs=long_inputs,
-        long_targets=long_targets,
-        long_samples=long_samples,
+        long_inputs=scan.long_inputs,
+        long_targets=scan.long_targets,
+        long_samples=scan.long_samples,
     )
-    if first_long is not None and policy is LongSamples.FAIL:
+    if scan.first_long is not None and policy is LongSamples.FAIL:
         raise DataError(
-            _too_long_message(family, *first_long, max_input_length, max_target_length, report),
+            _too_long_message(family, *scan.first_long, max_input_length, max_target_length, report),
             hint="raise the maximum length, or use --dynapipe-long-samples truncate (or skip)",
         )
     usable_samples = UsableSamples(
@@ -171,8 +148,8 @@ def apply_maximum(
         family=family,
         max_input_length=max_input_length,
         max_target_length=max_target_length,
-        sample_ids=np.concatenate(kept).astype(np.int64) if long_samples and kept else None,
-        longest=(at_longest[0], at_longest[1]),
+        sample_ids=np.concatenate(scan.kept).astype(np.int64) if scan.long_samples and scan.kept else None,
+        longest=(scan.at_longest[0], scan.at_longest[1]),
     )
     if not len(usable_samples):
         raise DataError(
@@ -180,6 +157,44 @@ def apply_maximum(
             hint="use another dataset, raise the maximum lengths, or truncate long samples",
         )
     return usable_samples, report
+
+
+@dataclass(slots=True, kw_only=True)
+class _Scan:
+    """What is found of samples, piece by piece: how many are too long, the first of them, the longest usable ones."""
+
+    family: ModelFamily
+    max_input_length: int
+    max_target_length: int
+    policy: LongSamples
+    long_inputs: int = 0
+    long_targets: int = 0
+    long_samples: int = 0
+    first_long: tuple[int, int, int] | None = None
+    kept: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    longest: list[int] = field(default_factory=lambda: [-1, -1])
+    at_longest: list[int] = field(default_factory=lambda: [0, 0])
+
+    def add(self, start: int, inputs: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> None:
+        """Look at the samples from `start` on."""
+        long_input = inputs > self.max_input_length
+        long_target = targets > self.max_target_length if self.family is ModelFamily.T5 else np.zeros_like(long_input)
+        too_long = long_input | long_target
+        self.long_inputs += int(long_input.sum())
+        self.long_targets += int(long_target.sum())
+        self.long_samples += int(too_long.sum())
+        if self.first_long is None and too_long.any():
+            at = int(np.argmax(too_long))
+            self.first_long = start + at, int(inputs[at]), int(targets[at])
+        usable = np.ones_like(too_long)
+        if self.policy is LongSamples.SKIP:
+            usable = ~too_long
+            self.kept.append(np.flatnonzero(usable) + start)
+        for part, (lengths, most) in enumerate(((inputs, self.max_input_length), (targets, self.max_target_length))):
+            clipped = np.where(usable, np.minimum(lengths, most), -1)
+            at = int(np.argmax(clipped))
+            if clipped[at] > self.longest[part]:
+                self.longest[part], self.at_longest[part] = int(clipped[at]), start + at
 
 
 def _too_long_message(

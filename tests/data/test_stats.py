@@ -30,7 +30,8 @@ def test_statistics_by_task(tmp_path: Path) -> None:
     assert (statistics.total.samples, statistics.total.input.mean, statistics.total.target.mean) == (4, 2.5, 1.75)
     table = statistics_table(statistics).splitlines()
     assert [line.split()[0] for line in table[1:]] == ["task", "even", "odd", "total"]
-    assert table[-1].split() == ["total", "4", "2.5", "2", "4", "4", "4", "1.8", "1", "3", "3", "3"]
+    assert (even.tokens, even.share, odd.tokens, odd.share) == (12, 0.5, 5, 0.5)
+    assert table[-1].split() == ["total", "4", "17", "100.00%", "2.5", "2", "4", "4", "4", "1.8", "1", "3", "3", "3"]
     assert len({len(line) for line in table[1:]}) == 1
 
 
