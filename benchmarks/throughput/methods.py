@@ -37,11 +37,13 @@ class Method:
         says: what it is, for the table.
         planner: its settings, from those of a run and the longest input and target in positions.
         plans_split: whether its layer split is planned; the baselines split layers equally.
+        joins: whether samples are joined to rows in which they attend to one another: another function is trained.
     """
 
     says: str
     planner: Settings
     plans_split: bool = False
+    joins: bool = False
 
 
 def _planned(*layouts: BatchLayout) -> Settings:
@@ -89,6 +91,11 @@ METHODS: dict[str, Method] = {
         says="rows balanced by attention work; 1F1B",
         planner=_baseline(PartitionAlgorithm.PACKED_BALANCED, to_maximum=True),
     ),
+    "packing": Method(
+        says="packing of 2023: samples joined to rows of the maximum length without masks between them; 1F1B",
+        planner=_baseline(PartitionAlgorithm.PADDING, to_maximum=True),
+        joins=True,
+    ),
     "token_based": Method(
         says="sorted, a fixed number of padded tokens per micro-batch; 1F1B",
         planner=_baseline(PartitionAlgorithm.TOKEN_BASED),
@@ -101,6 +108,13 @@ METHODS: dict[str, Method] = {
     ),
 }
 """By the names of the report."""
+
+STOCK = "stock"
+"""Megatron's own GPT and schedule on rows of the maximum length that are cut from the same tokens: no planning, no
+padding, one sample to a row. What an absolute reference is to the ratios."""
+METHODS[STOCK] = Method(
+    says="Megatron alone on equal rows cut from the same tokens; 1F1B", planner=_planned(BatchLayout.PADDED)
+)
 
 
 def _padded_but(**changes: object) -> Settings:

@@ -1,44 +1,42 @@
 """Real training of the same samples by each way to make micro-batches, taking turns.
 
     python benchmarks/throughput/run.py [--quick] [--data DATASET] [--model t5|gpt] [--methods a,b,…] [--ranks 2]
-        [--cost-model FILE] [--json FILE] [-- FLAGS of the runs, of Megatron or --dynapipe-…]
+        [--cost-model FILE] [--json FILE] [--output FOLDER] [-- FLAGS of the runs, of Megatron or --dynapipe-…]
 
 A job of processes per method stays up. For every global batch each job in turn trains it, in an order that rotates,
 while the others wait without computing: whatever else the machine does slows all methods alike, and ratios are of one
-batch at nearly one time. Baselines take 1F1B, an equal layer split, one recompute mode, and of all sizes of
-micro-batches the one of least predicted time. Costs are measured first (`profile`), unless a file is given.
+batch at nearly one time. Methods that take many times as long as the planned runs train fewer of the batches. Baselines
+take 1F1B, an equal layer split, one recompute mode, and of all sizes of micro-batches the one of least predicted time.
+Costs are measured first (`profile`), unless a file is given.
 
     tokens/s    real tokens, without padding, of all batches over their time
     ratio       the method's tokens/s over the planned runs', with a 95% interval (bootstrap over batches and rounds)
     idle        share of the time in which a stage computes nothing, mean of all stages
     memory      high-water mark of the largest process (CPU) or of the allocator (CUDA)
-    first loss  of batch 0 from equal weights: all methods train the same function
+    first loss  of batch 0 from equal weights: all methods but `packing` and `stock` train the same function
 """
 
 import argparse
 import contextlib
-import json
-import os
-import random
-import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from methods import ABLATIONS, METHODS, Spec
+from jobs import ROOT, Job, environment, started
+from methods import ABLATIONS, METHODS, STOCK
+from report import Results, check_losses, figures, sentence, table, to_json, write
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {"t5": ROOT / "configs" / "demo_t5.yaml", "gpt": ROOT / "configs" / "demo_gpt.yaml"}
-START_S, BATCH_S = 240.0, 600.0
-"""Deadlines: of a job's start, and of one batch."""
 EVERY = METHODS | ABLATIONS
 QUICK = ("planned", "planned_padded", "packed_rows", "token_based")
+DEMO = ("planned", "packed_rows", "padding")
+DEMO_SAMPLES, DEMO_BATCHES = 32, 2
+SLOW, SELDOM = 4.0, 6
+"""A method that takes so many times the planned runs' time in the warm-up trains every so many-th batch."""
 
 
 def main() -> None:
@@ -52,168 +50,80 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="times that every batch is trained by every method")
     parser.add_argument("--cost-model", type=Path, help="measured costs, of the one --model given")
     parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where to write them with a table and a chart")
+    parser.add_argument("--demo", action="store_true", help="a minute's comparison, and what it says in a sentence")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --: more flags of the runs")
     args = parser.parse_args()
-    methods = args.methods.split(",") if args.methods else (QUICK if args.quick else tuple(METHODS))
+    methods = chosen_methods(args)
     if unknown := set(methods) - set(EVERY):
         parser.error(f"expected --methods of {', '.join(EVERY)}, got {', '.join(sorted(unknown))}")
     rows: list[dict[str, Any]] = []
     for model in [args.model] if args.model else list(CONFIGS):
-        rows += compare(model, methods, args)
-        print(table([row for row in rows if row["model"] == model]), flush=True)
+        rows += compare(model, [each for each in methods if each != STOCK or model == "gpt"], args)
+        of_model = [row for row in rows if row["model"] == model]
+        check_losses(of_model)
+        print(sentence(of_model) if args.demo else table(of_model), flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"format": "dynapipe-throughput/1", "rows": rows}, indent=1) + "\n")
+        args.json.write_text(to_json(rows))
+    if args.output:
+        write(rows, args.output)
+
+
+def chosen_methods(args: argparse.Namespace) -> Sequence[str]:
+    """Those that were named, else those of the kind of comparison."""
+    if args.methods:
+        named: list[str] = args.methods.split(",")
+        return named
+    return DEMO if args.demo else QUICK if args.quick else tuple(METHODS)
 
 
 def compare(model: str, methods: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Train the same batches by every method; a row of figures for each."""
-    batches = args.batches or (5 if args.quick else 12)
+    batches = args.batches or (DEMO_BATCHES if args.demo else 5 if args.quick else 12)
     with contextlib.ExitStack() as jobs, tempfile.TemporaryDirectory() as folder:
         costs = args.cost_model or profile(model, args, Path(folder))
         flags = ["--dynapipe-config", str(CONFIGS[model]), "--dynapipe-data", str(args.data)]
         flags += ["--dynapipe-cost-model", str(costs), *own_flags(args)]
-        split: list[int] | None = None
+        split = chosen_split(model, methods, flags, args.ranks)
+        splits = {method: split if EVERY[method].plans_split else None for method in methods}
         running: dict[str, Job] = {}
         for method in methods:
-            if EVERY[method].plans_split and split is None:
-                with started(model, method, flags, None, args.ranks) as chooser:
-                    split = chooser.ask({"split": True})["layers_per_stage"]
-            own = split if EVERY[method].plans_split else None
-            running[method] = jobs.enter_context(started(model, method, flags, own, args.ranks))
-        results: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
-        for turn in range(args.rounds * batches + 1):
-            order = [*methods[turn % len(methods) :], *methods[: turn % len(methods)]]
-            for method in order:
-                results[method].append(running[method].ask({"batch": 0 if turn == 0 else (turn - 1) % batches}))
-            say(f"{model}: {turn} of {args.rounds * batches}")
+            say(f"{model}: starting {method}")
+            running[method] = jobs.enter_context(started(model, method, flags, splits[method], args.ranks))
+        results = take_turns(running, batches=batches, rounds=1 if args.demo else args.rounds)
     layout = f"1,1,{args.ranks}"
     planned = methods[0] if "planned" not in methods else "planned"
-    return [
-        figures(model, method, layout, split if EVERY[method].plans_split else None, results[method], results[planned])
-        for method in methods
-    ]
+    return [figures(model, method, layout, splits[method], results[method], results[planned]) for method in methods]
 
 
-def figures(
-    model: str,
-    method: str,
-    layout: str,
-    split: list[int] | None,
-    results: list[dict[str, Any]],
-    planned: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """One method's row; the first result is the warm-up, which gives the first loss."""
-    timed, against = results[1:], planned[1:]
-    tokens = sum(each["real_tokens"] for each in timed)
-    pairs = [(other["ms"], mine["ms"]) for mine, other in zip(timed, against, strict=True)]
-    return {
-        "model": model,
-        "method": method,
-        "layout": layout,
-        "layers_per_stage": split,
-        "tokens_per_second": tokens / sum(each["ms"] for each in timed) * 1e3,
-        "ratio_to_planned": interval(pairs),
-        "padding_efficiency": min(tokens / sum(each["positions"] for each in timed), 1.0),
-        "peak_memory_mb": max(each["peak_mb"] for each in timed),
-        "idle": statistics.mean(share for each in timed for share in each["idle"]),
-        "micro_batches": statistics.mean(each["micro_batches"] for each in timed),
-        "prediction_error": statistics.median(abs(each["predicted_ms"] / each["ms"] - 1) for each in timed),
-        "first_loss": results[0]["loss"],
-    }
+def chosen_split(model: str, methods: Sequence[str], flags: list[str], ranks: int) -> list[int] | None:
+    """The planned layer split, where a method takes it."""
+    method = next((each for each in methods if EVERY[each].plans_split), None)
+    if method is None:
+        return None
+    say(f"{model}: choosing a layer split")
+    with started(model, method, flags, None, ranks) as chooser:
+        found: list[int] = chooser.ask({"split": True})["layers_per_stage"]
+        return found
 
 
-def interval(pairs: list[tuple[float, float]], draws: int = 2000) -> list[float]:
-    """[low, value, high] of the ratio of sums of (planned ms, method's ms), resampled in pairs."""
-    draw = random.Random(7)
-
-    def ratio(some: list[tuple[float, float]]) -> float:
-        return sum(one for one, _ in some) / sum(other for _, other in some)
-
-    drawn = sorted(ratio(draw.choices(pairs, k=len(pairs))) for _ in range(draws))
-    return [drawn[draws * 25 // 1000], ratio(pairs), drawn[draws * 975 // 1000 - 1]]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table."""
-    lines = [
-        "| model | method | tokens/s | ratio to planned (95%) | padding efficiency | idle | memory MB | first loss |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        low, value, high = row["ratio_to_planned"]
-        cells = (
-            row["model"],
-            row["method"],
-            f"{row['tokens_per_second']:,.0f}",
-            f"{value:.3f} ({low:.3f}–{high:.3f})",
-            f"{row['padding_efficiency']:.1%}",
-            f"{row['idle']:.0%}",
-            f"{row['peak_memory_mb']:,.0f}",
-            f"{row['first_loss']:.6f}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def take_turns(running: dict[str, Job], *, batches: int, rounds: int) -> dict[str, Results]:
+    """Every method's answers by turn; turn 0 warms up with the first batch."""
+    methods = list(running)
+    results: dict[str, Results] = {method: {} for method in methods}
+    for turn in range(rounds * batches + 1):
+        for method in [*methods[turn % len(methods) :], *methods[: turn % len(methods)]]:
+            if turn % SELDOM > 1 and is_slow(results, method):
+                continue
+            number = 0 if turn == 0 else (turn - 1) % batches
+            results[method][turn] = running[method].ask({"batch": number})
+        say(f"{turn} of {rounds * batches}")
+    return results
 
 
-class Job:
-    """The processes of one method, and the connection to their rank 0."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._file = connection.makefile("rw")
-        self.hello = self._read()
-
-    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Have one command run; its answer."""
-        print(json.dumps(command), file=self._file, flush=True)
-        return self._read()
-
-    def close(self) -> None:
-        """Let the processes end."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-    def _read(self) -> dict[str, Any]:
-        line = self._file.readline()
-        if not line:
-            raise SystemExit("a job ended; its error is above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
-@contextlib.contextmanager
-def started(model: str, method: str, flags: list[str], split: list[int] | None, ranks: int) -> Iterator[Job]:
-    """A method's processes, up and waiting for commands; ended with the block."""
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(START_S)
-        spec = Spec(
-            method=method,
-            model=model,
-            flags=flags,
-            tensor_parallel=1,
-            pipeline_parallel=ranks,
-            layers_per_stage=split,
-            port=server.getsockname()[1],
-        )
-        path = Path(folder) / "spec.json"
-        path.write_bytes(msgspec.json.encode(spec))
-        say(f"{model}: starting {method}")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += [str(Path(__file__).parent / "worker.py"), str(path)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-        try:
-            connection, _ = server.accept()
-            connection.settimeout(BATCH_S)
-            job = Job(connection)
-            try:
-                yield job
-            finally:
-                job.close()
-                connection.close()
-        finally:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=20)
-            process.kill()
+def is_slow(results: dict[str, Results], method: str) -> bool:
+    """Whether a method's warm-up took many times as long as that of the fastest."""
+    return results[method][0]["ms"] > SLOW * min(each[0]["ms"] for each in results.values())
 
 
 def profile(model: str, args: argparse.Namespace, folder: Path) -> Path:
@@ -224,14 +134,14 @@ def profile(model: str, args: argparse.Namespace, folder: Path) -> Path:
     command += ["megatron_dynapipe", "profile", "--model", model, "--output", str(path)]
     command += ["--budget-minutes", "0.7" if args.quick else "2", "--", "--dynapipe-config", str(CONFIGS[model])]
     command += ["--dynapipe-data", str(args.data), *own_flags(args)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True, timeout=1200)
+    subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, check=True, timeout=1200)
     return path
 
 
 def own_flags(args: argparse.Namespace) -> list[str]:
-    """What follows the `--` of the command line."""
-    return [flag for flag in args.flags if flag != "--"]
+    """What follows the `--` of the command line, and what the kind of comparison asks for."""
+    batch = ["--global-batch-size", str(DEMO_SAMPLES)] if args.demo else []
+    return [*batch, *(flag for flag in args.flags if flag != "--")]
 
 
 def say(text: str) -> None:

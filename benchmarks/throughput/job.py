@@ -1,0 +1,147 @@
+"""A method's pipeline on one rank: what the driver of the throughput benchmark asks, done.
+
+Megatron is imported late: without a GPU, the CPU platform must be in force before.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from methods import ABLATIONS, METHODS, Spec
+from model import build
+from rows import joined, rows_of_2023
+
+TIMEOUT_S = 600.0
+
+
+class Job:
+    """A method's pipeline on this rank, and the batches that it runs."""
+
+    def __init__(self, spec: Spec, setup: Any) -> None:
+        from megatron_dynapipe.data.meta import open_split, read_meta
+        from megatron_dynapipe.integration.flags.arguments import RunSettings
+        from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
+        from megatron_dynapipe.runtime.control_group import ControlGroup
+        from megatron_dynapipe.sampling import LengthTable, Sampler
+
+        method = (METHODS | ABLATIONS)[spec.method]
+        run = setup.args
+        run.iteration = run.consumed_valid_samples = run.eval_iters = 0
+        run.train_iters = 10**6
+        self._setup, self._settings = setup, RunSettings.from_args(run)
+        on_cpu = setup.device.type == "cpu"
+        inputs = plan_inputs(run, self._settings, setup.family, on_cpu=on_cpu)
+        longest = (run.seq_length, run.decoder_seq_length or 0)
+        # A target's start or end token takes a position of its own, and a decoder-only row's last token none.
+        self._row = (longest[0], longest[1] - 1) if longest[1] else (longest[0] + 1, 0)
+        self._joins = method.joins
+        folder = Path(inputs.data_folder)
+        self.prepare(method.planner(inputs.planner, longest), inputs.costs, read_meta(folder))
+        self._sampler = Sampler(LengthTable.read(folder, "train"), inputs.splits[0].sampler)
+        self._reader = open_split(folder, "train")
+        self._control = ControlGroup(timeout_s=TIMEOUT_S)
+        self.rank = self._control.rank
+
+    def prepare(self, settings: Any, costs: Any, tokens: Any) -> None:
+        """Build what trains."""
+        from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
+        from megatron_dynapipe.planning.planner import Planner
+
+        model, optimizer = build(self._setup)
+        planner = Planner(settings, costs.load())
+        self._pipeline = MegatronPipeline([model], optimizer, planner, tokens=tokens, seed=self._setup.args.seed)
+
+    def hear(self, driver: Any) -> dict[str, Any] | None:
+        """The driver's next command, on all ranks; None once it has hung up."""
+        text = self._control.broadcast_text(driver.readline() if driver is not None else "")
+        return json.loads(text) if text.strip() else None
+
+    def say(self, driver: Any, answer: dict[str, Any]) -> None:
+        """Answer the driver, on rank 0."""
+        if driver is not None:
+            print(json.dumps(answer), file=driver, flush=True)
+
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Do what the driver asks: choose a layer split, or run a batch."""
+        if command.get("split"):
+            from megatron_dynapipe.integration.flags.plan_inputs import chosen_layer_split
+
+            on_cpu = self._setup.device.type == "cpu"
+            split = chosen_layer_split(self._setup.args, self._settings, self._setup.family, on_cpu=on_cpu)
+            return {"layers_per_stage": list(split)}
+        return self._run(int(command["batch"]))
+
+    def _run(self, number: int) -> dict[str, Any]:
+        """Train one global batch; the weights change, the batch does not."""
+        from megatron_dynapipe.plan.instructions import Backward, Forward
+
+        samples = self.samples(number)
+        plan = self._pipeline.plan(samples)
+        result, figures = self.timed(lambda: self._pipeline.step(samples, plan))
+        events = result.trace.events()
+        busy = sum(e.end_ns - e.start_ns for e in events if isinstance(e.instruction, Forward | Backward))
+        totals = plan.totals
+        return figures | {
+            "idle": [1 - each / (figures["ms"] * 1e6) for each in self.gathered(busy)],
+            "real_tokens": totals.real_tokens,
+            "positions": totals.padded_positions,
+            "micro_batches": sum(totals.micro_batches),
+            "predicted_ms": totals.predicted_ns / 1e6,
+            "loss": result.loss,
+        }
+
+    def timed[T](self, call: Callable[[], T]) -> tuple[T, dict[str, Any]]:
+        """What a call gives on all ranks at once, its ms and the peak memory of the rank that has most."""
+        import torch.distributed as dist
+
+        self._reset_peak()
+        dist.barrier()
+        self._synchronise()
+        start = time.perf_counter_ns()
+        result = call()
+        self._synchronise()
+        dist.barrier()
+        elapsed = time.perf_counter_ns() - start
+        return result, {"ms": max(self.gathered(elapsed)) / 1e6, "peak_mb": max(self.gathered(self._peak())) / 1e6}
+
+    def gathered(self, value: int) -> list[int]:
+        """A number of every rank."""
+        import torch
+
+        return [int(each) for each in self._control.gather(torch.tensor([value]))]
+
+    def samples(self, number: int) -> list[Any]:
+        """A global batch's samples, as this method takes them."""
+        batch = self._sampler.batch(number)
+        pairs = [self._reader[int(sample)] for sample in batch.sample_ids]
+        if batch.target_lengths.any():
+            lengths = zip(batch.input_lengths, batch.target_lengths, strict=True)
+            whole = [(given[:n], wanted[:m]) for (given, wanted), (n, m) in zip(pairs, lengths, strict=True)]
+        else:
+            lengths = zip(pairs, batch.input_lengths, strict=True)
+            whole = [joined(given, wanted, int(n)) for (given, wanted), n in lengths]
+        return rows_of_2023(whole, self._row) if self._joins else whole
+
+    def _synchronise(self) -> None:
+        import torch
+
+        if self._setup.device.type == "cuda":
+            torch.cuda.synchronize(self._setup.device)
+
+    def _reset_peak(self) -> None:
+        import torch
+
+        if self._setup.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._setup.device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # the kernel's own high-water mark, from now on
+
+    def _peak(self) -> int:
+        import torch
+
+        if self._setup.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._setup.device)
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+        return int(line.split()[1]) * 1024

@@ -1,0 +1,95 @@
+"""The processes of the throughput benchmark's methods, driven over a socket in lines of JSON."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from methods import Spec
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S, BATCH_S = 240.0, 600.0
+"""Deadlines: of a job's start, and of one batch."""
+
+
+class Job:
+    """The processes of one method, and the connection to their rank 0."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._file = connection.makefile("rw")
+        self.hello = self._read()
+
+    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Have one command run; its answer."""
+        print(json.dumps(command), file=self._file, flush=True)
+        return self._read()
+
+    def close(self) -> None:
+        """Let the processes end."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _read(self) -> dict[str, Any]:
+        line = self._file.readline()
+        if not line:
+            raise SystemExit("a job ended; its error is above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextlib.contextmanager
+def started(model: str, method: str, flags: list[str], split: list[int] | None, ranks: int) -> Iterator[Job]:
+    """A method's processes, up and waiting for commands; ended with the block."""
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(1.0)
+        spec = Spec(
+            method=method,
+            model=model,
+            flags=flags,
+            tensor_parallel=1,
+            pipeline_parallel=ranks,
+            layers_per_stage=split,
+            port=server.getsockname()[1],
+        )
+        path = Path(folder) / "spec.json"
+        path.write_bytes(msgspec.json.encode(spec))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += [str(Path(__file__).parent / "worker.py"), str(path)]
+        process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
+        try:
+            connection = _accepted(server, process, method)
+            connection.settimeout(BATCH_S)
+            job = Job(connection)
+            try:
+                yield job
+            finally:
+                job.close()
+                connection.close()
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+            process.kill()
+
+
+def _accepted(server: socket.socket, process: subprocess.Popen[bytes], method: str) -> socket.socket:
+    """The connection of a job's rank 0, unless the job ends before."""
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        with contextlib.suppress(TimeoutError):
+            return server.accept()[0]
+        if process.poll() is not None:
+            raise SystemExit(f"the job of {method} ended with status {process.returncode}; its error is above")
+    raise SystemExit(f"the job of {method} did not start within {START_S:.0f} s")
+
+
+def environment() -> dict[str, str]:
+    """One thread a process, of this checkout."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

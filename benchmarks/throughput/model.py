@@ -1,0 +1,47 @@
+"""The stage of a rank, built and wrapped by Megatron, with weights that do not depend on how layers are split."""
+
+import zlib
+from typing import Any
+
+
+def build(setup: Any) -> tuple[Any, Any]:
+    """The stage of this rank, wrapped by Megatron, and its optimizer."""
+    from megatron.core import parallel_state
+
+    from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider, t5_split
+    from megatron_dynapipe.units import ModelFamily
+
+    run = setup.args
+    provide = t5_provider(run, t5_split(run)) if setup.family is ModelFamily.T5 else gpt_provider(run)
+    module = provide(
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
+    ).to(device=setup.device, dtype=run.params_dtype)
+    return wrapped(setup, module)
+
+
+def wrapped(setup: Any, module: Any) -> tuple[Any, Any]:
+    """A stage with drawn weights under Megatron's data parallelism, and its optimizer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.utils import get_model_config
+
+    run = setup.args
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=run.accumulate_allreduce_grads_in_fp32)
+    model = DistributedDataParallel(get_model_config(module), ddp, module)
+    draw_weights(module)
+    options = OptimizerConfig(optimizer="adam", lr=1e-4, clip_grad=1.0, bf16=run.bf16, params_dtype=run.params_dtype)
+    return model, get_megatron_optimizer(options, [model])
+
+
+def draw_weights(module: Any) -> None:
+    """Weights that depend on a parameter's place in the whole model alone, so that all layer splits start equal."""
+    import torch
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    parameters = dict(module.named_parameters())
+    for name, entry in module.sharded_state_dict(metadata={"non_homogeneous_layers": True}).items():
+        if isinstance(entry, ShardedTensor) and name in parameters:
+            generator = torch.Generator().manual_seed(zlib.crc32(entry.key.encode()))
+            whole = torch.randn(entry.global_shape, generator=generator) * 0.02
+            whole += "norm" in entry.key and "weight" in entry.key
+            parameters[name].data.copy_(whole[entry.global_slice()])
