@@ -36,10 +36,15 @@ def canvas(rows: int, columns: int, *, width: float = 4.2, height: float = 3.2) 
 
 
 def lines(axis: Axes, places: Sequence[str], series: Series, *, title: str, x: str, y: str) -> None:
-    """Every series as a line over evenly spaced places; the first one lies on top."""
+    """Every series as a line over evenly spaced places; the first one lies on top.
+
+    A series "published planner, NAME" is drawn dashed in the colour of NAME.
+    """
+    colours = dict(COLOURS)
     others = iter(PALETTE)
     for depth, (name, values) in enumerate(series.items()):
-        colour = COLOURS.get(name) or COLOURS.get(name.removeprefix(f"{PUBLISHED}, ")) or next(others)
+        own = name.removeprefix(f"{PUBLISHED}, ")
+        colour = colours[own] if own in colours else colours.setdefault(own, next(others))
         known = [(place, value) for place, value in enumerate(values) if value is not None]
         axis.plot(
             [place for place, _ in known],

@@ -136,7 +136,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     by_length = [row for row in rows if row.tokens == USUAL_SIZE]
     by_size = sorted((row for row in rows if row.max_seq_len == USUAL_LENGTH), key=lambda row: row.tokens)
     models = list(dict.fromkeys(row.model for row in rows))
-    charts.COLOURS.update(zip(models, charts.PALETTE, strict=False))
     own = {model: [row for row in by_length if row.model == model] for model in models}
     seconds = {model: [row.planning_seconds for row in own[model]] for model in models}
     seconds |= {f"published planner, {model}": [row.published_seconds for row in own[model]] for model in models}
