@@ -56,8 +56,7 @@ def main() -> None:
     args = arguments(__doc__).parse_args()
     name = f"planning-time-{args.scale}"
     rows = simulated() if args.scale == "simulated" else on_this_machine()
-    if args.scale == "simulated":
-        draw(rows, args.output / f"{name}.png")
+    (draw if args.scale == "simulated" else draw_bars)(rows, args.output / f"{name}.png")
     write(args.output, name, rows, table(rows))
 
 
@@ -163,6 +162,14 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     title = "planning over iteration, maximum length 2048"
     charts.lines(axes[2], sizes, shares, title=title, x="global batch, tokens", y="% of the iteration, one core")
     charts.legend(figure, [axes], width=2.8)
+    charts.save(figure, path)
+
+
+def draw_bars(rows: Sequence[Row], path: Path) -> None:
+    """A bar for every model and number of samples."""
+    figure, ((axis,),) = charts.canvas(1, 1, width=8.0, height=0.8 + 0.3 * len(rows))
+    values = {row.model: 1e3 * row.planning_seconds for row in rows if row.planning_seconds is not None}
+    charts.bars(axis, values, title="demo data, two stages", x="processor time of a plan, ms", form="{:.0f} ms")
     charts.save(figure, path)
 
 

@@ -185,6 +185,8 @@ def test_planning_time(paper: Paper, tmp_path: Path) -> None:
         + [(2048, n) for n in planning.TOKENS if n != 65_536]
     ]
     planning.draw(rows, tmp_path / "chart.png")
+    planning.draw_bars(rows, tmp_path / "bars.png")
+    assert (tmp_path / "chart.png").stat().st_size > 10_000 and (tmp_path / "bars.png").exists()
     lines = planning.table(rows).splitlines()
     assert lines[2] == "| GPT at 1,1,8 | 512 | 65,536 | 0.100 | 2.00 | 0.050 | 4.0 |"
     assert lines[5] == "| GPT at 1,1,8 | 4,096 | 65,536 | no plan | – | – | 4.0 |"

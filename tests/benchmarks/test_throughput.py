@@ -7,8 +7,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
+from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.helpers.random_dataset import make_dataset
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "throughput"
@@ -43,6 +49,27 @@ def test_a_row_leaves_the_warm_up_out(monkeypatch):
 @pytest.mark.parametrize(("tokens", "kept"), [(7, ("abcd", "xyz")), (6, ("abcd", "xy")), (3, ("ab", "x"))])
 def test_a_long_sample_is_truncated_as_a_whole(monkeypatch, tokens, kept):
     assert script(monkeypatch, "worker").joined("abcd", "xyz", tokens) == kept
+
+
+def test_every_method_plans(monkeypatch):
+    """With its own settings over those of a run; ablations too."""
+    methods = script(monkeypatch, "methods")
+    shape = ModelShape(family=ModelFamily.T5, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=512)
+    costs = AnalyticCostModel(shape, A100_RATES, max_size=64, max_length=1024)
+    run = PlannerSettings(
+        family=ModelFamily.T5,
+        encoder_layers=4,
+        decoder_layers=4,
+        hidden_size=64,
+        pipeline_parallel=2,
+        memory_limit_bytes=10**9,
+        micro_batch_layouts=tuple(BatchLayout),
+    )
+    lengths = np.array([9, 200, 30, 77, 120, 31], np.int32)
+    batch = GlobalBatch(iteration=0, sample_ids=np.arange(6), input_lengths=lengths, target_lengths=lengths // 4 + 1)
+    for method in (methods.METHODS | methods.ABLATIONS).values():
+        totals = Planner(method.planner(run, (256, 64)), costs).plan(batch, 0).totals
+        assert totals.samples == 6 and method.says
 
 
 @pytest.mark.slow
