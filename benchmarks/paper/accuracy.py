@@ -45,7 +45,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 def main() -> None:
     parser = arguments(__doc__, scales=("published", "real"))
-    parser.add_argument("--minutes", type=float, default=6.0, help="for the real iterations of both models")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for the real iterations of both models")
     args = parser.parse_args()
     name = f"accuracy-{args.scale}"
     rows = published() if args.scale == "published" else measured(args.minutes)
