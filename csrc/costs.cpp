@@ -7,8 +7,7 @@ int64_t peak_of(const int64_t (&at)[kStageRows]) {
     return std::max({at[kStored], at[kEncoderEnd], at[kDecoderEnd], at[kHeadEnd]});
 }
 
-// The positions of a row are rounded up to this, as lengths are (units.py).
-int64_t round_up(int64_t positions) { return (positions + 7) / 8 * 8; }
+int64_t round_up(int64_t positions, int64_t multiple) { return (positions + multiple - 1) / multiple * multiple; }
 
 }  // namespace
 
@@ -52,6 +51,7 @@ bool CostCache::interpolate_kind(const BySize& by_size, size_t kind, const Axis:
 }
 
 Summary CostCache::summarize(const BySize& by_size, int64_t size) {
+    if (!problem_.allows_size(size)) return {0, 0, 0, true};
     const Axis::Cell cell = by_size.sizes_->cell(size);
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
         StageCosts at;
@@ -88,7 +88,8 @@ const CostRow& CostCache::row(size_t mode, const Shape& shape) {
 }
 
 void CostCache::compute(const BySize& by_size, const Shape& shape, CostRow& row) {
-    if (by_size.stage_costs_.empty() || !by_size.sizes_->covers(shape.size)) {
+    if (by_size.stage_costs_.empty() || !by_size.sizes_->covers(shape.size) ||
+        !problem_.allows_size(shape.size)) {
         by_kind_.clear();
     } else {
         const Axis::Cell cell = by_size.sizes_->cell(shape.size);
@@ -112,8 +113,8 @@ void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, Cos
         inputs += problem_.input_positions[sample];
         targets += problem_.target_positions[sample];
     }
-    inputs = round_up(inputs);
-    targets = round_up(targets);
+    inputs = round_up(inputs, problem_.row_multiple);
+    targets = round_up(targets, problem_.row_multiple);
     int64_t costs[kRows];
     by_kind_.clear();
     if (packed_.layer_costs(mode, {samples, inputs, targets}, costs)) stage_costs(costs);

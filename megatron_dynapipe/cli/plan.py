@@ -100,6 +100,7 @@ def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[d
         "planning_processor_seconds": processor_seconds,
         "predicted_ms": totals.predicted_ns / 1e6,
         "padding_efficiency": totals.padding_efficiency,
+        "shapes": len(plan.shapes),
         "digest": digest(plan),
         "replicas": _replicas(plan, planner.layout.layers_per_stage),
     }, encoded
@@ -112,6 +113,7 @@ def _entry(batch: "NamedBatch", seconds: dict[str, float]) -> dict[str, Any]:
         "planning_processor_seconds": None,
         "predicted_ms": None,
         "padding_efficiency": None,
+        "shapes": None,
         "digest": None,
         "error": None,
         "replicas": [],
@@ -154,8 +156,8 @@ def _line(entry: dict[str, Any]) -> str:
     micro_batches = sum(len(replica["micro_batches"]) for replica in entry["replicas"])
     peak = max(peak for replica in entry["replicas"] for peak in replica["peak_memory_mb"])
     return (
-        f"{entry['id']}: {entry['predicted_ms']:.1f} ms in {micro_batches} micro-batches, padding efficiency "
-        f"{entry['padding_efficiency']:.1%}, peak {peak:.0f} MB, planned in {seconds * 1e3:.1f} ms"
+        f"{entry['id']}: {entry['predicted_ms']:.1f} ms in {micro_batches} micro-batches ({entry['shapes']} shapes), "
+        f"padding efficiency {entry['padding_efficiency']:.1%}, peak {peak:.0f} MB, planned in {seconds * 1e3:.1f} ms"
     )
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_dynapipe.data.segments import RowSegments
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.plan.packing import packed_shape, row_offsets
+from megatron_dynapipe.plan.packing import holds_row, packed_shape, row_offsets
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape, input_positions
 
 
@@ -235,11 +235,11 @@ class _Rows:
         if plan.layout is BatchLayout.PADDED:
             inputs, targets = ([row * length for row in range(size)] for length in (input_length, target_length))
             return cls(input_starts=inputs, target_starts=targets)
-        expected = packed_shape(family, plan.input_lengths, plan.target_lengths)
-        if plan.shape != expected:
+        if not holds_row(family, plan):
+            expected = packed_shape(family, plan.input_lengths, plan.target_lengths)
             raise PlanError(
-                f"micro-batch {index}: expected a packed row of shape {expected} for its {len(plan.sample_ids)} "
-                f"samples, got {plan.shape}"
+                f"micro-batch {index}: expected a packed row of shape {expected} or longer for its "
+                f"{len(plan.sample_ids)} samples, got {plan.shape}"
             )
         offsets = row_offsets(family, plan)
         return cls(

@@ -111,6 +111,11 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     replicas: tuple[ReplicaPlan, ...]
 
     @property
+    def shapes(self) -> frozenset[tuple[BatchLayout, Shape]]:
+        """The distinct shapes of its micro-batches; kernels are picked for each."""
+        return frozenset((mb.layout, mb.shape) for replica in self.replicas for mb in replica.micro_batches)
+
+    @property
     def totals(self) -> Totals:
         """Sums over the replicas."""
         batches = [mb for replica in self.replicas for mb in replica.micro_batches]

@@ -1,6 +1,6 @@
 """Where the samples of a packed row lie.
 
-    input    a a a b b c c c c . . . .      offsets 0 3 5 9, shape [1, 16, …]: rounded up to 8
+    input    a a a b b c c c c . . . .      offsets 0 3 5 9, shape [1, 16, …]: rounded up to 8, or as settings ask
     target   a a b b b c c . …              offsets 0 2 5 7, positions counted as in `units.target_positions`
 
 Sample i has positions offsets[i] to offsets[i + 1]; what is left fills the row up, and trains on nothing.
@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.units import ModelFamily, Shape, input_positions, round_up, target_positions
+from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Shape, input_positions, round_up, target_positions
 
 
 class RowOffsets(NamedTuple):
@@ -31,6 +31,14 @@ def packed_shape(family: ModelFamily, input_tokens: Sequence[int], target_tokens
     """The shape of samples packed into one row, given their lengths in tokens: `[1, inputs, targets]`."""
     offsets = _offsets(family, input_tokens, target_tokens)
     return Shape(1, round_up(offsets.inputs[-1]), round_up(offsets.targets[-1]))
+
+
+def holds_row(family: ModelFamily, micro_batch: MicroBatch) -> bool:
+    """Whether a packed micro-batch's shape has room for its samples; plans may round rows up to more than a little."""
+    least, shape = packed_shape(family, micro_batch.input_lengths, micro_batch.target_lengths), micro_batch.shape
+    lengths = zip(least[1:], shape[1:], strict=True)
+    fits = all(needed <= given and given % LENGTH_MULTIPLE == 0 for needed, given in lengths)
+    return fits and (shape.target_length == 0) == (least.target_length == 0)
 
 
 def _offsets(family: ModelFamily, input_tokens: Sequence[int], target_tokens: Sequence[int]) -> RowOffsets:

@@ -139,7 +139,8 @@ class Planner:
                 f"expected at least one sample for each of {self.settings.data_parallel} replicas, got {len(batch)}",
                 hint="use larger global batches or fewer data-parallel replicas",
             )
-        samples = Samples.of(batch, self.settings.family)
+        multiple = self.settings.shape_buckets.length_multiple
+        samples = Samples.of(batch, self.settings.family, multiple=multiple)
         chosen = self.settings.partition
         if chosen.algorithm is PartitionAlgorithm.PADDING:
             return samples.padded(chosen.padded_input_length, chosen.padded_target_length)
@@ -165,6 +166,7 @@ class Planner:
             forward_only=forward_only,
             peak_covers_backward=self._peak_covers_backward,
             transfers=s.transfers,
+            buckets=s.shape_buckets,
         )
 
     def in_flight_options(self) -> IntArray:

@@ -32,8 +32,8 @@ class Samples:
     targets: IntArray
 
     @classmethod
-    def of(cls, batch: GlobalBatch, family: ModelFamily) -> Self:
-        """Round the batch's lengths up to padded positions.
+    def of(cls, batch: GlobalBatch, family: ModelFamily, *, multiple: int = LENGTH_MULTIPLE) -> Self:
+        """Round the batch's lengths up to padded positions, a multiple of `multiple`.
 
         Raises:
             DataError: an input, or a T5's target, is empty.
@@ -56,8 +56,8 @@ class Samples:
             target_tokens=target_tokens,
             input_positions=inputs,
             target_positions=targets,
-            inputs=round_up_all(inputs),
-            targets=round_up_all(targets),
+            inputs=round_up_all(inputs, multiple),
+            targets=round_up_all(targets, multiple),
         )
 
     def padded(self, input_length: int | None, target_length: int | None) -> Self:
@@ -78,9 +78,9 @@ class Samples:
         return replace(self, inputs=inputs, targets=targets)
 
 
-def round_up_all(positions: IntArray) -> IntArray:
+def round_up_all(positions: IntArray, multiple: int = LENGTH_MULTIPLE) -> IntArray:
     """Positions rounded up as lengths of micro-batches are."""
-    return np.asarray(-(-positions // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
+    return np.asarray(-(-positions // multiple) * multiple)
 
 
 def fits_alone(problem: BatchProblem) -> BoolArray:

@@ -39,7 +39,7 @@ def test_plan_report(batches_file: Path, cost_file: Path, capsys: pytest.Capture
 def test_plan_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments("plan", batches_file, cost_file)) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("b0: ") and "micro-batches, padding efficiency" in lines[0]
+    assert lines[0].startswith("b0: ") and " shapes), padding efficiency" in lines[0]
     assert lines[1].startswith("b1: no plan")
 
 

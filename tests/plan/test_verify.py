@@ -184,8 +184,12 @@ def test_packed_and_padded_micro_batches_are_accepted_beside_one_another(family)
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        (ModelFamily.GPT, {"shape": Shape(1, 16)}, r"row of shape 1x24 for samples that end at input position 24"),
-        (ModelFamily.GPT, {"shape": Shape(1, 32)}, r"expected a packed row of shape 1x24 .*, got 1x32"),
+        (
+            ModelFamily.GPT,
+            {"shape": Shape(1, 16)},
+            r"row of shape 1x24 or longer for samples that end at input position 24",
+        ),
+        (ModelFamily.GPT, {"shape": Shape(1, 28)}, r"expected a packed row of shape 1x24 .*, got 1x28"),
         (ModelFamily.GPT, {"input_lengths": (10, 17)}, r"end at input position 25 and target position 0, got 1x24"),
         (ModelFamily.T5, {"target_lengths": (3, 10)}, r"of shape 1x32[+]24 .* target position 17, got 1x32[+]16"),
     ],
@@ -193,6 +197,10 @@ def test_packed_and_padded_micro_batches_are_accepted_beside_one_another(family)
 def test_the_offsets_of_a_packed_row_cover_it(family, changes, message):
     with pytest.raises(PlanError, match=f"replica 0, micro-batch 0: .*{message}"):
         verify(plan_with(make_plan((2,), 2, family=family, layouts=MIXED), **changes))
+
+
+def test_a_packed_row_may_be_rounded_up_to_more():
+    verify(plan_with(make_plan((2,), 2, layouts=MIXED), shape=Shape(1, 64)))
 
 
 def test_a_layout_that_the_settings_do_not_allow_is_refused():

@@ -16,7 +16,15 @@ from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import batch_layout, clusters, legacy, placement, store_address, transfer_rules
+from megatron_dynapipe.integration.flags import (
+    batch_layout,
+    clusters,
+    legacy,
+    placement,
+    shape_buckets,
+    store_address,
+    transfer_rules,
+)
 from megatron_dynapipe.integration.flags.megatron import check as megatron_check
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.planning.baselines import PartitionSettings
@@ -91,6 +99,7 @@ class RunSettings:
             )
         _check_ranges(args)
         transfer_rules.transfer_rules(args, on_cpu=True)  # refuses what is no number
+        shape_buckets.shape_buckets(args)
         limit_mb = args.dynapipe_device_memory_limit
         searches = {"search_evaluations": 0} if args.dynapipe_disable_mb_permutation else {}
         return cls(
@@ -207,6 +216,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "make that faster (default), always, or never",
     )
     clusters.add_arguments(group)
+    shape_buckets.add_arguments(group)
     batch_layout.add_arguments(group)
     transfer_rules.add_arguments(group)
     model_flags.add_arguments(group)

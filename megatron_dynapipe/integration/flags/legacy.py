@@ -75,7 +75,7 @@ FLAGS: tuple[LegacyName, ...] = (
     ),
     _honoured("--dynapipe-limit-rc-type", "the modes of recomputation that plans choose among"),
     _honoured(
-        "--dynapipe-round-seqlen-multiple", f"{LENGTH_MULTIPLE} is accepted, which lengths are always rounded to"
+        "--dynapipe-round-seqlen-multiple", f"lengths are rounded up to it; multiples of {LENGTH_MULTIPLE}, the default"
     ),
     _honoured("--dynapipe-zero-stage", "0, or 1 with `--use-distributed-optimizer`, from which memory is computed"),
     _honoured(
@@ -193,7 +193,6 @@ def add_arguments(group: "argparse._ArgumentGroup") -> None:
         metavar="N",
         help="planners per node (default: spare cores)",
     )
-    add("--dynapipe-round-seqlen-multiple", type=int, default=LENGTH_MULTIPLE, metavar="N", help=f"{LENGTH_MULTIPLE}")
     add("--dynapipe-enable-packing", action="store_true", help="as --dynapipe-layout auto says (the default)")
     add("--dynapipe-zero-stage", type=int, metavar="0|1", help="as --use-distributed-optimizer says (the default)")
     for flag in FLAGS:
@@ -215,10 +214,6 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
     for variable in VARIABLES:
         if not variable.honoured and environ.get(variable.name, "").lower() not in OFF:
             raise ConfigError(f"{variable.name} is not taken: {variable.note}", hint=variable.instead)
-    if args.dynapipe_round_seqlen_multiple != LENGTH_MULTIPLE:
-        raise ConfigError(
-            f"expected --dynapipe-round-seqlen-multiple {LENGTH_MULTIPLE}, got {args.dynapipe_round_seqlen_multiple}"
-        )
     stage, distributed = args.dynapipe_zero_stage, bool(args.use_distributed_optimizer)
     if stage is not None and stage != int(distributed):
         raise ConfigError(

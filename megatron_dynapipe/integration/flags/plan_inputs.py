@@ -16,6 +16,7 @@ from megatron_dynapipe.integration.flags.arguments import RunSettings, maximum_l
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.flags.clusters import Cluster, cluster_of
 from megatron_dynapipe.integration.flags.layer_split import gpt_layers_per_stage
+from megatron_dynapipe.integration.flags.shape_buckets import shape_buckets
 from megatron_dynapipe.integration.flags.transfer_rules import transfer_rules
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.planning.layer_split import BATCHES, choose_layer_split
@@ -115,6 +116,7 @@ def _planner(
         schedule=settings.schedule,
         element_bytes=state_dtype(args).itemsize,
         transfers=transfer_rules(args, on_cpu=on_cpu),
+        buckets=shape_buckets(args),
         sequence_parallel=args.sequence_parallel,
     )
 
@@ -153,7 +155,7 @@ def chosen_layer_split(
     return choose_layer_split(planner, costs, batches, to_fit=[epoch])
 
 
-def network(settings: RunSettings, cluster: Cluster | None) -> Network:
+def network(settings: RunSettings, cluster: Cluster | None = None) -> Network:
     """Links as the flags give them, else as the cost model's file has measured them, else as the cluster's file says.
 
     Raises:

@@ -31,6 +31,7 @@ OURS = """
 --dynapipe-allow-other-data --dynapipe-attention --dynapipe-layers-per-stage --dynapipe-recalibrate
 --dynapipe-enable-packing --dynapipe-layout --dynapipe-scatter-gather
 --dynapipe-receive-ahead --dynapipe-ordered-starts
+--dynapipe-cluster --dynapipe-round-row-multiple --dynapipe-sizes-per-octave
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
 
@@ -181,7 +182,7 @@ def test_honoured_values(flags, name, value, monkeypatch):
             "--dynapipe-partition-algo token_based --dynapipe-token-based-partition-mbs 0",
             "expected --dynapipe-token-based-partition-mbs of at least 1, got 0",
         ),
-        ("--dynapipe-round-seqlen-multiple 16", "expected --dynapipe-round-seqlen-multiple 8, got 16"),
+        ("--dynapipe-round-seqlen-multiple 12", "expected --dynapipe-round-seqlen-multiple as a multiple of 8, got 12"),
         ("--dynapipe-zero-stage 1", "expected --dynapipe-zero-stage 0 without --use-distributed-optimizer, got 1"),
         ("--dynapipe-prefetch-planner-num-workers 0", "--dynapipe-prefetch-planner-num-workers of at least 1, got 0"),
         ("--dynapipe-store-url http://x", "the plan store's URL must be redis://"),
