@@ -12,6 +12,7 @@ from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.modules.inputs import Batch, batch_rows
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
+from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, TransferRules
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.segments import segment_settings
@@ -29,6 +30,7 @@ class ModulePlanner:
         memory_limit_bytes: of one device.
         network: links between devices; by default those that the costs were measured with.
         schedule: how passes are ordered.
+        transfers: when transfers are started; None takes the rules of GPUs where there is one, else those of gloo.
 
     Attributes:
         planner: what plans.
@@ -45,6 +47,7 @@ class ModulePlanner:
         memory_limit_bytes: int,
         network: Network | None = None,
         schedule: ScheduleSettings | None = None,
+        transfers: TransferRules | None = None,
     ) -> None:
         self.stages, self.replicas = stages, replicas
         settings = segment_settings(
@@ -56,6 +59,9 @@ class ModulePlanner:
             network=network,
             schedule=schedule,
         )
+        if transfers is None:
+            transfers = CUDA_RULES if torch.cuda.is_available() else GLOO_RULES
+        settings = msgspec.structs.replace(settings, transfers=transfers)
         self.planner = Planner(settings, costs.of_stages(stage_of))
         self._alone = self.planner if replicas == 1 else _for_one_replica(self.planner)
 

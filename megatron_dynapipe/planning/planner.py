@@ -17,6 +17,7 @@ import numpy as np
 from megatron_dynapipe.cost import CostModel, LayerTables
 from megatron_dynapipe.errors import CostModelError, InfeasibleError, PlanningError, StallError
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
+from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, baseline_partitions
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
@@ -81,6 +82,12 @@ class Planner:
             hidden_size=settings.hidden_size,
             sequence_parallel=settings.tensor_parallel if settings.sequence_parallel else 1,
         )
+
+    def under(self, rules: TransferRules) -> "Planner":
+        """A planner under these rules of transfers; this one where its settings have rules of their own."""
+        if not self.settings.transfers.are_plain or rules == self.settings.transfers:
+            return self
+        return Planner(msgspec.structs.replace(self.settings, transfers=rules), self.cost_model)
 
     def plan(self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False) -> IterationPlan:
         """The plan of one iteration.

@@ -35,6 +35,12 @@ class IterationRecord(
     """How many of them are packed rows."""
     cost_model_version: int = 0
     """Of the cost model that the iteration was planned with; 0 is the one that the run began with."""
+    allocated_bytes: int = 0
+    """Of tensors on this rank's GPU, at their peak; 0 on a CPU, which does not count."""
+    reserved_bytes: int = 0
+    """Of that GPU held by the allocator, at its peak: above `allocated_bytes` lie fragments and free memory."""
+    allocator_retries: int = 0
+    """Times that the allocator has had to give its cache back to find room, since the run began."""
 
 
 class TimelineRecord(

@@ -17,6 +17,7 @@ from megatron_dynapipe.modules.collate import Pack, Pad
 from megatron_dynapipe.modules.loader import DynaPipeDataLoader
 from megatron_dynapipe.modules.planner import ModulePlanner
 from megatron_dynapipe.plan.instructions import RecvStart, SendStart
+from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, TransferRules
 from megatron_dynapipe.planning.segments import even_split, even_split_of_costs
 from megatron_dynapipe.units import Recompute
 from tests.helpers.processes import run_ranks
@@ -340,3 +341,12 @@ def test_plans_come_from_a_store(tmp_path: Path):
         ranks = run_ranks(planned_training, 4, {"store": server.address.url, "replicas": 2})
     for found in ranks:
         assert found["losses"] == pytest.approx(expected_losses(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("has_gpu", "rules"), [(False, GLOO_RULES), (True, CUDA_RULES)])
+def test_transfers_are_planned_for_the_device_there_is(
+    has_gpu: bool, rules: TransferRules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    assert planner_of().planner.settings.transfers == rules
+    assert planner_of(transfers=GLOO_RULES).planner.settings.transfers == GLOO_RULES

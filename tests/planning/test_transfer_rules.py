@@ -175,3 +175,12 @@ def test_memory_does_not_depend_on_the_rules():
     order = SCHEDULES["1f1b"](problem)
     peaks = {simulate(replace(problem, transfers=rules), order).peak_bytes for rules in RULES}
     assert len(peaks) == 1 and np.isfinite(list(peaks.pop())).all()
+
+
+def test_a_planner_takes_the_rules_of_a_device_unless_it_has_its_own() -> None:
+    plain = planner(ModelFamily.GPT)
+    assert plain.under(GLOO_RULES) is plain
+    ruled = plain.under(CUDA_RULES)
+    assert ruled.settings.transfers == CUDA_RULES and ruled.cost_model is plain.cost_model
+    own = planner(ModelFamily.GPT, transfers=TransferRules(receive_ahead=3))
+    assert own.under(CUDA_RULES) is own

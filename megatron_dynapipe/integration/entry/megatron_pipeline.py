@@ -39,6 +39,7 @@ from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.specs import packing_obstacle
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
 from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.runtime import PipelineExecutor, Trace, platform_of, watched
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -87,7 +88,8 @@ class MegatronPipeline:
     Args:
         models: this rank's model chunks, each wrapped in Megatron's `DistributedDataParallel`.
         optimizer: Megatron's, from `get_megatron_optimizer`; None to accumulate gradients or evaluate only.
-        planner: plans; its settings say what the model is and how it is laid out.
+        planner: plans; its settings say what the model is and how it is laid out. On a GPU its plans are made under the
+            rules of transfers there, if its settings have none of their own (`plan.transfer_rules`).
         tokens: what collation adds.
         seed: of dropouts.
         first_iteration: number of the first step, for a run that is resumed.
@@ -113,12 +115,13 @@ class MegatronPipeline:
         first_iteration: int = 0,
         timeout_s: float = 300.0,
     ) -> None:
-        self._models, self._optimizer, self.planner = models, optimizer, planner
+        self._models, self._optimizer = models, optimizer
+        self._device = next(models[0].parameters()).device
+        self.planner = planner
         self._config = get_model_config(models[0])
         self._check()
         optimizer_patches.apply()
         fused_kernels.fuse_adam(optimizer)
-        self._device = next(models[0].parameters()).device
         self._control = ControlGroup(timeout_s=timeout_s)
         link = open_transport(self._control, planner.settings, device=self._device, timeout_s=timeout_s)
         self._stage, self._stages, self._last_rank = link.stage, len(link.ranks), link.ranks[-1]
@@ -259,6 +262,15 @@ class MegatronPipeline:
     @property
     def _family(self) -> ModelFamily:
         return self.planner.settings.family
+
+    @property
+    def planner(self) -> Planner:
+        """Plans the next steps."""
+        return self._planner
+
+    @planner.setter
+    def planner(self, planner: Planner) -> None:
+        self._planner = planner.under(CUDA_RULES if self._device.type == "cuda" else GLOO_RULES)
 
     def _check(self) -> None:
         settings = self.planner.settings

@@ -38,6 +38,7 @@ from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.integration.supply.same_run import check_same_run
 from megatron_dynapipe.runtime import PipelineExecutor, platform_of, watched
 from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.runtime.device_memory import memory_counts, reserve
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import Shape, input_positions, target_positions
 
@@ -236,6 +237,9 @@ class Session:
         inputs = self._with_model_state(self._control.run_on_all(self._make_inputs))
         check_same_run(self._control, self._settings, inputs)
         timeout_s = self._settings.timeout_s
+        if self._settings.reserve_all_memory:
+            limit = inputs.planner.memory_limit_bytes
+            self._control.run_on_all(lambda: reserve(limit, self._device))
         link = open_transport(self._control, inputs.planner, device=self._device, timeout_s=timeout_s)
         self._stage, self._stages = link.stage, len(link.ranks)
         platform = platform_of(self._device)
@@ -262,6 +266,7 @@ class Session:
             maximum=self._longest,
             timeout_s=timeout_s,
             publisher=None if rule is None else PassPublisher(rule, supply.store, supply.keys, rank=rank),
+            memory=functools.partial(memory_counts, self._device),
         )
 
     def counting(self, provider: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,6 +66,7 @@ class RunSettings:
         intra_node_gbps, inter_node_gbps, intra_node_latency_us, inter_node_latency_us: links, for predictions; None
             takes those that the cost model file has measured, else `Network`'s.
         scatter_gather: whether messages between stages are divided over tensor-parallel ranks.
+        reserve_all_memory: whether all that plans may use of a GPU is taken before the first iteration.
     """
 
     data: Path
@@ -88,6 +89,7 @@ class RunSettings:
     intra_node_latency_us: float | None
     inter_node_latency_us: float | None
     scatter_gather: ScatterGather
+    reserve_all_memory: bool = False
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "RunSettings":
@@ -127,6 +129,7 @@ class RunSettings:
             intra_node_latency_us=args.dynapipe_intra_node_lat,
             inter_node_latency_us=args.dynapipe_inter_node_lat,
             scatter_gather=ScatterGather(args.dynapipe_scatter_gather),
+            reserve_all_memory=args.dynapipe_reserve_all_memory,
         )
 
 

@@ -104,12 +104,7 @@ FLAGS: tuple[LegacyName, ...] = (
         "each rank fetches its plans in one thread, which blocks until they come",
         "--dynapipe-lookahead sets how many iterations are planned ahead",
     ),
-    _refused(
-        "--dynapipe-reserve-all-memory",
-        "PyTorch's allocator does not fragment when its segments can grow",
-        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        switch=True,
-    ),
+    _honoured("--dynapipe-reserve-all-memory", "takes all that plans may use of a GPU before the first iteration"),
     _refused(
         "--dynapipe-custom-allocator",
         "no allocator is replaced; PyTorch's does not fragment when its segments can grow",
@@ -192,6 +187,11 @@ def add_arguments(group: "argparse._ArgumentGroup") -> None:
         type=int,
         metavar="N",
         help="planners per node (default: spare cores)",
+    )
+    add(
+        "--dynapipe-reserve-all-memory",
+        action="store_true",
+        help="take all that plans may use of a GPU before the first iteration, into segments that grow",
     )
     add("--dynapipe-enable-packing", action="store_true", help="as --dynapipe-layout auto says (the default)")
     add("--dynapipe-zero-stage", type=int, metavar="0|1", help="as --use-distributed-optimizer says (the default)")

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_dynapipe.data.iterator import PlannedIteration
@@ -14,8 +14,9 @@ from megatron_dynapipe.report.summary import format_summary, summarise
 from megatron_dynapipe.report.timeline import Panel, draw
 from megatron_dynapipe.report.trace import write_trace
 from megatron_dynapipe.runtime import Trace
+from megatron_dynapipe.runtime.device_memory import MemoryCounts
 from megatron_dynapipe.store import PlanKeys, PlanStore
-from megatron_dynapipe.units import NS_PER_MS, BatchLayout, Shape
+from megatron_dynapipe.units import NS_PER_MS, BatchLayout, Shape, in_mb
 
 
 class Recorder:
@@ -39,6 +40,7 @@ class Recorder:
         maximum: the lengths that a run without planning would pad every sample to.
         timeout_s: how long rank 0 waits for a rank's records.
         publisher: takes the measured passes, where the cost model is calibrated by them.
+        memory: what the device's allocator has counted; None where none counts.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Recorder:
         maximum: Shape,
         timeout_s: float,
         publisher: PassPublisher | None = None,
+        memory: Callable[[], MemoryCounts | None] = lambda: None,
     ) -> None:
         self._folder = folder
         self._store = store
@@ -69,6 +72,8 @@ class Recorder:
         self._maximum = maximum
         self._timeout_s = timeout_s
         self._publisher = publisher
+        self._memory = memory
+        self._retries = 0
         self._latest: tuple[PlannedIteration, Trace] | None = None
         self._last_iteration: int | None = None
         self._file = RecordFile(folder / f"rank-{rank}.jsonl")
@@ -129,9 +134,11 @@ class Recorder:
             self._write(item, events, version, last=last)
 
     def _write(self, item: PlannedIteration, events: Sequence[Event], version: int, *, last: bool) -> None:
+        memory = self._memory()  # before metrics reset the peaks
+        self._say_retries(memory)
         self._metrics.write(item, events)
         if self._stage == 0 and self._tensor_rank == 0:
-            record = _iteration_record(item, events, version)
+            record = _iteration_record(item, events, version, memory)
             if self._rank == 0:
                 print(prediction_line(record), flush=True)
             self._file.add_iteration(record)
@@ -144,6 +151,20 @@ class Recorder:
                 measured=tuple(events),
             )
             self._file.add_timeline(timeline)
+
+    def _say_retries(self, memory: MemoryCounts | None) -> None:
+        """Warn where the allocator has been out of memory since the last iteration and found some after all."""
+        if memory is None or memory.retries <= self._retries:
+            return
+        self._retries = memory.retries
+        held, used = in_mb(memory.reserved_bytes, memory.allocated_bytes)
+        print(
+            f"warning: rank {self._rank}'s allocator has given its cache back {memory.retries} times to find memory,"
+            f" holding {held} for tensors of {used}; each time waits for the device: lower"
+            " --dynapipe-device-memory-limit, or add --dynapipe-reserve-all-memory",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _records(self, rank: int) -> list[Record]:
         key = self._keys.report(rank)
@@ -187,7 +208,9 @@ def prediction_line(record: IterationRecord) -> str:
     )
 
 
-def _iteration_record(item: PlannedIteration, events: Sequence[Event], version: int) -> IterationRecord:
+def _iteration_record(
+    item: PlannedIteration, events: Sequence[Event], version: int, memory: MemoryCounts | None
+) -> IterationRecord:
     return IterationRecord(
         iteration=item.entry.iteration,
         measured_ns=events[-1].end_ns - events[0].start_ns if events else 0,
@@ -197,4 +220,7 @@ def _iteration_record(item: PlannedIteration, events: Sequence[Event], version: 
         shapes=tuple(batch.shape for batch in item.entry.micro_batches),
         packed=sum(batch.layout is BatchLayout.PACKED for batch in item.entry.micro_batches),
         cost_model_version=version,
+        allocated_bytes=0 if memory is None else memory.allocated_bytes,
+        reserved_bytes=0 if memory is None else memory.reserved_bytes,
+        allocator_retries=0 if memory is None else memory.retries,
     )

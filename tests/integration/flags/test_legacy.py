@@ -31,7 +31,7 @@ OURS = """
 --dynapipe-allow-other-data --dynapipe-attention --dynapipe-layers-per-stage --dynapipe-recalibrate
 --dynapipe-enable-packing --dynapipe-layout --dynapipe-scatter-gather
 --dynapipe-receive-ahead --dynapipe-ordered-starts
---dynapipe-cluster --dynapipe-round-row-multiple --dynapipe-sizes-per-octave
+--dynapipe-reserve-all-memory --dynapipe-cluster --dynapipe-round-row-multiple --dynapipe-sizes-per-octave
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
 

@@ -8,6 +8,8 @@ from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.integration.supply import recorder as module
 from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.report.records import IterationRecord, read_records
+from megatron_dynapipe.runtime.device_memory import MemoryCounts
 from megatron_dynapipe.store import MemoryStore, PlanKeys
 from megatron_dynapipe.units import Shape
 from tests.helpers.plans import make_plan
@@ -30,10 +32,10 @@ class NoMetrics:
         pass
 
 
-def recorder(folder, store, *, rank: int = 0, world_size: int = 1) -> Recorder:
+def recorder(folder, store, *, rank: int = 0, world_size: int = 1, **more) -> Recorder:
     return Recorder(
         folder=folder, store=store, keys=KEYS, rank=rank, world_size=world_size, replica=0, stage=rank, tensor_rank=0,
-        metrics=NoMetrics(), maximum=Shape(1, 64), timeout_s=5,
+        metrics=NoMetrics(), maximum=Shape(1, 64), timeout_s=5, **more,
     )  # fmt: skip
 
 
@@ -89,3 +91,19 @@ def test_numbers_that_are_none_do_not_end_a_run(store, tmp_path, monkeypatch, ca
     monkeypatch.setattr(NoMetrics, "write", lambda *_: np.array([]).max())
     run(recorder(tmp_path, store, world_size=1))
     assert capsys.readouterr().err.count("warning") == 1
+
+
+def test_memory_is_recorded_and_retries_are_said(store, tmp_path, capsys) -> None:
+    retries = iter([0, 2, 2, 3])
+
+    def memory() -> MemoryCounts:
+        return MemoryCounts(allocated_bytes=1, reserved_bytes=3, retries=next(retries))
+
+    run(recorder(tmp_path, store, memory=memory))
+    records = [each for each in read_records(tmp_path / "rank-0.jsonl") if isinstance(each, IterationRecord)]
+    assert [(each.allocated_bytes, each.reserved_bytes, each.allocator_retries) for each in records] == [
+        (1, 3, 0), (1, 3, 2), (1, 3, 2), (1, 3, 3),
+    ]  # fmt: skip
+    said = [line for line in capsys.readouterr().err.splitlines() if "allocator" in line]
+    assert len(said) == 2
+    assert "given its cache back 2 times" in said[0] and "given its cache back 3 times" in said[1]
