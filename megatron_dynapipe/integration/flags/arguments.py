@@ -4,7 +4,6 @@ Megatron's namespace is read here and in the model providers, nowhere else: the 
 """
 
 import argparse
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from megatron_dynapipe.integration.flags import (
     transfer_rules,
 )
 from megatron_dynapipe.integration.flags.megatron import check as megatron_check
+from megatron_dynapipe.integration.flags.ranges import check_ranges
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.planning.baselines import PartitionSettings
 from megatron_dynapipe.planning.schedules import ScheduleSettings
@@ -99,7 +99,7 @@ class RunSettings:
                 "expected a dataset folder, got none",
                 hint="pass --dynapipe-data DIR; `megatron-dynapipe data demo --output DIR` makes one",
             )
-        _check_ranges(args)
+        check_ranges(args)
         transfer_rules.transfer_rules(args, on_cpu=True)  # refuses what is no number
         shape_buckets.shape_buckets(args)
         limit_mb = args.dynapipe_device_memory_limit
@@ -131,18 +131,6 @@ class RunSettings:
             scatter_gather=ScatterGather(args.dynapipe_scatter_gather),
             reserve_all_memory=args.dynapipe_reserve_all_memory,
         )
-
-
-def _check_ranges(args: argparse.Namespace) -> None:
-    """Refuse numbers that cannot be what their flags say."""
-    above_zero = ("lookahead", "timeout_s", "intra_node_bw", "inter_node_bw", "device_memory_limit")
-    for name in (*above_zero, "intra_node_lat", "inter_node_lat", "calibrate"):
-        value = getattr(args, f"dynapipe_{name}")
-        if value is None:
-            continue
-        if not 0 <= value < math.inf or (value == 0 and name in above_zero):
-            flag, least = name.replace("_", "-"), "above 0" if name in above_zero else "of at least 0"
-            raise ConfigError(f"expected --dynapipe-{flag} {least}, got {value}")
 
 
 def world_size() -> int:
