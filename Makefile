@@ -5,6 +5,8 @@ SHELL := /bin/bash
 
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
+# At the end of a demo: the same samples padded, packed into rows, and planned.
+COMPARE := $(PYTHON) benchmarks/throughput/run.py --demo
 TRAIN := OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2
 # The demos' two ranks share the device of a machine with one GPU, which takes gloo; without a GPU it is gloo anyway.
 SHARED := $(if $(filter 0 1,$(shell nvidia-smi -L 2>/dev/null | wc -l)),--distributed-backend gloo)
@@ -21,9 +23,11 @@ setup:
 
 demo: setup
 	@$(TRAIN) pretrain_t5_multitask.py --dynapipe-config configs/demo_t5.yaml $(SHARED)
+	@$(COMPARE) --model t5 --cost-model .demo/report/t5/cost-model-0.json -- $(SHARED)
 
 demo-gpt: setup
 	@$(TRAIN) pretrain_gpt_multitask.py --dynapipe-config configs/demo_gpt.yaml $(SHARED)
+	@$(COMPARE) --model gpt --cost-model .demo/report/gpt/cost-model-0.json -- $(SHARED)
 
 test: setup
 	$(PYTEST) tests -m "not slow and not gpu"

@@ -32,7 +32,7 @@ from megatron_dynapipe.integration.execution.step_functions import (
     t5_batch,
     t5_step,
 )
-from megatron_dynapipe.integration.flags import arguments, placement
+from megatron_dynapipe.integration.flags import arguments, placement, split_words
 from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
 from megatron_dynapipe.integration.flags.model_state import StateBytes
 from megatron_dynapipe.integration.flags.plan_inputs import (
@@ -219,7 +219,7 @@ def parse(family: ModelFamily) -> argparse.Namespace:
     prepare_help(parser)
     early = parser.parse_args()
     settings = arguments.check(early, family)
-    sys.argv += arguments.layer_split_words(early, family)
+    sys.argv += split_words.layer_split_words(early, family)
     sys.argv += model_flags.words_for_megatron(parser.parse_args(), family)
     tokenizer = tokenizer_folder(settings.data)
     try:

@@ -36,11 +36,12 @@ from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.integration.supply.same_run import check_same_run
-from megatron_dynapipe.runtime import PipelineExecutor, platform_of, watched
+from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.runtime import PipelineExecutor, Trace, platform_of, watched
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.device_memory import memory_counts, reserve
 from megatron_dynapipe.service.settings import PlanInputs
-from megatron_dynapipe.units import Shape, input_positions, target_positions
+from megatron_dynapipe.units import NS_PER_MS, Shape, input_positions, target_positions
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class Session:
         self._resources = ExitStack()
         self._iterators: dict[str, AgreedIterator] = {}
         self._trained: PlannedIteration | None = None
+        self._trace: Trace | None = None
         self.shape: Shape | None = None
 
     def __enter__(self) -> Self:
@@ -166,7 +168,7 @@ class Session:
         self._check_losses(result.losses)
         if not forward_only:
             add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
-            self._trained = item
+            self._trained, self._trace = item, result.trace
             self._recorder.add(item, result.trace)
             count_flops(item)
             self._iterators["train"].prepare()
@@ -216,13 +218,18 @@ class Session:
         return self._trained.entry.totals.samples
 
     def log_text(self) -> str:
-        """The latest training iteration's plan in the form of Megatron's log line; empty before the first."""
-        if self._trained is None:
+        """The latest training iteration's plan in the form of Megatron's log line; empty before the first.
+
+        Times are from this stage's first pass to its last. Megatron has waited for the loss, so they are known.
+        """
+        if self._trained is None or self._trace is None:
             return ""
         totals = self._trained.entry.totals
         micro_batches = "+".join(map(str, totals.micro_batches))
         return (
             f" micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
+            f" predicted (ms): {_span_ms(self._trained.entry.stage_plan.predicted):.1f} |"
+            f" measured (ms): {_span_ms(self._trace.events()):.1f} |"
             f" plan wait (ms): {self._trained.waited_seconds * 1e3:.1f} |"
         )
 
@@ -290,6 +297,10 @@ class Session:
             held[stage] = max(held[stage], size)
         planner = msgspec.structs.replace(inputs.planner, model_state_bytes=tuple(held))
         return msgspec.structs.replace(inputs, planner=planner)
+
+
+def _span_ms(events: Sequence[Event]) -> float:
+    return (events[-1].end_ns - events[0].start_ns) / NS_PER_MS if events else 0.0
 
 
 def _maximum(inputs: PlanInputs) -> Shape:

@@ -257,34 +257,6 @@ def check(args: argparse.Namespace, family: ModelFamily) -> RunSettings:
     return settings
 
 
-def layer_split_words(args: argparse.Namespace, family: ModelFamily) -> list[str]:
-    """The stage of every layer, if it was given, as the flag of ours that says the same: words for the command line.
-
-    Raises:
-        ConfigError: it does not list every layer's stage in order, or both flags were given.
-    """
-    given = args.dynapipe_layer_to_device
-    if given is None:
-        return []
-    if args.dynapipe_layers_per_stage is not None:
-        raise ConfigError("expected --dynapipe-layer-to-device or --dynapipe-layers-per-stage, got both")
-    if family is ModelFamily.T5:
-        layers = args.encoder_num_layers + (args.decoder_num_layers or args.encoder_num_layers)
-    else:
-        layers = args.num_layers
-    stages = args.pipeline_model_parallel_size
-    chunks = args.num_virtual_stages_per_pipeline_rank
-    if args.num_layers_per_virtual_pipeline_stage is not None:
-        chunks = layers // (stages * args.num_layers_per_virtual_pipeline_stage)
-    is_told = chunks is not None
-    if chunks is None:
-        chunks = placement.chunks(given, stages) if family is ModelFamily.GPT else 1
-    split = placement.layers_per_stage(given, layers=layers, stages=stages, chunks=chunks)
-    if len(set(split)) == 1 and (is_told or chunks == 1):
-        return []
-    return ["--dynapipe-layers-per-stage", ",".join(map(str, split))]
-
-
 def check_layout(args: argparse.Namespace, world_size: int) -> None:
     """Refuse parallel sizes and batch sizes that do not divide, before Megatron asserts on them."""
     model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size

@@ -48,7 +48,7 @@ def _refused(name: str, note: str, instead: str, *, switch: bool = False) -> Leg
 
 FLAGS: tuple[LegacyName, ...] = (
     _honoured("--use-dynapipe", "trains from plans; needed only in a patched checkout"),
-    _honoured("--dynapipe-cost-model", "a cost model file in JSON; without it, costs are computed from the model"),
+    _honoured("--dynapipe-cost-model", "a cost model file in JSON; without it, the layers are measured first"),
     _honoured("--dynapipe-device-to-node", "rank:node for every rank; without it, as torchrun placed the ranks"),
     _honoured("--dynapipe-device-memory-limit", "MB that plans may use; without it, 90 % of the device's memory"),
     _honoured("--dynapipe-intra-node-bw", "Gbit/s between devices of a node"),

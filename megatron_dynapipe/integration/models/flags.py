@@ -8,7 +8,8 @@ from megatron_dynapipe.cost import even_split
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
 
-AUTO = "auto"
+AUTO, EQUAL = "auto", "equal"
+"""Splits of layers that are not numbers. `auto` is a wish: it gives way to flags that say more."""
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
@@ -22,9 +23,9 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--dynapipe-layers-per-stage",
-        metavar="N,N,…|auto",
+        metavar="N,N,…|auto|equal",
         help="layers of each (virtual) stage in model order, a T5's encoder layers first; auto: planned from costs and"
-        " lengths (default: equal)",
+        " lengths, unless other flags split the layers or stages have several chunks (default: equal)",
     )
 
 
@@ -35,11 +36,11 @@ def layers_per_stage(args: Namespace) -> tuple[int, ...] | None:
         ConfigError: not numbers of layers.
     """
     given = args.dynapipe_layers_per_stage
-    if given is None or given == AUTO:
+    if given in (None, AUTO, EQUAL):
         return None
     words = given.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"expected --dynapipe-layers-per-stage as 5,3 or auto, got {given!r}")
+        raise ConfigError(f"expected --dynapipe-layers-per-stage as 5,3, auto or equal, got {given!r}")
     return tuple(int(word) for word in words)
 
 
@@ -54,11 +55,11 @@ def words_for_megatron(args: Namespace, family: ModelFamily) -> list[str]:
         ConfigError: another flag splits the layers too, or there are no numbers of layers.
     """
     given = args.dynapipe_layers_per_stage
-    if given is not None:
-        _check_split_is_alone(args, planned=given == AUTO)
+    if given not in (None, AUTO, EQUAL):
+        _check_split_is_alone(args)
     if family is ModelFamily.T5:
         return ["--position-embedding-type", "none"] if _hides_relative(args) else []
-    if given is None:
+    if given in (None, EQUAL):
         return []
     if given == AUTO:
         split: tuple[int, ...] | None = even_split(args.num_layers, args.pipeline_model_parallel_size)
@@ -74,16 +75,24 @@ def megatron_layout(split: Sequence[int]) -> str:
     return f"E{'|'.join(stages)}L"
 
 
-def _check_split_is_alone(args: Namespace, *, planned: bool) -> None:
-    """Refuse Megatron's flags that split layers over stages beside ours."""
-    others = {"--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout}
-    if planned:
-        others["--num-layers-per-virtual-pipeline-stage"] = args.num_layers_per_virtual_pipeline_stage
-        others["--num-virtual-stages-per-pipeline-rank"] = args.num_virtual_stages_per_pipeline_rank
-    for flag, value in others.items():
-        if value is not None:
-            ours = f"--dynapipe-layers-per-stage {args.dynapipe_layers_per_stage}"
-            raise ConfigError(f"expected {ours} or {flag} {value}, got both", hint="remove one of them")
+def obstacle_to_auto(args: Namespace) -> str | None:
+    """The flag by which a planned split gives way, as it was given; None where the split can be planned."""
+    others = (
+        *("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"),
+        *("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers"),
+        *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
+        *("account_for_loss_in_pipeline_split", "dynapipe_layer_to_device"),
+    )
+    return next((f"--{name.replace('_', '-')} {getattr(args, name)}" for name in others if getattr(args, name)), None)
+
+
+def _check_split_is_alone(args: Namespace) -> None:
+    """Refuse Megatron's flag that splits layers over stages beside numbers of ours."""
+    layout = args.pipeline_model_parallel_layout
+    if layout is not None:
+        ours = f"--dynapipe-layers-per-stage {args.dynapipe_layers_per_stage}"
+        flag = f"--pipeline-model-parallel-layout {layout}"
+        raise ConfigError(f"expected {ours} or {flag}, got both", hint="remove one of them")
 
 
 def restore(args: Namespace, given: Namespace) -> None:

@@ -16,7 +16,7 @@ from megatron_dynapipe.report.trace import write_trace
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.device_memory import MemoryCounts
 from megatron_dynapipe.store import PlanKeys, PlanStore
-from megatron_dynapipe.units import NS_PER_MS, BatchLayout, Shape, in_mb
+from megatron_dynapipe.units import BatchLayout, Shape, in_mb
 
 
 class Recorder:
@@ -138,10 +138,7 @@ class Recorder:
         self._say_retries(memory)
         self._metrics.write(item, events)
         if self._stage == 0 and self._tensor_rank == 0:
-            record = _iteration_record(item, events, version, memory)
-            if self._rank == 0:
-                print(prediction_line(record), flush=True)
-            self._file.add_iteration(record)
+            self._file.add_iteration(_iteration_record(item, events, version, memory))
         if last and self._tensor_rank == 0:
             timeline = TimelineRecord(
                 iteration=item.entry.iteration,
@@ -197,15 +194,6 @@ class Recorder:
         what = f"iteration {stages[0].iteration + 1}"  # Megatron counts from 1
         panels = [Panel(f"{what}: planned", planned), Panel(f"{what}: measured", measured)]
         return [draw(panels, self._folder / "timeline.png"), write_trace(panels, self._folder / "timeline.trace.json")]
-
-
-def prediction_line(record: IterationRecord) -> str:
-    """One iteration's predicted and measured time, for the log."""
-    error = f", {record.predicted_ns / record.measured_ns - 1:+.1%}" if record.measured_ns else ""
-    return (
-        f" dynapipe iteration {record.iteration + 1}: predicted {record.predicted_ns / NS_PER_MS:.1f} ms,"
-        f" measured {record.measured_ns / NS_PER_MS:.1f} ms{error}; cost model version {record.cost_model_version}"
-    )
 
 
 def _iteration_record(

@@ -37,6 +37,18 @@ def test_one_stage_has_all_layers(tmp_path):
     assert "layers per stage: 4" in runs[0]["stdout"]
 
 
+@pytest.mark.parametrize(
+    "flags", ["--num-virtual-stages-per-pipeline-rank 2", "--pipeline-model-parallel-layout Et|tttL"]
+)
+def test_a_planned_split_gives_way_to_flags_that_say_more(tmp_path, flags):
+    data = make_dataset(tmp_path / "data")
+    flags += " --pipeline-model-parallel-size 2 --dynapipe-layers-per-stage auto --train-iters 1"
+    runs = entry_scripts.train("gpt", data, flags, ranks=2, report=tmp_path / "report")
+    assert runs[-1]["losses"].keys() == {"1"}
+    obstacle = flags.partition(" --pipeline-model-parallel-size")[0]
+    assert f"layers per stage: not planned (auto), since there is {obstacle}" in runs[0]["stdout"]
+
+
 def test_a_t5s_layout_in_megatrons_letters(tmp_path):
     """Two chunks on each of two ranks."""
     data = make_dataset(tmp_path / "data")
