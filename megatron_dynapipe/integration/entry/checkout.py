@@ -71,7 +71,7 @@ def _check_model_flags(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"{flag} is not supported in a patched checkout, which builds its own model", hint=instead
             )
-    if arguments.layer_split_words(args, ModelFamily.GPT):
+    if split_words.layer_split_words(args, ModelFamily.GPT):
         raise ConfigError(
             "--dynapipe-layer-to-device cannot split the model of a patched checkout unequally",
             hint="pass --pipeline-model-parallel-layout",

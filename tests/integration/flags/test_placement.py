@@ -100,19 +100,19 @@ def test_chunks_follow_from_the_layers_stages(given, stages, chunks):
     ],
 )
 def test_every_layers_stage_becomes_layers_per_stage(flags, words):
-    assert arguments.layer_split_words(layered(flags), ModelFamily.GPT) == words
+    assert split_words.layer_split_words(layered(flags), ModelFamily.GPT) == words
 
 
 def test_a_t5_counts_both_stacks():
     flags = "--encoder-num-layers 1 --decoder-num-layers 3 --dynapipe-layer-to-device 0,1,1,1"
     words = ["--dynapipe-layers-per-stage", "1,3"]
-    assert arguments.layer_split_words(layered(flags), ModelFamily.T5) == words
+    assert split_words.layer_split_words(layered(flags), ModelFamily.T5) == words
 
 
 def test_two_ways_to_split_layers_are_one_too_many():
     flags = "--dynapipe-layer-to-device 0,0,1,1 --dynapipe-layers-per-stage 3,1"
     with pytest.raises(ConfigError, match="--dynapipe-layer-to-device or --dynapipe-layers-per-stage, got both"):
-        arguments.layer_split_words(layered(flags), ModelFamily.GPT)
+        split_words.layer_split_words(layered(flags), ModelFamily.GPT)
 
 
 def layered(flags: str) -> argparse.Namespace:
