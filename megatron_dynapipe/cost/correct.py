@@ -30,6 +30,9 @@ _FORWARD = (Row.ENCODER_FORWARD, Row.DECODER_FORWARD, Row.HEAD_FORWARD)
 _BACKWARD = (Row.ENCODER_BACKWARD, Row.DECODER_BACKWARD, Row.HEAD_BACKWARD)
 _PULL = 0.05
 """Weight with which a scale is held to the common one, against that of one measured pass per kind."""
+_OFFSET_PULL = 10.0
+"""The same of the offset, held to 0: passes of one size cannot tell it from a scale, and a large one makes plans choose
+fewer and larger micro-batches, which can tell it even less."""
 _ROBUST_STEPS = 6
 _LEAST_SCALE = 0.05
 _OWN_PASSES = 24
@@ -177,7 +180,7 @@ def _fit(
     common = float(np.median(measured / terms.sum(axis=1)))
     offset_unit = float(np.median(measured / layers))
     columns = np.concatenate([terms * common, (layers * offset_unit)[:, None]], axis=1) / measured[:, None]
-    pull = _PULL * np.sqrt(len(measured)) * np.diag([1.0, 1.0, 1.0, 0.3])
+    pull = _PULL * np.sqrt(len(measured)) * np.diag([1.0, 1.0, 1.0, _OFFSET_PULL])
     aim = pull @ np.array([1.0, 1.0, 1.0, 0.0])
     solved = np.array([1.0, 1.0, 1.0, 0.0])
     for _ in range(_ROBUST_STEPS):

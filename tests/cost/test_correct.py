@@ -113,6 +113,26 @@ def test_a_wrong_start_heals() -> None:
         assert (got.stored_bytes == expected.stored_bytes).all()
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_passes_of_nearly_one_size_are_scaled_not_shifted(seed: int) -> None:
+    base = tables()
+    draw = np.random.default_rng(seed)
+    found = []
+    for size in range(7, 10):
+        shape = Shape(size, 160, 64)
+        costs = stage_costs(base, LAYOUT, *(np.array([n]) for n in shape))
+        for stage in range(2):
+            for _ in range(8):  # now and then twice as long, on a machine with other work
+                forward, backward = (
+                    int(ns[0, stage] * draw.lognormal(0.4, 0.5)) for ns in (costs.forward_ns, costs.backward_ns)
+                )
+                found.append(PassSample(stage=stage, shape=shape, recompute=Recompute.NONE, forward_ns=forward,
+                                        backward_ns=backward))  # fmt: skip
+    correction = fit_correction(found, {Recompute.NONE: base}, LAYOUT)
+    least = min(sample.forward_ns for sample in found) / 4
+    assert max(correction.forward_offset_ns, correction.backward_offset_ns) < 0.25 * least
+
+
 def test_a_few_stalled_passes_do_not_count() -> None:
     base = tables()
     found = samples(base, 40, noise=0.01)
