@@ -14,18 +14,20 @@ packed, sequences a b c d and x y z         packed, inputs a b c and d, targets 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_dynapipe.data.sample_rows import SampleRows, check_fits, put
 from megatron_dynapipe.data.segments import RowSegments
+from megatron_dynapipe.data.spans import LossOn, SpanTable, learned, truncated
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.plan.packing import holds_row, packed_shape, row_offsets
+from megatron_dynapipe.sampling.long_samples import TruncationSide
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape, input_positions
 
 
@@ -65,6 +67,7 @@ class HostMicroBatch:
         decoder_tokens: int64[b, t].
         labels: int64[b, t], decoder-only int64[b, s].
         loss_mask: float32 like labels, 1 where a label counts, 0 at padding.
+        tasks: int64 like labels, the task of each position's sample; of evaluations alone.
     """
 
     index: int
@@ -78,6 +81,7 @@ class HostMicroBatch:
     decoder_tokens: Tensor | None
     labels: Tensor | None
     loss_mask: Tensor | None
+    tasks: Tensor | None = None
 
 
 class SampleReader(Protocol):
@@ -111,6 +115,10 @@ class Collator:
         reader: the split's samples; may be None where the stage needs no text.
         special: pad, start and end tokens.
         layouts: what the run's settings allow its micro-batches.
+        truncate: where samples that are planned shorter than they are lose tokens.
+        loss_on: which tokens of a decoder-only sample count.
+        spans: parts of inputs that count besides targets.
+        task_ids: int16[samples], to say the task of every position; None where nobody asks.
 
     Raises:
         DataError: the stage needs text and there is no reader.
@@ -120,6 +128,10 @@ class Collator:
     reader: SampleReader | None
     special: SpecialTokens
     layouts: Sequence[BatchLayout] = tuple(BatchLayout)
+    truncate: TruncationSide = TruncationSide.RIGHT
+    loss_on: LossOn = LossOn.EVERYTHING
+    spans: SpanTable = field(default_factory=lambda: SpanTable(np.empty((0, 3), np.int64)))
+    task_ids: npt.NDArray[np.int16] | None = None
 
     def __post_init__(self) -> None:
         if self.required.text and self.reader is None:
@@ -143,18 +155,22 @@ class Collator:
 
     def _decoder_only(self, index: int, plan: MicroBatch) -> HostMicroBatch:
         positions = np.array([input_positions(ModelFamily.GPT, tokens) for tokens in plan.input_lengths], np.int32)
-        rows = _Rows.of(index, ModelFamily.GPT, plan)
-        _check_fits(index, plan, "input", positions, plan.shape.input_length)
+        rows = SampleRows.of(index, ModelFamily.GPT, plan)
+        check_fits(index, plan, "input", positions, plan.shape.input_length)
         tokens = self._filled(plan, plan.shape.input_length) if self.required.tokens else None
-        labels, loss_mask = self._labels(plan, plan.shape.input_length)
+        labels, loss_mask, tasks = self._labels(plan, plan.shape.input_length)
         if self.required.text:
             for number, (sample, first) in enumerate(zip(plan.sample_ids, rows.input_starts, strict=True)):
-                sequence = np.concatenate(self._read(sample))
-                sequence = _first(sequence, plan.input_lengths[number], "tokens", sample)
+                given, wanted = self._read(sample)
+                planned = plan.input_lengths[number]
+                counts = learned(sample, len(given), len(wanted), self.loss_on, self.spans)
+                sequence = truncated(np.concatenate([given, wanted]), planned, self.truncate, "tokens", sample)
+                counts = truncated(counts, planned, self.truncate, "tokens", sample)
                 # A sequence of one token keeps it, and trains on nothing.
-                _put(tokens, first, sequence[: positions[number]])
-                _put(labels, first, sequence[1:])
-                _put(loss_mask, first, np.ones(len(sequence) - 1))
+                put(tokens, first, sequence[: positions[number]])
+                put(labels, first, sequence[1:])
+                put(loss_mask, first, counts[1:])
+                put(tasks, first, self._tasks_of(sample, len(sequence) - 1))
         return HostMicroBatch(
             index=index,
             family=ModelFamily.GPT,
@@ -167,27 +183,29 @@ class Collator:
             decoder_tokens=None,
             labels=_tensor(labels),
             loss_mask=_tensor(loss_mask),
+            tasks=_tensor(tasks),
         )
 
     def _encoder_decoder(self, index: int, plan: MicroBatch) -> HostMicroBatch:
         input_lengths = np.array(plan.input_lengths, np.int32)
         decoder_lengths = np.array(plan.target_lengths, np.int32) + 1
-        rows = _Rows.of(index, ModelFamily.T5, plan)
-        _check_fits(index, plan, "input", input_lengths, plan.shape.input_length)
-        _check_fits(index, plan, "decoder", decoder_lengths, plan.shape.target_length)
+        rows = SampleRows.of(index, ModelFamily.T5, plan)
+        check_fits(index, plan, "input", input_lengths, plan.shape.input_length)
+        check_fits(index, plan, "decoder", decoder_lengths, plan.shape.target_length)
         tokens = self._filled(plan, plan.shape.input_length) if self.required.tokens else None
         decoder_tokens = self._filled(plan, plan.shape.target_length) if self.required.decoder_tokens else None
-        labels, loss_mask = self._labels(plan, plan.shape.target_length)
+        labels, loss_mask, tasks = self._labels(plan, plan.shape.target_length)
         if self.required.text:
             for number, sample in enumerate(plan.sample_ids):
                 given, wanted = self._read(sample)
-                given = _first(given, plan.input_lengths[number], "input tokens", sample)
-                wanted = _first(wanted, plan.target_lengths[number], "target tokens", sample)
-                _put(tokens, rows.input_starts[number], given)
+                given = truncated(given, plan.input_lengths[number], self.truncate, "input tokens", sample)
+                wanted = truncated(wanted, plan.target_lengths[number], self.truncate, "target tokens", sample)
+                put(tokens, rows.input_starts[number], given)
                 first = rows.target_starts[number]
-                _put(decoder_tokens, first, [self.special.bos_id, *wanted])
-                _put(labels, first, [*wanted, self.special.eos_id])
-                _put(loss_mask, first, np.ones(len(wanted) + 1))
+                put(decoder_tokens, first, [self.special.bos_id, *wanted])
+                put(labels, first, [*wanted, self.special.eos_id])
+                put(loss_mask, first, np.ones(len(wanted) + 1))
+                put(tasks, first, self._tasks_of(sample, len(wanted) + 1))
         return HostMicroBatch(
             index=index,
             family=ModelFamily.T5,
@@ -200,15 +218,20 @@ class Collator:
             decoder_tokens=_tensor(decoder_tokens),
             labels=_tensor(labels),
             loss_mask=_tensor(loss_mask),
+            tasks=_tensor(tasks),
         )
 
     def _labels(
         self, plan: MicroBatch, length: int
-    ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float32] | None]:
-        """Labels and loss mask to be written, where the stage needs them."""
+    ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float32] | None, npt.NDArray[np.int64] | None]:
+        """Labels, loss mask and tasks to be written, where the stage needs them."""
         if not self.required.labels:
-            return None, None
-        return self._filled(plan, length), np.zeros((plan.shape.size, length), np.float32)
+            return None, None, None
+        tasks = None if self.task_ids is None else np.zeros((plan.shape.size, length), np.int64)
+        return self._filled(plan, length), np.zeros((plan.shape.size, length), np.float32), tasks
+
+    def _tasks_of(self, sample: int, positions: int) -> npt.NDArray[np.int64]:
+        return np.full(positions, 0 if self.task_ids is None else self.task_ids[sample], np.int64)
 
     def _read(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         assert self.reader is not None
@@ -217,64 +240,6 @@ class Collator:
 
     def _filled(self, plan: MicroBatch, length: int) -> npt.NDArray[np.int64]:
         return np.full((plan.shape.size, length), self.special.pad_id, np.int64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """Where each sample begins among a micro-batch's positions, counted through all its rows."""
-
-    input_starts: Sequence[int]
-    target_starts: Sequence[int]
-    input_segments: RowSegments | None = None
-    target_segments: RowSegments | None = None
-
-    @classmethod
-    def of(cls, index: int, family: ModelFamily, plan: MicroBatch) -> Self:
-        """A row for each sample, or the offsets in a packed row; raises PlanError if those do not cover it."""
-        size, input_length, target_length = plan.shape
-        if plan.layout is BatchLayout.PADDED:
-            inputs, targets = ([row * length for row in range(size)] for length in (input_length, target_length))
-            return cls(input_starts=inputs, target_starts=targets)
-        if not holds_row(family, plan):
-            expected = packed_shape(family, plan.input_lengths, plan.target_lengths)
-            raise PlanError(
-                f"micro-batch {index}: expected a packed row of shape {expected} or longer for its "
-                f"{len(plan.sample_ids)} samples, got {plan.shape}"
-            )
-        offsets = row_offsets(family, plan)
-        return cls(
-            input_starts=offsets.inputs[:-1],
-            target_starts=offsets.targets[:-1],
-            input_segments=RowSegments.of(offsets.inputs, input_length),
-            target_segments=RowSegments.of(offsets.targets, target_length) if target_length else None,
-        )
-
-
-def _put(array: npt.NDArray[Any] | None, first: int, values: npt.ArrayLike) -> None:
-    """Write values into an array's rows from a position on, where the stage has the array."""
-    if array is not None:
-        written = np.asarray(values)
-        array.reshape(-1)[first : first + len(written)] = written
-
-
-def _first(tokens: npt.NDArray[np.int64], planned: int, what: str, sample: int) -> npt.NDArray[np.int64]:
-    """The first `planned` tokens: truncation; a sample that has fewer is not the one that was planned."""
-    if planned > len(tokens):
-        raise DataError(
-            f"expected {planned} {what} of sample {sample} as planned, the dataset has {len(tokens)}",
-            hint="the plan was made from another dataset, or another split of it",
-        )
-    return tokens[:planned]
-
-
-def _check_fits(index: int, plan: MicroBatch, what: str, positions: npt.NDArray[np.int32], length: int) -> None:
-    """Every sample's real positions lie within the padded shape, and there is at least one."""
-    if int(positions.max()) > length or int(positions.min()) < 1:
-        at = int(np.argmax((positions > length) | (positions < 1)))
-        raise PlanError(
-            f"micro-batch {index} of shape {plan.shape}: expected 1…{length} {what} positions,"
-            f" sample {plan.sample_ids[at]} needs {positions[at]}"
-        )
 
 
 def _tensor(array: npt.NDArray[np.generic] | None) -> Tensor | None:

@@ -44,6 +44,8 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         skipped: samples that were left out, by reason.
         truncated: samples that lost tokens, by task.
         rates: how often each task is drawn in training, where not by its size.
+        loss: which tokens of decoder-only samples count if nothing else is asked for: "targets" where it holds
+            conversations, else "everything".
         lengths: training samples by the power of two that their input and their target do not exceed.
         vocabulary_size: token ids are smaller than this.
         pad_id: fills micro-batches up to their shape.
@@ -65,6 +67,7 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     skipped: dict[str, Count] = {}
     truncated: dict[str, Count] = {}
     rates: dict[str, Rate] = {}
+    loss: Literal["targets", "everything"] = "everything"
     lengths: dict[str, dict[str, Count]] = {}
     vocabulary_size: Positive
     pad_id: Count

@@ -34,9 +34,9 @@ def in_one_buffer(batch: HostMicroBatch, *, pin: bool) -> HostMicroBatch:
     """The same micro-batch with all its tensors in one buffer."""
     first, second = batch.input_segments, batch.decoder_segments
     rows = [part for row in (first, second) for part in ((row.offsets, row.positions) if row else (None, None))]
-    fields = (batch.tokens, batch.decoder_tokens, batch.labels, batch.loss_mask, batch.decoder_lengths)
+    fields = (batch.tokens, batch.decoder_tokens, batch.labels, batch.loss_mask, batch.decoder_lengths, batch.tasks)
     copied = _gathered([batch.input_lengths, *fields, *rows], pin=pin)
-    input_lengths, tokens, decoder_tokens, labels, loss_mask, decoder_lengths, *parts = copied
+    input_lengths, tokens, decoder_tokens, labels, loss_mask, decoder_lengths, tasks, *parts = copied
     assert input_lengths is not None, "every stage has it"
     return replace(
         batch,
@@ -46,6 +46,7 @@ def in_one_buffer(batch: HostMicroBatch, *, pin: bool) -> HostMicroBatch:
         labels=labels,
         loss_mask=loss_mask,
         decoder_lengths=decoder_lengths,
+        tasks=tasks,
         input_segments=_row(first, *parts[:2]),
         decoder_segments=_row(second, *parts[2:]),
     )

@@ -3,7 +3,7 @@
 from megatron_dynapipe.sampling.batches import Batches, LastBatch, RampUp
 from megatron_dynapipe.sampling.lengths import LengthTable, read_task_ids
 from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples, TruncationSide
-from megatron_dynapipe.sampling.sampler import GlobalBatch, Sampler, SamplerSettings
+from megatron_dynapipe.sampling.sampler import GlobalBatch, Sampler, SamplerSettings, long_by_task
 
 __all__ = [
     "Batches",
@@ -16,5 +16,6 @@ __all__ = [
     "Sampler",
     "SamplerSettings",
     "TruncationSide",
+    "long_by_task",
     "read_task_ids",
 ]

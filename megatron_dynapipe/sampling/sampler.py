@@ -196,6 +196,16 @@ class Sampler:
         return ShuffledEpochs(settings.seed, by_task, draws)
 
 
+def long_by_task(table: LengthTable, task_ids: npt.NDArray[np.int16], settings: SamplerSettings) -> dict[int, int]:
+    """How many samples of each task are longer than the maximum, of tasks that have such."""
+    is_gpt = settings.family is ModelFamily.GPT
+    inputs = table.input + table.target if is_gpt else table.input
+    long = inputs > settings.max_input_length
+    if not is_gpt:
+        long |= table.target > settings.max_target_length
+    return {task: int(count) for task, count in enumerate(np.bincount(task_ids[long])) if count}
+
+
 def samples_per_task(sizes: list[int], temperature: float) -> list[int]:
     """Assign the sum(sizes) draws of an epoch to tasks in proportion to size^(1/temperature), by largest remainders.
 

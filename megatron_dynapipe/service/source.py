@@ -30,7 +30,7 @@ class PlannedSplits:
         self._planner = Planner(inputs.planner, inputs.costs.load())
         self._training_planner = training_planner
         self._forward_only = {split.name: split.forward_only for split in inputs.splits}
-        self._samplers = {split.name: _sampler(Path(inputs.data_folder), split) for split in inputs.splits}
+        self._samplers = {split.name: split_sampler(Path(inputs.data_folder), split) for split in inputs.splits}
         for name, sampler in self._samplers.items():
             logger.info("%s: %s", name, sampler.report)
 
@@ -44,7 +44,8 @@ class PlannedSplits:
         return encode_entries(planner.plan(batch, iteration, forward_only=forward_only))
 
 
-def _sampler(folder: Path, split: SplitSettings) -> Sampler:
+def split_sampler(folder: Path, split: SplitSettings) -> Sampler:
+    """The sampler of a split of a dataset folder; raises DataError and ConfigError as it does."""
     lengths = LengthTable.read(folder, split.name)
     needed = split.sampler.needs_tasks
     return Sampler(lengths, split.sampler, read_task_ids(folder, split.name, len(lengths)) if needed else None)

@@ -38,7 +38,7 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert 300 < sum(batch["input"]) + sum(batch.get("target", [])) <= 400
     (tmp_path / "batches.json").write_text(printed)
     costs = Path(__file__).parents[2] / "benchmarks" / "data" / "a100"
-    if (file := costs / ("gpt_6.7b.json" if model == "gpt" else "t5_11b.json")).exists():
+    if (file := costs / ("gpt_6.7b.json.gz" if model == "gpt" else "t5_11b.json.gz")).exists():
         layers = ["--layers", "2"] if model == "gpt" else ["--encoder-layers", "1", "--decoder-layers", "1"]
         plan = [
             "plan",

@@ -1,14 +1,19 @@
 """Host tensors of planned micro-batches, as tables checked by eye."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 
 from megatron_dynapipe.data.collate import Collator, HostMicroBatch, RequiredFields
+from megatron_dynapipe.data.pinning import in_one_buffer
+from megatron_dynapipe.data.spans import LossOn, SpanTable
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
+from megatron_dynapipe.sampling import TruncationSide
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.data.dataset import BOS as B
 from tests.data.dataset import EOS as E
@@ -205,3 +210,71 @@ def test_plan_of_another_dataset(folder: Path, family: str, plan: MicroBatch, me
 def test_text_needs_a_reader() -> None:
     with pytest.raises(DataError, match=r"expected a dataset to read for RequiredFields\(tokens=True"):
         Collator(required=RequiredFields(tokens=True), reader=None, special=None)  # type: ignore[arg-type]
+
+
+CHAT = [([1, 2, 3, 4, 5, 6], [7, 8, 9])]
+"""Tokens 3 and 4 of the input are an earlier turn of the assistant."""
+TURNS = SpanTable(np.array([[0, 2, 4]]))
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "side", "planned", "tokens", "counts"),
+    [
+        ("everything", "right", 9, [1, 2, 3, 4, 5, 6, 7, 8], [1, 1, 1, 1, 1, 1, 1, 1]),
+        ("targets", "right", 9, [1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 1, 0, 0, 1, 1, 1]),
+        ("targets", "right", 5, [1, 2, 3, 4], [0, 1, 1, 0]),
+        ("targets", "left", 6, [4, 5, 6, 7, 8], [0, 0, 1, 1, 1]),
+        ("targets", "middle", 5, [1, 2, 3, 8], [0, 1, 1, 1]),
+        ("everything", "middle", 4, [1, 2, 8], [1, 1, 1]),
+    ],
+)
+def test_what_counts_of_a_sequence(loss_on: str, side: str, planned: int, tokens: list[int], counts: list[int]) -> None:
+    """Counts belong to labels: each token's is that of the next one."""
+    reader = [(np.array(given), np.array(wanted)) for given, wanted in CHAT]
+    collator = Collator(
+        required=ALL,
+        reader=reader,
+        special=Special(),
+        truncate=TruncationSide(side),
+        loss_on=LossOn(loss_on),
+        spans=TURNS,
+    )
+    plan = micro_batch([0], Shape(1, 8), inputs=[planned], targets=[0])
+    batch = collator(0, plan, ModelFamily.GPT)
+    assert rows(batch.tokens)[0][: planned - 1] == tokens
+    assert rows(batch.loss_mask) == [[*counts, *[0] * (9 - planned)]]
+    assert rows(batch.labels)[0][: planned - 2] == tokens[1:]
+
+
+@pytest.mark.parametrize("family", ["gpt", "t5"])
+def test_tasks_of_positions(folder: Path, family: str) -> None:
+    required = RequiredFields(labels=True)
+    collator = replace(collator_of(folder, required), task_ids=np.array([4, 5, 6, 7], np.int16))
+    if family == "gpt":
+        batch = collator(0, micro_batch([0, 1], Shape(2, 6), inputs=[5, 2], targets=[0, 0]), ModelFamily.GPT)
+        assert rows(batch.tasks) == [[4, 4, 4, 4, 0, 0], [5, 0, 0, 0, 0, 0]]
+    else:
+        batch = collator(0, micro_batch([2, 1], Shape(2, 5, 5)), ModelFamily.T5)
+        assert rows(batch.tasks) == [[6, 6, 6, 6, 0], [5, 5, 0, 0, 0]]
+    assert in_one_buffer(batch, pin=False).tasks is not None
+    assert collator_of(folder, required)(0, micro_batch([0], Shape(1, 8, 8)), ModelFamily.T5).tasks is None
+
+
+@dataclass
+class Special:
+    pad_id: int = 0
+    bos_id: int = 1
+    eos_id: int = 2
+
+
+@pytest.mark.parametrize(
+    "table", [np.zeros((2, 2), np.int64), np.array([[1, 0, 2], [0, 0, 2]]), np.array([[0, 3, 3]]), np.zeros((1, 3))]
+)
+def test_damaged_spans(tmp_path: Path, table: np.ndarray) -> None:
+    np.save(tmp_path / "train.spans.npy", table)
+    with pytest.raises(DataError, match=r"train\.spans\.npy: expected"):
+        SpanTable.read(tmp_path / "train")
+
+
+def test_no_spans(tmp_path: Path) -> None:
+    assert SpanTable.read(tmp_path / "train").of(3) == []

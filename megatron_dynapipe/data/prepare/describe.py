@@ -57,6 +57,7 @@ def manifest(
         skipped=assemble.skipped_counts(staging),
         truncated=by_task(long & (splits != assemble.LEFT_OUT)),
         rates={} if mixture.is_even else task_rates(mixture, entries, samples["train"]),
+        loss="targets" if any(spec.messages for spec in mixture.tasks) else "everything",
         lengths=_histogram(staging, splits == 0),
         vocabulary_size=len(tokenizer),
         pad_id=tokenizer.pad_token_id,

@@ -16,6 +16,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import environment, parent_death
 from megatron_dynapipe.integration.entry.bootstrap import reported
 from megatron_dynapipe.integration.flags import arguments
+from megatron_dynapipe.integration.flags.plan_inputs import train_iterations
 from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
 from megatron_dynapipe.units import ModelFamily
 
@@ -56,6 +57,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         settings = arguments.check(args, ModelFamily.GPT)
         _check_model_flags(args)
         _check_timers(args, on_cpu=cpu.is_enabled())
+        if (iterations := train_iterations(args, settings, ModelFamily.GPT)) is not None:
+            args.train_iters = iterations
         if args.tokenizer_model is None:
             args.tokenizer_model = str(tokenizer_folder(settings.data))
 

@@ -40,6 +40,7 @@ from megatron_dynapipe.integration.flags.plan_inputs import (
     plan_inputs,
     preview_inputs,
     state_dtype,
+    train_iterations,
 )
 from megatron_dynapipe.integration.flags.preflight import check_run
 from megatron_dynapipe.integration.flags.run_record import CheckpointRecords, record_of
@@ -219,6 +220,8 @@ def parse(family: ModelFamily) -> argparse.Namespace:
     prepare_help(parser)
     early = parser.parse_args()
     settings = arguments.check(early, family)
+    if (iterations := train_iterations(early, settings, family)) is not None:
+        sys.argv += ["--train-iters", str(iterations)]
     sys.argv += split_words.layer_split_words(early, family)
     sys.argv += model_flags.words_for_megatron(parser.parse_args(), family)
     tokenizer = tokenizer_folder(settings.data)
@@ -283,6 +286,7 @@ def _session(
         state=StateBytes.of(args),
         save_record=_saving_record(args, settings, family),
         check_losses=check_losses if args.check_for_nan_in_loss_and_grad and not args.use_dynapipe else lambda _: None,
+        by_task=not args.use_dynapipe,
     )
 
 

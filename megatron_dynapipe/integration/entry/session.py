@@ -21,10 +21,12 @@ from megatron.core.utils import get_model_config
 
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep, PrepareMicroBatch
+from megatron_dynapipe.integration.execution.task_losses import named_losses
 from megatron_dynapipe.integration.execution.transport import open_transport
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
 from megatron_dynapipe.integration.flags.arguments import RunSettings
@@ -64,6 +66,7 @@ class Session:
         save_record: puts what a checkpoint says of its run into the last one; called on rank 0 as training goes on.
         check_losses: called with the last stage's loss reports of each iteration.
         metrics_interval: iterations between two whose numbers are given to Megatron's writers.
+        by_task: whether evaluations report each task's loss; a patched checkout computes its own losses.
 
     Attributes:
         shape: of the micro-batch whose pass is running.
@@ -84,6 +87,7 @@ class Session:
         state: StateBytes | None = None,
         save_record: Callable[[], None] = lambda: None,
         check_losses: Callable[[Sequence[dict[str, torch.Tensor]]], None] = lambda _: None,
+        by_task: bool = True,
     ) -> None:
         self._settings = settings
         self._make_inputs = inputs
@@ -97,12 +101,14 @@ class Session:
         self._state = state
         self._save_record = save_record
         self._check_losses = check_losses
+        self._by_task = by_task
         self._modules: list[torch.nn.Module] = []
         self._context: MicroBatchContext | None = None
         self._resources = ExitStack()
         self._iterators: dict[str, AgreedIterator] = {}
         self._trained: PlannedIteration | None = None
         self._trace: Trace | None = None
+        self._tasks: Sequence[str] = ()
         self.shape: Shape | None = None
 
     def __enter__(self) -> Self:
@@ -166,12 +172,13 @@ class Session:
             force_all_reduce=force_all_reduce,
         )
         self._check_losses(result.losses)
-        if not forward_only:
-            add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
-            self._trained, self._trace = item, result.trace
-            self._recorder.add(item, result.trace)
-            count_flops(item)
-            self._iterators["train"].prepare()
+        if forward_only:
+            return named_losses(result.losses, self._tasks) if self._by_task else result.losses
+        add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
+        self._trained, self._trace = item, result.trace
+        self._recorder.add(item, result.trace)
+        count_flops(item)
+        self._iterators["train"].prepare()
         return result.losses
 
     def _warm_up(self, models: Sequence[torch.nn.Module], forward_step: ForwardStep, item: PlannedIteration) -> None:
@@ -253,6 +260,8 @@ class Session:
         watch = self._resources.enter_context(watched(self._device, deadline_s=timeout_s, rank=self._control.rank))
         self._executor = PipelineExecutor(link.transport, platform, stages=self._stages, dtype=self._dtype, watch=watch)
         supply = self._resources.enter_context(PlanSupply(self._settings, self._control, inputs, device=self._device))
+        names = read_meta(self._settings.data).tasks
+        self._tasks = names if len(names) > 1 else ()
         replica, rank = parallel_state.get_data_parallel_rank(), self._control.rank
         self._planner, self._longest = inputs.planner, _maximum(inputs)
         required = self._required = self._required_fields()

@@ -17,6 +17,7 @@ from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, 
 from megatron_dynapipe.data.segments import RowSegments
 from megatron_dynapipe.integration.execution.device_copy import copy_to
 from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch
+from megatron_dynapipe.integration.execution.task_losses import BY_TASK, sums_by_task
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, attention_row, self_row
 from megatron_dynapipe.integration.models.t5_stage import T5StageInputs
@@ -43,17 +44,22 @@ def check_losses(losses: Sequence[dict[str, torch.Tensor]]) -> None:
     )
 
 
-def masked_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> LossReport:
+def masked_loss(loss_mask: torch.Tensor, output: torch.Tensor, tasks: torch.Tensor | None = None) -> LossReport:
     """Sum of the losses that count, their number, and both for the log.
 
     Args:
         loss_mask: [b, t], 1 where a label counts.
         output: [b, t] loss of every position.
+        tasks: [b, t], the task of every position, to report each task's loss too.
     """
     mask = loss_mask.view(-1).float()
-    loss = torch.sum(output.view(-1).float() * mask)
+    losses = output.view(-1).float() * mask
+    loss = torch.sum(losses)
     tokens = mask.sum().detach().to(torch.int)
-    return loss, tokens, {LOSS_NAME: torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+    report = {LOSS_NAME: torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+    if tasks is not None:
+        report[BY_TASK] = sums_by_task(losses.detach(), mask, tasks)
+    return loss, tokens, report
 
 
 def gpt_batch(
@@ -69,7 +75,8 @@ def gpt_batch(
     """
     segments = host.input_segments
     packed = () if segments is None else (segments.offsets, segments.positions)
-    tokens, labels, loss_mask, *moved = copy_to(device, (host.tokens, host.labels, host.loss_mask, *packed))
+    texts = (host.tokens, host.labels, host.loss_mask, host.tasks)
+    tokens, labels, loss_mask, tasks, *moved = copy_to(device, (*texts, *packed))
     length, row = host.shape.input_length, None
     positions: torch.Tensor | None = torch.arange(length, device=device).expand(host.shape.size, -1)
     if segments is not None:
@@ -81,6 +88,7 @@ def gpt_batch(
         "attention_mask": causal_mask(length, device) if explicit_mask and row is None else None,
         "labels": labels,
         "loss_mask": loss_mask,
+        "tasks": tasks,
         "packed_seq_params": row,
     }
 
@@ -95,7 +103,7 @@ def gpt_step(batches: Iterator[DeviceBatch], model: torch.nn.Module) -> tuple[to
         labels=batch["labels"],
         packed_seq_params=batch["packed_seq_params"],
     )
-    return output, partial(masked_loss, batch["loss_mask"])
+    return output, partial(masked_loss, batch["loss_mask"], tasks=batch["tasks"])
 
 
 def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowFormat = RowFormat.LOCAL) -> DeviceBatch:
@@ -106,11 +114,11 @@ def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowForma
         device: where the tensors go.
         row_format: of packed rows.
     """
-    texts = (host.tokens, host.decoder_tokens, host.labels, host.loss_mask)
+    texts = (host.tokens, host.decoder_tokens, host.labels, host.loss_mask, host.tasks)
     if host.input_segments is not None and host.decoder_segments is not None:
         segments = host.input_segments, host.decoder_segments
         packed = [tensor for each in segments for tensor in (each.offsets, each.positions)]
-        tokens, decoder_tokens, labels, loss_mask, *moved = copy_to(device, (*texts, *packed))
+        tokens, decoder_tokens, labels, loss_mask, tasks, *moved = copy_to(device, (*texts, *packed))
         encoder, decoder = _on_device(segments[0], moved[:2]), _on_device(segments[1], moved[2:])
         cross = attention_row(decoder, encoder, row_format)
         attention: dict[str, Any] = {
@@ -119,16 +127,16 @@ def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowForma
         }
     else:
         lengths = host.input_lengths, host.decoder_lengths
-        tokens, decoder_tokens, labels, loss_mask, *moved = copy_to(device, (*texts, *lengths))
+        tokens, decoder_tokens, labels, loss_mask, tasks, *moved = copy_to(device, (*texts, *lengths))
         attention = _masks(host.shape, *moved)
     inputs = T5StageInputs(tokens=tokens, decoder_tokens=decoder_tokens, labels=labels, **attention)
-    return {"inputs": inputs, "loss_mask": loss_mask}
+    return {"inputs": inputs, "loss_mask": loss_mask, "tasks": tasks}
 
 
 def t5_step(batches: Iterator[DeviceBatch], model: torch.nn.Module) -> tuple[Any, Callable[..., LossReport]]:
     """One micro-batch through this stage of a T5."""
     batch = next(batches)
-    return model(batch["inputs"]), partial(masked_loss, batch["loss_mask"])
+    return model(batch["inputs"]), partial(masked_loss, batch["loss_mask"], tasks=batch["tasks"])
 
 
 def _masks(

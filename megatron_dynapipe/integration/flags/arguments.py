@@ -14,12 +14,14 @@ from megatron_dynapipe import cpu
 from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.cost.format import read_file
+from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import (
     batch_layout,
     clusters,
     legacy,
     placement,
+    sampling,
     shape_buckets,
     store_address,
     transfer_rules,
@@ -29,7 +31,7 @@ from megatron_dynapipe.integration.flags.ranges import check_ranges
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.planning.baselines import PartitionSettings
 from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.sampling import LongSamples
+from megatron_dynapipe.sampling import LongSamples, TruncationSide
 from megatron_dynapipe.store import StoreAddress
 from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
 
@@ -57,6 +59,8 @@ class RunSettings:
         recompute: modes of recomputation that a micro-batch may be given.
         recalibrate: correct the cost model by what is measured while training.
         long_samples: what becomes of samples longer than the maximum.
+        truncate: where truncated ones lose tokens.
+        loss_on: which tokens of a decoder-only sample count; None as the dataset says.
         ahead: iterations planned ahead of training.
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
         report_folder: where the run's records and pictures go.
@@ -77,6 +81,8 @@ class RunSettings:
     recalibrate: bool
     recompute: tuple[Recompute, ...]
     long_samples: LongSamples
+    truncate: TruncationSide
+    loss_on: LossOn | None
     ahead: int
     timeout_s: float
     report_folder: Path
@@ -113,6 +119,8 @@ class RunSettings:
             recompute=recompute_modes(args),
             recalibrate=args.dynapipe_recalibrate,
             long_samples=LongSamples(args.dynapipe_long_samples),
+            truncate=TruncationSide(args.dynapipe_truncate),
+            loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
             ahead=args.dynapipe_lookahead,
             timeout_s=args.dynapipe_timeout_s,
             report_folder=args.dynapipe_report_dir or legacy.report_folder(os.environ) or REPORT_FOLDER,
@@ -209,6 +217,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     clusters.add_arguments(group)
     shape_buckets.add_arguments(group)
     batch_layout.add_arguments(group)
+    sampling.add_arguments(group)
     transfer_rules.add_arguments(group)
     model_flags.add_arguments(group)
     legacy.add_arguments(group)

@@ -116,22 +116,14 @@ FLAGS: tuple[LegacyName, ...] = (
         "a sample's positions follow from its tokens and the kind of model",
         "leave it out",
     ),
-    _refused(
-        "--tokens-per-global-batch",
-        "an iteration holds a fixed number of samples, from which resuming computes its place in the data",
-        "pass --global-batch-size: tokens divided by the mean length that `megatron-dynapipe data stats` prints",
-    ),
+    _honoured("--tokens-per-global-batch", "tokens (input and target) of an iteration at most"),
     _refused(
         "--dynamic-batchsize",
-        "an iteration holds a fixed number of samples; what varies is how they are cut",
-        "pass --global-batch-size",
+        "batches of tokens need no switch",
+        "pass --tokens-per-global-batch alone",
         switch=True,
     ),
-    _refused(
-        "--train-epochs",
-        "Megatron counts iterations",
-        "pass --train-iters: epochs × samples / --global-batch-size; `megatron-dynapipe data stats` prints the samples",
-    ),
+    _honoured("--train-epochs", "epochs, from which the number of iterations is computed"),
 )
 """Every flag of the fork."""
 

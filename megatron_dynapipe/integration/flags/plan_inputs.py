@@ -11,7 +11,7 @@ from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShap
 from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import placement
+from megatron_dynapipe.integration.flags import placement, sampling
 from megatron_dynapipe.integration.flags.arguments import RunSettings, maximum_lengths
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.flags.clusters import Cluster, cluster_of
@@ -23,8 +23,11 @@ from megatron_dynapipe.planning.layer_split import BATCHES, choose_layer_split
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings
 from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs, SplitSettings
+from megatron_dynapipe.service.source import split_sampler
 from megatron_dynapipe.units import ModelFamily
 
+_MOST_BY_TOKENS = 4096
+"""Samples of a micro-batch at most, where an iteration holds any number of them."""
 MEMORY_SHARE = 0.9
 """Share of a device's memory that plans may use where no limit is given; the rest is for the allocator's
 fragments, communication buffers and kernels' workspaces."""
@@ -57,7 +60,7 @@ def _splits(args: argparse.Namespace, settings: RunSettings, family: ModelFamily
     """Train, and with evaluation valid and test; a resumed run continues from Megatron's counters."""
     train = SplitSettings(
         name="train",
-        sampler=_sampler(args, settings, family, args.global_batch_size),
+        sampler=_training_sampler(args, settings, family),
         first_iteration=args.iteration,
         iterations=max(args.train_iters - args.iteration, 0),
     )
@@ -72,6 +75,15 @@ def _splits(args: argparse.Namespace, settings: RunSettings, family: ModelFamily
     )
     test = SplitSettings(name="test", sampler=evaluation, iterations=args.eval_iters, forward_only=True)
     return train, valid, test
+
+
+def _training_sampler(args: argparse.Namespace, settings: RunSettings, family: ModelFamily) -> SamplerSettings:
+    return sampling.of_training(args, _sampler(args, settings, family, args.global_batch_size))
+
+
+def train_iterations(args: argparse.Namespace, settings: RunSettings, family: ModelFamily) -> int | None:
+    """The iterations of `--train-epochs`, None where it is not given; raises as `sampling.iterations_of_epochs`."""
+    return sampling.iterations_of_epochs(args, _sampler(args, settings, family, args.global_batch_size))
 
 
 def _sampler(args: argparse.Namespace, settings: RunSettings, family: ModelFamily, samples: int) -> SamplerSettings:
@@ -144,10 +156,14 @@ def chosen_layer_split(
         ConfigError: several chunks per stage, or more stages than layers.
         PlanningError: none of the iterations can be planned.
     """
-    table = LengthTable.read(settings.data, "train")
-    sampler = Sampler(table, _sampler(args, settings, family, args.global_batch_size))
-    batches = [sampler.batch(iteration) for iteration in range(BATCHES)]
-    epoch = Sampler(table, _sampler(args, settings, family, sampler.samples_per_epoch)).batch(0)
+    sampler = split_sampler(
+        settings.data, SplitSettings(name="train", sampler=_training_sampler(args, settings, family))
+    )
+    count = sampler.batches.count
+    batches = [sampler.batch(iteration) for iteration in range(BATCHES if count is None else min(BATCHES, count))]
+    epoch = Sampler(
+        LengthTable.read(settings.data, "train"), _sampler(args, settings, family, sampler.samples_per_epoch)
+    ).batch(0)
     stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
     even = even_split(sum(_layers(args, family)), stages)
     planner = _planner(args, settings, family, even, on_cpu=on_cpu)
@@ -189,7 +205,9 @@ def _costs(
     return AnalyticCosts(
         shape=shape,
         rates=_rates(args, on_cpu=on_cpu),
-        max_size=max(args.global_batch_size, args.eval_global_batch_size),
+        max_size=max(
+            args.global_batch_size, args.eval_global_batch_size, _MOST_BY_TOKENS if args.tokens_per_global_batch else 1
+        ),
         max_length=max(args.seq_length, args.decoder_seq_length or 0),
     )
 

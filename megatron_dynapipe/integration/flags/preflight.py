@@ -18,8 +18,9 @@ from megatron_dynapipe.integration.flags.clusters import cluster_of
 from megatron_dynapipe.integration.flags.plan_inputs import describe_costs
 from megatron_dynapipe.integration.flags.run_record import check_resumed, record_of
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.sampling import LengthTable, Sampler
+from megatron_dynapipe.sampling import LengthTable, Sampler, long_by_task, read_task_ids
 from megatron_dynapipe.service.settings import PlanInputs
+from megatron_dynapipe.service.source import split_sampler
 
 
 def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInputs, *, on_cpu: bool) -> None:
@@ -45,17 +46,19 @@ def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInput
         print(said, flush=True)
     costs = inputs.costs.load()
     for split in inputs.splits:
-        sampler = Sampler(LengthTable.read(settings.data, split.name), split.sampler)
-        for line in _surprises(sampler) if args.rank == 0 else ():
+        sampler = split_sampler(settings.data, split)
+        for line in _surprises(sampler, settings, split.name) if args.rank == 0 else ():
             print(f"{split.name}: {line}", flush=True)
         _check_longest_samples(sampler, inputs, costs, forward_only=split.forward_only)
 
 
-def _surprises(sampler: Sampler) -> Iterator[str]:
+def _surprises(sampler: Sampler, settings: RunSettings, split: str) -> Iterator[str]:
     if sampler.report.long_samples:
-        yield str(sampler.report)
+        names, table = read_meta(settings.data).tasks, LengthTable.read(settings.data, split)
+        long = long_by_task(table, read_task_ids(settings.data, split, len(table)), sampler.settings)
+        yield f"{sampler.report}: {', '.join(f'{names[task]} {count}' for task, count in long.items())}"
     wanted, there = sampler.settings.samples_per_iteration, sampler.samples_per_epoch
-    if wanted > there:
+    if wanted > there and sampler.settings.tokens_per_iteration is None:
         yield f"an iteration of {wanted} samples repeats some of the split's {there}"
 
 

@@ -20,11 +20,13 @@ from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.pinning import pinning
+from megatron_dynapipe.data.spans import LossOn, SpanTable
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.integration.flags import placement
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.supply.agreed_iterator import AgreedIterator
 from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.sampling import read_task_ids
 from megatron_dynapipe.service.client import PlanClient
 from megatron_dynapipe.service.pool import PlannerPool
 from megatron_dynapipe.service.recalibration import Recalibration
@@ -104,14 +106,19 @@ class PlanSupply:
     def _iterator(self, split: SplitSettings, required: RequiredFields, replica: int, stage: int) -> AgreedIterator:
         timeout_s, folder = self._settings.timeout_s, Path(self._settings.data)
         client = PlanClient(self.store, self.keys, replica=replica, stage=stage, deadline_s=timeout_s)
-        reader = open_split(folder, split.name) if required.text else None
+        reader, meta = open_split(folder, split.name) if required.text else None, read_meta(folder)
+        by_task = split.forward_only and required.labels and len(meta.tasks) > 1
         planned = PlannedIterator(
             functools.partial(client.fetch, split.name),
             Collator(
                 required=required,
                 reader=reader,
-                special=read_meta(folder),
+                special=meta,
                 layouts=self._inputs.planner.micro_batch_layouts,
+                truncate=self._settings.truncate,
+                loss_on=self._settings.loss_on or LossOn(meta.loss),
+                spans=SpanTable.read(folder / split.name),
+                task_ids=read_task_ids(folder, split.name, meta.split_samples[split.name]) if by_task else None,
             ),
             start_iteration=split.first_iteration,
             stop_iteration=None if split.iterations is None else split.first_iteration + split.iterations,

@@ -32,6 +32,7 @@ OURS = """
 --dynapipe-enable-packing --dynapipe-layout --dynapipe-scatter-gather
 --dynapipe-receive-ahead --dynapipe-ordered-starts
 --dynapipe-reserve-all-memory --dynapipe-cluster --dynapipe-round-row-multiple --dynapipe-sizes-per-octave
+--dynapipe-last-batch --dynapipe-loss --dynapipe-ramp-up --dynapipe-truncate
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
 
