@@ -8,6 +8,7 @@ for micro_batches, plan in loader:
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
@@ -18,6 +19,7 @@ from megatron_dynapipe.modules.planner import ModulePlanner
 from megatron_dynapipe.modules.published import PublishedPlans
 from megatron_dynapipe.plan.codec import decode_entry, encode
 from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.sampling import Batches, LastBatch
 from megatron_dynapipe.store import StoreAddress
 
 _NOT_TAKEN = ("batch_size", "batch_sampler", "sampler", "drop_last", "collate_fn")
@@ -102,19 +104,17 @@ class DynaPipeDataLoader:
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
             order = torch.randperm(len(order), generator=generator).tolist()
-        batches: list[list[int]] = [[]]
-        filled = 0
-        for sample in order:
-            length = self._lengths[sample]
-            full = len(batches[-1]) == self._size if self._tokens is None else filled + length > self._tokens
-            if full and batches[-1]:
-                batches.append([])
-                filled = 0
-            batches[-1].append(sample)
-            filled += length
-        if batches[-1] and self._drop_last and len(batches) > 1:
-            batches.pop()
-        return [batch for batch in batches if batch]
+        positions = np.array([self._lengths[sample] for sample in order], np.int64)
+        is_dropped = self._drop_last and (self._size is None or self._size <= len(order))
+        batches = Batches(
+            len(order),
+            samples=self._size,
+            tokens=self._tokens,
+            lengths=lambda first, stop: positions[first:stop],
+            last=LastBatch.DROP if is_dropped else LastBatch.KEEP,
+            epochs=1,
+        )
+        return [order[slice(*batches.bounds(number))] for number in range(batches.count or 0)]
 
 
 class _Planned:

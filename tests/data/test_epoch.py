@@ -1,0 +1,115 @@
+"""Every sample of a dataset is trained as often as it should be, after resumes and on any number of replicas."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import LastBatch, LengthTable, LongSamples, Sampler, SamplerSettings
+from megatron_dynapipe.units import ModelFamily
+
+SHAPE = ModelShape(family=ModelFamily.T5, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=512)
+COSTS = AnalyticCostModel(SHAPE, CPU_RATES, max_size=64, max_length=64)
+
+mixtures = st.lists(st.tuples(st.integers(1, 12), st.floats(0.1, 5)), min_size=1, max_size=5)
+
+
+def table(tasks: list[tuple[int, float]], seed: int) -> tuple[LengthTable, np.ndarray]:
+    random = np.random.default_rng(seed)
+    count = sum(size for size, _ in tasks)
+    inputs, targets = random.integers(1, 60, count, dtype=np.int32), random.integers(1, 20, count, dtype=np.int32)
+    ids = np.repeat(np.arange(len(tasks)), [size for size, _ in tasks]).astype(np.int16)
+    return LengthTable(input=inputs, target=targets), random.permutation(ids) if seed % 2 else ids
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    tasks=mixtures,
+    seed=st.integers(0, 1000),
+    has_rates=st.booleans(),
+    tokens=st.none() | st.integers(30, 300),
+    last=st.sampled_from([LastBatch.CONTINUE, LastBatch.KEEP]),
+    epochs=st.integers(1, 3),
+    resumes=st.lists(st.integers(0, 40), max_size=4),
+    policy=st.sampled_from([LongSamples.SKIP, LongSamples.TRUNCATE]),
+)
+def test_resumed_runs_see_what_an_uninterrupted_one_sees(
+    tasks: list[tuple[int, float]],
+    seed: int,
+    has_rates: bool,
+    tokens: int | None,
+    last: LastBatch,
+    epochs: int,
+    resumes: list[int],
+    policy: LongSamples,
+) -> None:
+    lengths, ids = table(tasks, seed)
+    usable = np.flatnonzero(lengths.input <= 40) if policy is LongSamples.SKIP else np.arange(len(lengths))
+    run = SamplerSettings(
+        family=ModelFamily.T5,
+        seed=seed,
+        samples_per_iteration=7,
+        max_input_length=40,
+        max_target_length=20,
+        long_samples=policy,
+        task_rates=tuple(rate for _, rate in tasks) if has_rates else (),
+        tokens_per_iteration=tokens,
+        last_batch=last,
+        epochs=epochs,
+    )
+    if not len(usable):
+        return
+    whole = Sampler(lengths, run, ids)
+    count = whole.batches.count
+    assert count is not None
+    batches = [whole.batch(iteration).sample_ids.tolist() for iteration in range(count)]
+    drawn = Counter(sample for batch in batches for sample in batch)
+    assert set(drawn) <= set(usable.tolist())
+    if has_rates:
+        for task in set(ids[usable].tolist()):
+            times = [drawn[sample] for sample in usable.tolist() if ids[sample] == task]
+            assert max(times) - min(times) <= 1
+    else:
+        assert drawn == dict.fromkeys(usable.tolist(), epochs)
+    for iteration in resumes:
+        if iteration < count:
+            assert Sampler(lengths, run, ids).batch(iteration).sample_ids.tolist() == batches[iteration]
+
+
+@pytest.mark.parametrize("last", list(LastBatch))
+def test_an_epoch_on_any_number_of_replicas(last: LastBatch) -> None:
+    """Samples in are samples trained and samples dropped, and the replicas together hold each batch once."""
+    lengths, ids = table([(30, 1.0), (20, 1.0)], 3)
+    run = SamplerSettings(
+        family=ModelFamily.T5,
+        seed=5,
+        samples_per_iteration=1,
+        max_input_length=60,
+        max_target_length=20,
+        tokens_per_iteration=250,
+        last_batch=last,
+        epochs=1,
+    )
+    sampler = Sampler(lengths, run, ids)
+    count = sampler.batches.count or 0
+    for replicas in (1, 2, 3):
+        settings_of_run = PlannerSettings(
+            family=ModelFamily.T5, encoder_layers=2, decoder_layers=2, hidden_size=64, data_parallel=replicas,
+            memory_limit_bytes=10**9, schedule=ScheduleSettings(search_evaluations=0),
+        )  # fmt: skip
+        planner = Planner(settings_of_run, COSTS)
+        trained = []
+        for iteration in range(count):
+            plan = planner.plan(sampler.batch(iteration), iteration)
+            trained += [
+                sample for replica in plan.replicas for each in replica.micro_batches for sample in each.sample_ids
+            ]
+        dropped = len(lengths) - sampler.batches.bounds(count - 1)[1]
+        assert (dropped > 0) == (last is LastBatch.DROP)
+        assert len(trained) == len(set(trained)) == len(lengths) - dropped
