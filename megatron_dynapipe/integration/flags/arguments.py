@@ -188,17 +188,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="of none,selective,full those that plans may choose among for a micro-batch "
         "(default: what --recompute-granularity says, else all three)",
     )
-    add(
-        "--dynapipe-long-samples",
-        choices=[policy.value for policy in LongSamples],
-        default=LongSamples.FAIL.value,
-        help="samples longer than the maximum: stop (default), cut, or leave out",
-    )
-    add(
-        "--dynapipe-allow-other-data",
-        action="store_true",
-        help="resume a checkpoint on other data than it was trained on",
-    )
     add("--dynapipe-lookahead", type=int, default=8, metavar="N", help="iterations planned ahead of training")
     add("--dynapipe-timeout-s", type=float, default=300.0, metavar="S", help="deadline of every wait (default 300)")
     add("--dynapipe-report-dir", type=Path, help=f"folder of records and pictures (default {REPORT_FOLDER})")

@@ -9,7 +9,7 @@ from megatron_dynapipe.data.batches import task_rates
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.sampling import LastBatch, RampUp, SamplerSettings, TruncationSide
+from megatron_dynapipe.sampling import LastBatch, LongSamples, RampUp, SamplerSettings, TruncationSide
 from megatron_dynapipe.service.settings import SplitSettings
 from megatron_dynapipe.service.source import split_sampler
 
@@ -17,6 +17,17 @@ from megatron_dynapipe.service.source import split_sampler
 def add_arguments(group: "argparse._ArgumentGroup") -> None:
     """Add them."""
     add = group.add_argument
+    add(
+        "--dynapipe-long-samples",
+        choices=[policy.value for policy in LongSamples],
+        default=LongSamples.FAIL.value,
+        help="samples longer than the maximum: stop (default), truncate, or leave out",
+    )
+    add(
+        "--dynapipe-allow-other-data",
+        action="store_true",
+        help="resume a checkpoint on other data than it was trained on",
+    )
     add(
         "--tokens-per-global-batch",
         type=int,
