@@ -4,7 +4,7 @@
         [--memory-megabytes 0]
 
 Prints rates per CPU second of both and their ratio (prepare over library; above 1: faster), and one worker's wall clock
-over two. With --memory-megabytes N also the most memory of any process while it makes a dataset of so much text.
+over two. With --memory-megabytes N also the most memory of all processes while they make a dataset of so much text.
 """
 
 import argparse
@@ -19,8 +19,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+QUIET: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 def read_rows(path: Path, most_bytes: int) -> bytes:
@@ -39,16 +41,45 @@ def text_megabytes(rows: list[dict[str, str]]) -> float:
     return sum(len(row[name].encode()) for row in rows for name in ("input", "target")) / 1e6
 
 
-def prepare(rows: Path, tokenizer: Path, output: Path, workers: int) -> tuple[float, float, int]:
-    """(CPU seconds of all processes, wall seconds, bytes of the largest) of making the dataset, all included."""
-    shutil.rmtree(output, ignore_errors=True)
-    command = [sys.executable, "-m", "megatron_dynapipe", "data", "prepare", str(rows), "--output", str(output)]
-    command += ["--tokenizer", str(tokenizer), "--workers", str(workers)]
+def prepare(rows: Path, tokenizer: Path, output: Path, workers: int) -> tuple[float, float]:
+    """(CPU seconds of all processes, wall seconds) of making the dataset, all included."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(command(rows, tokenizer, output, workers), check=True, **QUIET)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return cpu, time.perf_counter() - started, after.ru_maxrss * 1024
+    return cpu, time.perf_counter() - started
+
+
+def command(rows: Path, tokenizer: Path, output: Path, workers: int) -> list[str]:
+    shutil.rmtree(output, ignore_errors=True)
+    words = [sys.executable, "-m", "megatron_dynapipe", "data", "prepare", str(rows), "--output", str(output)]
+    return [*words, "--tokenizer", str(tokenizer), "--workers", str(workers)]
+
+
+def most_memory(words: list[str]) -> int:
+    """Megabytes of the process and all it starts together, at their most, mapped files included; looked at often."""
+    most = 0
+    with subprocess.Popen(words, **QUIET) as process:
+        while process.poll() is None:
+            most = max(most, sum(map(resident_kb, tree(process.pid))))
+            time.sleep(0.1)
+    return most // 1000
+
+
+def tree(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [pid, *(each for child in children for each in tree(int(child)))]
+
+
+def resident_kb(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 
 
 def library(texts: list[str], tokenizer: Path) -> float:
@@ -93,8 +124,8 @@ def main() -> None:
         print(f"{megabytes:.0f} MB: median ratio {medians[0]:.2f}, two workers {medians[1]:.2f}x", flush=True)
         if args.memory_megabytes:
             rows.write_bytes(read_rows(args.rows, args.memory_megabytes * 10**6))
-            _, seconds, most = prepare(rows, args.tokenizer, output, 2)
-            print(f"{args.memory_megabytes} MB of rows: {most / 1e6:.0f} MB in the largest process, {seconds:.0f} s")
+            most = most_memory(command(rows, args.tokenizer, output, 2))
+            print(f"{args.memory_megabytes} MB of rows: at most {most} MB in all processes together")
 
 
 if __name__ == "__main__":

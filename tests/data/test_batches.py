@@ -50,7 +50,12 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
             model,
             *layers,
         ]
-        assert main([*plan, "--hidden-size", "4096", "--device-memory-mb", "40000", "--json"]) == 0
+        assert (
+            main(
+                [*plan, "--hidden-size", "4096" if model == "gpt" else "1024", "--device-memory-mb", "40000", "--json"]
+            )
+            == 0
+        )
     assert main(["data", "batches", str(folder), "--limit", "0"]) == 2
 
 

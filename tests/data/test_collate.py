@@ -1,6 +1,6 @@
 """Host tensors of planned micro-batches, as tables checked by eye."""
 
-from dataclasses import dataclass, replace
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -249,7 +249,7 @@ def test_what_counts_of_a_sequence(loss_on: str, side: str, planned: int, tokens
 @pytest.mark.parametrize("family", ["gpt", "t5"])
 def test_tasks_of_positions(folder: Path, family: str) -> None:
     required = RequiredFields(labels=True)
-    collator = replace(collator_of(folder, required), task_ids=np.array([4, 5, 6, 7], np.int16))
+    collator = dataclasses.replace(collator_of(folder, required), task_ids=np.array([4, 5, 6, 7], np.int16))
     if family == "gpt":
         batch = collator(0, micro_batch([0, 1], Shape(2, 6), inputs=[5, 2], targets=[0, 0]), ModelFamily.GPT)
         assert rows(batch.tasks) == [[4, 4, 4, 4, 0, 0], [5, 0, 0, 0, 0, 0]]
@@ -260,7 +260,7 @@ def test_tasks_of_positions(folder: Path, family: str) -> None:
     assert collator_of(folder, required)(0, micro_batch([0], Shape(1, 8, 8)), ModelFamily.T5).tasks is None
 
 
-@dataclass
+@dataclasses.dataclass
 class Special:
     pad_id: int = 0
     bos_id: int = 1
