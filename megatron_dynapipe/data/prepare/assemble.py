@@ -150,14 +150,12 @@ def write_split(
 
 
 def _pieces(staging: Staging, dtype: np.dtype[Any]) -> Iterator[tuple[slice, npt.NDArray[Any]]]:
-    """Samples a number at a time, with their tokens."""
-    tokens, lengths = staging.column("tokens").view(dtype), staging.column("lengths").reshape(-1, 2)
-    start = 0
-    for first in range(0, len(lengths), _SAMPLES_AT_ONCE):
-        part = slice(first, first + _SAMPLES_AT_ONCE)
-        end = start + int(lengths[part].sum(dtype=np.int64))
-        yield part, tokens[start:end]
-        start = end
+    """Samples a number at a time, with their tokens, which are read rather than mapped: mapped ones stay resident."""
+    lengths = staging.column("lengths").reshape(-1, 2)
+    with (staging.folder / "tokens").open("rb") as file:
+        for first in range(0, len(lengths), _SAMPLES_AT_ONCE):
+            part = slice(first, first + _SAMPLES_AT_ONCE)
+            yield part, np.fromfile(file, dtype, int(lengths[part].sum(dtype=np.int64)))
 
 
 def check_training(splits: npt.NDArray[np.uint8]) -> None:
