@@ -15,7 +15,7 @@ from megatron_dynapipe.data.meta import tokenizer_folder
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import environment, parent_death
 from megatron_dynapipe.integration.entry.bootstrap import reported
-from megatron_dynapipe.integration.flags import arguments
+from megatron_dynapipe.integration.flags import arguments, split_words
 from megatron_dynapipe.integration.flags.plan_inputs import train_iterations
 from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
 from megatron_dynapipe.units import ModelFamily
