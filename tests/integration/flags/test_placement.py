@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import arguments, placement
+from megatron_dynapipe.integration.flags import arguments, placement, split_words
 from megatron_dynapipe.units import ModelFamily
 
 
