@@ -94,6 +94,7 @@ def make_batch(shape: Shape, generator: torch.Generator, device: torch.device) -
         "packed_seq_params": None,
         "attention_mask": torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None],
         "loss_mask": torch.ones(rows, device=device),
+        "tasks": None,
     }
 
 
