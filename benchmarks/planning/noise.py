@@ -1,6 +1,6 @@
 """How searched plans hold up when passes take other times than predicted, against 1F1B over the same micro-batches.
 
-    python benchmarks/planning/noise.py [--settings t5:1,1,8 …]
+    python benchmarks/planning/noise.py [--layout auto] [--settings t5:1,1,8 …]
 
 Every pass of every draw takes up to 10% (30%) more or less than predicted, 100 draws per batch. Printed, as means over
 the batches, for the searched order and for 1F1B's: the time lost against what the same order predicts, on average and
@@ -14,13 +14,14 @@ from collections.abc import Iterator
 import numpy as np
 from cases import batches, planner
 
-from megatron_dynapipe.plan.instructions import Backward, Forward
 from megatron_dynapipe.planning.problem import IntArray, PassOrder, ScheduleProblem
-from megatron_dynapipe.planning.samples import Samples
+from megatron_dynapipe.planning.repredict import costs_and_order
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
 from megatron_dynapipe.planning.simulate import simulate
-from megatron_dynapipe.units import NS_PER_MS
+from megatron_dynapipe.units import NS_PER_MS, BatchLayout
 
+Case = tuple[ScheduleProblem, tuple[PassOrder, PassOrder]]
+LAYOUTS = {"auto": tuple(BatchLayout), "padded": (BatchLayout.PADDED,), "packed": (BatchLayout.PACKED,)}
 LONGEST = 4096
 DRAWS = 100
 
@@ -28,6 +29,7 @@ DRAWS = 100
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--settings", nargs="*", default=("gpt:1,1,8", "gpt:1,2,4", "t5:1,1,8", "t5:1,2,4"))
+    parser.add_argument("--layout", choices=tuple(LAYOUTS), default="auto", help="of micro-batches")
     args = parser.parse_args()
     print(f"{'':18}   {'searched loses':>37}   {'1F1B loses':>37}   {'searched / 1F1B':>15}")
     print(
@@ -36,7 +38,7 @@ def main() -> None:
         + "predicted   real"
     )
     for setting in args.settings:
-        cases = list(orders(setting))
+        cases = list(orders(setting, LAYOUTS[args.layout]))
         for spread in (0.1, 0.3):
             lost, ratios = (
                 np.mean(each, axis=0)
@@ -46,20 +48,15 @@ def main() -> None:
             print(f"{setting:12} {spread:6.0%}   {words}   {ratios[0]:9.3f} {ratios[1]:6.3f}", flush=True)
 
 
-def orders(setting: str) -> Iterator[tuple[ScheduleProblem, tuple[PassOrder, PassOrder]]]:
+def orders(setting: str, layouts: tuple[BatchLayout, ...]) -> Iterator[Case]:
     """Of every batch, its planned micro-batches with the planned order and 1F1B's."""
-    planned_by = planner(setting)
-    settings = planned_by.settings
-    assert settings.data_parallel == 1, "one replica"
-    for batch in batches(settings.family, longest=LONGEST):
-        replica = planned_by.plan(batch, 0).replicas[0]
-        modes = np.array([settings.recompute.index(mb.recompute) for mb in replica.micro_batches])
-        samples = Samples.of(batch, settings.family)
-        problem, _ = planned_by.problem(samples).costs([mb.shape for mb in replica.micro_batches], modes)
-        planned = tuple(
-            tuple(i for i in stage.instructions if isinstance(i, (Forward, Backward))) for stage in replica.stages
-        )
-        yield problem, (planned, one_f_one_b_within_memory(problem))
+    planned_by = planner(setting, micro_batch_layouts=layouts)
+    assert planned_by.settings.data_parallel == 1, "one replica"
+    for batch in batches(planned_by.settings.family, longest=LONGEST):
+        planned = costs_and_order(planned_by.plan(batch, 0), 0, batch, planned_by)
+        assert planned is not None, "its own costs"
+        problem, order = planned
+        yield problem, (order, one_f_one_b_within_memory(problem))
 
 
 def degradation(
