@@ -23,6 +23,7 @@ from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.entry.progress import progress_bar
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep, PrepareMicroBatch
@@ -108,6 +109,7 @@ class Session:
         self._iterators: dict[str, AgreedIterator] = {}
         self._trained: PlannedIteration | None = None
         self._trace: Trace | None = None
+        self._move_bar: Callable[[], object] = lambda: None
         self._tasks: Sequence[str] = ()
         self.shape: Shape | None = None
 
@@ -177,6 +179,7 @@ class Session:
         add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
         self._trained, self._trace = item, result.trace
         self._recorder.add(item, result.trace)
+        self._move_bar()
         count_flops(item)
         self._iterators["train"].prepare()
         return result.losses
@@ -268,6 +271,10 @@ class Session:
         for split in inputs.splits:
             iterator = supply.iterator(split, required=required, replica=replica, stage=self._stage)
             self._iterators[split.name] = iterator
+        if rank == torch.distributed.get_world_size() - 1:  # it prints Megatron's log
+            train = inputs.splits[0]
+            bar = progress_bar(first=train.first_iteration, iterations=train.iterations or 0)
+            self._move_bar = self._resources.enter_context(bar)
         rule = supply.recalibration
         self._recorder = Recorder(
             folder=self._settings.report_folder,
