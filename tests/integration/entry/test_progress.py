@@ -13,7 +13,6 @@ class Terminal(io.StringIO):
 
 def test_lines_go_above_the_bar_of_a_terminal(monkeypatch):
     screen = Terminal()
-    monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(sys, "stdout", screen)
     with progress_bar(first=10, iterations=5) as move:
         for iteration in range(11, 16):
@@ -28,8 +27,8 @@ def test_lines_go_above_the_bar_of_a_terminal(monkeypatch):
 
 def test_there_is_none_in_a_file(monkeypatch):
     log = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.setattr(sys, "stdout", log)
     with progress_bar(first=0, iterations=5) as move:
-        print("a line", file=sys.stderr)
+        print("a line")
         move()
     assert log.getvalue() == "a line\n"
