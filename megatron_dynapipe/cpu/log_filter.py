@@ -28,6 +28,8 @@ WARNINGS: tuple[tuple[str, str], ...] = (
 )
 """Warnings: (regular expression that the message begins with, why it is filtered)."""
 
+_TIMES = "(min, max) time across ranks (ms):\n    "
+
 LOG_LINES: tuple[tuple[str, str, str], ...] = (
     ("megatron.core.tensor_parallel.random", "CPU RNG state changed", "without CUDA the two are one generator"),
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED", "once per rank; it is still what 0.19 trains"),
@@ -39,6 +41,8 @@ LOG_LINES: tuple[tuple[str, str, str], ...] = (
     ("megatron.core.distributed.param_and_grad_buffer", "Using ", "a dump of settings"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated", "NVRx needs CUDA"),
     ("megatron.core.optimizer", "Setting up optimizer with config", "a dump of settings"),
+    ("megatron.core.timers", f"{_TIMES}model-and-optimizer-setup", "how long the start took, once"),
+    ("megatron.core.timers", f"{_TIMES}evaluate", "of every evaluation; training's own timers pass"),
     ("megatron.core.num_microbatches_calculator", "setting number of micro", "nominal: plans choose the micro-batches"),
 )
 """Log records: (name of the logger, text that the message begins with, why it is filtered)."""

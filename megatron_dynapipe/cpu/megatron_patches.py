@@ -49,6 +49,12 @@ SILENCED: tuple[Stub, ...] = (
         make=cuda_stubs.always(cuda_stubs.nothing),
         why="prints ten lines that know nothing of plans",
     ),
+    Stub(
+        owner="megatron.training.training",
+        name="print_datetime",
+        make=cuda_stubs.always(cuda_stubs.nothing),
+        why="prints seven times of day at the start, beside the log's own",
+    ),
 )
 """Functions that print at start-up what nobody reads."""
 
