@@ -34,8 +34,8 @@ class Job:
         on_cpu = setup.device.type == "cpu"
         inputs = plan_inputs(run, self._settings, setup.family, on_cpu=on_cpu)
         longest = (run.seq_length, run.decoder_seq_length or 0)
-        # A target's start or end token takes a position of its own, and a decoder-only row's last token none.
-        self._row = (longest[0], longest[1] - 1) if longest[1] else (longest[0] + 1, 0)
+        # A target's start and end tokens take positions, and a decoder-only row's last token none.
+        self._row = (longest[0], longest[1] - 2) if longest[1] else (longest[0] + 1, 0)
         self._joins = method.joins
         folder = Path(inputs.data_folder)
         self.prepare(method.planner(inputs.planner, longest), inputs.costs, read_meta(folder))
