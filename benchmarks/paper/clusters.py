@@ -28,6 +28,7 @@ from megatron_dynapipe.planning.methods import Longest
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.report.comparison import geometric_mean
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tuning.space import divisions
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 
 GPUS_PER_NODE = 8
@@ -86,12 +87,10 @@ class Case:
         return msgspec.structs.replace(usual, **changes)
 
     def layouts(self) -> Iterator[Layout]:
-        """Every division of the GPUs into powers of two; tensor parallelism within a node, at most 16 stages."""
-        powers = [2**n for n in range(self.gpus.bit_length())]
-        for tensor, pipeline in itertools.product(powers, powers):
-            allowed = tensor <= GPUS_PER_NODE and pipeline <= MOST_STAGES and tensor * pipeline <= self.gpus
-            if allowed and sum(self.layers) % pipeline == 0:
-                yield self.gpus // (tensor * pipeline), tensor, pipeline
+        """Every division of the GPUs, a power of two; tensor parallelism within a node, at most 16 stages."""
+        for data, tensor, pipeline in divisions(self.gpus):
+            if tensor <= GPUS_PER_NODE and pipeline <= MOST_STAGES and sum(self.layers) % pipeline == 0:
+                yield data, tensor, pipeline
 
 
 @cache

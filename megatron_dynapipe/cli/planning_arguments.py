@@ -1,6 +1,7 @@
 """The arguments that `plan` and `compare` share, and the planner settings that they make."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,23 +31,31 @@ SEGMENTS = "segments"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what to plan: lengths, costs, model, parallel layout, memory, links, layer split."""
+    add_shared_arguments(parser, models=(*ModelFamily, SEGMENTS))
+    for name in ("data", "tensor", "pipeline"):
+        parser.add_argument(f"--{name}-parallel", type=positive, default=1, metavar="N")
+    parser.add_argument("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
+    parser.add_argument(
+        "--layer-split",
+        default="equal",
+        metavar="SPLIT",
+        help="layers per stage: equal, auto (evened by their costs), or numbers like 9,8,8,7 (default: equal)",
+    )
+    parser.add_argument("--split-from", type=Path, metavar="BATCHES", help="other lengths to choose an auto split from")
+
+
+def add_shared_arguments(parser: argparse.ArgumentParser, *, models: Sequence[str]) -> None:
+    """Declare what does not depend on the parallel layout: lengths, costs, model, memory, links, micro-batches."""
     add_batch_arguments(parser)
     parser.add_argument("--cost-model", type=Path, required=True, metavar="FILE", help="what layers cost")
     parser.add_argument(
-        "--model",
-        action=_Model,
-        choices=[*ModelFamily, SEGMENTS],
-        required=True,
-        help="kind of model; segments: any module, divided where its cost model says (layers and sizes are not given)",
+        "--model", action=_Model, choices=models, required=True, help="kind of model" + _segments(models)
     )
     parser.add_argument("--layers", type=positive, metavar="N", help="layers of a gpt model")
     parser.add_argument("--encoder-layers", type=positive, metavar="N", help="of a t5 model")
     parser.add_argument("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
     parser.add_argument("--hidden-size", type=positive, metavar="N", help="of a gpt or t5 model")
-    for name in ("data", "tensor", "pipeline"):
-        parser.add_argument(f"--{name}-parallel", type=positive, default=1, metavar="N")
-    parser.add_argument("--device-memory-mb", type=_above_zero, required=True, metavar="N", help="1 MB = 1e6 bytes")
-    parser.add_argument("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
+    parser.add_argument("--device-memory-mb", type=above_zero, required=True, metavar="N", help="1 MB = 1e6 bytes")
     parser.add_argument(
         "--recompute",
         default=",".join(Recompute),
@@ -63,13 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices-per-node", type=positive, default=8, metavar="N")
     _add_transfer_arguments(parser)
     parser.add_argument(
-        "--layer-split",
-        default="equal",
-        metavar="SPLIT",
-        help="layers per stage: equal, auto (evened by their costs), or numbers like 9,8,8,7 (default: equal)",
-    )
-    parser.add_argument("--split-from", type=Path, metavar="BATCHES", help="other lengths to choose an auto split from")
-    parser.add_argument(
         "--search-evaluations",
         type=_count,
         metavar="N",
@@ -77,6 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _segments(models: Sequence[str]) -> str:
+    """What the help says of models of segments, where there may be any."""
+    where = "; segments: any module, divided where its cost model says (layers and sizes are not given)"
+    return where if SEGMENTS in models else ""
 
 
 def _add_bucket_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +110,7 @@ def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     """Links between devices, and when messages over them start."""
     for link, gbps, latency_us in (("intra", 4800, 0), ("inter", 100, 4000)):
         default = "(default: the cost model's measured one, else %s)"
-        parser.add_argument(f"--{link}-node-gbps", type=_above_zero, metavar="N", help=default % gbps)
+        parser.add_argument(f"--{link}-node-gbps", type=above_zero, metavar="N", help=default % gbps)
         parser.add_argument(f"--{link}-node-latency-us", type=_latency, metavar="N", help=default % latency_us)
     parser.add_argument(
         "--scatter-gather",
@@ -309,7 +317,8 @@ def _count(text: str) -> int:
     return number
 
 
-def _above_zero(text: str) -> float:
+def above_zero(text: str) -> float:
+    """A real number above 0, for argparse."""
     number = float(text)
     if not 0 < number <= _MOST_REAL:
         raise argparse.ArgumentTypeError(f"expected a number above 0 and up to {_MOST_REAL:g}, got {number}")

@@ -1,0 +1,272 @@
+"""`tune`: which parallel layout of a cluster trains these batches fastest, as predicted (docs/tuning.md)."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches, positive
+from megatron_dynapipe.cli.planning_arguments import above_zero, add_shared_arguments, planner_settings
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.units import ModelFamily
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cli.main import SubParsers
+    from megatron_dynapipe.cost import CostModel, DeviceRates
+    from megatron_dynapipe.planning.settings import PlannerSettings
+    from megatron_dynapipe.tuning import Space, TunedLayout, Tuning
+
+FORMAT = "dynapipe-tune/1"
+ANALYTIC = "analytic"
+INTERRUPTED = 130
+_TOP = 10
+_TABLE = "{:>5}{:>7}{:>9}{:>7}  {:>10}{:>11}{:>10}{:>12}  {:24}{}"
+_COLUMNS = ("data", "tensor", "pipeline", "chunks", "time, ms", "reduction", "tokens/s", "memory, MB", "", "layers")
+
+
+def add_parser(subparsers: "SubParsers") -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser("tune", help="which parallel layout of a cluster trains these batches fastest")
+    add_shared_arguments(parser, models=tuple(ModelFamily))
+    parser.add_argument("--devices", type=positive, required=True, metavar="N", help="of the cluster; all are used")
+    parser.add_argument(
+        "--top", type=positive, default=_TOP, metavar="K", help="best layouts that are found for certain (%(default)s)"
+    )
+    parser.add_argument(
+        "--chunks", type=_numbers, default=(1,), metavar="N,…", help="virtual stages per pipeline rank to try (1)"
+    )
+    parser.add_argument(
+        "--layer-splits",
+        default="equal,even",
+        metavar="SPLIT,…",
+        help="layer splits to try: equal, even (least work on the busiest stage), auto (as training chooses it: slow)"
+        " (%(default)s)",
+    )
+    parser.add_argument(
+        "--distributed-optimizer",
+        nargs="?",
+        const="on",
+        default="auto",
+        choices=("auto", "on", "off"),
+        help="optimizer state shared over replicas; auto: wherever there are any (%(default)s)",
+    )
+    parser.add_argument("--sequence-parallel", action="store_true", help="where there is tensor parallelism")
+    parser.add_argument(
+        "--memory-gb-per-s", type=above_zero, metavar="N", help="of a device, for the optimizer step (an A100's 800)"
+    )
+    parser.add_argument("--workers", type=positive, metavar="N", help="processes that plan (default: one per core)")
+    parser.add_argument("--write-config", type=Path, metavar="FILE.yaml", help="write the best layout's flags there")
+    analytic = parser.add_argument_group(f"the model, for --cost-model {ANALYTIC}")
+    for name in ("num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
+        analytic.add_argument(f"--{name}", type=positive, metavar="N")
+    analytic.add_argument("--device", default="A100", metavar="NAME", help="as CUDA names it (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune; 1 if no layout could be planned."""
+    from megatron_dynapipe.tuning import StepRates, tune
+
+    space = _space(args)
+    cost_model, memory_rate = _costs(args)
+    settings = _base(args, cost_model)
+    batches = [batch.global_batch(number) for number, batch in enumerate(chosen_batches(args))]
+    with _Bar() as bar:
+        tuning = tune(
+            settings,
+            cost_model,
+            batches,
+            space,
+            rates=StepRates(memory_bytes_per_second=memory_rate),
+            top=args.top,
+            workers=args.workers or len(os.sched_getaffinity(0)),
+            progress=bar,
+        )
+    _print(tuning, args)
+    best = tuning.layouts[0]
+    if args.write_config is not None and best.predicted_ms is not None:
+        _write_config(args.write_config, best, tuning.settings[0], args)
+    if tuning.interrupted:
+        return INTERRUPTED
+    return 0 if best.predicted_ms is not None else 1
+
+
+def _space(args: argparse.Namespace) -> "Space":
+    from megatron_dynapipe.tuning import Space, Split
+
+    try:
+        splits = tuple(Split(name) for name in args.layer_splits.split(","))
+    except ValueError:
+        raise ConfigError(f"expected --layer-splits among {', '.join(Split)}, got {args.layer_splits!r}") from None
+    return Space(
+        devices=args.devices,
+        chunks=args.chunks,
+        splits=splits,
+        distributed_optimizer={"auto": None, "on": True, "off": False}[args.distributed_optimizer],
+        global_batch_size=None if args.data is None else args.global_batch_size or SAMPLES,
+    )
+
+
+def _base(args: argparse.Namespace, cost_model: "CostModel") -> "PlannerSettings":
+    """The planner's settings of the model on one device."""
+    import msgspec
+
+    one = argparse.Namespace(
+        **vars(args)
+        | {"data_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "layer_split": "equal"}
+        | {"distributed_optimizer": False, "split_from": None}
+    )
+    if args.hidden_size is None:
+        raise ConfigError(f"a {args.model} model needs --hidden-size")
+    return msgspec.structs.replace(planner_settings(one, cost_model), sequence_parallel=args.sequence_parallel)
+
+
+def _costs(args: argparse.Namespace) -> "tuple[CostModel, float]":
+    """The cost model, and the memory rate (bytes per second) that goes with it."""
+    from megatron_dynapipe.cost import A100_RATES, TableCostModel
+
+    given = None if args.memory_gb_per_s is None else args.memory_gb_per_s * 1e9
+    shape = ("num_attention_heads", "kv_channels", "ffn_hidden_size", "vocab_size")
+    if str(args.cost_model) != ANALYTIC:
+        if any(getattr(args, name) is not None for name in shape):
+            raise ConfigError(
+                f"heads, channels, widths and vocabulary go with --cost-model {ANALYTIC}, and a file was given",
+                hint="a file's costs are those of the model that was measured",
+            )
+        return TableCostModel.load(args.cost_model), given or A100_RATES.bytes_per_second
+    from megatron_dynapipe.cost.devices import rates_of
+
+    rates = rates_of(args.device)
+    if rates is None:
+        raise ConfigError(
+            f"expected a --device whose rates are known, got {args.device!r}",
+            hint="A100, H100, H200, B200, V100, …; or measure costs with `megatron-dynapipe profile`",
+        )
+    return _analytic(args, rates), given or rates.bytes_per_second
+
+
+def _analytic(args: argparse.Namespace, rates: "DeviceRates") -> "CostModel":
+    from megatron_dynapipe.cost import AnalyticCostModel, ModelShape
+
+    missing = [name for name in ("hidden_size", "num_attention_heads", "vocab_size") if getattr(args, name) is None]
+    if missing:
+        raise ConfigError(
+            f"--cost-model {ANALYTIC} needs {', '.join('--' + name.replace('_', '-') for name in missing)}"
+        )
+    shape = ModelShape(
+        family=args.model,
+        hidden=args.hidden_size,
+        heads=args.num_attention_heads,
+        kv_channels=args.kv_channels or max(1, args.hidden_size // args.num_attention_heads),
+        ffn=args.ffn_hidden_size or 4 * args.hidden_size,
+        vocabulary=args.vocab_size,
+    )
+    return AnalyticCostModel(shape, rates, sequence_parallel=args.sequence_parallel)
+
+
+def _print(tuning: "Tuning", args: argparse.Namespace) -> None:
+    import msgspec
+
+    if args.json:
+        report = {"format": FORMAT, "seconds": tuning.seconds, "plans": tuning.plans}
+        report |= {"interrupted": tuning.interrupted, "layouts": tuning.layouts}
+        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+        return
+    planned = [layout for layout in tuning.layouts if layout.predicted_ms is not None]
+    infeasible = [layout for layout in tuning.layouts if layout.error is not None]
+    print(_TABLE.format(*_COLUMNS).rstrip())
+    for layout in planned[: args.top]:
+        print(_row(layout))
+    left = len(tuning.layouts) - len(planned[: args.top]) - len(infeasible)
+    print(f"{tuning.plans} plans in {tuning.seconds:.1f} s; {left} layouts are slower")
+    if tuning.interrupted:
+        print("interrupted: layouts that were not planned on every batch may be faster or slower than shown")
+    for error, layouts in _by_error(infeasible).items():
+        names = ", ".join(_name(layout) for layout in layouts)
+        print(f"cannot be used: {names}: {error}")
+
+
+def _row(layout: "TunedLayout") -> str:
+    assert layout.predicted_ms is not None and layout.reduction_ms is not None
+    note = "" if layout.status == "planned" else f"after {layout.batches} batches"
+    split = layout.layers_per_stage or ()
+    layers = f"{split[0]} each" if len(set(split)) == 1 else ",".join(map(str, split))
+    return _TABLE.format(
+        layout.data_parallel,
+        layout.tensor_parallel,
+        layout.pipeline_parallel,
+        layout.chunks,
+        f"{layout.predicted_ms:.1f}",
+        f"{layout.reduction_ms:.1f}",
+        f"{layout.tokens_per_second:.0f}",
+        f"{max(layout.peak_memory_mb):.0f}",
+        note,
+        layers,
+    )
+
+
+def _name(layout: "TunedLayout") -> str:
+    chunks = f"×{layout.chunks}" if layout.chunks > 1 else ""
+    return f"{layout.data_parallel}·{layout.tensor_parallel}·{layout.pipeline_parallel}{chunks}"
+
+
+def _by_error(layouts: "list[TunedLayout]") -> "dict[str, list[TunedLayout]]":
+    found: dict[str, list[TunedLayout]] = {}
+    for layout in layouts:
+        found.setdefault(layout.error or "", []).append(layout)
+    return found
+
+
+def _write_config(path: Path, best: "TunedLayout", settings: "PlannerSettings", args: argparse.Namespace) -> None:
+    """The best layout's flags, as a run's file: one more `--dynapipe-config`."""
+    flags: dict[str, Any] = {
+        "tensor-model-parallel-size": best.tensor_parallel,
+        "pipeline-model-parallel-size": best.pipeline_parallel,
+        "use-distributed-optimizer": best.distributed_optimizer,
+        "sequence-parallel": settings.sequence_parallel,
+        "dynapipe-layout": args.layout,
+        "dynapipe-device-memory-limit": round(args.device_memory_mb),
+    }
+    split = best.layers_per_stage or ()
+    if best.chunks > 1:
+        flags["num-virtual-stages-per-pipeline-rank"] = best.chunks
+    if len(set(split)) > 1:
+        flags["dynapipe-layers-per-stage"] = '"' + ",".join(map(str, split)) + '"'
+    if str(args.cost_model) != ANALYTIC:
+        flags["dynapipe-cost-model"] = args.cost_model
+    lines = [
+        f"# {best.data_parallel} replicas × {best.tensor_parallel} tensor-parallel × {best.pipeline_parallel} stages on"
+        f" {args.devices} devices: {best.predicted_ms:.1f} ms an iteration, predicted by `megatron-dynapipe tune`.",
+        *(f"{name}: {str(value).lower() if isinstance(value, bool) else value}" for name, value in flags.items()),
+    ]
+    try:
+        path.write_text("\n".join(lines) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(positive(word) for word in text.split(","))
+
+
+class _Bar:
+    """Plans made, on a terminal's stderr, as a context manager."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        from tqdm import tqdm
+
+        self._bar = tqdm(desc="planning", unit=" plans", file=sys.stderr, disable=not sys.stderr.isatty())
+        return self
+
+    def __call__(self, plans: int, most: int, best_ms: float | None) -> None:
+        """See `tuning.Progress`."""
+        self._bar.total = most
+        if best_ms is not None:
+            self._bar.set_postfix_str(f"best {best_ms:.1f} ms", refresh=False)
+        self._bar.update(plans - self._bar.n)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

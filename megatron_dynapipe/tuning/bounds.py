@@ -1,0 +1,178 @@
+"""Times that no plan of a batch goes below, without planning it.
+
+Sample i takes at least its smallest share of any micro-batch that it may be in: over all sizes b, and all lengths at
+least its own, of cost(b, lengths) / b. Costs are linear between grid points, so the least share is that of a grid
+point or of the sample's own length; costs are first made to rise with length:
+
+    measured   ╱╲╱           envelope[L] = the least of measured[L …]
+              ╱      ──►              __╱
+                                    ╱
+
+Packed rows derived from padded costs charge a sample the same shares. Where packed rows were measured, a row costs at
+least its positions times the least cost of a position, and the attention of its samples.
+
+Then with all samples' shares on a stage's layers, a replica's busiest stage works for `work / replicas`, after a
+micro-batch has come through the stages before it and before one has gone back through them. However small it is, a
+micro-batch takes the least of all costs: launching kernels takes time.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_dynapipe.cost import ABSENT, CostModel, LayerTables, Links, PackedTables, PipelineLayout, Row
+from megatron_dynapipe.cost.tables import at_point
+from megatron_dynapipe.planning.samples import Samples
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import BatchLayout
+
+Reals = npt.NDArray[np.float64]
+
+_ROUNDING_NS = 2.0
+"""By how much the planner's integer interpolation may come out below exact costs."""
+_KINDS = (
+    (Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD),
+    (Row.DECODER_FORWARD, Row.DECODER_BACKWARD),
+    (Row.HEAD_FORWARD, Row.HEAD_BACKWARD),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Work:
+    """The least work of one batch under one tensor parallelism, in ns: forward and backward.
+
+    Attributes:
+        samples: of every sample on an encoder layer, a decoder layer, the head: `[samples, 3]`.
+        total: of all samples: `[3]`; at least the sum of `samples`.
+        floor: of any micro-batch: `[3]`.
+    """
+
+    samples: Reals
+    total: Reals
+    floor: Reals
+
+
+def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch) -> Work:
+    """The least work of a batch under the settings' tensor parallelism, layouts and recompute modes."""
+    samples = Samples.of(batch, settings.family)
+    modes = [cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=mode) for mode in settings.recompute]
+    packs, pads = (layout in settings.micro_batch_layouts for layout in (BatchLayout.PACKED, BatchLayout.PADDED))
+    floor = np.full(len(_KINDS), np.inf)
+    for tables in modes:
+        if pads or tables.packed is None:
+            floor = np.minimum(floor, _floor(tables, samples, settings.shape_buckets.row_multiple if packs else 1))
+        if packs and tables.packed is not None:
+            floor = np.minimum(floor, _packed_floor(tables.packed))
+    # By whichever positions packed rows are charged: inputs, targets, or both.
+    by_measure = []
+    for measure in range(3):
+        least = np.full((len(batch), len(_KINDS)), np.inf)
+        for tables in modes:
+            measured = packs and tables.packed is not None
+            if pads or (packs and not measured):
+                least = np.minimum(least, _shares(tables, samples))
+            if measured:
+                assert tables.packed is not None
+                least = np.minimum(least, _packed_shares(tables.packed, samples, measure))
+        by_measure.append(np.where(np.isfinite(least), least, 0.0))
+    total = np.max([shares.sum(axis=0) for shares in by_measure], axis=0)
+    return Work(samples=by_measure[-1], total=total, floor=np.where(np.isfinite(floor), floor, 0.0))
+
+
+def least_ns(settings: PlannerSettings, work: Work, *, any_split: bool = False) -> int:
+    """A time that the predicted time of every plan of the batch reaches.
+
+    Args:
+        settings: the layout.
+        work: `least_work` of the batch under them.
+        any_split: whichever layers the stages hold.
+    """
+    layout, links = settings.layout, settings.links
+    latency = links.latency_ns.min(axis=0)
+    layers = np.array([layout.encoder_layers, layout.decoder_layers, 1])
+    through = max(float((work.samples @ layers).max(initial=0)), float(work.floor @ layers)) + 2 * float(latency.sum())
+    if any_split:
+        busiest = float(work.total @ layers) / layout.stages / settings.data_parallel
+    else:
+        busiest = _busiest_ns(layout, links, work, settings.data_parallel)
+    return int(max(through, busiest) * (1 - 1e-9))
+
+
+def stage_work(layout: PipelineLayout, work: Reals) -> Reals:
+    """Work on every virtual stage: `[…, virtual stages]`, from that on a layer of each kind, `[…, 3]`."""
+    head = np.zeros(layout.virtual_stages)
+    head[-1] = 1
+    return np.asarray(work @ np.stack([layout.encoder_split, layout.decoder_split, head]))
+
+
+def _busiest_ns(layout: PipelineLayout, links: Links, work: Work, replicas: int) -> float:
+    busy = stage_work(layout, work.total).reshape(layout.chunks, layout.stages).sum(axis=0) / replicas
+    each = stage_work(layout, work.samples)[:, : layout.stages]  # [samples, stages], of the first chunk
+    before = np.zeros((len(each), layout.stages))
+    before[:, 1:] = np.cumsum(each, axis=1)[:, :-1]
+    least = np.cumsum(stage_work(layout, work.floor)[: layout.stages])
+    before[:, 1:] = np.maximum(before[:, 1:], least[:-1])
+    crossed = np.zeros(layout.stages)
+    crossed[1:] = 2 * np.cumsum(links.latency_ns.min(axis=0)[: layout.stages - 1])
+    return float((busy + before.min(axis=0, initial=np.inf) + crossed).max()) if len(each) else 0.0
+
+
+def _shares(tables: LayerTables, samples: Samples) -> Reals:
+    """Of padded micro-batches, and of packed rows derived from them: `[samples, 3]`, infinite where none is known."""
+    return np.asarray(np.maximum((_by_size(tables, samples) / tables.sizes).min(axis=-1) - _ROUNDING_NS, 0))
+
+
+def _floor(tables: LayerTables, samples: Samples, row_multiple: int) -> Reals:
+    """Of any padded micro-batch, and any packed row derived from them: `[3]`.
+
+    A row's cost is a mean of its samples' costs at the row's positions, weighted by their own positions over the row's;
+    rounding the row up takes these weights below 1 together.
+    """
+    least = (_by_size(tables, samples).min(axis=(0, 2), initial=np.inf) - _ROUNDING_NS).clip(min=0)
+    shortest = int((samples.input_positions + samples.target_positions).min(initial=1))
+    axes = 1 if not samples.target_positions.any() else 2
+    return np.asarray(least * shortest / (shortest + axes * (row_multiple - 1)))
+
+
+def _by_size(tables: LayerTables, samples: Samples) -> Reals:
+    """Forward and backward of each kind at every size, rising with length: `[samples, 3, sizes]`."""
+    values = tables.values if tables.separate is None else tables.separate
+    rising = replace(tables, separate=_envelope(values), packed=None)
+    costs = rising.at_lengths(samples.input_positions, samples.target_positions, separate=True)
+    known = np.where(costs == ABSENT, np.inf, costs)
+    return np.stack([known[:, forward] + known[:, backward] for forward, backward in _KINDS], axis=1)
+
+
+def _envelope(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The least value at lengths of at least a point's own, along both axes of `[rows, sizes, inputs, targets]`."""
+    known = np.where(values == ABSENT, np.iinfo(np.int64).max, values)
+    for axis in (-1, -2):
+        known = np.flip(np.minimum.accumulate(np.flip(known, axis), axis=axis), axis)
+    return np.where(known == np.iinfo(np.int64).max, ABSENT, known)
+
+
+def _packed_floor(packed: PackedTables) -> Reals:
+    """Of any measured packed row: `[3]`."""
+    known = np.where(packed.linear == ABSENT, np.inf, packed.linear)
+    least = [(known[forward] + known[backward]).min(initial=np.inf) for forward, backward in _KINDS]
+    return np.maximum(np.array(least) - _ROUNDING_NS, 0)
+
+
+def _packed_shares(packed: PackedTables, samples: Samples, measure: int) -> Reals:
+    """Of measured packed rows, whose linear part is charged by inputs (0), targets (1) or both (2)."""
+    inputs, targets = packed.row_inputs[:, None], packed.row_targets[None, :]
+    positions = (inputs + 0 * targets, targets + 0 * inputs, inputs + targets)[measure]
+    own = (samples.input_positions, samples.target_positions, samples.input_positions + samples.target_positions)
+    attention = at_point(
+        packed.attention, packed.inputs, packed.targets, samples.input_positions, samples.target_positions
+    )
+    shares = []
+    for forward, backward in _KINDS:
+        known = (packed.linear[forward] != ABSENT) & (packed.linear[backward] != ABSENT) & (positions > 0)
+        whole = (packed.linear[forward] + packed.linear[backward])[known]
+        least = float((whole / positions[known]).min(initial=np.inf))
+        inside = np.maximum(attention[:, forward], 0) + np.maximum(attention[:, backward], 0)
+        shares.append(own[measure] * (least if np.isfinite(least) else 0.0) + inside)
+    return np.asarray(np.maximum(np.stack(shares, axis=1) - _ROUNDING_NS, 0))

@@ -1,0 +1,140 @@
+"""The layouts that are considered: every division of the devices into data, tensor and pipeline parallelism, with
+virtual stages and layer splits. What a layout cannot be built for is its error; nothing is left out silently."""
+
+import enum
+from collections.abc import Iterator
+
+import msgspec
+
+from megatron_dynapipe.cost import CostModel, even_split
+from megatron_dynapipe.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.units import ModelFamily
+
+
+class Split(enum.StrEnum):
+    """How layers are split over stages."""
+
+    EQUAL = "equal"
+    """The same number on every stage; where that does not divide, the first stages have one more."""
+    EVEN = "even"
+    """The busiest stage, with the head on the last one, has as little work as can be."""
+    AUTO = "auto"
+    """As training chooses it, by planning batches under many splits: slow."""
+
+
+class Space(msgspec.Struct, frozen=True, kw_only=True):
+    """What is tried.
+
+    Attributes:
+        devices: of the cluster; every layout uses all of them.
+        chunks: numbers of virtual stages per pipeline rank, for GPTs on two or more stages.
+        splits: layer splits; of those that come to the same layers the first counts. `AUTO` is for one chunk.
+        distributed_optimizer: whether optimizer state is sharded; None: wherever there are replicas, since that takes
+            less memory and less time.
+        global_batch_size: samples of a global batch, which the replicas must divide; None where batches differ.
+    """
+
+    devices: int
+    chunks: tuple[int, ...] = (1,)
+    splits: tuple[Split, ...] = (Split.EQUAL, Split.EVEN)
+    distributed_optimizer: bool | None = None
+    global_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ConfigError(f"expected at least one device, got {self.devices}")
+        if not self.chunks or min(self.chunks) < 1 or not self.splits:
+            raise ConfigError(
+                f"expected one or more numbers of chunks and layer splits, got {list(self.chunks)} and"
+                f" {list(self.splits)}"
+            )
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One layout of the space.
+
+    Attributes:
+        settings: the planner's; where they cannot be made, those of the model on one device.
+        data_parallel, tensor_parallel, pipeline_parallel, chunks: the layout.
+        split: how layers are split; those of `EVEN` and `AUTO` are chosen later.
+        error: why there is no such layout.
+    """
+
+    settings: PlannerSettings
+    data_parallel: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    chunks: int = 1
+    split: Split = Split.EQUAL
+    error: str | None = None
+
+
+def candidates(base: PlannerSettings, space: Space, cost_model: CostModel) -> list[Candidate]:
+    """Every layout, in a fixed order.
+
+    Args:
+        base: model, memory, links and choices; its layout is replaced.
+        space: what to try.
+        cost_model: asked for the tensor-parallel sizes that it knows.
+    """
+    return [
+        _candidate(base, space, cost_model, data, tensor, pipeline, chunks, split)
+        for data, tensor, pipeline in divisions(space.devices)
+        for chunks, split in _variants(base, space, pipeline)
+    ]
+
+
+def divisions(devices: int) -> Iterator[tuple[int, int, int]]:
+    """Data, tensor and pipeline parallelism whose product is `devices`."""
+    for tensor in range(1, devices + 1):
+        if devices % tensor == 0:
+            rest = devices // tensor
+            yield from ((rest // pipeline, tensor, pipeline) for pipeline in range(1, rest + 1) if rest % pipeline == 0)
+
+
+def _variants(base: PlannerSettings, space: Space, pipeline: int) -> Iterator[tuple[int, Split]]:
+    for chunks in space.chunks if pipeline > 1 and base.family is ModelFamily.GPT else (1,):
+        splits = [split for split in space.splits if chunks == 1 or split is not Split.AUTO]
+        yield from ((chunks, split) for split in (splits if pipeline > 1 else [Split.EQUAL]))
+
+
+def _candidate(
+    base: PlannerSettings,
+    space: Space,
+    cost_model: CostModel,
+    data: int,
+    tensor: int,
+    pipeline: int,
+    chunks: int,
+    split: Split,
+) -> Candidate:
+    wanted, per_node = space.distributed_optimizer, base.network.devices_per_node
+    settings, error = base, None
+    try:
+        if tensor > 1 and per_node % tensor:
+            raise ConfigError(f"tensor parallelism of {tensor} does not divide a node's {per_node} devices")
+        if space.global_batch_size is not None and space.global_batch_size % data:
+            raise ConfigError(f"{data} replicas do not divide global batches of {space.global_batch_size} samples")
+        cost_model.tables(tensor_parallel=tensor, recompute=base.recompute[0])
+        settings = msgspec.structs.replace(
+            base,
+            data_parallel=data,
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
+            chunks=chunks,
+            layers_per_stage=even_split(base.encoder_layers + base.decoder_layers, pipeline * chunks),
+            distributed_optimizer=data > 1 if wanted is None else wanted,
+            sequence_parallel=base.sequence_parallel and tensor > 1,
+        )
+    except DynaPipeError as problem:
+        error = problem.message
+    return Candidate(
+        settings=settings,
+        data_parallel=data,
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        chunks=chunks,
+        split=split,
+        error=error,
+    )

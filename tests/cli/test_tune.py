@@ -1,0 +1,115 @@
+"""The tune command: its report, its table, the config that it writes, its errors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_dynapipe import config
+from megatron_dynapipe.cli.main import main
+
+
+def arguments(batches: Path, cost: Path, *more: str) -> list[str]:
+    given = {
+        "--batches": str(batches),
+        "--cost-model": str(cost),
+        "--model": "gpt",
+        "--layers": "4",
+        "--hidden-size": "32",
+        "--devices": "4",
+        "--device-memory-mb": "200",
+        "--recompute": "none",
+        "--max-seq-len": "300",
+        "--workers": "1",
+    }
+    return ["tune", *(part for pair in given.items() for part in pair), *more]
+
+
+def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return loaded
+
+
+def test_report(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(batches_file, cost_file, "--json", "--chunks", "1,2")) == 0
+    loaded = report(capsys)
+    assert loaded["format"] == "dynapipe-tune/1" and loaded["seconds"] > 0 and loaded["interrupted"] is False
+    best, *others = loaded["layouts"]
+    expected = {"data_parallel", "tensor_parallel", "pipeline_parallel", "chunks", "layers_per_stage", "layout"}
+    expected |= {"distributed_optimizer", "predicted_ms", "tokens_per_second", "peak_memory_mb", "error"}
+    assert all(expected <= set(layout) for layout in loaded["layouts"])
+    assert best["data_parallel"] * best["tensor_parallel"] * best["pipeline_parallel"] == 4
+    assert best["error"] is None and best["layout"] == "auto" and sum(best["layers_per_stage"]) == 4
+    assert len(best["peak_memory_mb"]) == best["pipeline_parallel"]
+    planned = [each["predicted_ms"] for each in others if each["status"] == "planned"]
+    assert planned == sorted(planned) and planned[0] >= best["predicted_ms"]
+    unknown = [each["error"] for each in others if each["tensor_parallel"] == 4]
+    assert unknown and all("tp" in error or "tensor" in error for error in unknown)
+
+
+def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(batches_file, cost_file, "--top", "2")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["data", "tensor", "pipeline", "chunks"]
+    assert " plans in " in lines[3]
+    assert any(line.startswith("cannot be used: 1·4·1: ") or ", 1·4·1: " in line for line in lines[4:])
+
+
+def test_the_best_layout_is_written_as_a_run_file(
+    batches_file: Path, cost_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "best.yaml"
+    assert main(arguments(batches_file, cost_file, "--json", "--write-config", str(path))) == 0
+    best = report(capsys)["layouts"][0]
+    written = yaml.safe_load(path.read_text())
+    assert written["pipeline-model-parallel-size"] == best["pipeline_parallel"]
+    assert written["use-distributed-optimizer"] == best["distributed_optimizer"]
+    assert written["dynapipe-cost-model"] == str(cost_file)
+    switches = {name: isinstance(value, bool) for name, value in written.items()}
+    assert config.read(path, switches) == written  # Training reads the same.
+
+
+def test_uneven_layers_are_written(
+    batches_file: Path, cost_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "best.yaml"
+    assert main(arguments(batches_file, cost_file, "--devices", "3", "--write-config", str(path), "--json")) == 0
+    best = report(capsys)["layouts"][0]
+    split = yaml.safe_load(path.read_text()).get("dynapipe-layers-per-stage")
+    assert split == (",".join(map(str, best["layers_per_stage"])) if best["pipeline_parallel"] > 1 else None)
+
+
+def test_no_layout_fits(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(batches_file, cost_file, "--device-memory-mb", "5")) == 1
+    out = capsys.readouterr().out
+    assert "optimizer state, of 5 MB" in out and "0 plans" in out
+
+
+ANALYTIC = ["--cost-model", "analytic", "--num-attention-heads", "4", "--vocab-size", "512"]
+
+
+def test_computed_costs(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = arguments(batches_file, cost_file, *ANALYTIC, "--device", "NVIDIA H100 80GB HBM3", "--json")
+    assert main([*argv, "--sequence-parallel", "--limit", "1"]) == 0
+    errors = {each["tensor_parallel"]: each["error"] for each in report(capsys)["layouts"]}
+    assert errors[4] is None and errors[2] is None
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (["--layer-splits", "odd"], "expected --layer-splits among equal, even, auto, got 'odd'"),
+        (["--vocab-size", "512"], "go with --cost-model analytic, and a file was given"),
+        (["--cost-model", "analytic"], "--cost-model analytic needs --num-attention-heads, --vocab-size"),
+        ([*ANALYTIC, "--device", "abacus"], "expected a --device whose rates are known, got 'abacus'"),
+        (["--chunks", "0"], "expected a number from 1"),
+        (["--write-config", "/nowhere/best.yaml"], "cannot write /nowhere/best.yaml"),
+    ],
+)
+def test_bad_arguments(
+    batches_file: Path, cost_file: Path, more: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(batches_file, cost_file, *more)) == 2
+    assert error in capsys.readouterr().err
