@@ -11,30 +11,38 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "paper"))
-from clusters import LENGTHS, USUAL_LENGTH, USUAL_SIZE, Case, Layout, cut_batches, global_batches, published_best
+from clusters import (
+    LENGTHS,
+    USUAL_LENGTH,
+    USUAL_SIZE,
+    Case,
+    Layout,
+    cut_batches,
+    global_batches,
+    published_best,
+    published_on,
+)
 
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tuning import Space, Tuning, tune
+from megatron_dynapipe.tuning import Space, Status, Tuning, tune
 
-SPLIT_BATCHES = 2
+BATCHES = 2
 """Batches that a choice is made from."""
-SETS = 4
-"""Sets of batches whose choices are held against one another."""
+EVERY = 1000
+"""Best layouts to find: all of them."""
 
 
-def speed() -> None:
+def speed(sets: int) -> None:
     """Seconds of one core, and the three best layouts by different batches."""
     case = Case("gpt", 8)  # the model; the devices are those below
-    cut = cut_batches("gpt", USUAL_LENGTH, USUAL_SIZE, count=SPLIT_BATCHES * SETS)
+    cut = cut_batches("gpt", USUAL_LENGTH, USUAL_SIZE, count=BATCHES * sets)
     for chunks in ((1,), (1, 2)):
-        print(f"64 GPUs, GPT-6.7B, {SPLIT_BATCHES} batches of 65,536 tokens, chunks {chunks}")
-        for number, batches in enumerate(itertools.batched(cut, SPLIT_BATCHES)):
+        print(f"64 GPUs, GPT-6.7B, {BATCHES} batches of 65,536 tokens, chunks {chunks}")
+        for number, batches in enumerate(itertools.batched(cut, BATCHES)):
             start = time.process_time()
-            tuning = _tune(case.settings((1, 1, 1)), case, batches, Space(devices=64, chunks=chunks))
+            tuning = _tune(case.settings((1, 1, 1)), case, batches, Space(devices=64, chunks=chunks), top=3)
             print(
                 f"  set {number}: {tuning.plans} plans of {len(tuning.layouts)} layouts, {tuning.seconds:.1f} s"
                 f" ({time.process_time() - start:.1f} s of the processor): {_best(tuning)}",
@@ -42,39 +50,40 @@ def speed() -> None:
             )
 
 
-def published() -> None:
-    """The choice, over all layouts, against the best one on record for the published planner."""
-    print("| model | length | tuned | ms | with reduction | published best | ms | ours there, ms | tuned / published |")
+def published(models: Sequence[str], lengths: Sequence[int]) -> None:
+    """The choice against the best layout on record for the published planner, which was not run on all layouts."""
+    print("| model | length | tuned | ms | published best | ms | tuned / published | best on record by us | its loss |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for family, length in itertools.product(("gpt", "t5"), LENGTHS):
+    for family, length in itertools.product(models, lengths):
         known = published_best(family, length)
         if known is None:
             continue
         case, batches = Case(family, 8), global_batches(family, length, USUAL_SIZE)
-        tuning = _tune(case.settings((1, 1, 1)), case, batches, Space(devices=8))
-        layout, ms, whole_ms = next(_planned(tuning, len(batches)))
-        there = [own for own, own_ms, _ in _planned(tuning, len(batches)) if own == known.layout]
-        ours = min((own_ms for own, own_ms, _ in _planned(tuning, len(batches)) if own in there), default=None)
+        tuning = _tune(case.settings((1, 1, 1)), case, batches, Space(devices=8), top=EVERY)
+        layout, ms = next(_planned(tuning))
         tokens = sum(int(each.input_lengths.sum() + each.target_lengths.sum()) for each in batches) / len(batches)
         published_ms = tokens / known.tokens_per_second * 1e3
+        recorded = ((own, published_on(family, length, own)) for own, _ in _planned(tuning))
+        chosen, there = next((own, found) for own, found in recorded if found is not None)
         print(
-            f"| {case.model} | {length} | {_name(layout)} | {ms:.0f} | {whole_ms:.0f} | {_name(known.layout)} |"
-            f" {published_ms:.0f} | {'–' if ours is None else f'{ours:.0f}'} | {ms / published_ms:.2f} |",
+            f"| {case.model} | {length} | {_name(layout)} | {ms:.0f} | {_name(known.layout)} | {published_ms:.0f} |"
+            f" {ms / published_ms:.2f} | {_name(chosen)} |"
+            f" {known.tokens_per_second / there.tokens_per_second - 1:.1%} |",
             flush=True,
         )
 
 
-def _tune(settings: PlannerSettings, case: Case, batches: Sequence[GlobalBatch], space: Space) -> Tuning:
-    return tune(msgspec.structs.replace(settings, layers_per_stage=None), case.costs, list(batches), space)
+def _tune(settings: PlannerSettings, case: Case, batches: Sequence[GlobalBatch], space: Space, *, top: int) -> Tuning:
+    return tune(settings, case.costs, list(batches), space, top=top)
 
 
-def _planned(tuning: Tuning, batches: int) -> Iterator[tuple[Layout, float, float]]:
-    """Layouts planned on every batch: milliseconds without and with reduction and optimizer."""
+def _planned(tuning: Tuning) -> Iterator[tuple[Layout, float]]:
+    """Layouts planned on every batch, with milliseconds of forward, backward and transfers."""
     for each in tuning.layouts:
-        if each.predicted_ms is not None and each.batches == batches:
-            assert each.reduction_ms is not None and each.optimizer_ms is not None
+        if each.status is Status.PLANNED:
+            assert each.predicted_ms is not None and each.reduction_ms is not None and each.optimizer_ms is not None
             layout = (each.data_parallel, each.tensor_parallel, each.pipeline_parallel)
-            yield layout, each.predicted_ms - each.reduction_ms - each.optimizer_ms, each.predicted_ms
+            yield layout, each.predicted_ms - each.reduction_ms - each.optimizer_ms
 
 
 def _best(tuning: Tuning) -> str:
@@ -92,4 +101,11 @@ def _name(layout: Layout) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("speed", "published"))
-    {"speed": speed, "published": published}[parser.parse_args().what]()
+    parser.add_argument("--models", nargs="+", default=["gpt", "t5"], choices=("gpt", "t5"))
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, choices=LENGTHS)
+    parser.add_argument("--sets", type=int, default=4, help="of batches, whose choices are held against one another")
+    given = parser.parse_args()
+    if given.what == "speed":
+        speed(given.sets)
+    else:
+        published(given.models, given.lengths)
