@@ -188,7 +188,7 @@ def _print(tuning: "Tuning", args: argparse.Namespace) -> None:
 
 def _row(layout: "TunedLayout") -> str:
     assert layout.predicted_ms is not None and layout.reduction_ms is not None
-    note = "" if layout.status == "planned" else f"after {layout.batches} batches"
+    note = "" if layout.status == "planned" else f"batches planned: {layout.batches}"
     split = layout.layers_per_stage or ()
     layers = f"{split[0]} each" if len(set(split)) == 1 else ",".join(map(str, split))
     return _TABLE.format(

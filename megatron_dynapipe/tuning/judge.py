@@ -12,12 +12,9 @@ import msgspec
 from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.errors import DynaPipeError, PlanningError
 from megatron_dynapipe.plan.memory import peak_bytes
-from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tuning.space import Split
-from megatron_dynapipe.tuning.split import even_work_split
 
 PLAN_DEADLINE_S = 600.0
 """Within which one of the plans under way must be done."""
@@ -56,23 +53,6 @@ class Judge:
             max(peak_bytes(plan, replica, stage) for replica in plan.replicas) for stage in range(plan.pipeline_stages)
         ]
         return Outcome(predicted_ns=plan.totals.predicted_ns, peak_bytes=tuple(peaks))
-
-
-def with_split(
-    settings: PlannerSettings, split: Split, cost_model: CostModel, batches: Sequence[GlobalBatch]
-) -> PlannerSettings:
-    """The settings with a split's layers.
-
-    Raises:
-        DynaPipeError: there is no such split.
-    """
-    if split is Split.EVEN:
-        layers = even_work_split(settings, cost_model, batches)
-    elif split is Split.AUTO:
-        layers = choose_layer_split(settings, cost_model, batches)
-    else:
-        return settings
-    return msgspec.structs.replace(settings, layers_per_stage=layers)
 
 
 class Runner(Protocol):

@@ -17,12 +17,14 @@ import msgspec
 
 from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tuning.bounds import Work, least_ns, least_work
-from megatron_dynapipe.tuning.judge import Inline, Outcome, Runner, Workers, with_split
+from megatron_dynapipe.tuning.judge import Inline, Outcome, Runner, Workers
 from megatron_dynapipe.tuning.space import Candidate, Space, Split, candidates
+from megatron_dynapipe.tuning.split import even_work_split
 from megatron_dynapipe.tuning.step_costs import StepRates, step_ns
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS
 
@@ -212,11 +214,11 @@ class _Search:
         one = self._judged[at]
         if one.unsplit:
             try:
-                one.settings = with_split(one.settings, one.candidate.split, self._cost_model, self._batches)
+                split = choose_layer_split(one.settings, self._cost_model, self._batches)
             except DynaPipeError as error:
                 one.error = error.message
                 return
-            one.unsplit = False
+            one.settings, one.unsplit = msgspec.structs.replace(one.settings, layers_per_stage=split), False
         runner.start(at, one.settings, len(one.outcomes))
 
     def _take(self, at: int, batch: int, outcome: Outcome) -> None:
@@ -254,7 +256,8 @@ def _judged(
         if tensor not in works:
             works[tensor] = [least_work(candidate.settings, cost_model, batch) for batch in batches]
         if candidate.split is Split.EVEN:
-            settings = with_split(candidate.settings, candidate.split, cost_model, batches)
+            split = even_work_split(candidate.settings, works[tensor])
+            settings = msgspec.structs.replace(candidate.settings, layers_per_stage=split)
             candidate = msgspec.structs.replace(candidate, settings=settings)
         if candidate.split is not Split.AUTO and candidate.settings in seen:
             continue

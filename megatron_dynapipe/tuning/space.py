@@ -116,7 +116,8 @@ def _candidate(
             raise ConfigError(f"tensor parallelism of {tensor} does not divide a node's {per_node} devices")
         if space.global_batch_size is not None and space.global_batch_size % data:
             raise ConfigError(f"{data} replicas do not divide global batches of {space.global_batch_size} samples")
-        cost_model.tables(tensor_parallel=tensor, recompute=base.recompute[0])
+        if cost_model.tables(tensor_parallel=tensor, recompute=base.recompute[0]).of_stages is not None:
+            raise ConfigError("costs of one division into stages say nothing of others: give those of layers")
         settings = msgspec.structs.replace(
             base,
             data_parallel=data,

@@ -4,32 +4,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tuning.bounds import Work, least_work
+from megatron_dynapipe.tuning.bounds import Work
 
 type _Reached = tuple[tuple[float, float], tuple[int, ...]]
 
 
-def even_work_split(
-    settings: PlannerSettings, cost_model: CostModel, batches: Sequence[GlobalBatch]
-) -> tuple[int, ...]:
+def even_work_split(settings: PlannerSettings, works: Sequence[Work]) -> tuple[int, ...]:
     """Layers per virtual stage; at least one on each.
 
     A dynamic program over layers × stages; of splits whose busiest stages are alike, one that is near equal.
 
     Args:
         settings: the layout.
-        cost_model: what layers cost.
-        batches: whose least work is evened.
+        works: the least work of batches under its tensor parallelism.
     """
-    works = [least_work(settings, cost_model, batch) for batch in batches]
-    return split_of_work(settings, works)
-
-
-def split_of_work(settings: PlannerSettings, works: Sequence[Work]) -> tuple[int, ...]:
-    """`even_work_split` of known work."""
     encoder, decoder, head = np.sum([work.total for work in works], axis=0)
     layers = np.array([encoder] * settings.encoder_layers + [decoder] * settings.decoder_layers)
     layers[-1] += head

@@ -1,5 +1,6 @@
 """The search over layouts: the exhaustive search's answer, with fewer plans; what cannot be used says why."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -8,8 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import CPU_RATES, LayerState, Network, PipelineLayout, TableCostModel
-from megatron_dynapipe.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.cost import (
+    ABSENT,
+    CPU_RATES,
+    LayerState,
+    LayerTables,
+    Network,
+    PipelineLayout,
+    Row,
+    TableCostModel,
+)
+from megatron_dynapipe.errors import ConfigError, DynaPipeError, InfeasibleError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -18,9 +28,9 @@ from megatron_dynapipe.tuning import Space, Split, Status, StepRates, candidates
 from megatron_dynapipe.tuning.bounds import Work, least_ns, least_work, stage_work
 from megatron_dynapipe.tuning.search import Tuning
 from megatron_dynapipe.tuning.space import divisions
-from megatron_dynapipe.tuning.split import even_work_split, split_of_work
+from megatron_dynapipe.tuning.split import even_work_split
 from megatron_dynapipe.tuning.step_costs import step_ns
-from megatron_dynapipe.units import BatchLayout, ModelFamily
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
 from tests.planning.planner_cases import batch, cost_model
 
@@ -48,7 +58,8 @@ def exhaustive(family: ModelFamily, batches: list[GlobalBatch], space: Space, **
         if candidate.error is not None:
             continue
         if candidate.split is Split.EVEN:
-            wanted = msgspec.structs.replace(wanted, layers_per_stage=even_work_split(wanted, costs, batches))
+            split = even_work_split(wanted, [least_work(wanted, costs, each) for each in batches])
+            wanted = msgspec.structs.replace(wanted, layers_per_stage=split)
         try:
             planner = Planner(wanted, costs)
             ns = sum(planner.plan(each, at).totals.predicted_ns for at, each in enumerate(batches))
@@ -130,6 +141,59 @@ def test_no_plan_is_faster_than_its_bound(
     work = least_work(wanted, costs, one)
     assert 0 < least_ns(wanted, work) <= planned
     assert least_ns(wanted, work, any_split=True) <= planned
+
+
+class Uneven:
+    """Costs that neither rise with size nor with length, and of which some are absent: whatever was measured."""
+
+    name, digest, hidden_size, family = "uneven", "0", None, GPT
+
+    def __init__(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self._values = random.integers(1, 10**6, (len(Row), 4, 3, 1))
+        self._values[[Row.ENCODER_STORED, Row.ENCODER_PEAK]] = 1000
+        self._values[:, random.random((4, 3, 1)) < 0.1] = ABSENT
+
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+        return LayerTables(
+            sizes=np.array([1, 2, 4, 8]),
+            inputs=np.array([8, 64, 512]),
+            targets=np.zeros(1, np.int64),
+            values=self._values,
+            state=LayerState(embedding_bytes=0, encoder_bytes=1000),
+        )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=st.lists(st.integers(2, 500), min_size=2, max_size=7),
+    layouts=st.sampled_from([(BatchLayout.PADDED,), (BatchLayout.PACKED,), BOTH]),
+    layout=st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4), (2, 2)]),
+)
+def test_bounds_hold_whatever_was_measured(
+    seed: int, lengths: list[int], layouts: tuple[BatchLayout, ...], layout: tuple[int, int]
+) -> None:
+    data, pipeline = layout
+    wanted = base(GPT, data_parallel=data, pipeline_parallel=pipeline, micro_batch_layouts=layouts)
+    costs, inputs = Uneven(seed), np.array(lengths, np.int32)
+    ids, targets = np.arange(len(lengths)), np.zeros(len(lengths), np.int32)
+    one = GlobalBatch(iteration=0, sample_ids=ids, input_lengths=inputs, target_lengths=targets)
+    try:
+        planned = Planner(wanted, costs).plan(one, 0).totals.predicted_ns
+    except InfeasibleError:
+        return
+    assert least_ns(wanted, least_work(wanted, costs, one)) <= planned
+
+
+def test_costs_of_one_division_into_stages_are_refused() -> None:
+    class Divided(Uneven):
+        def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+            tables = super().tables(tensor_parallel=tensor_parallel, recompute=recompute)
+            return replace(tables, of_stages=tables.values[None])
+
+    (layout,) = tune(base(GPT), Divided(0), [batch(GPT, 4)], Space(devices=1)).layouts
+    assert layout.error == "costs of one division into stages say nothing of others: give those of layers"
 
 
 @pytest.mark.parametrize("family", [GPT, T5])
@@ -224,7 +288,7 @@ def test_a_space_is_checked() -> None:
 def test_the_even_split_has_the_least_work_on_its_busiest_stage() -> None:
     work = Work(samples=np.zeros((1, 3)), total=np.array([2.0, 5.0, 7.0]), floor=np.zeros(3))
     wanted = base(T5, pipeline_parallel=3, layers_per_stage=(3, 3, 2))
-    found = split_of_work(wanted, [work])
+    found = even_work_split(wanted, [work])
 
     def busiest(split: tuple[int, ...]) -> float:
         layout = PipelineLayout(family=T5, encoder_layers=4, decoder_layers=4, layers_per_stage=split)
