@@ -51,7 +51,7 @@ ROOMS = {
         4, "numpy", "torch", "datasets", "jinja2", "matplotlib", "pyarrow", "tokenizers", "tqdm", "transformers", "yaml"
     ),
     "runtime": room(4, "torch"),
-    "report": room(4, "numpy", "matplotlib"),
+    "report": room(4, "numpy", "matplotlib", "plotly"),
     "cpu": room(5, "torch", "megatron"),
     # sympy is what PyTorch writes symbolic sizes in.
     "modules": room(5, "numpy", "torch", "sympy"),

@@ -18,7 +18,10 @@ from megatron_dynapipe.errors import DynaPipeError
 
 PROGRAM = "megatron-dynapipe"
 
-COMMANDS = ("doctor", "data", "plan", "compare", "tune", "verify", "show", "store", "cost_model", "profile", "patch")
+COMMANDS = (
+    *("doctor", "data", "plan", "compare", "tune", "verify", "show", "report", "store", "cost_model", "profile"),
+    "patch",
+)
 """The modules of `megatron_dynapipe.cli` that are commands, in the order of `--help` (`cost_model`: `cost-model`)."""
 
 EXIT_CANNOT_RUN = 2

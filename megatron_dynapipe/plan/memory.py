@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Backward, Forward
-from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
+from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan, StageEntry
 from megatron_dynapipe.plan.text import point_at
 from megatron_dynapipe.units import in_mb
 
@@ -33,6 +33,21 @@ def high_water_marks(plan: IterationPlan, replica: ReplicaPlan, stage: int, pass
         else:
             yield held + peak
             held += 0 if plan.forward_only else stored
+
+
+def activation_peak_bytes(entry: StageEntry) -> int:
+    """The most bytes that the passes of a training iteration's stage hold at a time, without model state."""
+    most = held = 0
+    for each in entry.stage_plan.instructions:
+        if isinstance(each, Forward | Backward):
+            v = each.chunk * entry.pipeline_stages + entry.stage_plan.stage
+            micro_batch = entry.micro_batches[each.micro_batch]
+            if isinstance(each, Forward):
+                most = max(most, held + micro_batch.peak_bytes[v])
+                held += micro_batch.stored_bytes[v]
+            else:
+                held -= micro_batch.stored_bytes[v]
+    return most
 
 
 def peak_bytes(plan: IterationPlan, replica: ReplicaPlan, stage: int) -> int:

@@ -1,6 +1,8 @@
 """What a run leaves behind for its report: JSON lines, one file per rank, decoded strictly.
 
-rank-0.jsonl   {"type": "iteration", "iteration": 0, "measured_ns": …}
+rank-0.jsonl   {"type": "run", "stages": 2, …}
+               {"type": "iteration", "iteration": 0, "measured_ns": …}
+               {"type": "stage", "iteration": 0, "stage": 0, "forward_ns": …}
                {"type": "timeline", "iteration": 0, "stage": 0, "planned": […], "measured": […]}
 """
 
@@ -43,6 +45,43 @@ class IterationRecord(
     """Times that the allocator has had to give its cache back to find room, since the run began."""
 
 
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="run"):
+    """What all iterations of a run have in common."""
+
+    world_size: int
+    stages: int
+    memory_limit_bytes: int
+    """Of a device, that plans may use."""
+    model_state_bytes: tuple[int, ...]
+    """Parameters, gradients and optimizer states of each stage; empty where they were not counted."""
+    maximum: Shape
+    """Lengths that a run without planning would pad every sample to."""
+
+
+class StageRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="stage"):
+    """Where one stage's time and memory went in one iteration."""
+
+    iteration: int
+    replica: int
+    stage: int
+    forward_ns: int
+    backward_ns: int
+    transfer_ns: int
+    """Inside transfers' instructions: mostly waits, for the other side (the bubble) or for the data."""
+    other_ns: int
+    """Loads and frees."""
+    plan_wait_ns: int
+    between_ns: int
+    """From the end of the previous iteration's list to this one's, without `plan_wait_ns`: gradient reduction,
+    optimizer, log, evaluations and checkpoints. 0 in the first."""
+    planned_activation_bytes: int
+    """The most that passes hold at a time, by the plan, without model state."""
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    losses: dict[str, tuple[float, float]] = {}
+    """On the last stage: (sum over tokens, tokens) of this replica, by the loss's name."""
+
+
 class TimelineRecord(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="timeline"
 ):
@@ -55,10 +94,12 @@ class TimelineRecord(
     measured: tuple[Event, ...]
 
 
-Record = IterationRecord | TimelineRecord
+Record = RunRecord | IterationRecord | StageRecord | TimelineRecord
 
 MOST_BYTES = 16_000_000
 """Of a rank's iterations: some ten thousand in full."""
+MOST_TIMELINES = 32
+"""Of a rank, besides the last iteration's."""
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
@@ -68,47 +109,76 @@ class RecordFile:
     """One rank's file of records, of a bounded size: when it is full, every second iteration is dropped from it.
 
     From then on every second iteration is added, then every fourth, …, so that those kept are spread over the run.
+    Timelines are thinned out in the same way, by their number, so that all ranks keep those of the same iterations.
 
     Args:
         path: of the file; one of an earlier run is replaced by the first record.
-        most_bytes: of iterations; what the run ends with comes on top.
+        most_bytes: of iterations; timelines come on top.
     """
 
     def __init__(self, path: Path, *, most_bytes: int = MOST_BYTES) -> None:
         self.path = path
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._seen = 0
+        self._first: int | None = None
         self._stride = 1
+        self._timeline_stride = 1
+        self._timelines: list[int] = []
         self._is_begun = False
 
-    def add_iteration(self, record: IterationRecord) -> None:
-        """Add an iteration, or leave it out so that the file stays within its bound; raises OSError."""
-        number, data = self._seen, _encoder.encode_lines([record])
-        self._seen += 1
-        if number % self._stride == 0 and self._bytes + len(data) > self._most_bytes:
-            self._drop_every_second()
-        if number % self._stride == 0 and self._bytes + len(data) <= self._most_bytes:
+    def add_run(self, record: RunRecord) -> None:
+        """Add what the run's iterations have in common; raises OSError."""
+        self._write(_encoder.encode_lines([record]))
+
+    def add_iteration(self, *records: IterationRecord | StageRecord) -> None:
+        """Add one iteration's records, or leave them out so that the file stays within its bound; raises OSError."""
+        if not records:
+            return
+        iteration, data = records[0].iteration, _encoder.encode_lines(records)
+        if self._is_kept(iteration, self._stride) and self._bytes + len(data) > self._most_bytes:
+            self._stride *= 2
+            self._thin_out()
+        if self._is_kept(iteration, self._stride) and self._bytes + len(data) <= self._most_bytes:
             self._write(data)
             self._bytes += len(data)
 
-    def _drop_every_second(self) -> None:
-        self._stride *= 2
-        if not self._is_begun:
-            return
-        kept = b"".join(read_bounded(self.path).splitlines(keepends=True)[::2])
-        fresh = self.path.with_name(f".{self.path.name}.unfinished")
-        fresh.write_bytes(kept)
-        fresh.replace(self.path)
-        self._bytes = len(kept)
+    def wants_timeline(self, iteration: int) -> bool:
+        """Whether this iteration is one of those whose timelines are kept."""
+        return self._is_kept(iteration, self._timeline_stride)
 
     def add_timeline(self, record: TimelineRecord) -> None:
-        """Add the timeline that a run ends with; raises OSError."""
+        """Add a timeline; where there are too many, every second one goes. Raises OSError."""
+        if len(self._timelines) >= MOST_TIMELINES:
+            self._timeline_stride *= 2
+            self._timelines = [each for each in self._timelines if self.wants_timeline(each)]
+            self._thin_out()
         self._write(_encoder.encode_lines([record]))
+        self._timelines.append(record.iteration)
 
     def read(self) -> bytes:
         """Everything added, for the store; raises OSError."""
         return read_bounded(self.path) if self._is_begun else b""
+
+    def _is_kept(self, iteration: int, stride: int) -> bool:
+        if self._first is None:
+            self._first = iteration
+        return (iteration - self._first) % stride == 0
+
+    def _thin_out(self) -> None:
+        """Write the file anew, with the iterations of the present strides alone."""
+        if not self._is_begun:
+            return
+        kept: dict[bool, list[bytes]] = {True: [], False: []}
+        for line in read_bounded(self.path).splitlines(keepends=True):
+            record = _decoder.decode(line)
+            sized = isinstance(record, IterationRecord | StageRecord)
+            stride = self._stride if sized else self._timeline_stride
+            if isinstance(record, RunRecord) or self._is_kept(record.iteration, stride):
+                kept[sized].append(line)
+        fresh = self.path.with_name(f".{self.path.name}.unfinished")
+        fresh.write_bytes(b"".join(kept[False] + kept[True]))
+        fresh.replace(self.path)
+        self._bytes = sum(map(len, kept[True]))
 
     def _write(self, data: bytes) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,9 +188,13 @@ class RecordFile:
 
 
 def decode_records(data: bytes, *, origin: str) -> list[Record]:
-    """The records in a file's bytes; raises DataError naming `origin` and the line that is none."""
+    """The records in a file's bytes; raises DataError naming `origin` and the line that is none.
+
+    A last line without its end is passed over: its writer is at it, or has been killed.
+    """
+    whole, _, _ = data.rpartition(b"\n")
     records: list[Record] = []
-    for number, line in enumerate(data.splitlines(), start=1):
+    for number, line in enumerate(whole.splitlines(), start=1):
         try:
             records.append(_decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -80,7 +80,7 @@ def summarise(records: Sequence[IterationRecord], *, maximum: Shape, pictures: S
     """
     if not records:
         raise DataError("expected at least one iteration to sum up, got none")
-    runs = _joined(records)
+    runs = joined(records)
     scale, error = _scale(runs)
     timed = runs[WARM_UP_ITERATIONS:] or runs
     prefetched = [run for run in runs if run.iteration - runs[0].iteration >= PREFETCHED_ITERATION] or runs
@@ -98,7 +98,7 @@ def summarise(records: Sequence[IterationRecord], *, maximum: Shape, pictures: S
         sizes=Range.of(shape.size for shape in shapes),
         input_lengths=Range.of(shape.input_length for shape in shapes),
         target_lengths=Range.of(shape.target_length for shape in shapes),
-        tokens_per_second=sum(r.totals.real_tokens for r in timed) / (sum(_whole_ns(r) for r in timed) / 1e9),
+        tokens_per_second=sum(r.totals.real_tokens for r in timed) / (sum(whole_ns(r) for r in timed) / 1e9),
         measured_ms=median(run.measured_ns for run in runs) / NS_PER_MS,
         predicted_ms=median(run.predicted_ns for run in runs) * scale / NS_PER_MS,
         prediction_scale=scale,
@@ -127,7 +127,7 @@ def format_summary(summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def _joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
+def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
     """One record per iteration, in order: the slowest replica's times, all replicas' shapes."""
     by_iteration: dict[int, list[IterationRecord]] = defaultdict(list)
     for record in records:
@@ -157,7 +157,8 @@ def _scale(runs: Sequence[IterationRecord]) -> tuple[float, float | None]:
     return scale, median(errors) if errors else None
 
 
-def _whole_ns(run: IterationRecord) -> int:
+def whole_ns(run: IterationRecord) -> int:
+    """Time of an iteration's list and of its wait for the plan."""
     return run.measured_ns + run.plan_wait_ns
 
 

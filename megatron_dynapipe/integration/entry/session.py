@@ -40,6 +40,7 @@ from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.integration.supply.same_run import check_same_run
 from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.runtime import PipelineExecutor, Trace, platform_of, watched
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.device_memory import memory_counts, reserve
@@ -178,7 +179,7 @@ class Session:
             return named_losses(result.losses, self._tasks) if self._by_task else result.losses
         add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
         self._trained, self._trace = item, result.trace
-        self._recorder.add(item, result.trace)
+        self._recorder.add(item, result.trace, result.losses)
         self._move_bar()
         count_flops(item)
         self._iterators["train"].prepare()
@@ -290,6 +291,14 @@ class Session:
             timeout_s=timeout_s,
             publisher=None if rule is None else PassPublisher(rule, supply.store, supply.keys, rank=rank),
             memory=functools.partial(memory_counts, self._device),
+            run=RunRecord(
+                world_size=torch.distributed.get_world_size(),
+                stages=self._stages,
+                memory_limit_bytes=inputs.planner.memory_limit_bytes,
+                model_state_bytes=inputs.planner.model_state_bytes or (),
+                maximum=self._longest,
+            ),
+            page_every=self._settings.report_every,
         )
 
     def counting(self, provider: Callable[..., Any]) -> Callable[..., Any]:

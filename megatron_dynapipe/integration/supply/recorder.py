@@ -2,14 +2,26 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter
 from megatron_dynapipe.integration.supply.calibration import PassPublisher
+from megatron_dynapipe.integration.supply.live_page import LivePage
+from megatron_dynapipe.integration.supply.stage_record import stage_record
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.report.records import IterationRecord, Record, RecordFile, TimelineRecord, decode_records
+from megatron_dynapipe.report.records import (
+    IterationRecord,
+    Record,
+    RecordFile,
+    RunRecord,
+    StageRecord,
+    TimelineRecord,
+    decode_records,
+)
 from megatron_dynapipe.report.summary import format_summary, summarise
 from megatron_dynapipe.report.timeline import Panel, draw
 from megatron_dynapipe.report.trace import write_trace
@@ -24,8 +36,9 @@ class Recorder:
 
     Recording never changes training or its exit status: the first failure is printed as a warning.
 
-    The first stage of each replica records every iteration; every rank records the timeline of the last one. Traces
-    are read one iteration late, so that reading one never waits for the device.
+    The first stage of each replica records every iteration; every stage records where its time went, and the timelines
+    of some iterations and of the last one. Traces and losses are read one iteration late, so that reading them never
+    waits for the device.
 
     Args:
         folder: where records and pictures go; the records of an earlier run are replaced.
@@ -41,6 +54,8 @@ class Recorder:
         timeout_s: how long rank 0 waits for a rank's records.
         publisher: takes the measured passes, where the cost model is calibrated by them.
         memory: what the device's allocator has counted; None where none counts.
+        run: what all iterations have in common; rank 0 records it.
+        page_every: iterations between two pages of the run; 0 writes none.
     """
 
     def __init__(
@@ -59,6 +74,8 @@ class Recorder:
         timeout_s: float,
         publisher: PassPublisher | None = None,
         memory: Callable[[], MemoryCounts | None] = lambda: None,
+        run: RunRecord | None = None,
+        page_every: int = 0,
     ) -> None:
         self._folder = folder
         self._store = store
@@ -74,15 +91,18 @@ class Recorder:
         self._publisher = publisher
         self._memory = memory
         self._retries = 0
-        self._latest: tuple[PlannedIteration, Trace] | None = None
+        self._run = run
+        self._latest: tuple[PlannedIteration, Trace, Sequence[Mapping[str, torch.Tensor]]] | None = None
+        self._end_ns: int | None = None
         self._last_iteration: int | None = None
         self._file = RecordFile(folder / f"rank-{rank}.jsonl")
         self._has_warned = False
+        self._page = LivePage(folder, every=page_every if rank == 0 else 0)
 
-    def add(self, item: PlannedIteration, trace: Trace) -> None:
-        """Keep an iteration that has been issued to the device."""
+    def add(self, item: PlannedIteration, trace: Trace, losses: Sequence[Mapping[str, torch.Tensor]] = ()) -> None:
+        """Keep an iteration that has been issued to the device, and the last stage's loss reports of it."""
         self._flush()
-        self._latest = item, trace
+        self._latest = item, trace, losses
         self._last_iteration = item.entry.iteration
 
     def report(self) -> str | None:
@@ -104,6 +124,8 @@ class Recorder:
             for rank in range(1, self._world_size):
                 records += self._records(rank)
             summary = self._summary(records)
+        with self._never_failing("write the page of the run"):
+            self._page.finish()
         return summary
 
     @contextlib.contextmanager
@@ -124,22 +146,39 @@ class Recorder:
         """Write the iteration that was added last."""
         if self._latest is None:
             return
-        (item, trace), self._latest = self._latest, None
+        (item, trace, losses), self._latest = self._latest, None
         events = trace.events()
         version = 0
         if self._publisher is not None:  # no record: planners wait for it
             version = self._publisher.version(item.entry.iteration)
             self._publisher.add(item.entry, events)
         with self._never_failing("record an iteration"):
-            self._write(item, events, version, last=last)
+            self._write(item, events, losses, version, last=last)
 
-    def _write(self, item: PlannedIteration, events: Sequence[Event], version: int, *, last: bool) -> None:
+    def _write(
+        self,
+        item: PlannedIteration,
+        events: Sequence[Event],
+        losses: Sequence[Mapping[str, torch.Tensor]],
+        version: int,
+        *,
+        last: bool,
+    ) -> None:
         memory = self._memory()  # before metrics reset the peaks
         self._say_retries(memory)
         self._metrics.write(item, events)
-        if self._stage == 0 and self._tensor_rank == 0:
-            self._file.add_iteration(_iteration_record(item, events, version, memory))
-        if last and self._tensor_rank == 0:
+        if self._tensor_rank != 0:
+            return
+        records: list[IterationRecord | StageRecord] = []
+        if self._stage == 0:
+            records.append(_iteration_record(item, events, version, memory))
+        if self._run is not None and self._rank == 0:
+            self._file.add_run(self._run)
+            self._run = None
+        records.append(stage_record(item, events, losses, memory, previous_end_ns=self._end_ns))
+        self._end_ns = events[-1].end_ns if events else None
+        self._file.add_iteration(*records)
+        if last or self._file.wants_timeline(item.entry.iteration):
             timeline = TimelineRecord(
                 iteration=item.entry.iteration,
                 replica=self._replica,
@@ -148,6 +187,7 @@ class Recorder:
                 measured=tuple(events),
             )
             self._file.add_timeline(timeline)
+        self._page.after(item.entry.iteration)
 
     def _say_retries(self, memory: MemoryCounts | None) -> None:
         """Warn where the allocator has been out of memory since the last iteration and found some after all."""
@@ -177,7 +217,9 @@ class Recorder:
             return None
         pictures: list[Path] = []
         with self._never_failing("draw the last iteration"):
-            pictures = self._draw([r for r in records if isinstance(r, TimelineRecord) and r.replica == 0])
+            timelines = [r for r in records if isinstance(r, TimelineRecord) and r.replica == 0]
+            last = max((r.iteration for r in timelines), default=0)
+            pictures = self._draw([r for r in timelines if r.iteration == last])
         return format_summary(summarise(iterations, maximum=self._maximum, pictures=pictures))
 
     def _draw(self, records: Sequence[TimelineRecord]) -> list[Path]:

@@ -8,7 +8,7 @@ from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.integration.supply import recorder as module
 from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.plan.iteration import StageEntry
-from megatron_dynapipe.report.records import IterationRecord, read_records
+from megatron_dynapipe.report.records import IterationRecord, RunRecord, StageRecord, TimelineRecord, read_records
 from megatron_dynapipe.runtime.device_memory import MemoryCounts
 from megatron_dynapipe.store import MemoryStore, PlanKeys
 from megatron_dynapipe.units import Shape
@@ -107,3 +107,13 @@ def test_memory_is_recorded_and_retries_are_said(store, tmp_path, capsys) -> Non
     said = [line for line in capsys.readouterr().err.splitlines() if "allocator" in line]
     assert len(said) == 2
     assert "given its cache back 2 times" in said[0] and "given its cache back 3 times" in said[1]
+
+
+def test_every_stage_records_its_times_and_some_timelines(store, tmp_path) -> None:
+    common = RunRecord(world_size=2, stages=2, memory_limit_bytes=9, model_state_bytes=(), maximum=Shape(1, 64))
+    run(*(recorder(tmp_path, store, rank=rank, world_size=2, run=common) for rank in range(2)))
+    for rank in range(2):
+        records = read_records(tmp_path / f"rank-{rank}.jsonl")
+        assert [each for each in records if isinstance(each, RunRecord)] == ([common] if rank == 0 else [])
+        assert [each.stage for each in records if isinstance(each, StageRecord)] == [rank] * 4
+        assert {each.stage for each in records if isinstance(each, TimelineRecord)} == {rank}

@@ -1,0 +1,76 @@
+"""A run as one HTML page that needs no network: facts, charts and timelines, drawn by the Plotly it contains."""
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+
+from megatron_dynapipe import __version__
+from megatron_dynapipe.errors import InstallationError
+from megatron_dynapipe.report.charts import Chart, run_charts
+from megatron_dynapipe.report.run import Run
+from megatron_dynapipe.report.summary import Summary
+from megatron_dynapipe.report.timeline_chart import timeline_panels
+
+PAGE = "report.html"
+"""Its name in the folder of a run."""
+
+
+def write_page(run: Run, summary: Summary, path: Path, *, title: str, more: Sequence[Chart] = ()) -> Path:
+    """Write the page, so that a reader finds the old one or the new one, never a half.
+
+    Args:
+        run: its records.
+        summary: of them.
+        path: of the page.
+        title: at its head.
+        more: charts of what the records do not hold.
+
+    Raises:
+        InstallationError: Plotly, which the page contains, is not installed.
+    """
+    data = {
+        "title": title,
+        "version": __version__,
+        "facts": _facts(summary),
+        "charts": [*run_charts(run), *more],
+        "timelines": timeline_panels(run.timelines),
+    }
+    text = msgspec.json.encode(data).decode().replace("<", "\\u003c")  # no text of a run ends its script
+    template = resources.files("megatron_dynapipe.report").joinpath("page.html").read_text("utf-8")
+    head, between, tail = _split(template, "/*PLOTLY*/", "/*DATA*/")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.unfinished")
+    fresh.write_text("".join((head, _plotly(), between, text, tail)), "utf-8")
+    return fresh.replace(path)
+
+
+def _split(template: str, first: str, second: str) -> tuple[str, str, str]:
+    head, _, rest = template.partition(first)
+    between, _, tail = rest.partition(second)
+    return head, between, tail
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise InstallationError(
+            "expected Plotly, which draws the page of a run, found none", hint="pip install 'megatron-dynapipe[plots]'"
+        ) from None
+    return str(get_plotlyjs())
+
+
+def _facts(summary: Summary) -> list[tuple[str, str]]:
+    error = summary.prediction_error
+    return [
+        ("iterations", f"{summary.iterations:,}"),
+        ("tokens per second", f"{summary.tokens_per_second:,.0f}"),
+        ("padding efficiency", f"{summary.padding_efficiency:.1%}"),
+        ("… padded to the maximum", f"{summary.maximum_padding_efficiency:.1%}"),
+        ("time per iteration", f"{summary.measured_ms:,.1f} ms"),
+        ("error of predictions", "–" if error is None else f"{error:.1%}"),
+        ("waiting for plans", f"{summary.plan_wait_share:.2%}"),
+        ("micro-batches per iteration", f"{summary.micro_batches.median:g}"),
+    ]

@@ -1,0 +1,179 @@
+"""A run as its folder of records tells it: iterations over all replicas, stages' times, some timelines."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.plan.timeline import Event, Timeline
+from megatron_dynapipe.report.records import (
+    IterationRecord,
+    Record,
+    RunRecord,
+    StageRecord,
+    TimelineRecord,
+    read_records,
+)
+from megatron_dynapipe.report.stage_times import bubble_shares
+from megatron_dynapipe.report.summary import joined
+from megatron_dynapipe.units import Shape
+
+_RANK_FILE = re.compile(r"rank-([0-9]{1,9})\.jsonl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTimeline:
+    """One replica's iteration: planned and measured events of every stage, from the iteration's first instruction."""
+
+    iteration: int
+    replica: int
+    planned: Timeline
+    measured: Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run's records.
+
+    Attributes:
+        run: what iterations have in common; None in folders of earlier versions.
+        iterations: one record each, in order.
+        losses: sum over tokens ÷ tokens, by the loss's name and iteration.
+        stages: records of every stage, all its replicas and iterations.
+        timelines: in the order of iterations and replicas; those of which every stage has handed one in.
+    """
+
+    run: RunRecord | None
+    iterations: tuple[IterationRecord, ...]
+    losses: Mapping[str, Mapping[int, float]]
+    stages: Mapping[int, Sequence[StageRecord]]
+    timelines: tuple[RecordedTimeline, ...]
+
+    @property
+    def maximum(self) -> Shape:
+        """Lengths that a run without planning would pad every sample to; the longest that occur where none are told."""
+        if self.run is not None:
+            return self.run.maximum
+        shapes = [shape for each in self.iterations for shape in each.shapes]
+        lengths = [(shape.input_length, shape.target_length) for shape in shapes] or [(1, 0)]
+        return Shape(1, max(each[0] for each in lengths), max(each[1] for each in lengths))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMedians:
+    """Where a stage's time went in an iteration: medians over iterations and replicas, in nanoseconds."""
+
+    stage: int
+    forward: float
+    backward: float
+    bubble: float
+    """Waiting for a peer that had not begun to send; 0 where no timeline was recorded."""
+    transfer: float
+    other: float
+    plan_wait: float
+    between: float
+
+
+def read_run(folder: Path) -> Run:
+    """Read every rank's records; ranks that a run of fewer ranks does not have are an earlier run's.
+
+    Raises:
+        DataError: there are no records of iterations, or a line is not a record.
+    """
+    found = sorted((int(m[1]), path) for path in folder.glob("rank-*.jsonl") if (m := _RANK_FILE.fullmatch(path.name)))
+    if not found:
+        raise DataError(
+            f"expected records of a run, rank-0.jsonl and others, found none in {folder}",
+            hint="name the folder that --dynapipe-report-dir gave the run",
+        )
+    records: list[Record] = []
+    run: RunRecord | None = None
+    for rank, path in found:
+        if run is not None and rank >= run.world_size:
+            continue
+        read = read_records(path)
+        run = next((each for each in read if isinstance(each, RunRecord)), run)
+        records += read
+    iterations = tuple(joined([each for each in records if isinstance(each, IterationRecord)]))
+    if not iterations:
+        raise DataError(f"expected records of at least one iteration, found none in {folder}")
+    stage_records = [each for each in records if isinstance(each, StageRecord)]
+    stages: dict[int, list[StageRecord]] = defaultdict(list)
+    for each in stage_records:
+        stages[each.stage].append(each)
+    return Run(
+        run=run,
+        iterations=iterations,
+        losses=_losses(stage_records),
+        stages=dict(sorted(stages.items())),
+        timelines=_timelines([each for each in records if isinstance(each, TimelineRecord)], run),
+    )
+
+
+def stage_medians(run: Run) -> list[StageMedians]:
+    """Where every stage's time went; the first iteration, which pays for starting up, is left out if there are more."""
+    shares: dict[int, list[float]] = defaultdict(list)
+    for timeline in run.timelines:
+        for stage, share in enumerate(bubble_shares(timeline.measured)):
+            shares[stage].append(share)
+    medians = []
+    for stage, records in run.stages.items():
+        begin = min(each.iteration for each in records)
+        timed = [each for each in records if each.iteration > begin] or records
+        transfer = median(each.transfer_ns for each in timed)
+        bubble = transfer * (median(shares[stage]) if shares[stage] else 0.0)
+        medians.append(
+            StageMedians(
+                stage=stage,
+                forward=median(each.forward_ns for each in timed),
+                backward=median(each.backward_ns for each in timed),
+                bubble=bubble,
+                transfer=transfer - bubble,
+                other=median(each.other_ns for each in timed),
+                plan_wait=median(each.plan_wait_ns for each in timed),
+                between=median(each.between_ns for each in timed),
+            )
+        )
+    return medians
+
+
+def _losses(records: Sequence[StageRecord]) -> dict[str, dict[int, float]]:
+    """Means over the tokens of all replicas, in the order of iterations."""
+    sums: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
+    for record in sorted(records, key=lambda each: each.iteration):
+        for name, (total, tokens) in record.losses.items():
+            sums[name][record.iteration][0] += total
+            sums[name][record.iteration][1] += tokens
+    return {
+        name: {iteration: total / tokens for iteration, (total, tokens) in by_iteration.items() if tokens}
+        for name, by_iteration in sums.items()
+    }
+
+
+def _timelines(records: Sequence[TimelineRecord], run: RunRecord | None) -> tuple[RecordedTimeline, ...]:
+    """Those of which every stage is there: ranks are read while they write."""
+    groups: dict[tuple[int, int], dict[int, TimelineRecord]] = defaultdict(dict)
+    for record in records:
+        groups[record.iteration, record.replica][record.stage] = record
+    stages = run.stages if run else max((len(each) for each in groups.values()), default=0)
+    return tuple(
+        _timeline([group[stage] for stage in range(stages)])
+        for _, group in sorted(groups.items())
+        if set(group) == set(range(stages))
+    )
+
+
+def _timeline(records: Sequence[TimelineRecord]) -> RecordedTimeline:
+    start = min((event.start_ns for record in records for event in record.measured), default=0)
+    return RecordedTimeline(
+        iteration=records[0].iteration,
+        replica=records[0].replica,
+        planned=tuple(record.planned for record in records),
+        measured=tuple(
+            tuple(Event(e.instruction, e.start_ns - start, e.end_ns - start) for e in record.measured)
+            for record in records
+        ),
+    )

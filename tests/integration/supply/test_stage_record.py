@@ -1,0 +1,43 @@
+"""One stage's record of an iteration: losses, times and memory."""
+
+import pytest
+import torch
+
+from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.integration.supply.stage_record import stage_record
+from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.plan.memory import activation_peak_bytes, peak_bytes
+from megatron_dynapipe.runtime.device_memory import MemoryCounts
+from tests.helpers.plans import make_plan
+
+PLAN = make_plan((3,), 2)
+
+
+def item(stage: int, waited_seconds: float = 0.0) -> PlannedIteration:
+    entry = StageEntry.of(PLAN, 0, stage, plan_digest="d")
+    return PlannedIteration(entry=entry, micro_batches=(), waited_seconds=waited_seconds)
+
+
+def test_losses_are_summed_over_micro_batches():
+    losses = [{"lm loss": torch.tensor([2.0, 4.0])}, {"lm loss": torch.tensor([1.0, 6.0]), "odd": torch.ones(())}]
+    record = stage_record(item(1), PLAN.replicas[0].stages[1].predicted, losses, None, previous_end_ns=None)
+    assert record.losses == {"lm loss": (3.0, 10.0)}
+
+
+def test_times_and_memory():
+    given = item(1, waited_seconds=3e-9)
+    events = given.entry.stage_plan.predicted
+    counts = MemoryCounts(allocated_bytes=5, reserved_bytes=7, retries=0)
+    record = stage_record(given, events, [], counts, previous_end_ns=events[0].start_ns - 20)
+    assert (record.plan_wait_ns, record.between_ns) == (3, 17)
+    assert record.forward_ns + record.backward_ns == sum(event.end_ns - event.start_ns for event in events)
+    assert (record.allocated_bytes, record.reserved_bytes) == (5, 7)
+    assert stage_record(given, (), [], None, previous_end_ns=5).between_ns == 0
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_planned_activations_are_the_plans_peak_without_model_state(chunks):
+    plan = make_plan((4,), 2, chunks=chunks)
+    for stage in range(2):
+        entry = StageEntry.of(plan, 0, stage, plan_digest="d")
+        assert activation_peak_bytes(entry) == peak_bytes(plan, plan.replicas[0], stage) - 10  # `make_plan`'s state
