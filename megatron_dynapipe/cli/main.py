@@ -14,13 +14,12 @@ from collections.abc import Iterable, Sequence
 from typing import IO, NoReturn, Protocol, cast, override
 
 from megatron_dynapipe import __version__
+from megatron_dynapipe.cli.examples import PROGRAM, add_examples
 from megatron_dynapipe.errors import DynaPipeError
-
-PROGRAM = "megatron-dynapipe"
 
 COMMANDS = (
     *("doctor", "data", "plan", "compare", "tune", "verify", "show", "report", "store", "cost_model", "profile"),
-    "patch",
+    *("patch", "completion"),
 )
 """The modules of `megatron_dynapipe.cli` that are commands, in the order of `--help` (`cost_model`: `cost-model`)."""
 
@@ -94,6 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
         module.add_parser(subparsers)
         for added in set(subparsers.choices) - before:
             subparsers.choices[added].set_defaults(run=module.run)
+    add_examples(parser)
     return parser
 
 

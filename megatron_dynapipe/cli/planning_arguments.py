@@ -48,8 +48,13 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, models: Sequence[st
     """Declare what does not depend on the parallel layout: lengths, costs, model, memory, links, micro-batches."""
     add_batch_arguments(parser)
     parser.add_argument("--cost-model", type=Path, required=True, metavar="FILE", help="what layers cost")
+    parser.add_argument("--model", action=_Model, choices=models, help="kind of model" + _segments(models))
+    parser.set_defaults(segments=False)
     parser.add_argument(
-        "--model", action=_Model, choices=models, required=True, help="kind of model" + _segments(models)
+        "--model-config",
+        type=Path,
+        metavar="FILE",
+        help="take the model's kind and sizes from a run file (.yaml) or from a config.json of HuggingFace; flags win",
     )
     parser.add_argument("--layers", type=positive, metavar="N", help="layers of a gpt model")
     parser.add_argument("--encoder-layers", type=positive, metavar="N", help="of a t5 model")
@@ -157,12 +162,23 @@ def costs_and_settings(args: argparse.Namespace, schedule: str | None = None) ->
     """
     from megatron_dynapipe.cost import TableCostModel
 
+    complete_model(args)
     if args.segments:
         return _of_segments(args, schedule)
-    if args.hidden_size is None:
-        raise ConfigError(f"a {args.model} model needs --hidden-size")
     cost_model = TableCostModel.load(args.cost_model)
     return cost_model, planner_settings(args, cost_model, schedule)
+
+
+def complete_model(args: argparse.Namespace) -> None:
+    """Take the model's sizes from its file, if one was given; raises ConfigError where kind or size are missing."""
+    if args.model_config is not None:
+        from megatron_dynapipe.cli.model_config import take_model_config
+
+        take_model_config(args)
+    if args.model is None:
+        raise ConfigError("expected a kind of model, got none", hint="pass --model gpt, or --model-config FILE")
+    if not args.segments and args.hidden_size is None:
+        raise ConfigError(f"a {args.model} model needs --hidden-size")
 
 
 def _of_segments(args: argparse.Namespace, schedule: str | None) -> "tuple[CostModel, PlannerSettings]":

@@ -10,23 +10,10 @@ if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.report.charts import Chart
 
-EXAMPLES = """\
-examples:
-  megatron-dynapipe report dynapipe-report
-  megatron-dynapipe report dynapipe-report --output run.html --data DATASET
-  megatron-dynapipe compare … --json > compared.json
-  megatron-dynapipe report dynapipe-report --comparison compared.json
-"""
-
 
 def add_parser(subparsers: "SubParsers") -> None:
     """Declare the command."""
-    parser = subparsers.add_parser(
-        "report",
-        help="a run's records as a summary and as one HTML page",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = subparsers.add_parser("report", help="a run's records as a summary and as one HTML page")
     parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="the run's --dynapipe-report-dir")
     parser.add_argument("--output", type=Path, metavar="FILE.html", help="the page (default RUN_DIR/report.html)")
     parser.add_argument("--data", type=Path, metavar="DATASET", help="show the lengths of this dataset's tasks, too")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches, positive
-from megatron_dynapipe.cli.planning_arguments import above_zero, add_shared_arguments, planner_settings
+from megatron_dynapipe.cli.planning_arguments import above_zero, add_shared_arguments, complete_model, planner_settings
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
 
@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Tune; 1 if no layout could be planned."""
     from megatron_dynapipe.tuning import StepRates, tune
 
+    complete_model(args)
     space = _space(args)
     cost_model, memory_rate = _costs(args)
     settings = _base(args, cost_model)
@@ -116,8 +117,6 @@ def _base(args: argparse.Namespace, cost_model: "CostModel") -> "PlannerSettings
         | {"data_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "layer_split": "equal"}
         | {"distributed_optimizer": False, "split_from": None}
     )
-    if args.hidden_size is None:
-        raise ConfigError(f"a {args.model} model needs --hidden-size")
     return msgspec.structs.replace(planner_settings(one, cost_model), sequence_parallel=args.sequence_parallel)
 
 
