@@ -92,8 +92,8 @@ def test_a_batch_is_planned_for_the_file_s_model(cost_file, batches_file, tmp_pa
         "none",
     ]
     assert main.main([*words, "--model-config", str(path)]) == 0
-    planned = re.sub(r"planned in .*", "", capsys.readouterr().out)
+    planned = re.sub(r"planned in .*|[0-9.]+ ms", "", capsys.readouterr().out)
     assert main.main([*words, "--model", "gpt", "--layers", "2", "--hidden-size", "32"]) == 0
-    assert planned == re.sub(r"planned in .*", "", capsys.readouterr().out)
+    assert planned == re.sub(r"planned in .*|[0-9.]+ ms", "", capsys.readouterr().out)
     assert main.main(words) == 2
     assert "pass --model gpt, or --model-config FILE" in capsys.readouterr().err
