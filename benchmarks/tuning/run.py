@@ -27,6 +27,7 @@ from clusters import (
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tuning import Space, Status, Tuning, tune
+from megatron_dynapipe.units import BatchLayout
 
 BATCHES = 2
 """Batches that a choice is made from."""
@@ -50,7 +51,7 @@ def speed(sets: int) -> None:
             )
 
 
-def published(models: Sequence[str], lengths: Sequence[int]) -> None:
+def published(models: Sequence[str], lengths: Sequence[int], layouts: tuple[BatchLayout, ...]) -> None:
     """The choice against the best layout on record for the published planner, which was not run on all layouts."""
     print("| model | length | tuned | ms | published best | ms | tuned / published | best on record by us | its loss |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -59,7 +60,8 @@ def published(models: Sequence[str], lengths: Sequence[int]) -> None:
         if known is None:
             continue
         case, batches = Case(family, 8), global_batches(family, length, USUAL_SIZE)
-        tuning = _tune(case.settings((1, 1, 1)), case, batches, Space(devices=8), top=EVERY)
+        settings = case.settings((1, 1, 1), micro_batch_layouts=layouts)
+        tuning = _tune(settings, case, batches, Space(devices=8), top=EVERY)
         layout, ms = next(_planned(tuning))
         tokens = sum(int(each.input_lengths.sum() + each.target_lengths.sum()) for each in batches) / len(batches)
         published_ms = tokens / known.tokens_per_second * 1e3
@@ -104,8 +106,9 @@ if __name__ == "__main__":
     parser.add_argument("--models", nargs="+", default=["gpt", "t5"], choices=("gpt", "t5"))
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, choices=LENGTHS)
     parser.add_argument("--sets", type=int, default=4, help="of batches, whose choices are held against one another")
+    parser.add_argument("--padded", action="store_true", help="no packed rows, as in the published planner")
     given = parser.parse_args()
     if given.what == "speed":
         speed(given.sets)
     else:
-        published(given.models, given.lengths)
+        published(given.models, given.lengths, (BatchLayout.PADDED,) if given.padded else tuple(BatchLayout))

@@ -227,10 +227,10 @@ def _write_config(path: Path, best: "TunedLayout", settings: "PlannerSettings", 
         "dynapipe-device-memory-limit": round(args.device_memory_mb),
     }
     split = best.layers_per_stage or ()
-    if best.chunks > 1:
-        flags["num-virtual-stages-per-pipeline-rank"] = best.chunks
-    if len(set(split)) > 1:
+    if len(set(split)) > 1:  # Says how many chunks there are, too.
         flags["dynapipe-layers-per-stage"] = '"' + ",".join(map(str, split)) + '"'
+    elif best.chunks > 1:
+        flags["num-virtual-stages-per-pipeline-rank"] = best.chunks
     if str(args.cost_model) != ANALYTIC:
         flags["dynapipe-cost-model"] = args.cost_model
     lines = [
