@@ -1,5 +1,6 @@
 """Every run file in configs/ passes Megatron's own validation, and plans batches that fit the device it names."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.helpers.benchmark_data import flan_like_batches
+from megatron_dynapipe.cli.main import main
+from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
 
@@ -127,6 +129,26 @@ def test_a_cluster_file_may_follow_a_model_file():
     words = ["--dynapipe-config", str(CONFIGS[-1]), "--dynapipe-config", str(CLUSTERS[-1])]
     flags = config.expand(words, switches)
     assert flags[flags.index("--dynapipe-device-memory-limit") + 1] == "127000"
+
+
+@pytest.mark.slow
+def test_a_tuned_layout_may_follow_a_model_file(data, tmp_path):
+    """What `tune --write-config` writes after a model's own file: Megatron takes it, and plans fit."""
+    tuned, batches_file = tmp_path / "tuned.yaml", tmp_path / "batches.json"
+    batches_file.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": batches("gpt")[:1]}))
+    model = ["--model", "gpt", "--layers", "30", "--hidden-size", "4096"]
+    argv = ["tune", "--batches", str(batches_file), "--cost-model", str(A100_COSTS["gpt"]), *model]
+    argv += ["--devices", "64", "--device-memory-mb", "36000", "--search-evaluations", "20", "--top", "1"]
+    assert main([*argv, "--workers", "1", "--write-config", str(tuned)]) == 0
+    keys = yaml.safe_load(tuned.read_text())
+    both = tmp_path / "gpt_tuned.yaml"
+    both.write_text(yaml.safe_dump(dict(keys_of(ROOT / "configs/gpt_6.7b_32layers.yaml")) | {"num-layers": 30} | keys))
+    arguments = {"config": str(both), "gpus": 64, "data": str(data), "batches": batches("gpt")[:1]}
+    (found,) = run_ranks(parse_and_plan, 1, arguments, deadline_s=120)
+    tensor, pipeline = keys["tensor-model-parallel-size"], keys["pipeline-model-parallel-size"]
+    assert found["layout"] == [64 // (tensor * pipeline), tensor, pipeline]
+    assert keys["dynapipe-layers-per-stage"].count(",") == pipeline - 1
+    assert found["limit_bytes"] == 36_000_000_000
 
 
 def keys_of(path: Path):
