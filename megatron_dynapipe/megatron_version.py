@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 from megatron_dynapipe.errors import UnsupportedMegatronError
@@ -21,6 +22,12 @@ def find_version() -> str | None:
         if file.exists():
             return version_of(file)
     return None
+
+
+def megatron_folders() -> list[Path]:
+    """Every Megatron on the path, the one that an import takes first."""
+    folders = (Path(entry or ".") / "megatron" for entry in sys.path)
+    return list(dict.fromkeys(each.resolve() for each in folders if (each / "core" / "package_info.py").exists()))
 
 
 def version_of(package_info: Path) -> str:

@@ -59,7 +59,7 @@ ROOMS = {
     "integration": room(7, "numpy", "torch", "megatron", "transformers", "tqdm"),
     "checkout_hooks": room(8),
     # `doctor` imports torch to see whether it works.
-    "cli": room(8, "numpy", "shtab", "torch", "tqdm", "yaml"),
+    "cli": room(8, "numpy", "packaging", "shtab", "torch", "tqdm", "yaml"),
     "__main__": room(9),
 }
 INTEGRATION = {"models": 1, "hooks": 1, "flags": 2, "supply": 3, "execution": 4, "profiling": 5, "entry": 6}

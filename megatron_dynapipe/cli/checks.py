@@ -1,6 +1,5 @@
 """The checks of `doctor`: each looks at one thing that training needs or is better with."""
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -8,29 +7,13 @@ import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
+from megatron_dynapipe.cli import machine_checks
+from megatron_dynapipe.cli.finding import Check
 from megatron_dynapipe.errors import DynaPipeError
 
 KNOWN_PYTHONS = ((3, 12), (3, 13))
 """Versions of Python that `megatron-core` has wheels for."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """What was found of one thing.
-
-    Attributes:
-        name: the thing.
-        status: "fail" if training here cannot work because of it; "note" if it works, but less well.
-        found: what is there, with its version.
-        hint: what to do about it.
-    """
-
-    name: str
-    status: Literal["ok", "note", "fail"]
-    found: str
-    hint: str | None = None
 
 
 def run_checks() -> list[Check]:
@@ -83,7 +66,7 @@ def check_device(name: str) -> Check:
 
 def check_megatron(name: str) -> Check:
     """Megatron with its training loop, of a version whose seams are known."""
-    from megatron_dynapipe.megatron_version import KNOWN_VERSIONS, find_version
+    from megatron_dynapipe.megatron_version import KNOWN_VERSIONS, find_version, megatron_folders
 
     wanted = f"megatron-core[training]=={KNOWN_VERSIONS[-1]}"
     version = find_version()
@@ -95,7 +78,17 @@ def check_megatron(name: str) -> Check:
     if version not in KNOWN_VERSIONS:
         found = f"expected {' or '.join(KNOWN_VERSIONS)}, found {version}"
         return Check(name=name, status="fail", found=found, hint=f"pip install '{wanted}'")
-    return Check(name=name, status="ok", found=f"{version}, with its training loop")
+    found = f"{version}, with its training loop"
+    folders = megatron_folders()
+    if len(folders) > 1:
+        hidden = ", ".join(map(str, folders[1:]))
+        return Check(
+            name=name,
+            status="note",
+            found=f"{found}, at {folders[0]}; another at {hidden} is hidden by it",
+            hint="the first on the path is used: if that is not meant, correct PYTHONPATH or the working directory",
+        )
+    return Check(name=name, status="ok", found=f"{found}, at {folders[0]}" if folders else found)
 
 
 def check_layers(name: str) -> Check:
@@ -160,4 +153,8 @@ CHECKS: tuple[tuple[str, Callable[[str], Check]], ...] = (
     ("apex", check_apex),
     ("plan store", check_store),
     ("planner core", check_native_core),
+    ("versions", machine_checks.check_requirements),
+    ("memory", machine_checks.check_memory),
+    ("shared memory", machine_checks.check_shared_memory),
+    ("network", machine_checks.check_network),
 )
