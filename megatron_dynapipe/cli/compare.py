@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
 from megatron_dynapipe.cli.planning_arguments import add_arguments, costs_and_settings
+from megatron_dynapipe.cli.progress import say, with_progress
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.units import ModelFamily
 
@@ -27,7 +28,7 @@ def add_parser(subparsers: "SubParsers") -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "compare",
-        help="predicted time, memory and padding under dynapipe, packed rows, token-based, fixed-size, padding",
+        help="predicted time, memory and padding under dynapipe, packed rows, token-based, uniform, padding",
     )
     add_arguments(parser)
     parser.add_argument("--schedule", metavar="NAME", help="how passes are ordered: adaptive, 1f1b, gpipe")
@@ -46,16 +47,12 @@ def run(args: argparse.Namespace) -> int:
     cost_model, settings = costs_and_settings(args, args.schedule)
     batches = chosen_batches(args)
     entries: list[dict[str, Any]] = []
-    for number, batch in enumerate(batches):
+    for batch in with_progress(batches, unit="batches"):
         longest = _longest(args, batch, batches)
         methods = {method: _predict(method, batch, longest, settings, cost_model) for method in METHODS}
         entries.append({"id": batch.id, "methods": methods})
         if not args.json:
-            print(_table(batch.id, methods), flush=True)
-        if sys.stderr.isatty():
-            print(f"compared {number + 1} of {len(batches)}", end="\r", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+            say(_table(batch.id, methods))
     over = geometric_means(entries)
     if args.output is not None:
         _draw(args.output, entries)

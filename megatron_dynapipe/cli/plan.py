@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
 from megatron_dynapipe.cli.planning_arguments import add_arguments, costs_and_settings
+from megatron_dynapipe.cli.progress import say, with_progress
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from megatron_dynapipe.planning.planner import Planner
 
 FORMAT = "dynapipe-plan-report/1"
+MUCH_IDLE = 0.25
+"""Share of stages' time."""
 RULED = 8
 """Batches that are planned again under the rules of GPUs."""
 PHASES = ("ordering", "partition", "schedule", "lowering", "verify")
@@ -36,23 +39,24 @@ def run(args: argparse.Namespace) -> int:
     """Plan every batch; 1 if none of them could be planned."""
     import msgspec
 
+    from megatron_dynapipe.plan.codec import encode
+    from megatron_dynapipe.plan.idle import idle_share
     from megatron_dynapipe.planning.planner import Planner
 
     cost_model, settings = costs_and_settings(args, args.schedule)
     planner = Planner(settings, cost_model)
     batches = chosen_batches(args)
-    iterations = []
-    for number, batch in enumerate(batches):
-        entry, encoded = _planned(planner, batch, number)
+    iterations, idle = [], []
+    for number, batch in enumerate(with_progress(batches, unit="batches")):
+        entry, plan = _planned(planner, batch, number)
         iterations.append(entry)
         if not args.json:
-            print(_line(entry), flush=True)
-        if args.output is not None and encoded is not None:
-            _write(args.output / f"{batch.id}.plan", encoded)
-        if sys.stderr.isatty():
-            print(f"planned {number + 1} of {len(batches)}", end="\r", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+            say(_line(entry))
+        if plan is not None:
+            idle.append(idle_share(plan))
+            if args.output is not None:
+                _write(args.output / f"{batch.id}.plan", encode(plan))
+    _hint_of_splits(args.layer_split, idle)
     if not args.json and planner.settings.transfers.are_plain and planner.settings.pipeline_parallel > 1:
         print(_cost_of_cuda_rules(planner, batches, iterations))
     if args.json:
@@ -82,8 +86,8 @@ def _cost_of_cuda_rules(planner: "Planner", batches: "list[NamedBatch]", entries
     )
 
 
-def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[dict[str, Any], bytes | None]:
-    """The batch's entry in the report, and its encoded plan, if there is one."""
+def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[dict[str, Any], "IterationPlan | None"]:
+    """The batch's entry in the report, and its plan, if there is one."""
     from megatron_dynapipe.plan.codec import digest, encode
 
     start, processor_start = time.perf_counter(), time.process_time()
@@ -92,7 +96,7 @@ def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[d
     except (PlanningError, DataError) as error:
         seconds = {"total": time.perf_counter() - start}
         return _entry(batch, seconds) | {"error": error.message}, None
-    encoded = encode(plan)
+    encode(plan)  # is part of planning
     seconds["total"] = time.perf_counter() - start
     processor_seconds = time.process_time() - processor_start
     totals = plan.totals
@@ -103,7 +107,18 @@ def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[d
         "shapes": len(plan.shapes),
         "digest": digest(plan),
         "replicas": _replicas(plan, planner.layout.layers_per_stage),
-    }, encoded
+    }, plan
+
+
+def _hint_of_splits(split: str, idle: list[float]) -> None:
+    """Where equal layers leave stages without work for long, say what evens them out."""
+    mean = sum(idle) / max(len(idle), 1)
+    if split == "equal" and mean >= MUCH_IDLE:
+        print(
+            f"hint: stages are idle {mean:.0%} of the time: --layer-split auto evens them out where layers differ "
+            "(in training --dynapipe-layers-per-stage auto); else plan more samples per batch, or fewer stages",
+            file=sys.stderr,
+        )
 
 
 def _entry(batch: "NamedBatch", seconds: dict[str, float]) -> dict[str, Any]:

@@ -206,3 +206,14 @@ def test_plan_says_what_the_rules_of_gpus_would_cost(capsys, batches_file, cost_
     assert "on average" not in capsys.readouterr().out
     assert main(arguments("plan", batches_file, cost_file, "--receive-ahead", "-1")) == 2
     assert "expected --receive-ahead of at least 0, got -1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("split", "is_said"), [("equal", True), ("2,1", False)])
+def test_stages_that_are_idle_for_long_are_said(cost_file, tmp_path, capsys, split, is_said) -> None:
+    batches = tmp_path / "one.json"
+    batches.write_text('{"format": "dynapipe-batches/1", "batches": [{"id": "b", "input": [500]}]}')
+    layers = "2" if split == "equal" else "3"
+    words = ["plan", "--batches", str(batches), "--cost-model", str(cost_file), "--device-memory-mb", "9000"]
+    words += ["--model", "gpt", "--layers", layers, "--hidden-size", "32", "--recompute", "none"]
+    assert main(["plan", *words[1:], "--pipeline-parallel", "2", "--layer-split", split]) == 0
+    assert ("--layer-split auto" in capsys.readouterr().err) == is_said
