@@ -291,6 +291,12 @@ class MegatronPipeline:
                 "expected a model configuration with calculate_per_token_loss: micro-batches hold different numbers "
                 "of tokens"
             )
+        if self._config.fp8 or self._config.fp4:
+            raise ConfigError(
+                "expected a model configuration without fp8 and fp4: their scales are agreed on in every pass, and "
+                "replicas have different numbers of passes",
+                hint="train in bf16",
+            )
         if BatchLayout.PACKED in settings.micro_batch_layouts and (obstacle := packing_obstacle(self._models)):
             raise ConfigError(
                 f"expected models that take packed rows, got {obstacle}",

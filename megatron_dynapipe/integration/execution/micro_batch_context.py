@@ -27,6 +27,7 @@ class MicroBatchContext:
 
     def __init__(self, models: Sequence[nn.Module], *, seed: int, replica: int, tensor_rank: int, stage: int) -> None:
         rotate_by_sample(models)
+        add_up_weight_gradients(models)
         self._recompute = RecomputeSwitch(models)
         self._randomness: LayerRandomness | None = None
         if has_dropout(get_model_config(models[0])):
@@ -37,3 +38,14 @@ class MicroBatchContext:
         self._recompute.set(mode)
         if self._randomness is not None:
             self._randomness.begin(iteration, micro_batch)
+
+
+def add_up_weight_gradients(models: Sequence[nn.Module]) -> None:
+    """Let every backward pass of Transformer Engine's linear layers add to the weights' gradients.
+
+    With `gradient_accumulation_fusion` they overwrite the gradient in the backward pass of the forward that ran first,
+    which Megatron's layers mark. In Megatron's schedules that backward is the first one, too; in a plan any may be.
+    """
+    for module in (module for model in models for module in model.modules()):
+        if hasattr(module, "is_first_microbatch"):
+            vars(module)["is_first_microbatch"] = False

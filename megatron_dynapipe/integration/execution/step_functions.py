@@ -20,6 +20,7 @@ from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch
 from megatron_dynapipe.integration.execution.task_losses import BY_TASK, sums_by_task
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, attention_row, self_row
+from megatron_dynapipe.integration.models.padded_rows import PaddedRows, decoder_rows, encoder_rows
 from megatron_dynapipe.integration.models.t5_stage import T5StageInputs
 from megatron_dynapipe.units import Shape
 
@@ -107,12 +108,12 @@ def gpt_step(batches: Iterator[DeviceBatch], model: torch.nn.Module) -> tuple[to
 
 
 def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowFormat = RowFormat.LOCAL) -> DeviceBatch:
-    """What `t5_step` takes: the tokens and labels that the stage has, and every mask or packed row, from lengths alone.
+    """What `t5_step` takes: the tokens and labels that the stage has, and every mask or row, from lengths alone.
 
     Args:
         host: the collated micro-batch.
         device: where the tensors go.
-        row_format: of packed rows.
+        row_format: of packed rows; Transformer Engine's layers take padded ones without masks too.
     """
     texts = (host.tokens, host.decoder_tokens, host.labels, host.loss_mask, host.tasks)
     if host.input_segments is not None and host.decoder_segments is not None:
@@ -128,7 +129,8 @@ def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowForma
     else:
         lengths = host.input_lengths, host.decoder_lengths
         tokens, decoder_tokens, labels, loss_mask, tasks, *moved = copy_to(device, (*texts, *lengths))
-        attention = _masks(host.shape, *moved)
+        make = _masks if row_format is RowFormat.LOCAL else _rows
+        attention = make(host.shape, *moved)
     inputs = T5StageInputs(tokens=tokens, decoder_tokens=decoder_tokens, labels=labels, **attention)
     return {"inputs": inputs, "loss_mask": loss_mask, "tasks": tasks}
 
@@ -148,6 +150,17 @@ def _masks(
         "encoder_mask": encoder_mask(input_lengths, shape.input_length),
         "decoder_mask": decoder_mask(decoder_lengths, shape.target_length),
         "cross_mask": cross_mask(input_lengths, shape.target_length, shape.input_length),
+    }
+
+
+def _rows(
+    shape: Shape, input_lengths: torch.Tensor | None, decoder_lengths: torch.Tensor | None
+) -> dict[str, PaddedRows]:
+    """Rows of a padded T5 micro-batch, by their names in `T5StageInputs`."""
+    assert input_lengths is not None and decoder_lengths is not None, "an encoder–decoder batch"
+    return {
+        "encoder_row": encoder_rows(input_lengths, shape.input_length),
+        "decoder_row": decoder_rows(decoder_lengths, shape.target_length, input_lengths, shape.input_length),
     }
 
 

@@ -111,7 +111,9 @@ def _packs_slowly(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool
     engine = args.transformer_impl != "local"
     head = args.kv_channels or args.hidden_size // args.num_attention_heads
     kernel = not on_cpu and not engine
+    unfused = engine and args.position_embedding_type == "rope" and not getattr(args, "apply_rope_fusion", True)
     return (
+        (unfused, "unfused rotary positions of Transformer Engine read offsets on the host in every layer"),
         (engine, f"attention of Transformer Engine over packed rows has not been run yet; {FLAG} packed takes it"),
         (kernel and not _is_half(args), "PyTorch's attention over packed rows is for fp16 and bf16"),
         (

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_dynapipe.errors import ConfigError
+
 
 class Masks(Protocol):
     """One form of masks."""
@@ -68,21 +70,23 @@ def added(forbidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(forbidden.shape, dtype=dtype, device=forbidden.device).masked_fill_(forbidden, -math.inf)
 
 
-class TransformerEngineMasks(Masks):
-    """Padding alone, [b, 1, 1, length], a pair of them for attention to another sequence; causality is built in.
-
-    Source: Transformer Engine's `DotProductAttention` ("attention_mask"; mask types "padding" and "causal"), and what
-    Megatron's T5 data set makes for it. Not yet run: Transformer Engine could not be installed where this was written.
-    """
+class NoMasks(Masks):
+    """None: the layers of Transformer Engine are given rows (`padded_rows`, `packed_rows`), and masks are refused."""
 
     def encoder(self, mask: Tensor) -> Any:
-        """Self-attention of the encoder: which keys are padding."""
-        return mask[:, :, :1]
+        """Raises ConfigError."""
+        raise _expected_rows("encoder_row")
 
     def decoder(self, mask: Tensor) -> Any:
-        """Self-attention of the decoder: padding stands at the end, where causality hides it."""
-        return None
+        """Raises ConfigError."""
+        raise _expected_rows("decoder_row")
 
     def cross(self, decoder: Tensor, cross: Tensor) -> Any:
-        """Attention of the decoder to the encoder's output: padding of queries, padding of keys."""
-        return decoder[:, :, -1:], cross[:, :, :1]
+        """Raises ConfigError."""
+        raise _expected_rows("decoder_row")
+
+
+def _expected_rows(name: str) -> ConfigError:
+    return ConfigError(
+        "expected rows for the layers of Transformer Engine, got masks", hint=f"give T5StageInputs its {name}"
+    )

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from megatron_dynapipe.data.segments import RowSegments
+from megatron_dynapipe.integration.models.padded_rows import AttentionRows
 from megatron_dynapipe.integration.models.segment_groups import SegmentGroups, group_segments
 
 
@@ -33,19 +33,15 @@ class RowFormat(enum.StrEnum):
 
 
 @dataclass(eq=False)
-class PackedRow(PackedSeqParams):
-    """One packed row on the device: Megatron's parameters, and what is known of them on the host.
+class PackedRow(AttentionRows):
+    """One packed row on the device: what attention takes, and what is known of it on the host.
 
     Attributes:
         lengths_q, lengths_kv: positions of every segment of queries and of keys; some may be 0.
-        positions: int64[1, t], each query's place in its segment.
-        cross: in a decoder, the row that its cross-attention takes: the decoder's queries, the encoder's keys.
     """
 
     lengths_q: tuple[int, ...] = ()
     lengths_kv: tuple[int, ...] = ()
-    positions: Tensor | None = None
-    cross: "PackedRow | None" = None
     _groups: SegmentGroups | None = None
 
     def segment_groups(self, device: torch.device) -> SegmentGroups:
@@ -116,7 +112,7 @@ def _pick_rotations(_block: nn.Module, arguments: Any, keywords: Mapping[str, An
 
 
 class CrossRows:
-    """Hands a decoder layer's row on to its cross-attention: Megatron's layer gives it to self-attention alone.
+    """Hands a decoder layer's rows on to its cross-attention: Megatron's layer gives it to self-attention alone.
 
     In a recomputation the layer is called with its row again, so that nothing is kept between passes.
 
@@ -125,14 +121,14 @@ class CrossRows:
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self._row: PackedRow | None = None
+        self._row: AttentionRows | None = None
         layer.register_forward_pre_hook(self._take, with_kwargs=True)
         attention: Any = layer.cross_attention
         attention.register_forward_pre_hook(self._give, with_kwargs=True)
 
     def _take(self, _layer: nn.Module, _arguments: Any, keywords: Mapping[str, Any]) -> None:
         row = keywords.get("packed_seq_params")
-        self._row = row.cross if isinstance(row, PackedRow) else None
+        self._row = row.cross if isinstance(row, AttentionRows) else None
 
     def _give(self, _attention: nn.Module, arguments: Any, keywords: Mapping[str, Any]) -> Any:
         row, self._row = self._row, None

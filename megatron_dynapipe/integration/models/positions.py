@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_paral
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_dynapipe.integration.models.packed_rows import PackedRow
+from megatron_dynapipe.integration.models.padded_rows import AttentionRows
 
 LEARNED, ROTARY, RELATIVE = "learned_absolute", "rope", "relative"
 T5_POSITIONS = (LEARNED, ROTARY, RELATIVE, "none")
@@ -87,14 +87,14 @@ class StackPositions:
         self._rotary, self._table, self._tp_group = rotary, table, tp_group
         self._causal, self._biases_hide = causal, biases_hide
 
-    def of(self, state: Tensor, mask: Any, length: int, row: PackedRow | None = None) -> StackInputs:
+    def of(self, state: Tensor, mask: Any, length: int, row: AttentionRows | None = None) -> StackInputs:
         """The stack's input and what its layers take with it.
 
         Args:
             state: the stack's input, as of `StackInputs`.
             mask: of its self-attention, in the layers' form.
             length: positions of the whole sequence; of a packed row's longest segment.
-            row: where the samples of a packed row lie.
+            row: where samples lie, for layers without masks.
         """
         arguments: dict[str, Any] = {} if row is None else {"packed_seq_params": row}
         if self._rotary is not None:
@@ -103,6 +103,7 @@ class StackPositions:
         if self._table is not None:
             biases = self._table(length, length).permute(0, 2, 3, 1)
             biases = scatter_to_tensor_model_parallel_region(biases, self._tp_group).permute(0, 3, 1, 2)
+            biases = biases.contiguous()  # Transformer Engine's fused attention reads it by its address and shape
             if self._biases_hide:
                 biases, mask = self._with_mask(biases.to(state.dtype), mask), None
             state, arguments["attention_bias"] = shared_over_layers(state, biases)

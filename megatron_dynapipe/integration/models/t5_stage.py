@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.layers import T5Split
-from megatron_dynapipe.integration.models.masks import Masks, MegatronMasks, SdpaMasks, TransformerEngineMasks
-from megatron_dynapipe.integration.models.packed_rows import PackedRow
+from megatron_dynapipe.integration.models.masks import Masks, MegatronMasks, NoMasks, SdpaMasks
+from megatron_dynapipe.integration.models.padded_rows import AttentionRows
 from megatron_dynapipe.integration.models.positions import (
     LEARNED,
     RELATIVE,
@@ -42,8 +42,8 @@ from megatron_dynapipe.integration.models.t5_stack import T5Stack
 class T5StageInputs:
     """What a stage needs of one micro-batch besides the boundary tensors: b rows, s input and t target positions.
 
-    Masks are True where attention is forbidden. What a stage has no use for may be None; a packed row (b is 1) has no
-    masks.
+    Masks are True where attention is forbidden. What a stage has no use for may be None; a packed row (b is 1) and the
+    layers of Transformer Engine have no masks.
 
     Attributes:
         tokens: int64[b, s], where the encoder starts.
@@ -51,7 +51,8 @@ class T5StageInputs:
         encoder_mask: bool[b, 1, s, s], with encoder layers.
         decoder_mask: bool[b, 1, t, t], causal and padding, with decoder layers.
         cross_mask: bool[b, 1, t, s], with decoder layers.
-        encoder_row, decoder_row: where the samples of a packed row lie; the decoder's has that of cross-attention.
+        encoder_row, decoder_row: where samples lie, of a packed row, and of all rows for the layers of Transformer
+            Engine; the decoder's has that of cross-attention.
         labels: int64[b, t], on the last stage; without them it returns logits.
     """
 
@@ -60,8 +61,8 @@ class T5StageInputs:
     encoder_mask: Tensor | None = None
     decoder_mask: Tensor | None = None
     cross_mask: Tensor | None = None
-    encoder_row: PackedRow | None = None
-    decoder_row: PackedRow | None = None
+    encoder_row: AttentionRows | None = None
+    decoder_row: AttentionRows | None = None
     labels: Tensor | None = None
 
 
@@ -89,7 +90,7 @@ class T5Options:
     def masks(self, dtype: torch.dtype) -> Masks:
         """The form of the layers' masks; `dtype` is that of attention scores."""
         if self.transformer_engine:
-            return TransformerEngineMasks()
+            return NoMasks()
         return SdpaMasks(dtype) if self.attention is CoreAttention.SDPA else MegatronMasks()
 
 
@@ -286,10 +287,12 @@ class T5Stage(LanguageModule):
             self.config, layer=layer, layer_norm=norm, layers=layers, depth=depth, pg_collection=self.pg_collection
         )
 
-    def _embed(self, tokens: Tensor | None, row: PackedRow | None) -> Tensor:
+    def _embed(self, tokens: Tensor | None, row: AttentionRows | None) -> Tensor:
         """Word and position embeddings [length, b, h] of tokens [b, length]."""
         tokens = _given(tokens)
-        positions = row.positions if row else torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+        positions = None if row is None else row.positions
+        if positions is None:
+            positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
         embedded: Tensor = self.embedding(input_ids=tokens, position_ids=positions)
         return embedded
 

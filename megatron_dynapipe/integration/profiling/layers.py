@@ -31,6 +31,7 @@ from megatron_dynapipe.integration.models.packed_rows import (
     rotate_by_sample,
     self_row,
 )
+from megatron_dynapipe.integration.models.padded_rows import decoder_rows, encoder_rows
 from megatron_dynapipe.integration.models.providers import gpt_provider, gpt_takes_mask, t5_options
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, T5StageInputs
 from megatron_dynapipe.units import ModelFamily, Recompute, round_up
@@ -149,7 +150,7 @@ def _t5_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCo
     def run_encoder(point: Point) -> Forward:
         b, s = point
         state = make.state(s, b)
-        batch = T5StageInputs(encoder_mask=encoder_mask(make.lengths(b, s), s))
+        batch = make.encoder_batch(b, s)
 
         def forward() -> Tensor:
             encoder.set_input_tensor([state])
@@ -160,9 +161,7 @@ def _t5_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCo
     def run_decoder(point: Point) -> Forward:
         b, s, t = point
         state, encoded = make.state(t, b), make.state(s, b)
-        batch = T5StageInputs(
-            decoder_mask=decoder_mask(make.lengths(b, t), t), cross_mask=cross_mask(make.lengths(b, s), t, s)
-        )
+        batch = make.decoder_batch(b, s, t)
 
         def forward() -> Tensor:
             decoder.set_input_tensor([encoded, state])
@@ -327,6 +326,20 @@ class _Inputs:
         device = self._beside.device
         return DeviceSegments(host=host, offsets=host.offsets.to(device), positions=host.positions.to(device))
 
-    def lengths(self, size: int, length: int) -> Tensor:
+    def encoder_batch(self, b: int, s: int) -> T5StageInputs:
+        """What a stage of encoder layers takes, in the form of training."""
+        lengths = self._lengths(b, s)
+        if self.row_format is RowFormat.TRANSFORMER_ENGINE:
+            return T5StageInputs(encoder_row=encoder_rows(lengths, s))
+        return T5StageInputs(encoder_mask=encoder_mask(lengths, s))
+
+    def decoder_batch(self, b: int, s: int, t: int) -> T5StageInputs:
+        """What a stage of decoder layers takes, in the form of training."""
+        inputs, targets = self._lengths(b, s), self._lengths(b, t)
+        if self.row_format is RowFormat.TRANSFORMER_ENGINE:
+            return T5StageInputs(decoder_row=decoder_rows(targets, t, inputs, s))
+        return T5StageInputs(decoder_mask=decoder_mask(targets, t), cross_mask=cross_mask(inputs, t, s))
+
+    def _lengths(self, size: int, length: int) -> Tensor:
         """[size]: no padding, which costs the same."""
         return torch.full((size,), length, device=self._beside.device)

@@ -124,6 +124,8 @@ def refused(layout: Layout, *, wanted: str) -> str:
         plans.settings = msgspec.structs.replace(plans.settings, micro_batch_layouts=tuple(BatchLayout))
     if wanted == "loss":
         models[0].config.calculate_per_token_loss = False
+    if wanted == "fp8":
+        models[0].config.fp8 = "hybrid"
     if wanted == "modules":
         models[0].config.recompute_modules = ["core_attn", "layernorm"]
     try:

@@ -40,6 +40,7 @@ def test_a_batch_can_be_planned_before_it_is_run():
     [
         ("layout", "layout of data × tensor × pipeline parallel ranks × chunks 1 × 1 × 2 × 1, got 1 × 1 × 1 × 1"),
         ("loss", "calculate_per_token_loss"),
+        ("fp8", "expected a model configuration without fp8 and fp4"),
         ("optimizer", "expected an optimizer to step with, got none"),
         ("batch", "expected a batch of at least one sample, got none"),
         ("modules", "expected --recompute-modules among core_attn, mlp, got layernorm"),

@@ -57,6 +57,10 @@ IMPOSSIBLE = {
     "a partition that pads": ({"dynapipe_partition_algo": "uniform"}, "--dynapipe-partition-algo uniform pads"),
 }
 SLOW = {
+    "unfused rotary positions": (
+        ENGINE | {"position_embedding_type": "rope", "apply_rope_fusion": False},
+        "read offsets on the host in every layer",
+    ),
     "Transformer Engine": (ENGINE, "has not been run yet; --dynapipe-layout packed takes it"),
     "fp32": ({"bf16": False}, "is for fp16 and bf16"),
     "wide heads": ({"kv_channels": 288}, "has no heads of 288 channels"),

@@ -1,0 +1,32 @@
+"""Transformer Engine's layers, which are not installed here, by what its source says that they take."""
+
+from tests.helpers.processes import run_ranks
+
+
+def call(rank: int, world_size: int, function: str, **arguments: object) -> object:
+    """Run a function of `engine_ranks`, whose import of Megatron only the ranks should see."""
+    from tests.integration.models import engine_ranks
+
+    return getattr(engine_ranks, function)(rank, world_size, **arguments)
+
+
+RECOMPUTED = (
+    {},
+    {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+)
+
+
+def test_padded_rows_without_masks_train_as_masks_do():
+    cases = [(positions, changes) for positions in ("rope", "relative") for changes in RECOMPUTED]
+    for seen in run_ranks(call, 1, {"function": "compare_all", "cases": cases})[0]:
+        assert seen == [("cross", "padding"), ("self", "causal"), ("self", "padding")]
+
+
+def test_offsets_are_cumulative_lengths():
+    found = run_ranks(call, 1, {"function": "offsets"})[0]
+    assert found == [[0, 16, 31, 45], [0, 8, 14, 18], [0, 16, 31, 45]]
+
+
+def test_the_first_backward_adds_to_gradients_too():
+    assert run_ranks(call, 1, {"function": "first_backward_adds"})[0] == [True, False, False]
