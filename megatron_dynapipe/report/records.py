@@ -94,7 +94,26 @@ class TimelineRecord(
     measured: tuple[Event, ...]
 
 
-Record = RunRecord | IterationRecord | StageRecord | TimelineRecord
+class MemoryRecord(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="memory"
+):
+    """What one rank's allocator held of its GPU at most, over a whole run that reserved nothing ahead."""
+
+    rank: int
+    allocated_bytes: int
+    """Of tensors, at their peak."""
+    reserved_bytes: int
+    """Held of the device, at its peak: the allocator keeps what it once took."""
+    retries: int
+    """Times that it had to give its cache back to find room."""
+
+    @property
+    def fragment_bytes(self) -> int:
+        """What it took beyond its tensors' peak, since free pieces did not fit new tensors."""
+        return max(self.reserved_bytes - self.allocated_bytes, 0)
+
+
+Record = RunRecord | IterationRecord | StageRecord | TimelineRecord | MemoryRecord
 
 MOST_BYTES = 16_000_000
 """Of a rank's iterations: some ten thousand in full."""
@@ -146,6 +165,10 @@ class RecordFile:
         """Whether this iteration is one of those whose timelines are kept."""
         return self._is_kept(iteration, self._timeline_stride)
 
+    def add_last(self, record: MemoryRecord) -> None:
+        """Add what a run ends with; raises OSError."""
+        self._write(_encoder.encode_lines([record]))
+
     def add_timeline(self, record: TimelineRecord) -> None:
         """Add a timeline; where there are too many, every second one goes. Raises OSError."""
         if len(self._timelines) >= MOST_TIMELINES:
@@ -173,7 +196,7 @@ class RecordFile:
             record = _decoder.decode(line)
             sized = isinstance(record, IterationRecord | StageRecord)
             stride = self._stride if sized else self._timeline_stride
-            if isinstance(record, RunRecord) or self._is_kept(record.iteration, stride):
+            if isinstance(record, RunRecord | MemoryRecord) or self._is_kept(record.iteration, stride):
                 kept[sized].append(line)
         fresh = self.path.with_name(f".{self.path.name}.unfinished")
         fresh.write_bytes(b"".join(kept[False] + kept[True]))

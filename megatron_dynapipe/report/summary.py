@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median
 
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.report.records import IterationRecord
-from megatron_dynapipe.units import NS_PER_MS, Shape
+from megatron_dynapipe.report.records import IterationRecord, MemoryRecord
+from megatron_dynapipe.units import NS_PER_MS, Shape, in_mb
 
 WARM_UP_ITERATIONS = 1
 """The first iteration pays for starting up: it scales no prediction and counts in no error."""
@@ -65,15 +65,24 @@ class Summary:
     plan_wait_share: float
     """Time waited for plans, of all time, from the iteration `PREFETCHED_ITERATION` on."""
     pictures: tuple[Path, ...]
+    memory: MemoryRecord | None = None
+    """Of the rank with the most fragments; None without GPUs."""
 
 
-def summarise(records: Sequence[IterationRecord], *, maximum: Shape, pictures: Sequence[Path] = ()) -> Summary:
+def summarise(
+    records: Sequence[IterationRecord],
+    *,
+    maximum: Shape,
+    pictures: Sequence[Path] = (),
+    memory: Sequence[MemoryRecord] = (),
+) -> Summary:
     """Sum up a run.
 
     Args:
         records: of all iterations; where several replicas recorded one, its slowest counts and shapes are joined.
         maximum: lengths that a run without planning would pad every sample to; its size is not looked at.
         pictures: files to name.
+        memory: of all ranks.
 
     Raises:
         DataError: there are no records.
@@ -105,6 +114,7 @@ def summarise(records: Sequence[IterationRecord], *, maximum: Shape, pictures: S
         prediction_error=error,
         plan_wait_share=waited / (waited + worked),
         pictures=tuple(pictures),
+        memory=max(memory, key=lambda each: each.fragment_bytes, default=None),
     )
 
 
@@ -123,8 +133,19 @@ def format_summary(summary: Summary) -> str:
         f"(scaled by {summary.prediction_scale:.3g} from the first iterations{error})",
         f"waiting for plans {summary.plan_wait_share:.2%} of the time after iteration {PREFETCHED_ITERATION}",
     ]
+    if summary.memory is not None:
+        lines.append(_memory_line(summary.memory))
     lines += [f"picture: {path}" for path in summary.pictures]
     return "\n".join(lines)
+
+
+def _memory_line(memory: MemoryRecord) -> str:
+    held, tensors, fragments = in_mb(memory.reserved_bytes, memory.allocated_bytes, memory.fragment_bytes)
+    retries = f", having given its cache back {memory.retries} times" if memory.retries else ""
+    return (
+        f"memory: rank {memory.rank}'s allocator held up to {held} for tensors of up to {tensors}{retries}: "
+        f"a --dynapipe-device-memory-limit {fragments} below the device's memory has room for its fragments"
+    )
 
 
 def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:

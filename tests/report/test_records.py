@@ -22,7 +22,7 @@ def test_records_are_appended_and_read_back(tmp_path):
     )
     file = RecordFile(path)
     file.add_iteration(iteration)
-    file.add_timeline(timeline)
+    file.add_last(timeline)
     assert file.read() == path.read_bytes()
     assert read_records(path) == [iteration, timeline]
     assert path.read_text().splitlines()[0].startswith('{"type":"iteration","iteration":3,')

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.plan.iteration import Totals
-from megatron_dynapipe.report.records import IterationRecord
+from megatron_dynapipe.report.records import IterationRecord, MemoryRecord
 from megatron_dynapipe.report.summary import format_summary, summarise
 from megatron_dynapipe.units import NS_PER_MS, Shape
 
@@ -102,3 +102,16 @@ def test_text():
         "waiting for plans 0.00% of the time after iteration 2\n"
         "picture: out/timeline.png"
     )
+
+
+def test_the_rank_with_the_most_fragments_says_what_to_leave_free():
+    megabyte = 10**6
+    memory = [
+        MemoryRecord(rank=0, allocated_bytes=900 * megabyte, reserved_bytes=1000 * megabyte, retries=0),
+        MemoryRecord(rank=1, allocated_bytes=500 * megabyte, reserved_bytes=800 * megabyte, retries=2),
+    ]
+    text = format_summary(summarise([record(0)], maximum=MAXIMUM, memory=memory))
+    said = next(line for line in text.splitlines() if line.startswith("memory: "))
+    assert said.startswith("memory: rank 1's allocator held up to 800 MB for tensors of up to 500 MB, having given")
+    assert "cache back 2 times: a --dynapipe-device-memory-limit 300 MB below the device's memory" in said
+    assert "memory: " not in format_summary(summarise([record(0)], maximum=MAXIMUM))

@@ -299,6 +299,7 @@ class Session:
                 maximum=self._longest,
             ),
             page_every=self._settings.report_every,
+            reserves_all=self._settings.reserve_all_memory,
         )
 
     def counting(self, provider: Callable[..., Any]) -> Callable[..., Any]:

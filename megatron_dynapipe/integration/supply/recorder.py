@@ -15,6 +15,7 @@ from megatron_dynapipe.integration.supply.stage_record import stage_record
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import (
     IterationRecord,
+    MemoryRecord,
     Record,
     RecordFile,
     RunRecord,
@@ -56,6 +57,7 @@ class Recorder:
         memory: what the device's allocator has counted; None where none counts.
         run: what all iterations have in common; rank 0 records it.
         page_every: iterations between two pages of the run; 0 writes none.
+        reserves_all: the allocator was given the plan's limit ahead of tensors, so that fragments cannot be told.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Recorder:
         memory: Callable[[], MemoryCounts | None] = lambda: None,
         run: RunRecord | None = None,
         page_every: int = 0,
+        reserves_all: bool = False,
     ) -> None:
         self._folder = folder
         self._store = store
@@ -90,6 +93,8 @@ class Recorder:
         self._timeout_s = timeout_s
         self._publisher = publisher
         self._memory = memory
+        self._reserves_all = reserves_all
+        self._peaks = 0, 0
         self._retries = 0
         self._run = run
         self._latest: tuple[PlannedIteration, Trace, Sequence[Mapping[str, torch.Tensor]]] | None = None
@@ -187,7 +192,20 @@ class Recorder:
                 measured=tuple(events),
             )
             self._file.add_timeline(timeline)
+        if memory is not None:
+            self._count_memory(memory, last=last)
         self._page.after(item.entry.iteration)
+
+    def _count_memory(self, memory: MemoryCounts, *, last: bool) -> None:
+        """Keep the run's peaks, and hand them in at its end; nothing where memory was reserved ahead."""
+        if self._reserves_all:
+            return
+        tensors, held = self._peaks
+        self._peaks = max(tensors, memory.allocated_bytes), max(held, memory.reserved_bytes)
+        if last:
+            tensors, held = self._peaks
+            record = MemoryRecord(rank=self._rank, allocated_bytes=tensors, reserved_bytes=held, retries=memory.retries)
+            self._file.add_last(record)
 
     def _say_retries(self, memory: MemoryCounts | None) -> None:
         """Warn where the allocator has been out of memory since the last iteration and found some after all."""
@@ -220,7 +238,8 @@ class Recorder:
             timelines = [r for r in records if isinstance(r, TimelineRecord) and r.replica == 0]
             last = max((r.iteration for r in timelines), default=0)
             pictures = self._draw([r for r in timelines if r.iteration == last])
-        return format_summary(summarise(iterations, maximum=self._maximum, pictures=pictures))
+        memory = [record for record in records if isinstance(record, MemoryRecord)]
+        return format_summary(summarise(iterations, maximum=self._maximum, pictures=pictures, memory=memory))
 
     def _draw(self, records: Sequence[TimelineRecord]) -> list[Path]:
         """The last iteration of replica 0: planned above measured, as a picture and as a trace."""

@@ -117,3 +117,21 @@ def test_every_stage_records_its_times_and_some_timelines(store, tmp_path) -> No
         assert [each for each in records if isinstance(each, RunRecord)] == ([common] if rank == 0 else [])
         assert [each.stage for each in records if isinstance(each, StageRecord)] == [rank] * 4
         assert {each.stage for each in records if isinstance(each, TimelineRecord)} == {rank}
+
+
+@pytest.mark.parametrize("reserves_all", [False, True])
+def test_a_run_ends_with_every_ranks_peaks_unless_memory_was_reserved(store, tmp_path, reserves_all) -> None:
+    counts = [(10, 30), (20, 40), (5, 40), (8, 35)]  # tensors, held: peaks of different iterations
+    recorders = []
+    for rank in range(2):
+        each = iter(counts if rank else [(100, 101)] * 4)
+
+        def memory(each=each) -> MemoryCounts:
+            allocated, reserved = next(each)
+            return MemoryCounts(allocated_bytes=allocated * 10**6, reserved_bytes=reserved * 10**6, retries=1)
+
+        more = {"memory": memory, "reserves_all": reserves_all}
+        recorders.append(recorder(tmp_path, store, rank=rank, world_size=2, **more))
+    summary = run(*recorders)
+    held = "memory: rank 1's allocator held up to 40 MB for tensors of up to 20 MB"
+    assert (held in summary) is not reserves_all and ("memory: " in summary) is not reserves_all
