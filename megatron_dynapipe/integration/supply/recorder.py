@@ -11,7 +11,7 @@ from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter
 from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.live_page import LivePage
-from megatron_dynapipe.integration.supply.stage_record import stage_record
+from megatron_dynapipe.integration.supply.stage_record import HostLosses, stage_record
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import (
     IterationRecord,
@@ -97,7 +97,7 @@ class Recorder:
         self._peaks = 0, 0
         self._retries = 0
         self._run = run
-        self._latest: tuple[PlannedIteration, Trace, Sequence[Mapping[str, torch.Tensor]]] | None = None
+        self._latest: tuple[PlannedIteration, Trace, HostLosses] | None = None
         self._end_ns: int | None = None
         self._last_iteration: int | None = None
         self._file = RecordFile(folder / f"rank-{rank}.jsonl")
@@ -107,7 +107,7 @@ class Recorder:
     def add(self, item: PlannedIteration, trace: Trace, losses: Sequence[Mapping[str, torch.Tensor]] = ()) -> None:
         """Keep an iteration that has been issued to the device, and the last stage's loss reports of it."""
         self._flush()
-        self._latest = item, trace, losses
+        self._latest = item, trace, HostLosses(losses)
         self._last_iteration = item.entry.iteration
 
     def report(self) -> str | None:
@@ -164,7 +164,7 @@ class Recorder:
         self,
         item: PlannedIteration,
         events: Sequence[Event],
-        losses: Sequence[Mapping[str, torch.Tensor]],
+        losses: HostLosses,
         version: int,
         *,
         last: bool,
@@ -180,7 +180,7 @@ class Recorder:
         if self._run is not None and self._rank == 0:
             self._file.add_run(self._run)
             self._run = None
-        records.append(stage_record(item, events, losses, memory, previous_end_ns=self._end_ns))
+        records.append(stage_record(item, events, losses.read(), memory, previous_end_ns=self._end_ns))
         self._end_ns = events[-1].end_ns if events else None
         self._file.add_iteration(*records)
         if last or self._file.wants_timeline(item.entry.iteration):

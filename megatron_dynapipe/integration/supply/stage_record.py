@@ -15,7 +15,7 @@ from megatron_dynapipe.runtime.device_memory import MemoryCounts
 def stage_record(
     item: PlannedIteration,
     events: Sequence[Event],
-    losses: Sequence[Mapping[str, torch.Tensor]],
+    losses: dict[str, tuple[float, float]],
     memory: MemoryCounts | None,
     *,
     previous_end_ns: int | None,
@@ -25,7 +25,7 @@ def stage_record(
     Args:
         item: the iteration, as it was run.
         events: when its instructions ran.
-        losses: the last stage's reports, each (sum over tokens, tokens) by name; none on other stages.
+        losses: on the last stage, (sum over tokens, tokens) by name; none on other stages.
         memory: what the device's allocator has counted.
         previous_end_ns: when the previous iteration's list ended; None before the first.
     """
@@ -44,16 +44,33 @@ def stage_record(
         planned_activation_bytes=activation_peak_bytes(item.entry),
         allocated_bytes=0 if memory is None else memory.allocated_bytes,
         reserved_bytes=0 if memory is None else memory.reserved_bytes,
-        losses=_summed(losses),
+        losses=losses,
     )
 
 
-def _summed(losses: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, tuple[float, float]]:
-    """Sums over micro-batches; reports that are not (sum, tokens) are left out."""
-    found: dict[str, tuple[float, float]] = {}
-    for name in {name: None for report in losses for name in report}:
-        reports = [report[name] for report in losses if name in report]
-        if all(each.numel() == 2 for each in reports):
-            total, tokens = torch.stack([each.detach().double().flatten() for each in reports]).sum(0).tolist()
-            found[name] = total, tokens
-    return found
+class HostLosses:
+    """An iteration's losses on their way to the host: reading them later does not wait for what is issued meanwhile.
+
+    Args:
+        losses: the last stage's reports of its micro-batches, each (sum over tokens, tokens) by name; reports of
+            another form are left out.
+    """
+
+    def __init__(self, losses: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
+        for name in {name: None for report in losses for name in report}:
+            reports = [report[name] for report in losses if name in report]
+            if all(isinstance(each, torch.Tensor) and each.numel() == 2 for each in reports):
+                total = torch.stack([each.detach().double().flatten() for each in reports]).sum(0)
+                self._sums[name] = total.to("cpu", non_blocking=True)  # pinned where it comes from a GPU
+                if total.is_cuda:
+                    self._copied = torch.cuda.Event()
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> dict[str, tuple[float, float]]:
+        """(sum over tokens, tokens) of all micro-batches, by name."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return {name: (float(total[0]), float(total[1])) for name, total in self._sums.items()}
