@@ -62,6 +62,10 @@ class StoreError(DynaPipeError):
     """The plan store cannot be reached, or refused a request."""
 
 
+class StoreFullError(StoreError):
+    """The plan store's server is at its memory limit and refuses what is published."""
+
+
 class StoreTimeoutError(StoreError):
     """Something awaited from the plan store did not come within its deadline."""
 

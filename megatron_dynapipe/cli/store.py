@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -46,6 +47,11 @@ def add_parser(subparsers: "SubParsers") -> None:
     _add_url(inspect)
     inspect.add_argument("--json", action="store_true", help="print it for a machine to read")
 
+    status = actions.add_parser("status", help="what jobs' planners are doing: throughput, window, leases")
+    _add_url(status)
+    status.add_argument("--every", type=float, metavar="SECONDS", help="again and again, until Ctrl-C")
+    status.add_argument("--openmetrics", action="store_true", help="OpenMetrics text, as Prometheus reads it")
+
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -59,7 +65,7 @@ def _add_url(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do what was asked; the exit code."""
-    return {"start": _start, "stop": _stop, "inspect": _inspect}[args.action](args)
+    return {"start": _start, "stop": _stop, "inspect": _inspect, "status": _status}[args.action](args)
 
 
 def _start(args: argparse.Namespace) -> int:
@@ -137,6 +143,32 @@ def _inspect(args: argparse.Namespace) -> int:
     else:
         print(f"{address}: {_as_text(report)}")
     return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    if args.every is not None and not 0.1 <= args.every <= 86_400:
+        raise ConfigError(f"expected --every from 0.1 to 86400 seconds, got {args.every:g}")
+    address = _address(args)
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            print(_planners(address, as_metrics=args.openmetrics), end="", flush=True)
+            if args.every is None:
+                break
+            time.sleep(args.every)
+    return 0
+
+
+def _planners(address: "StoreAddress", *, as_metrics: bool) -> str:
+    from megatron_dynapipe.service.figures import decode_figures, open_metrics
+    from megatron_dynapipe.store.admin import inspect_server, read_figures
+
+    reports = [(job, decode_figures(data)) for job, data in read_figures(address)]
+    found = [(job, figures) for job, figures in reports if figures is not None]
+    if as_metrics:
+        return open_metrics(found)
+    lines = [f"{address}: {_as_text(inspect_server(address))}"]
+    lines += [f"  job {job}, planner {figures.planner}: {figures.as_line()}" for job, figures in found]
+    return "\n".join(lines) + "\n"
 
 
 def _as_text(report: "ServerReport") -> str:

@@ -21,9 +21,13 @@ from megatron_dynapipe.service.settings import ServiceSettings, decode_settings
 from megatron_dynapipe.service.source import PlannedSplits
 from megatron_dynapipe.store import PlanStore
 
+_NICE = 10
+"""Below the threads of training: a plan is needed in some iterations, theirs are needed now."""
+
 
 def main() -> int:
     """Read settings, plan until done; the exit status."""
+    os.nice(_NICE)
     logging.basicConfig(level=logging.INFO, format="planner: %(message)s")
     try:
         settings = decode_settings(sys.stdin.buffer.readline())

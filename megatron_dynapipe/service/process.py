@@ -20,23 +20,29 @@ from megatron_dynapipe.store.child_log import ChildLog
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
+RESTARTS = 3
+"""A planner that was killed starts again so often: what kills it every time is told."""
 _COMMAND = (sys.executable, "-P", "-m", "megatron_dynapipe.service")
 
 
 class PlannerProcess:
     """Context manager: `python -m megatron_dynapipe.service` for as long as the block lasts.
 
-    The process ends when its stdin does, so it never outlives this one, however this one ends. If it dies by itself, a
-    thread here publishes how, so that every rank that waits for a plan learns it at once.
+    The process ends when its stdin does, so it never outlives this one, however this one ends. If a signal kills it, a
+    thread here starts it again; if it dies of an error, or too often, the thread publishes how, so that every rank
+    that waits for a plan learns it at once.
     """
 
-    def __init__(self, settings: ServiceSettings, *, log_path: Path | None = None) -> None:
+    def __init__(self, settings: ServiceSettings, *, log_path: Path | None = None, restarts: int = RESTARTS) -> None:
         """Only keep the settings; entering the block starts the process.
 
         Args:
             settings: what is planned, and where plans go.
             log_path: file to which the process's output is appended; None keeps its end in memory alone.
+            restarts: how often it starts again after a signal killed it.
         """
+        self._restarts = restarts
+        self._lock = threading.Lock()
         self._settings = settings
         self._log_path = log_path
         self._failure: PlannerFailure | None = None
@@ -44,9 +50,15 @@ class PlannerProcess:
 
     def __enter__(self) -> Self:
         self._log = ChildLog(self._log_path)
+        self._process = self._start()
+        self._watcher = threading.Thread(target=self._watch, name="planner-watcher", daemon=True)
+        self._watcher.start()
+        return self
+
+    def _start(self) -> subprocess.Popen[bytes]:
         package_root = str(Path(megatron_dynapipe.__file__).parents[1])
         paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             _COMMAND,
             stdin=subprocess.PIPE,
             stdout=self._log.file,
@@ -55,13 +67,11 @@ class PlannerProcess:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # a Ctrl-C in the terminal is for training to handle
         )
-        self._watcher = threading.Thread(target=self._watch, name="planner-watcher", daemon=True)
-        self._watcher.start()
-        assert self._process.stdin is not None
+        assert process.stdin is not None
         with suppress(BrokenPipeError):  # it died while starting: the watcher tells how
-            self._process.stdin.write(encode_settings(self._settings))
-            self._process.stdin.flush()
-        return self
+            process.stdin.write(encode_settings(self._settings))
+            process.stdin.flush()
+        return process
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -73,14 +83,15 @@ class PlannerProcess:
 
     def check(self) -> None:
         """Raise `PlannerFailedError`, with the last lines it printed, if the process has died."""
-        if self._process.poll() is not None:
+        if self._process.poll() is not None and self._failure is None:
             self._watcher.join(STOP_TIMEOUT_S)
         if self._failure is not None:
             raise self._failure.to_error()
 
     def stop(self) -> None:
         """End the process within some seconds; it may have ended already."""
-        self._stopping.set()
+        with self._lock:  # none is started from now on
+            self._stopping.set()
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it died with part of its settings unread
             self._process.stdin.close()
@@ -96,6 +107,8 @@ class PlannerProcess:
     def _watch(self) -> None:
         """Wait for the process's end; publish it unless everything was planned or the end was asked for."""
         status = self._process.wait()
+        while status < 0 and self._restart(status):
+            status = self._process.wait()
         if status == 0 or self._stopping.is_set():
             return
         failure = PlannerFailure(
@@ -111,3 +124,15 @@ class PlannerProcess:
         except StoreError as error:
             logger.warning("the planner died, and its failure cannot be published: %s", error)
         self._failure = failure
+
+    def _restart(self, status: int) -> bool:
+        """Start a process that was killed again; False if that has been done too often, or the end was asked for."""
+        with self._lock:
+            if self._stopping.is_set() or not self._restarts:
+                return False
+            self._restarts -= 1
+            logger.warning(
+                "planner %d was killed (%s), and starts again", self._settings.planner, signal.Signals(-status).name
+            )
+            self._process = self._start()
+            return True

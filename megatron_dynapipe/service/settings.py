@@ -100,9 +100,14 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         planner: this process, from 0, the one that is always there; planners claim iterations one by one.
         most_planners: processes that the job may have in all.
         look_ahead: how many iterations beyond the one in training are planned.
+        look_ahead_bytes: how many bytes of plans lie beyond the iteration in training; the next iteration's always may.
+        lease_s: how long a planner may take for an iteration that it has claimed, at first; planners that take longer
+            claim for longer.
         keep_behind: iterations before the one in training whose plans stay, for ranks that lag and for replays.
         retention_s: how long a key stays that nobody renews or deletes; None keeps all, on a server of the job's own.
         reply_timeout_s: how long the store may take for a reply.
+        patience_s: how long the store may be out of reach.
+        full_timeout_s: how long the iteration that training needs next may find no room in a full store.
         idle_timeout_s: how long training may make no progress before the planner takes it for dead.
         inputs: what plans are made from.
         recalibration: when the cost model of the training split is corrected; None where it is not.
@@ -114,9 +119,13 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     planner: _AtLeastZero = 0
     most_planners: _AtLeastOne = 1
     look_ahead: _AtLeastOne = 8
-    keep_behind: _AtLeastZero = 16
+    look_ahead_bytes: _AtLeastOne = 1_000_000_000
+    lease_s: _Seconds = 15.0
+    keep_behind: _AtLeastZero = 2
     retention_s: _AtLeastOne | None = RETENTION_S
     reply_timeout_s: _Seconds = REPLY_TIMEOUT_S
+    patience_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+    full_timeout_s: _Seconds = 30.0
     idle_timeout_s: _Seconds = 6 * 3600.0
     inputs: PlanInputs
     recalibration: Recalibration | None = None
@@ -132,7 +141,12 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def open_store(self) -> RedisStore:
         """Connect to the store; raises `StoreError`."""
-        return open_store(self.store, retention_s=self.retention_s, reply_timeout_s=self.reply_timeout_s)
+        return open_store(
+            self.store,
+            retention_s=self.retention_s,
+            reply_timeout_s=self.reply_timeout_s,
+            patience_s=self.patience_s,
+        )
 
 
 def encode_settings(settings: ServiceSettings) -> bytes:

@@ -63,6 +63,15 @@ def inspect_server(address: StoreAddress) -> ServerReport:
     )
 
 
+def read_figures(address: StoreAddress) -> list[tuple[str, bytes]]:
+    """(job, what a planner of it last reported of itself); raises `StoreError` as `inspect_server` does."""
+    with _client(address, "reading planners' figures") as client:
+        keys = sorted(client.scan_iter("dynapipe:*:planner:*", count=_SCAN_COUNT, _type="string"))
+        names = [parse_key(key.decode(errors="replace")) for key in keys]
+        found = zip(names, client.mget(keys) if keys else [], strict=True)
+        return [(name.job, data) for name, data in found if name is not None and name.is_figures and data is not None]
+
+
 def stop_server(address: StoreAddress) -> None:
     """Stop the server at `address`; what it holds is lost. Raises `StoreError` as `inspect_server` does."""
     with _client(address, "stopping it") as client:

@@ -17,8 +17,14 @@ MAX_VALUE_BYTES = 256_000_000
 class PlanStore(Protocol):
     """Bytes under keys and progress under topics. Safe to use from several threads.
 
-    Every method raises `StoreError` when the store cannot be reached or refuses the request.
+    Every method raises `StoreError` when the store cannot be reached or refuses the request, `StoreFullError` when it
+    has no memory left.
+
+    Attributes:
+        interruptions: how often the store was out of reach; it may have come back empty.
     """
+
+    interruptions: int
 
     def put(self, key: str, value: bytes) -> None:
         """Publish `value` under `key`, all at once; publishing equal bytes again does nothing.
@@ -28,6 +34,21 @@ class PlanStore(Protocol):
 
     def put_first(self, key: str, value: bytes) -> bool:
         """Publish `value` unless the key is taken; whether it was published. The first writer wins."""
+
+    def put_all(self, items: Sequence[tuple[str, bytes]]) -> None:
+        """Publish several keys as `put` does, in few requests; one after another, so that the last is last."""
+
+    def put_latest(self, key: str, value: bytes) -> None:
+        """Replace what is reported under `key`; only `read_latest` reads it."""
+
+    def read_latest(self, keys: Sequence[str]) -> list[bytes | None]:
+        """What `put_latest` last wrote under each key; None where nothing is. Does not wait."""
+
+    def claim(self, key: str, owner: bytes, *, lease_s: float) -> bool:
+        """Become the owner of `key` for `lease_s` by the store's clock; False while it has another owner.
+
+        An owner that claims again before its lease ends keeps what is left of it.
+        """
 
     def wait_any(self, keys: Sequence[str], *, timeout_s: float, what: str) -> tuple[str, bytes]:
         """Block until one of `keys` exists; that key (the first in order, if several do) and its value.
@@ -40,6 +61,9 @@ class PlanStore(Protocol):
 
     def announce(self, topic: str, value: int) -> None:
         """Raise the progress of `topic` to `value` (≥ 0) and wake its waiters; a smaller value changes nothing."""
+
+    def read_progress(self, topics: Sequence[str]) -> dict[str, int]:
+        """Progress of those topics that have any, at this moment."""
 
     def wait_progress(self, goals: Mapping[str, int], *, timeout_s: float, what: str) -> dict[str, int]:
         """Block until the progress of at least one topic has reached its goal; progress of all that have."""

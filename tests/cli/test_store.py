@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_dynapipe.cli import main
+from megatron_dynapipe.service.figures import PlannerFigures
 from megatron_dynapipe.store.address import StoreAddress
 from megatron_dynapipe.store.keys import PlanKeys
 from megatron_dynapipe.store.redis_store import open_store
@@ -55,6 +57,34 @@ def test_inspect_says_what_is_held(
     assert "job job: 2 plans (train 3-4), its planner failed" in out
     assert StoreAddress(url).redacted in out
     assert url not in out
+
+
+def test_status_says_what_planners_do(
+    started: tuple[subprocess.Popen[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, url = started
+    with open_store(url) as store:
+        store.put_latest(KEYS.figures(1), msgspec.json.encode(PlannerFigures(planner=1, planned=7, taken_over=2)))
+        store.put_latest(KEYS.figures(2), b"of another version")
+        assert main.main(["store", "status", url]) == 0
+        out = capsys.readouterr().out
+        assert "  job job, planner 1: 7 iterations planned" in out and "2 taken over" in out
+        assert "planner 2" not in out and url not in out
+        assert main.main(["store", "status", url, "--openmetrics"]) == 0
+        out = capsys.readouterr().out
+        assert 'dynapipe_planner_iterations_total{job="job",planner="1"} 7\n' in out and out.endswith("# EOF\n")
+        assert main.main(["store", "status", url, "--every", "0"]) == 2
+
+
+def test_status_goes_on_until_it_is_interrupted(started: tuple[subprocess.Popen[str], str]) -> None:
+    _, url = started
+    words = [sys.executable, "-m", "megatron_dynapipe", "store", "status", url, "--every", "0.1"]
+    sigint = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=sigint) as status:
+        assert status.stdout is not None
+        assert ["jobs" in status.stdout.readline() for _ in range(3)] == [True] * 3
+        status.send_signal(signal.SIGINT)
+        assert status.wait(20) == 0
 
 
 def test_stop_ends_the_server_and_the_command_that_started_it(started: tuple[subprocess.Popen[str], str]) -> None:

@@ -8,11 +8,18 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from megatron_dynapipe.errors import InfeasibleError, PlanError, PlannerFailedError, StoreTimeoutError
+from megatron_dynapipe.errors import (
+    InfeasibleError,
+    PlanError,
+    PlannerFailedError,
+    StoreFullError,
+    StoreTimeoutError,
+)
 from megatron_dynapipe.plan.codec import encode
 from megatron_dynapipe.plan.iteration import StageEntry, StagePlan, Totals
 from megatron_dynapipe.service import PlanClient, ServiceSettings
 from megatron_dynapipe.service.failure import PlannerFailure, decode_failure
+from megatron_dynapipe.service.figures import decode_figures
 from megatron_dynapipe.service.loop import PlannerLoop, publish_failure
 from megatron_dynapipe.store import MemoryStore
 from megatron_dynapipe.units import ModelFamily
@@ -137,13 +144,126 @@ def test_planners_share_iterations_among_them(settings, store, planners: int) ->
     assert planned == list(range(9))
 
 
-def test_a_planner_that_joins_begins_after_the_iteration_in_training(settings, source, store) -> None:
+def test_a_planner_that_joins_begins_at_the_iteration_in_training(settings, source, store) -> None:
     told = only_train(settings(planner=1, most_planners=2, look_ahead=3))
     client(told, store).announce("train", 40)
     with running(told, source, store):
+        until(lambda: len(source.planned) == 4)
+        time.sleep(0.05)
+        assert source.planned == [("train", iteration) for iteration in range(40, 44)]
+
+
+def test_what_is_published_is_not_planned_again(settings, source, store) -> None:
+    told = only_train(settings(planner=1, most_planners=2, look_ahead=3))
+    store.announce(told.keys.done("train", 1), 100)  # its lease has ended
+    with running(told, source, store):
+        until(lambda: len(source.planned) == 3)
+        assert source.planned == [("train", 0), ("train", 2), ("train", 3)]
+
+
+def test_an_iteration_whose_lease_ends_is_planned_by_another(settings, source, store) -> None:
+    told = only_train(settings(planner=1, most_planners=2, look_ahead=3, lease_s=0.05))
+    assert store.claim(told.keys.claim("train", 1), b"0", lease_s=0.3)
+    with running(told, source, store):
+        until(lambda: len(source.planned) == 3)
+        assert source.planned == [("train", 0), ("train", 2), ("train", 3)]
+        store.announce(told.keys.progress("train"), 1)
+        until(lambda: ("train", 1) in source.planned)
+
+
+def test_a_window_holds_so_many_bytes(settings, source, store) -> None:
+    size = sum(len(encode(entry(0, stage))) for stage in range(2))
+    told = only_train(settings(look_ahead=8, look_ahead_bytes=3 * size))
+    with running(told, source, store):
         until(lambda: len(source.planned) == 3)
         time.sleep(0.05)
-        assert source.planned == [("train", 41), ("train", 42), ("train", 43)]
+        assert len(source.planned) == 3
+        client(told, store).announce("train", 1)
+        until(lambda: len(source.planned) == 4)
+
+
+def test_the_next_iteration_is_planned_however_large_it_is(settings, source, store) -> None:
+    told = only_train(settings(look_ahead=8, look_ahead_bytes=1))
+    with running(told, source, store):
+        until(lambda: len(source.planned) == 2)
+        for iteration in range(1, 5):
+            client(told, store).announce("train", iteration)
+            until(lambda iteration=iteration: source.planned[-1] == ("train", iteration + 1))
+
+
+def test_a_store_that_came_back_empty_is_filled_again(settings, source, store) -> None:
+    told = only_train(settings(look_ahead=2))
+    with running(told, source, store):
+        client(told, store).announce("train", 5)
+        until(lambda: ("train", 7) in source.planned)
+        with store._changed:
+            for held in (store._values, store._claims, store._progress):
+                held.clear()
+        store.interruptions += 1
+        client(told, store).announce("train", 6)
+        assert client(told, store).fetch("train", 6).iteration == 6
+        until(lambda: source.planned[-1] == ("train", 8))
+
+
+class FullStore(MemoryStore):
+    """Takes plans of so many bytes together."""
+
+    limit = 10**9
+
+    def put_all(self, items: Sequence[tuple[str, bytes]]) -> None:
+        for key, value in items:
+            if sum(map(len, self._values.values())) + len(value) > self.limit:
+                raise StoreFullError("the store is full", hint="raise its maxmemory")
+            self.put(key, value)
+
+
+def test_a_full_store_slows_planners_down_and_stops_nothing(settings, source) -> None:
+    store = FullStore()
+    size = sum(len(encode(entry(0, stage))) for stage in range(2))
+    store.limit = 3 * size + size // 2
+    told = only_train(settings(look_ahead=8, keep_behind=0))
+    with running(told, source, store):
+        for iteration in range(12):
+            for stage in range(2):
+                assert client(told, store, stage=stage).fetch("train", iteration).iteration == iteration
+            client(told, store).announce("train", iteration)
+
+
+def test_a_store_too_small_for_one_iteration_ends_the_planner(settings, source) -> None:
+    store = FullStore()
+    store.limit = 10
+    told = only_train(settings(full_timeout_s=0.2))
+    with pytest.raises(StoreFullError, match="the store is full"):
+        PlannerLoop(told, source, store).run()
+    with pytest.raises(PlannerFailedError, match="while publishing iteration 0 of train: StoreFullError"):
+        client(told, store).fetch("train", 0)
+
+
+def test_training_waits_for_room_to_say_how_far_it_is(settings, store, monkeypatch) -> None:
+    refusals = [StoreFullError("the store is full")] * 2
+    announce = store.announce
+
+    def refuse(topic: str, value: int) -> None:
+        if refusals:
+            raise refusals.pop()
+        announce(topic, value)
+
+    monkeypatch.setattr(store, "announce", refuse)
+    told = settings()
+    client(told, store).announce("train", 3)
+    assert store.read_progress([told.keys.progress("train")]) == {told.keys.progress("train"): 3}
+    refusals += [StoreFullError("the store is full")] * 99
+    with pytest.raises(StoreFullError):
+        client(told, store, deadline_s=0.15).announce("train", 4)
+
+
+def test_it_reports_what_it_does(settings, source, store) -> None:
+    told = only_train(settings(look_ahead=3), iterations=2)
+    loop = PlannerLoop(told, source, store)
+    loop.run()
+    assert (loop.figures.planned, loop.figures.taken_over, loop.figures.store_full) == (2, 0, 0)
+    (reported,) = store.read_latest([told.keys.figures(0)])
+    assert reported is not None and decode_figures(reported) is not None
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_it_is_gone_after_a_block_that_failed(settings) -> None:
 
 def test_a_planner_that_was_killed_is_told_to_a_waiting_rank(settings) -> None:
     told = settings()
-    with PlannerProcess(told) as planner, open_store(told.store) as store:
+    with PlannerProcess(told, restarts=0) as planner, open_store(told.store) as store:
         client(store, told).fetch("train", 2)
         errors: list[PlannerFailedError] = []
 
@@ -119,6 +119,44 @@ def test_a_planner_that_was_killed_is_told_to_a_waiting_rank(settings) -> None:
         until(lambda: planner._failure is not None)
         with pytest.raises(PlannerFailedError, match="ended with exit status -9"):
             planner.check()
+
+
+def test_a_planner_that_was_killed_starts_again_and_plans_what_it_had_claimed(settings) -> None:
+    told = settings()
+    with PlannerProcess(told, restarts=1) as planner, open_store(told.store) as store:
+        client(store, told).fetch("train", 2)
+        first = planner.pid
+        store.announce(told.keys.progress("train"), 3)
+        assert store.claim(told.keys.claim("train", 5), b"0", lease_s=60)  # as if it died while planning it
+        os.kill(first, signal.SIGKILL)
+        assert client(store, told).fetch("train", 5).iteration == 5
+        assert planner.pid != first
+        planner.check()
+        os.kill(planner.pid, signal.SIGKILL)
+        with pytest.raises(PlannerFailedError, match="ended with exit status -9"):
+            client(store, told).fetch("train", 99)
+
+
+def test_a_planner_that_is_stopped_loses_its_lease_to_another(settings) -> None:
+    """The second is asked for by the rank that waits."""
+    told = settings(most_planners=2, lease_s=0.5)
+    with PlannerProcess(told) as stopped, open_store(told.store) as store:
+        client(store, told).fetch("train", 2)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        store.announce(told.keys.progress("train"), 2)
+        assert store.claim(told.keys.claim("train", 3), b"0", lease_s=1.0)
+        with PlannerProcess(msgspec.structs.replace(told, planner=1)):
+            rank = PlanClient(store, told.keys, replica=0, stage=0, deadline_s=30, ask_s=0.05)
+            assert rank.fetch("train", 3).iteration == 3
+        assert store.read_progress([told.keys.planners]) == {told.keys.planners: 2}
+        os.kill(stopped.pid, signal.SIGCONT)
+
+
+def test_it_runs_below_training(settings) -> None:
+    told = settings()
+    with PlannerProcess(told) as planner, open_store(told.store) as store:
+        client(store, told).fetch("train", 0)
+        assert os.getpriority(os.PRIO_PROCESS, planner.pid) - os.getpriority(os.PRIO_PROCESS, 0) in range(1, 11)
 
 
 def test_sigterm_ends_it_and_is_told(settings) -> None:

@@ -62,6 +62,7 @@ class RunSettings:
         truncate: where truncated ones lose tokens.
         loss_on: which tokens of a decoder-only sample count; None as the dataset says.
         ahead: iterations planned ahead of training.
+        ahead_bytes: bytes of plans that lie in the store ahead of training.
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
         report_folder: where the run's records and pictures go.
         report_every: iterations between two pages of the run while it trains; 0 writes none.
@@ -85,6 +86,7 @@ class RunSettings:
     truncate: TruncationSide
     loss_on: LossOn | None
     ahead: int
+    ahead_bytes: int
     timeout_s: float
     report_folder: Path
     report_every: int
@@ -124,6 +126,7 @@ class RunSettings:
             truncate=TruncationSide(args.dynapipe_truncate),
             loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
             ahead=args.dynapipe_lookahead,
+            ahead_bytes=max(int(args.dynapipe_lookahead_mb * BYTES_PER_MB), 1),
             timeout_s=args.dynapipe_timeout_s,
             report_folder=args.dynapipe_report_dir or legacy.report_folder(os.environ) or REPORT_FOLDER,
             report_every=args.dynapipe_report_every,

@@ -110,7 +110,8 @@ def planner_count(given: int | None, *, nodes: int, look_ahead: int) -> PlannerC
 
     Args:
         given: planners on each node, from the beginning; None begins with one, and may come to one per core that no
-            rank needs, but never to more than there are iterations to plan ahead.
+            rank needs, but never to more than there are iterations to plan ahead. A second is always allowed, to take
+            over from one that hangs.
         nodes: of the job.
         look_ahead: iterations planned ahead of training.
 
@@ -122,7 +123,7 @@ def planner_count(given: int | None, *, nodes: int, look_ahead: int) -> PlannerC
             raise ConfigError(f"expected --dynapipe-prefetch-planner-num-workers of at least 1, got {given}")
         return PlannerCount(first=given * nodes, most=given * nodes)
     spare = len(os.sched_getaffinity(0)) - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return PlannerCount(first=1, most=min(max(spare, 1) * nodes, look_ahead))
+    return PlannerCount(first=1, most=max(min(max(spare, 1) * nodes, look_ahead), 2))
 
 
 def node_of(rank: int) -> int:

@@ -17,7 +17,7 @@ _addresses: dict[str, StoreAddress] = {}
 
 
 def add_arguments(group: "argparse._ArgumentGroup") -> None:
-    """Add the flags that name a store."""
+    """Add the flags that name a store, and what may lie in it."""
     group.add_argument(
         "--dynapipe-store-url",
         type=_without_password,
@@ -29,6 +29,13 @@ def add_arguments(group: "argparse._ArgumentGroup") -> None:
         type=Path,
         metavar="FILE",
         help="file that holds the URL; so may the environment variable DYNAPIPE_STORE_URL",
+    )
+    group.add_argument(
+        "--dynapipe-lookahead-mb",
+        type=float,
+        default=1000.0,
+        metavar="N",
+        help="plans ahead of training in the store; the next iteration's is planned whatever its size (%(default)s)",
     )
 
 

@@ -25,6 +25,7 @@ from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.integration.flags import placement
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.supply.agreed_iterator import AgreedIterator
+from megatron_dynapipe.integration.supply.planner_metrics import planner_metrics
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import read_task_ids
 from megatron_dynapipe.service.client import PlanClient
@@ -33,6 +34,13 @@ from megatron_dynapipe.service.recalibration import Recalibration
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.store import JobLease, PlanKeys, PlanStore, StoreAddress, StoreServer, new_job_name
 from megatron_dynapipe.store.redis_store import RETENTION_S
+
+_ASK_S = 20.0
+"""How long rank 0 waits for a plan before it takes the planners at work for hanging; longer than their first lease."""
+_PATIENCE_S = 60.0
+"""How long a store may be out of reach: a server starts again within seconds, a link comes back within a minute."""
+_RESTARTS = 3
+"""Of a server of the run's own that was killed."""
 
 
 class _Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +93,7 @@ class PlanSupply:
             undo.push(self._resources)
             text = self._control.broadcast_text(self._control.run_on_all(self._start_store))
             launch = msgspec.json.decode(text, type=_Launch)
+            self._most_planners = launch.most_planners
             self.keys = PlanKeys(job=launch.job, settings_digest=self._inputs.digest())
             service = self._service_settings(launch)
             self.store = self._control.run_on_all(lambda: self._open(service))
@@ -103,9 +112,20 @@ class PlanSupply:
         """One split's iterations for (replica, stage), prefetched until the block ends."""
         return self._control.run_on_all(functools.partial(self._iterator, split, required, replica, stage))
 
+    def planner_metrics(self) -> dict[str, float]:
+        """Figures of this run's planners, by name."""
+        return planner_metrics(self.store, self.keys, self._most_planners)
+
     def _iterator(self, split: SplitSettings, required: RequiredFields, replica: int, stage: int) -> AgreedIterator:
         timeout_s, folder = self._settings.timeout_s, Path(self._settings.data)
-        client = PlanClient(self.store, self.keys, replica=replica, stage=stage, deadline_s=timeout_s)
+        client = PlanClient(
+            self.store,
+            self.keys,
+            replica=replica,
+            stage=stage,
+            deadline_s=timeout_s,
+            ask_s=_ASK_S if self._control.rank == 0 else None,
+        )
         reader, meta = open_split(folder, split.name) if required.text else None, read_meta(folder)
         by_task = split.forward_only and required.labels and len(meta.tasks) > 1
         planned = PlannedIterator(
@@ -142,7 +162,8 @@ class PlanSupply:
         if is_own := address is None:
             log = self._settings.report_folder / "store.log"
             log.parent.mkdir(parents=True, exist_ok=True)
-            address = self._resources.enter_context(StoreServer(bind=self._settings.store_bind, log_path=log)).address
+            server = StoreServer(bind=self._settings.store_bind, log_path=log, restarts=_RESTARTS)
+            address = self._resources.enter_context(server).address
         planners = self._settings.planners
         launch = _Launch(
             store=address,
@@ -179,6 +200,9 @@ class PlanSupply:
             look_ahead=self._settings.ahead,
             retention_s=launch.retention_s,
             reply_timeout_s=self._settings.timeout_s,
+            look_ahead_bytes=self._settings.ahead_bytes,
+            patience_s=min(self._settings.timeout_s / 2, _PATIENCE_S),
+            full_timeout_s=self._settings.timeout_s / 2,
             inputs=self._inputs,
             recalibration=self.recalibration,
         )

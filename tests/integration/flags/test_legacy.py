@@ -34,6 +34,7 @@ OURS = """
 --dynapipe-receive-ahead --dynapipe-ordered-starts
 --dynapipe-reserve-all-memory --dynapipe-cluster --dynapipe-round-row-multiple --dynapipe-sizes-per-octave
 --dynapipe-last-batch --dynapipe-loss --dynapipe-ramp-up --dynapipe-truncate
+--dynapipe-lookahead-mb
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
 
@@ -141,8 +142,8 @@ def test_defaults_need_no_flag(monkeypatch):
         ("--dynapipe-device-to-node 0:0", "devices_per_node", 1),
         ("--dynapipe-device-memory-limit 36000", "memory_limit_bytes", 36_000_000_000),
         ("--dynapipe-intra-node-bw 600 --dynapipe-inter-node-lat 20", "intra_node_gbps", 600.0),
-        ("--dynapipe-zero-stage 1 --use-distributed-optimizer", "planners", PlannerCount(first=1, most=1)),
-        ("--dynapipe-partition-algo dp --dynapipe-round-seqlen-multiple 8", "planners", PlannerCount(first=1, most=1)),
+        ("--dynapipe-zero-stage 1 --use-distributed-optimizer", "planners", PlannerCount(first=1, most=2)),
+        ("--dynapipe-partition-algo dp --dynapipe-round-seqlen-multiple 8", "planners", PlannerCount(first=1, most=2)),
         ("", "partition.algorithm", "dp"),
         ("--dynapipe-partition-algo uniform", "partition.algorithm", "uniform"),
         ("--dynapipe-partition-algo padding", "partition.algorithm", "padding"),

@@ -147,9 +147,9 @@ def test_layers_to_devices_that_cannot_be(given, said):
     [
         (None, 1, 8, 8, 1, 4),  # four ranks leave four cores
         (None, 4, 12, 8, 1, 8),  # never more than can be planned ahead: not 32
-        (None, 1, 4, 8, 1, 1),
+        (None, 1, 4, 8, 1, 2),  # a second one takes over where the first hangs
         (None, 3, 4, 8, 1, 3),
-        (None, 2, 64, 1, 1, 1),
+        (None, 2, 64, 1, 1, 2),
         (2, 3, 4, 8, 6, 6),
     ],
 )

@@ -1,0 +1,96 @@
+"""Connections that are lost, servers that start again, leases that end."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.store import PlanKeys, StoreServer, new_job_name, open_store
+from tests.store.servers import Relay
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_lost_connection_is_opened_again(tmp_path: Path) -> None:
+    with StoreServer() as server:
+        relay = Relay(int(server.address.url.rpartition(":")[2].partition("/")[0]))
+        url = server.address.url.replace(f":{relay.to_port}/", f":{relay.port}/")
+        with open_store(url, patience_s=20) as store:
+            store.put("before", b"1")
+            relay.cut()
+            relay.is_cut = False
+            store.put("after", b"2")
+            assert store.wait_any(["before"], timeout_s=5, what="it")[1] == b"1"
+            assert store.interruptions == 0  # the same server, with all that it held
+        relay.close()
+
+
+def test_a_connection_that_is_refused_for_a_while_is_tried_again() -> None:
+    with StoreServer() as server:
+        relay = Relay(int(server.address.url.rpartition(":")[2].partition("/")[0]))
+        url = server.address.url.replace(f":{relay.to_port}/", f":{relay.port}/")
+        with open_store(url, patience_s=20) as store:
+            relay.cut()
+            threading.Timer(0.4, setattr, (relay, "is_cut", False)).start()
+            store.put("k", b"1")
+            assert store.interruptions in (1, 2, 3)
+        relay.close()
+
+
+def test_a_wait_goes_on_where_its_connection_is_lost() -> None:
+    with StoreServer() as server:
+        relay = Relay(int(server.address.url.rpartition(":")[2].partition("/")[0]), delay_s=0.1)
+        url = server.address.url.replace(f":{relay.to_port}/", f":{relay.port}/")
+        with open_store(url, patience_s=20) as store, open_store(server.address) as near:
+
+            def cut_then_publish() -> None:
+                relay.cut()
+                relay.is_cut = False
+                time.sleep(0.3)
+                near.put("k", b"1")
+
+            threading.Timer(0.4, cut_then_publish).start()
+            assert store.wait_any(["k"], timeout_s=20, what="it")[1] == b"1"
+        relay.close()
+
+
+def test_a_server_that_is_gone_for_good_is_told_after_the_patience(tmp_path: Path) -> None:
+    with StoreServer() as server:
+        with open_store(server.address, patience_s=0.6) as store:
+            server._stop()
+            with pytest.raises(StoreError, match="failed while waiting for it"):
+                store.wait_any(["k"], timeout_s=60, what="it")
+            assert store.interruptions in (1, 2)
+
+
+def test_a_server_that_was_killed_starts_again_at_the_same_address() -> None:
+    with StoreServer(restarts=1) as server, open_store(server.address, patience_s=30) as store:
+        store.put("k", b"1")
+        assert server._guard is not None
+        server._guard.kill()
+        until(lambda: not store.put_latest("other", b"") and store.interruptions)
+        store.put("k", b"2")  # it came back empty
+        assert store.wait_any(["k"], timeout_s=5, what="it")[1] == b"2"
+        first = server._guard
+        first.kill()
+        first.wait()
+        with pytest.raises(StoreError, match="ended with exit status"):
+            server.check()
+
+
+def test_leases_are_not_renewed_with_the_job() -> None:
+    keys = PlanKeys(job=new_job_name(), settings_digest="s")
+    with StoreServer() as server, open_store(server.address, retention_s=1000) as store:
+        store.put(keys.plan(split="train", iteration=0, replica=0, stage=0), b"plan")
+        assert store.claim(keys.claim("train", 0), b"0", lease_s=0.2)
+        assert store.renew(keys.job) == 1
+        time.sleep(0.25)
+        assert store.claim(keys.claim("train", 0), b"1", lease_s=1)
