@@ -8,6 +8,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -117,7 +118,11 @@ class Run:
 
     def children(self, word: str) -> list[psutil.Process]:
         family = psutil.Process(self.process.pid).children(recursive=True)
-        return [process for process in family if word in " ".join(process.cmdline())]
+        found = []
+        for process in family:
+            with suppress(psutil.Error):  # it has ended meanwhile
+                found += [process] if word in " ".join(process.cmdline()) else []
+        return found
 
     def end(self, *, status: int) -> tuple[int, float, str]:
         """Wait for the end: exit status, seconds since the attack, and what is wrong with the status."""

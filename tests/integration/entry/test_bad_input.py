@@ -1,11 +1,14 @@
 """Bad input gets one clear error on rank 0 and the right exit status; failures reach every rank; nothing is lost."""
 
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_dynapipe.store import StoreServer
 from tests.helpers import entry_scripts
 from tests.helpers.entry_scripts import reported, train
 from tests.helpers.random_dataset import make_dataset
@@ -127,14 +130,34 @@ def test_a_store_that_cannot_be_reached(data, tmp_path):
         assert "redis://127.0.0.1:9/0" in run["stderr"]
 
 
-@pytest.mark.parametrize(("killed", "said"), [("valkey", "plan store"), ("megatron_dynapipe.service", "killed")])
-def test_a_store_or_planner_that_dies_stops_every_rank_and_keeps_the_checkpoint(killed, said, data, tmp_path):
+@pytest.mark.parametrize("killed", ["valkey", "megatron_dynapipe.service"])
+def test_a_store_or_planner_that_is_killed_starts_again_and_training_goes_on(killed, data, tmp_path):
+    flags = "--pipeline-model-parallel-size 2 --dynapipe-lookahead 2 --train-iters 12"
+    undisturbed = train("t5", data, flags, ranks=2, report=tmp_path / "undisturbed")
+    runs = train("t5", data, flags, ranks=2, report=tmp_path / "report", kill=killed)
+    assert len(runs[-1]["losses"]) == 12
+    assert runs[-1]["losses"] == pytest.approx(undisturbed[-1]["losses"], rel=1e-5)
+
+
+def test_a_shared_store_that_is_gone_stops_every_rank_and_keeps_the_checkpoint(data, tmp_path):
     folder = tmp_path / "checkpoint"
     flags = f"--pipeline-model-parallel-size 2 --save {folder} --save-interval 2 --dynapipe-lookahead 2"
-    flags += " --train-iters 200"
-    runs = train("t5", data, flags, ranks=2, report=tmp_path / "report", status=1, kill=killed)
+    flags += " --train-iters 200 --dynapipe-timeout-s 10"
+    with StoreServer() as server:
+        given = f"{flags} --dynapipe-store-url {server.address.url}"
+        timer = threading.Thread(target=stop_at, args=(server, folder / "iter_0000004"))
+        timer.start()
+        runs = train("t5", data, given, ranks=2, report=tmp_path / "report", status=1)
+        timer.join()
     for run in runs:
-        assert said in run["stderr"].partition("error: ")[2], run["stderr"]
+        assert "plan store" in run["stderr"].partition("error: ")[2], run["stderr"]
     resume = f"{flags} --load {folder} --exit-interval 6"
     resumed = train("t5", data, resume, ranks=2, report=tmp_path / "again")
     assert min(map(int, resumed[-1]["losses"])) > 2
+
+
+def stop_at(server: StoreServer, checkpoint: Path) -> None:
+    deadline = time.monotonic() + 100
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    server._stop()

@@ -1,0 +1,63 @@
+"""What plans weigh, and how long they take to encode and to decode: 16 stages × 128 micro-batches.
+
+    python benchmarks/service/codec.py [--stages 16] [--micro-batches 128] [--repetitions 50]
+
+Prints bytes per instruction of what a rank fetches (all of its part: instructions, predicted times, micro-batches), and
+the least and median times of encoding every rank's part of one replica and of decoding one, in processor time.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the plans of the tests
+
+import zlib
+
+from megatron_dynapipe.plan import codec
+from tests.helpers.plans import make_plan
+
+
+def times_ms(act: Callable[[], object], repetitions: int) -> tuple[float, float]:
+    """Least and median processor time."""
+    found = []
+    for _ in range(repetitions):
+        began = time.process_time_ns()
+        act()
+        found.append((time.process_time_ns() - began) / 1e6)
+    return min(found), statistics.median(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stages", type=int, default=16)
+    parser.add_argument("--micro-batches", type=int, default=128)
+    parser.add_argument("--repetitions", type=int, default=50)
+    options = parser.parse_args()
+    plan = make_plan((options.micro_batches,), options.stages)
+    entries = [data for _, _, data in codec.encode_entries(plan)]
+    instructions = sum(len(stage.instructions) for stage in plan.replicas[0].stages)
+    total = sum(map(len, entries))
+    largest = max(entries, key=len)
+    print(
+        f"{options.stages} stages × {options.micro_batches} micro-batches: "
+        f"{instructions:,} instructions, {total:,} bytes"
+    )
+    print(f"bytes per instruction: {total / instructions:.1f}; largest part of a rank: {len(largest):,} bytes")
+    for level in (1, 6):
+        packed = zlib.compress(largest, level)
+        least, _ = times_ms(lambda level=level: zlib.compress(largest, level), options.repetitions)  # type: ignore[misc]
+        print(f"zlib {level}: {len(packed) / len(largest):.0%} of the size, {least:.2f} ms for one part")
+    for what, act in (
+        ("encode all parts", lambda: codec.encode_entries(plan)),
+        ("decode one part", lambda: codec.decode_entry(largest)),
+    ):
+        least, median = times_ms(act, options.repetitions)
+        print(f"{what}: {least:.2f} ms at best, {median:.2f} ms in the median")
+
+
+if __name__ == "__main__":
+    main()

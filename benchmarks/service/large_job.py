@@ -1,0 +1,138 @@
+"""A job of 1,024 ranks without its training: planners, a real server, and processes that fetch as its ranks would.
+
+    python benchmarks/service/large_job.py [--iterations 60] [--seconds 10] [--planners 1] [--readers 16]
+
+32 replicas × 16 stages × 2 tensor ranks, 8,192 samples (about 4 million tokens) an iteration of 10 s. Each reader
+process plays 64 ranks: for each it fetches and decodes the plan of the iteration after the next, at a moment of the
+iteration's first fifth, as stages of a pipeline begin one after another. A fetch that finds no plan waits for it, and
+is counted. Planners are the real processes. Prints the fetches' latencies after the warm-up (the iterations of the
+look-ahead), how many waited, bytes and processor time per iteration; exit status 1 where p99 is above 50 ms or a rank
+waited.
+"""
+
+import argparse
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import psutil
+from jobs import service_settings, write_lengths
+
+from megatron_dynapipe.service import PlanClient, PlannerProcess, ServiceSettings
+from megatron_dynapipe.service.settings import decode_settings, encode_settings
+from megatron_dynapipe.store import StoreServer, open_store
+
+REPLICAS, TENSOR, STAGES = 32, 2, 16
+AHEAD = 2
+"""How far a rank's prefetched plan is ahead of the iteration in training."""
+P99_MS = 50.0
+type Fetch = tuple[int, float, bool]  # iteration, milliseconds, whether the plan was not there yet
+
+
+def read(
+    encoded: bytes, ranks: Sequence[tuple[int, int]], began: float, iterations: int, seconds: float
+) -> list[Fetch]:
+    """One process: the fetches of these (replica, stage) in every iteration, at their moments."""
+    settings, choose = decode_settings(encoded), random.Random(str(ranks[0]))
+    found = []
+    with open_store(settings.store, retention_s=None) as store:
+        for iteration in range(iterations):
+            start = began + iteration * seconds
+            moments = sorted((start + choose.random() * seconds / 5, rank) for rank in ranks)
+            for moment, (replica, stage) in moments:
+                time.sleep(max(moment - time.time(), 0))
+                wanted = iteration + AHEAD
+                done = settings.keys.done("train", wanted)
+                is_there = bool(store.read_progress([done]))
+                asked = time.perf_counter()
+                client = PlanClient(store, settings.keys, replica=replica, stage=stage, deadline_s=600)
+                client.fetch("train", wanted)
+                found.append((iteration, (time.perf_counter() - asked) * 1e3, not is_there))
+    return found
+
+
+def train(settings: ServiceSettings, began: float, iterations: int, seconds: float) -> None:
+    """Announce each iteration at its time."""
+    with open_store(settings.store, retention_s=None) as store:
+        client = PlanClient(store, settings.keys, replica=0, stage=0, deadline_s=60)
+        for iteration in range(iterations):
+            time.sleep(max(began + iteration * seconds - time.time(), 0))
+            client.announce("train", iteration)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--planners", type=int, default=1)
+    parser.add_argument("--readers", type=int, default=16)
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_lengths(folder, samples=60_000, mean=512, longest=4096)
+        server = stack.enter_context(StoreServer())
+        settings = service_settings(
+            server.address, folder, layout=(REPLICAS, TENSOR, STAGES), layers=32, hidden=4096, samples=8192,
+            longest=4096, most_planners=options.planners, lease_s=120.0,
+        )  # fmt: skip
+        planners = [
+            stack.enter_context(
+                PlannerProcess(
+                    msgspec.structs.replace(settings, planner=planner), log_path=folder / f"planner-{planner}.log"
+                )
+            )
+            for planner in range(options.planners)
+        ]
+        started = time.time()
+        with open_store(server.address, retention_s=None) as store:
+            store.wait_progress({settings.keys.done("train", AHEAD): 0}, timeout_s=600, what="the first plans")
+            print(f"first {AHEAD + 1} iterations planned {time.time() - started:.1f} s after the start", flush=True)
+            began = time.time() + 5  # readers start
+            fetches = play(settings, began, options)
+            size = store.read_progress([settings.keys.done("train", options.iterations)])
+        used_s = [sum(psutil.Process(planner.pid).cpu_times()[:2]) for planner in planners]
+        assert server._guard is not None
+        (child,) = psutil.Process(server._guard.pid).children()
+        print(f"planner: {sum(used_s) / (options.iterations + AHEAD):.2f} s of processor time per iteration at most")
+        print(f"server: {sum(child.cpu_times()[:2]) / options.iterations * 1e3:.0f} ms per iteration, ", end="")
+        print(f"{child.memory_info().rss / 1e6:.0f} MB; an iteration's plans: {sum(size.values()) / 1e6:.1f} MB")
+    return report(fetches, settings.look_ahead)
+
+
+def play(settings: ServiceSettings, began: float, options: argparse.Namespace) -> list[Fetch]:
+    """The whole job; every fetch."""
+    ranks = [(replica, stage) for replica in range(REPLICAS) for stage in range(STAGES) for _ in range(TENSOR)]
+    parts = [ranks[reader :: options.readers] for reader in range(options.readers)]
+    encoded = encode_settings(settings)
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(options.readers + 1) as pool:
+        trainer = pool.apply_async(train, (settings, began, options.iterations, options.seconds))
+        arguments = [(encoded, part, began, options.iterations, options.seconds) for part in parts]
+        found = pool.starmap(read, arguments)
+        trainer.get()
+    return [fetch for part in found for fetch in part]
+
+
+def report(fetches: Sequence[Fetch], warm_up: int) -> int:
+    """Print what became of them; the exit status."""
+    times = sorted(ms for iteration, ms, _ in fetches if iteration >= warm_up)
+    waits = sum(waited for iteration, _, waited in fetches if iteration >= warm_up)
+    if not times:
+        print(f"no iteration after the warm-up of {warm_up}")
+        return 1
+    p50, p99 = times[len(times) // 2], times[len(times) * 99 // 100]
+    print(f"{len(times):,} fetches after {warm_up} iterations:", end=" ")
+    print(f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, most {times[-1]:.1f} ms")
+    print(f"{waits} found no plan yet; load of the machine {os.getloadavg()[0]:.1f}")
+    return 1 if waits or p99 > P99_MS else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
