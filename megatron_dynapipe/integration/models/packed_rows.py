@@ -112,7 +112,7 @@ def _pick_rotations(_block: nn.Module, arguments: Any, keywords: Mapping[str, An
 
 
 class CrossRows:
-    """Hands a decoder layer's rows on to its cross-attention: Megatron's layer gives it to self-attention alone.
+    """Hands a decoder layer's rows on to its cross-attention: Megatron's layer gives them to self-attention alone.
 
     In a recomputation the layer is called with its row again, so that nothing is kept between passes.
 

@@ -14,6 +14,7 @@ from megatron_dynapipe.integration.execution import step_functions
 from megatron_dynapipe.integration.models import t5_stage
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.padded_rows import decoder_rows, encoder_rows
+from megatron_dynapipe.integration.models.positions import StackPositions
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
 from megatron_dynapipe.units import Shape
 from tests.helpers.layouts.compare import assert_close
@@ -148,3 +149,15 @@ def first_backward_adds(rank: int, world_size: int) -> list[bool]:
     before = bool(linear.is_first_microbatch)
     add_up_weight_gradients([torch.nn.Sequential(linear, plain)])
     return [before, bool(linear.is_first_microbatch), hasattr(plain, "is_first_microbatch")]
+
+
+def biases_in_one_piece(rank: int, world_size: int) -> list[bool]:
+    """Whether biases lie in one piece where heads were divided over ranks, and as layers are given them."""
+    tp_group = start(T5Split.of(2, 2, 1)).tp
+    table = torch.nn.Module()
+    made = torch.randn(1, 6, 6, 4).permute(0, 3, 1, 2)
+    table.forward = lambda *_: made  # type: ignore[method-assign]
+    positions = StackPositions(None, table, tp_group, causal=False, biases_hide=False)
+    given = positions.of(torch.zeros(6, 1, 8), None, 6).arguments["attention_bias"]
+    assert torch.equal(given, made)
+    return [made.is_contiguous(), given.is_contiguous()]

@@ -30,3 +30,7 @@ def test_offsets_are_cumulative_lengths():
 
 def test_the_first_backward_adds_to_gradients_too():
     assert run_ranks(call, 1, {"function": "first_backward_adds"})[0] == [True, False, False]
+
+
+def test_biases_lie_in_one_piece():
+    assert run_ranks(call, 1, {"function": "biases_in_one_piece"})[0] == [False, True]
