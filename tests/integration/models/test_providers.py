@@ -1,3 +1,4 @@
+import re
 from argparse import Namespace
 from functools import partial
 
@@ -146,7 +147,7 @@ def test_what_megatron_is_told(family, given, words):
 
 @pytest.mark.parametrize("given", ["", "3,x", "3,0,1", "3;1", "automatic"])
 def test_layers_per_stage_are_numbers(given):
-    with pytest.raises(ConfigError, match=f"expected --dynapipe-layers-per-stage as 5,3 or auto, got '{given}'"):
+    with pytest.raises(ConfigError, match=f"expected --dynapipe-layers-per-stage as 5,3, auto or equal, got '{given}'"):
         flags.layers_per_stage(namespace(dynapipe_layers_per_stage=given))
 
 
@@ -154,19 +155,31 @@ def test_layers_of_one_stage():
     assert flags.layers_per_stage(namespace(dynapipe_layers_per_stage="3")) == (3,)
 
 
+def test_a_gpts_split_is_given_once():
+    args = namespace(dynapipe_layers_per_stage="3,1", pipeline_model_parallel_layout="Ett|ttL")
+    expected = "expected --dynapipe-layers-per-stage 3,1 or --pipeline-model-parallel-layout Ett|ttL, got both"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        flags.words_for_megatron(args, ModelFamily.GPT)
+
+
 @pytest.mark.parametrize(
-    ("given", "other"),
+    ("name", "value"),
     [
-        ("3,1", {"pipeline_model_parallel_layout": "Ett|ttL"}),
-        ("auto", {"pipeline_model_parallel_layout": "Ett|ttL"}),
-        ("auto", {"num_layers_per_virtual_pipeline_stage": 1}),
-        ("auto", {"num_virtual_stages_per_pipeline_rank": 2}),
+        ("pipeline_model_parallel_layout", "Ett|ttL"),
+        ("num_layers_per_virtual_pipeline_stage", 1),
+        ("num_virtual_stages_per_pipeline_rank", 2),
+        ("decoder_first_pipeline_num_layers", 1),
+        ("account_for_loss_in_pipeline_split", True),
+        ("dynapipe_layer_to_device", "0,0,0,1"),
+        ("num_layers", 4),
     ],
 )
-def test_a_gpts_split_is_given_once(given, other):
-    args = namespace(dynapipe_layers_per_stage=given, **other)
-    (name, value), *_ = other.items()
-    flag = "--" + name.replace("_", "-")
-    with pytest.raises(ConfigError, match=f"expected --dynapipe-layers-per-stage {given} or {flag} ") as caught:
-        flags.words_for_megatron(args, ModelFamily.GPT)
-    assert str(value) in str(caught.value)
+def test_a_planned_split_gives_way_to_flags_that_say_more(name, value):
+    others = dict.fromkeys(
+        ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "dynapipe_layer_to_device")
+    )
+    whole = dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False)
+    args = namespace(dynapipe_layers_per_stage="auto", **others | whole)
+    setattr(args, name, value)
+    expected = None if name == "num_layers" else f"--{name.replace('_', '-')} {value}"
+    assert flags.obstacle_to_auto(args) == expected
