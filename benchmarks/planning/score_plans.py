@@ -105,67 +105,44 @@ class Cost:
 
 def layer_costs(cost, a, mb):
     """[(forward, backward, stored, peak, kind)] per layer in model order for one micro-batch."""
-    size, e, d = mb["shape"]
-    rc, tp = mb["recompute"], a.tp
-    if mb.get("layout") == "packed":
-        own = mb["positions"]  # (input, target) positions of every sample
-        total = (e + d, [x + y for x, y in own])
-        at = {
-            "encoder": [(x,) for x, _ in own],
-            "decoder": own,
-            "postprocess": [((y if a.model == "t5" else x),) for x, y in own],
-        }
-
-        def charged(table, part):
-            return cost.packed(tp, rc, table, part, at[part.split(".")[0]], total)
-
-        kinds = ["encoder"] * (a.layers or a.encoder_layers) + (
-            ["decoder"] * a.decoder_layers if a.model == "t5" else []
+    charged = packed_charge(cost, a, mb) if mb.get("layout") == "packed" else padded_charge(cost, a, mb)
+    kinds = ["encoder"] * (a.layers or a.encoder_layers) + (["decoder"] * a.decoder_layers if a.model == "t5" else [])
+    of = {
+        k: (
+            charged("time_ms", k + ".forward"),
+            charged("time_ms", k + ".backward"),
+            charged("stored_activation_mb", k),
+            charged("peak_activation_mb", k),
+            k[0],
         )
-        of = {
-            k: (
-                charged("time_ms", k + ".forward"),
-                charged("time_ms", k + ".backward"),
-                charged("stored_activation_mb", k),
-                charged("peak_activation_mb", k),
-                k[0],
-            )
-            for k in set(kinds)
-        }
-        layers = [of[k] for k in kinds]
-        last = layers[-1]
-        layers[-1] = (
-            last[0] + charged("time_ms", "postprocess.forward"),
-            last[1] + charged("time_ms", "postprocess.backward"),
-            *last[2:],
-        )
-        return layers
-    enc = (
-        cost(tp, rc, "time_ms", "encoder.forward", size, e),
-        cost(tp, rc, "time_ms", "encoder.backward", size, e),
-        cost(tp, rc, "stored_activation_mb", "encoder", size, e),
-        cost(tp, rc, "peak_activation_mb", "encoder", size, e),
-        "e",
-    )
-    n_enc = a.layers or a.encoder_layers
-    layers = [enc] * n_enc
-    if a.model == "t5":
-        dec = (
-            cost(tp, rc, "time_ms", "decoder.forward", size, e, d),
-            cost(tp, rc, "time_ms", "decoder.backward", size, e, d),
-            cost(tp, rc, "stored_activation_mb", "decoder", size, e, d),
-            cost(tp, rc, "peak_activation_mb", "decoder", size, e, d),
-            "d",
-        )
-        layers = [*layers, *[dec] * a.decoder_layers]
-    q = d if a.model == "t5" else e
+        for k in set(kinds)
+    }
+    layers = [of[k] for k in kinds]
     last = layers[-1]
     layers[-1] = (
-        last[0] + cost(tp, rc, "time_ms", "postprocess.forward", size, q),
-        last[1] + cost(tp, rc, "time_ms", "postprocess.backward", size, q),
+        last[0] + charged("time_ms", "postprocess.forward"),
+        last[1] + charged("time_ms", "postprocess.backward"),
         *last[2:],
     )
     return layers
+
+
+def packed_charge(cost, a, mb):
+    _, e, d = mb["shape"]
+    own = mb["positions"]  # (input, target) positions of every sample
+    total = (e + d, [x + y for x, y in own])
+    at = {
+        "encoder": [(x,) for x, _ in own],
+        "decoder": own,
+        "postprocess": [((y if a.model == "t5" else x),) for x, y in own],
+    }
+    return lambda table, part: cost.packed(a.tp, mb["recompute"], table, part, at[part.split(".")[0]], total)
+
+
+def padded_charge(cost, a, mb):
+    size, e, d = mb["shape"]
+    at = {"encoder": (e,), "decoder": (e, d), "postprocess": (d if a.model == "t5" else e,)}
+    return lambda table, part: cost(a.tp, mb["recompute"], table, part, size, *at[part.split(".")[0]])
 
 
 def stage_costs(layers, split, mb, hidden):
@@ -260,6 +237,25 @@ def ceil8(n):
     return -(-n // 8) * 8
 
 
+def misfit(a, batch, mb):
+    """What is wrong with a micro-batch, or None; packed rows get the positions of their samples."""
+    rows = [row if isinstance(row, list) else [row] for row in mb["samples"]]
+    packed = mb.get("layout") == "packed"
+    if mb.get("layout", "padded") not in ("padded", "packed") or (packed and len(rows) != 1):
+        return f"layout {mb.get('layout')} with {len(rows)} rows"
+    if packed:
+        mb["positions"] = [
+            (max(batch["input"][i] - (a.model == "gpt"), 1), batch["target"][i] + 2 if a.model == "t5" else 0)
+            for i in rows[0]
+        ]
+    size, e, d = mb["shape"]
+    need_e = max(ceil8(sum(max(batch["input"][i] - (a.model == "gpt"), 1) for i in row)) for row in rows)
+    need_d = max(ceil8(sum(batch["target"][i] + 2 for i in row)) for row in rows) if a.model == "t5" else 0
+    if e < need_e or d < need_d or size != len(rows) or (packed and (e, d) != (need_e, need_d)):
+        return f"shape {mb['shape']} does not hold its samples (needs {len(rows)},{need_e},{need_d})"
+    return None
+
+
 def check_and_score(a, cost, batch, plan):
     used, worst, peak_all, work, bound = [], 0.0, 0.0, 0.0, 0.0
     if plan.get("error"):
@@ -272,27 +268,9 @@ def check_and_score(a, cost, batch, plan):
         if len(split) != a.pp or sum(split) != total_layers or (a.split == "equal" and len(set(split)) != 1):
             return {"error": f"layer split {split}"}
         for mb in mbs:
-            rows = [row if isinstance(row, list) else [row] for row in mb["samples"]]
-            if mb.get("layout", "padded") not in ("padded", "packed") or (
-                mb.get("layout") == "packed" and len(rows) != 1
-            ):
-                return {"error": f"layout {mb.get('layout')} with {len(rows)} rows"}
-            if mb.get("layout") == "packed":
-                mb["positions"] = [
-                    (max(batch["input"][i] - (a.model == "gpt"), 1), batch["target"][i] + 2 if a.model == "t5" else 0)
-                    for i in rows[0]
-                ]
-            used += [i for row in rows for i in row]
-            size, e, d = mb["shape"]
-            need_e = max(ceil8(sum(max(batch["input"][i] - (a.model == "gpt"), 1) for i in row)) for row in rows)
-            need_d = max(ceil8(sum(batch["target"][i] + 2 for i in row)) for row in rows) if a.model == "t5" else 0
-            if (
-                e < need_e
-                or d < need_d
-                or size != len(rows)
-                or (mb.get("layout") == "packed" and (e, d) != (need_e, need_d))
-            ):
-                return {"error": f"shape {mb['shape']} does not hold its samples (needs {len(rows)},{need_e},{need_d})"}
+            if (wrong := misfit(a, batch, mb)) is not None:
+                return {"error": wrong}
+            used += [i for row in mb["samples"] for i in (row if isinstance(row, list) else [row])]
         passes = {f"{o}{k}" for o in "FB" for k in range(len(mbs))}
         for s, ops in enumerate(r["stages"]):
             if len(ops) != len(passes) or set(ops) != passes:

@@ -72,7 +72,6 @@ def make_plan(
 
     The layouts are given to the micro-batches in turn.
     """
-    t5 = family is ModelFamily.T5
     boundaries = BoundarySettings(tensors=boundary_tensors(layout_of(family, stages * chunks)), hidden_size=4)
     replicas = []
     sample = 0
@@ -80,26 +79,8 @@ def make_plan(
         problem = random_problem(count, stages, chunks=chunks, forward_only=forward_only, seed=seed + replica)
         order = SCHEDULES[method](problem)
         run = simulate(problem, order)
-        batches = []
-        for row in range(count):
-            layout = layouts[row % len(layouts)]
-            inputs, targets = (10, 16 + 8 * row), (3, 6) if t5 else (0, 0)
-            shape = Shape(2, inputs[1], 8 if t5 else 0)
-            if layout is BatchLayout.PACKED:
-                shape = packed_shape(family, inputs, targets)
-            batches.append(
-                MicroBatch(
-                    sample_ids=(sample, sample + 1),
-                    input_lengths=inputs,
-                    target_lengths=targets,
-                    shape=shape,
-                    layout=layout,
-                    recompute=Recompute.NONE,
-                    stored_bytes=tuple(problem.stored_bytes[row].tolist()),
-                    peak_bytes=tuple(problem.peak_bytes[row].tolist()),
-                )
-            )
-            sample += 2
+        batches = _micro_batches(problem, family, layouts, first_sample=sample)
+        sample += 2 * count
         topology = Topology(
             stages=stages,
             chunks=chunks,
@@ -124,6 +105,33 @@ def make_plan(
         layouts=tuple(dict.fromkeys(layouts)),
         replicas=tuple(replicas),
     )
+
+
+def _micro_batches(
+    problem: ScheduleProblem, family: ModelFamily, layouts: tuple[BatchLayout, ...], *, first_sample: int
+) -> list[MicroBatch]:
+    """Two samples to each; the costs are the problem's."""
+    t5 = family is ModelFamily.T5
+    batches = []
+    for row in range(problem.micro_batches):
+        layout, sample = layouts[row % len(layouts)], first_sample + 2 * row
+        inputs, targets = (10, 16 + 8 * row), (3, 6) if t5 else (0, 0)
+        shape = Shape(2, inputs[1], 8 if t5 else 0)
+        if layout is BatchLayout.PACKED:
+            shape = packed_shape(family, inputs, targets)
+        batches.append(
+            MicroBatch(
+                sample_ids=(sample, sample + 1),
+                input_lengths=inputs,
+                target_lengths=targets,
+                shape=shape,
+                layout=layout,
+                recompute=Recompute.NONE,
+                stored_bytes=tuple(problem.stored_bytes[row].tolist()),
+                peak_bytes=tuple(problem.peak_bytes[row].tolist()),
+            )
+        )
+    return batches
 
 
 def samples_of(plan: IterationPlan) -> list[int]:
