@@ -2,18 +2,17 @@
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_unpacked
-from megatron_dynapipe.sampling import GlobalBatch, LengthTable, LongSamples, Sampler, SamplerSettings
+from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily
 
 FORMAT = "dynapipe-batches/1"
-_NO_MAXIMUM = 2**30
 
 _Length = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -50,7 +49,7 @@ class NamedBatch(msgspec.Struct, frozen=True):
 def dataset_batches(
     folder: Path, family: ModelFamily, *, batches: int, samples: int, seed: int, max_seq_len: int | None
 ) -> list[NamedBatch]:
-    """The first global batches of a dataset's training split, as a run with this seed draws them.
+    """The first global batches of a dataset's training split, as a run with this seed draws them, tasks at their rates.
 
     Args:
         folder: the dataset.
@@ -64,16 +63,12 @@ def dataset_batches(
         DataError: the dataset is missing or damaged.
         ConfigError: no samples, or a seed below 0.
     """
-    most = _NO_MAXIMUM if max_seq_len is None else max_seq_len
-    settings = SamplerSettings(
-        family=family,
-        seed=seed,
-        samples_per_iteration=samples,
-        max_input_length=most,
-        max_target_length=most,
-        long_samples=LongSamples.TRUNCATE,
-    )
-    sampler = Sampler(LengthTable.read(folder, "train"), settings)
+    from megatron_dynapipe.data.batches import dataset_sampler
+
+    most: dict[str, Any] = {} if max_seq_len is None else {"max_input_length": max_seq_len}
+    if most and family is ModelFamily.T5:
+        most["max_target_length"] = most["max_input_length"]
+    sampler = dataset_sampler(folder, family, seed=seed, samples_per_iteration=samples, **most)
     longest = sampler.longest(2)
     has_targets = family is ModelFamily.T5
     named = []

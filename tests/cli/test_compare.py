@@ -146,7 +146,7 @@ def test_what_does_not_go_together(
 
 def test_no_such_dataset(tmp_path: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(of_dataset(tmp_path, cost_file)) == 2
-    assert "train.idx" in capsys.readouterr().err
+    assert f"expected a dataset folder with a manifest.json at {tmp_path}" in capsys.readouterr().err
 
 
 def test_exits_as_plan_does(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
