@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.helpers.processes import run_ranks
 
@@ -52,6 +53,12 @@ def train(
     for rank, run in enumerate(runs):
         assert run["status"] == status, f"rank {rank} ended with {run['status']}:\n{run['stderr'][-3000:]}"
     return runs
+
+
+def layout_case(family: str, ranks: int, flags: str, when: str) -> Any:
+    """A parameter of a test over layouts: "core" ones run every day, others in the slow suite."""
+    marks = () if when == "core" else pytest.mark.slow
+    return pytest.param(family, ranks, flags, id=f"{family}, {ranks} ranks, {flags.replace('--', '')}", marks=marks)
 
 
 def reported(runs: list[dict]) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.entry_scripts import train
+from tests.helpers.entry_scripts import layout_case, train
 from tests.helpers.random_dataset import make_dataset
 
 TWO = "--pipeline-model-parallel-size 2"
@@ -19,17 +19,12 @@ LAYOUTS = [
 ]
 
 
-def row(family: str, ranks: int, flags: str, when: str) -> object:
-    marks = () if when == "core" else pytest.mark.slow
-    return pytest.param(family, ranks, flags, id=f"{family}, {ranks} ranks, {flags.replace('--', '')}", marks=marks)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "random")
 
 
-@pytest.mark.parametrize(("family", "ranks", "flags"), [row(*fields) for fields in LAYOUTS])
+@pytest.mark.parametrize(("family", "ranks", "flags"), [layout_case(*fields) for fields in LAYOUTS])
 def test_every_layout_trains_alike(family, ranks, flags, data, tmp_path):
     losses = {}
     for layout, said in (("padded", "padded"), ("packed", "packed"), ("auto", "padded or packed")):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.entry_scripts import train
+from tests.helpers.entry_scripts import layout_case, train
 from tests.helpers.random_dataset import make_dataset
 
 OPTIMIZER = "--use-distributed-optimizer"
@@ -33,11 +33,6 @@ LAYOUTS = [
 ]
 
 
-def row(family: str, ranks: int, flags: str, when: str) -> object:
-    marks = () if when == "core" else pytest.mark.slow
-    return pytest.param(family, ranks, flags, id=f"{family}, {ranks} ranks, {flags.replace('--', '')}", marks=marks)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "random")
@@ -61,7 +56,7 @@ def started(data, tmp_path_factory):
     return start
 
 
-@pytest.mark.parametrize(("family", "ranks", "flags"), [row(*fields) for fields in LAYOUTS])
+@pytest.mark.parametrize(("family", "ranks", "flags"), [layout_case(*fields) for fields in LAYOUTS])
 def test_a_layout_goes_on_from_a_checkpoint_as_one_process_does(family, ranks, flags, started, data, tmp_path):
     weights, expected = started(family)
     runs = train(family, data, f"--train-iters 4 --load {weights} --finetune {flags}", ranks=ranks, report=tmp_path)
