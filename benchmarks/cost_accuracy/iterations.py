@@ -130,11 +130,11 @@ class Bench:
 
         from megatron_dynapipe.cost import TableCostModel
         from megatron_dynapipe.planning.planner import Planner
-        from megatron_dynapipe.service.recalibration import corrected_file, decode_passes, encode_passes
+        from megatron_dynapipe.service.recalibration import Measurements, corrected_file
 
-        mine = encode_passes(self._passes).decode()
+        mine = Measurements(passes=tuple(self._passes)).encode().decode()
         texts = [self._control.broadcast_text(mine, source=rank) for rank in range(dist.get_world_size())]
-        samples = [sample for text in texts for sample in decode_passes(text.encode())]
+        samples = [sample for text in texts for sample in Measurements.decode(text.encode()).passes]
         data = corrected_file(self._base.settings, self._base.cost_model, samples, 1)
         self._pipeline.planner = Planner(self._base.settings, TableCostModel.decode(data))
 

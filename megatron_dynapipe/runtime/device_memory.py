@@ -25,6 +25,14 @@ class MemoryCounts:
     reserved_bytes: int
     retries: int
 
+    def with_peaks_of(self, other: "MemoryCounts") -> "MemoryCounts":
+        """The higher peaks of both, and the later count of retries."""
+        return MemoryCounts(
+            allocated_bytes=max(self.allocated_bytes, other.allocated_bytes),
+            reserved_bytes=max(self.reserved_bytes, other.reserved_bytes),
+            retries=max(self.retries, other.retries),
+        )
+
 
 def memory_counts(device: torch.device) -> MemoryCounts | None:
     """The allocator's counts, without a wait for the device; None on a CPU."""
@@ -36,6 +44,21 @@ def memory_counts(device: torch.device) -> MemoryCounts | None:
         reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
         retries=stats.get("num_alloc_retries", 0),
     )
+
+
+def tensor_room_bytes(device: torch.device, peaks: MemoryCounts) -> int | None:
+    """How much of a GPU tensors can have at a time, by the allocator's peaks of a whole run; None on a CPU.
+
+    What it took beyond its tensors' peak is fragments that fit no new tensor, and what neither it nor the device has
+    is held by others: the context, NCCL's and libraries' buffers, other processes.
+
+        total  ├──────────── tensors ────────────┤ fragments ├ held by others ┤
+    """
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    others = max(total - free - torch.cuda.memory_reserved(device), 0)
+    return total - others - max(peaks.reserved_bytes - peaks.allocated_bytes, 0)
 
 
 def reserve(limit_bytes: int, device: torch.device) -> int:

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from types import FrameType
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.service.failure import PlannerFailure
 from megatron_dynapipe.service.loop import PlannerLoop, publish_failure
 from megatron_dynapipe.service.recalibration import Recalibrated
 from megatron_dynapipe.service.settings import ServiceSettings, decode_settings
-from megatron_dynapipe.service.source import PlannedSplits
+from megatron_dynapipe.service.source import IterationPlanner, PlannedSplits
 from megatron_dynapipe.store import PlanStore
 
 _NICE = 10
@@ -52,7 +51,7 @@ def plan_all(settings: ServiceSettings) -> None:
         PlannerLoop(settings, source, store).run()
 
 
-def training_planner(settings: ServiceSettings, store: PlanStore) -> Callable[[int], Planner] | None:
+def training_planner(settings: ServiceSettings, store: PlanStore) -> Callable[[int], IterationPlanner] | None:
     """The planner of each training iteration, where costs are corrected while training."""
     if settings.recalibration is None:
         return None

@@ -8,8 +8,12 @@
 Every rank publishes the passes it measured up to a version's end. The planner that first needs the version fits it
 and publishes it, as the bytes of a cost model file; all planners read those bytes. Which version an iteration is
 planned with follows from its number alone, so nobody has to be asked, and a plan can be made again from the file.
+
+With their passes ranks say how many bytes of their device tensors can have: the allocator's fragments, and what other
+libraries hold, are known only once it runs. Plans of a version stay within the least of these, which its file records.
 """
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
@@ -20,10 +24,13 @@ from megatron_dynapipe.cost import CostModel, TableCostModel
 from megatron_dynapipe.cost.correct import PassSample, corrected, fit_corrections
 from megatron_dynapipe.cost.format import encode_file
 from megatron_dynapipe.cost.write import as_file
-from megatron_dynapipe.errors import CostModelError
+from megatron_dynapipe.errors import CostModelError, InfeasibleError
+from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.store import PlanKeys, PlanStore
+from megatron_dynapipe.units import in_mb
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +73,62 @@ class Recalibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             count += min(count, MOST_ITERATIONS)
 
 
+class Measurements(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a rank measured for a version.
+
+    Attributes:
+        passes: of its stage.
+        tensor_room_bytes: of its device that tensors can have at a time; None where nothing is counted.
+    """
+
+    passes: tuple[PassSample, ...] = ()
+    tensor_room_bytes: int | None = None
+
+    def encode(self) -> bytes:
+        """As bytes, for the store."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Measurements":
+        """What `encode` wrote; raises CostModelError."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise CostModelError(f"expected a rank's measured passes, got something else: {error}") from error
+
+
+class WithinRoom:
+    """A planner within the memory that tensors can have, and without that limit where a batch cannot be planned so.
+
+    Args:
+        settings: with the limit that the run began with.
+        costs: of both planners.
+        room_bytes: of a device that tensors can have; None for any number.
+    """
+
+    def __init__(self, settings: PlannerSettings, costs: CostModel, room_bytes: int | None) -> None:
+        self._planner = self._wider = Planner(settings, costs)
+        if room_bytes is None or room_bytes >= settings.memory_limit_bytes:
+            return
+        with contextlib.suppress(InfeasibleError):  # no room for the model itself: it runs, so the count is of no use
+            self._planner = Planner(msgspec.structs.replace(settings, memory_limit_bytes=room_bytes), costs)
+
+    @property
+    def planner(self) -> Planner:
+        """The planner that is asked first."""
+        return self._planner
+
+    def plan(self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False) -> IterationPlan:
+        """See `Planner.plan`."""
+        try:
+            return self._planner.plan(batch, iteration, forward_only=forward_only)
+        except InfeasibleError:
+            if self._planner is self._wider:
+                raise
+            logger.warning("iteration %d: no plan within the memory left by fragments; planned without them", iteration)
+            return self._wider.plan(batch, iteration, forward_only=forward_only)
+
+
 class Recalibrated:
     """The planner of each iteration, made from the version of the cost model that is its.
 
@@ -95,9 +158,9 @@ class Recalibrated:
         self._keys = keys
         self._deadline_s = deadline_s
         self._version = 0
-        self._planner = Planner(settings, base)
+        self._planner = WithinRoom(settings, base, None)
 
-    def planner(self, iteration: int) -> Planner:
+    def planner(self, iteration: int) -> WithinRoom:
         """The planner of an iteration.
 
         Raises:
@@ -105,53 +168,69 @@ class Recalibrated:
             CostModelError: what came is not a list of passes, or not a cost model.
         """
         if (version := self._rule.version(iteration)) != self._version:
-            data = self._published(version)
-            self._planner = Planner(self._settings, TableCostModel.decode(data, origin=f"cost model version {version}"))
+            measured = [self._measured(version, rank) for rank in range(self._rule.ranks)]
+            room = min(
+                (each.tensor_room_bytes for each in measured if each.tensor_room_bytes is not None), default=None
+            )
+            data = self._published(version, [sample for each in measured for sample in each.passes], room)
+            costs = TableCostModel.decode(data, origin=f"cost model version {version}")
+            self._planner = WithinRoom(self._settings, costs, room)
             self._version = version
         return self._planner
 
-    def _published(self, version: int) -> bytes:
+    def _published(self, version: int, samples: list[PassSample], room_bytes: int | None) -> bytes:
         """A version's bytes: fitted here, unless another planner has published its own before."""
-        samples = [sample for rank in range(self._rule.ranks) for sample in self._passes(version, rank)]
         key = self._keys.costs(version)
-        if self._store.put_first(key, corrected_file(self._settings, self._base, samples, version)):
+        data = corrected_file(self._settings, self._base, samples, version, room_bytes=room_bytes)
+        if self._store.put_first(key, data):
             logger.info("cost model version %d, from %d passes", version, len(samples))
+            limit = self._settings.memory_limit_bytes
+            if room_bytes is not None and room_bytes < limit:
+                room, planned = in_mb(room_bytes, limit)
+                logger.info("tensors can have %s of a device, not %s: plans stay within that", room, planned)
         return self._store.wait_any([key], timeout_s=self._deadline_s, what=f"version {version} of the cost model")[1]
 
-    def _passes(self, version: int, rank: int) -> list[PassSample]:
+    def _measured(self, version: int, rank: int) -> Measurements:
         what = f"the passes that rank {rank} measured for version {version} of the cost model"
         data = self._store.wait_any([self._keys.passes(version, rank)], timeout_s=self._deadline_s, what=what)[1]
-        return decode_passes(data)
+        return Measurements.decode(data)
 
 
-def corrected_file(settings: PlannerSettings, base: CostModel, samples: Iterable[PassSample], version: int) -> bytes:
-    """A cost model file of the base under the correction that explains the passes; the base itself without passes."""
+def corrected_file(
+    settings: PlannerSettings,
+    base: CostModel,
+    samples: Iterable[PassSample],
+    version: int,
+    *,
+    room_bytes: int | None = None,
+) -> bytes:
+    """A cost model file of the base under the correction that explains the passes; the base itself without passes.
+
+    Args:
+        settings: of the plans.
+        base: the model to be corrected.
+        samples: the passes of all ranks.
+        version: number of the correction, for the file's provenance.
+        room_bytes: of a device that tensors can have, likewise.
+    """
     found = list(samples)
     tp = settings.tensor_parallel
     tables = {mode: base.tables(tensor_parallel=tp, recompute=mode) for mode in settings.recompute}
     if found:
         corrections = fit_corrections(found, tables, settings.layout)
         tables = {mode: corrected(grid, *corrections) for mode, grid in tables.items()}
+    provenance: dict[str, str | int | float | bool] = {
+        "base_digest": base.digest, "version": version, "passes": len(found)
+    }  # fmt: skip
+    if room_bytes is not None:
+        provenance["tensor_room_bytes"] = room_bytes
     file = as_file(
         {(tp, mode): grid for mode, grid in tables.items()},
         base.family,
         name=f"{base.name}, version {version}",
         source="a cost model corrected by passes measured while training",
         device="the training run's",
-        provenance={"base_digest": base.digest, "version": version, "passes": len(found)},
+        provenance=provenance,
         links=base.links,
     )
     return encode_file(file)
-
-
-def encode_passes(samples: Iterable[PassSample]) -> bytes:
-    """A rank's passes, for the store."""
-    return msgspec.json.encode(list(samples))
-
-
-def decode_passes(data: bytes) -> list[PassSample]:
-    """What `encode_passes` wrote; raises CostModelError."""
-    try:
-        return msgspec.json.decode(data, type=list[PassSample])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CostModelError(f"expected a list of measured passes, got something else: {error}") from error

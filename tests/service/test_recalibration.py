@@ -1,14 +1,17 @@
 """Versions of the cost model: when they come, who makes them, and that a plan can be made again from one's bytes."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, TableCostModel, stage_costs
 from megatron_dynapipe.cost.correct import PassSample
-from megatron_dynapipe.errors import CostModelError, StoreTimeoutError
+from megatron_dynapipe.errors import CostModelError, InfeasibleError, StoreTimeoutError
+from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.service.recalibration import Recalibrated, Recalibration, decode_passes, encode_passes
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.service.recalibration import Measurements, Recalibrated, Recalibration, WithinRoom
 from megatron_dynapipe.store import MemoryStore, PlanKeys
 from megatron_dynapipe.units import ModelFamily, Recompute, Shape
 
@@ -39,6 +42,10 @@ def passes(rank: int, slower: float) -> list[PassSample]:
     return found
 
 
+def measured(samples: list[PassSample], room: int | None = None) -> bytes:
+    return Measurements(passes=tuple(samples), tensor_room_bytes=room).encode()
+
+
 def recalibrated(store: MemoryStore, deadline_s: float = 5.0) -> Recalibrated:
     return Recalibrated(SETTINGS, BASE, RULE, store, KEYS, deadline_s=deadline_s)
 
@@ -60,39 +67,78 @@ def test_a_version_is_measured_before_it_can_be_needed() -> None:
 def test_planners_agree_on_a_version_that_one_of_them_makes() -> None:
     store = MemoryStore()
     for rank in range(2):
-        store.put(KEYS.passes(1, rank), encode_passes(passes(rank, slower=3.0)))
+        store.put(KEYS.passes(1, rank), measured(passes(rank, slower=3.0)))
     first, second = recalibrated(store), recalibrated(store)
     before, after = first.planner(113), first.planner(114)
-    assert before.digest != after.digest == second.planner(114).digest
+    assert before.planner.digest != after.planner.digest == second.planner(114).planner.digest
     _, data = store.wait_any([KEYS.costs(1)], timeout_s=1, what="the version")
     again = Planner(SETTINGS, TableCostModel.decode(data))
-    assert again.digest == after.digest  # a plan can be made again from the version's bytes
-    old, new = (planner.cost_model.tables(tensor_parallel=1, recompute=Recompute.NONE) for planner in (before, after))
+    assert again.digest == after.planner.digest  # a plan can be made again from the version's bytes
+    old, new = (each.planner.cost_model.tables(tensor_parallel=1, recompute=Recompute.NONE) for each in (before, after))
     assert new.values[0].sum() == pytest.approx(3 * old.values[0].sum(), rel=0.05)
 
 
 def test_an_empty_version_is_the_model_itself() -> None:
     store = MemoryStore()
     for rank in range(2):
-        store.put(KEYS.passes(1, rank), encode_passes([]))
-    tables = recalibrated(store).planner(114).cost_model.tables(tensor_parallel=1, recompute=Recompute.NONE)
+        store.put(KEYS.passes(1, rank), measured([]))
+    tables = recalibrated(store).planner(114).planner.cost_model.tables(tensor_parallel=1, recompute=Recompute.NONE)
     assert (tables.values == BASE.tables(tensor_parallel=1, recompute=Recompute.NONE).values).all()
 
 
 def test_passes_that_do_not_come_are_named() -> None:
     store = MemoryStore()
-    store.put(KEYS.passes(1, 0), encode_passes([]))
+    store.put(KEYS.passes(1, 0), measured([]))
     with pytest.raises(StoreTimeoutError, match="the passes that rank 1 measured for version 1 of the cost model"):
         recalibrated(store, deadline_s=0.05).planner(114)
 
 
-def test_what_is_no_list_of_passes_is_refused() -> None:
-    assert decode_passes(encode_passes(passes(0, 1.0))) == passes(0, 1.0)
-    with pytest.raises(CostModelError, match="expected a list of measured passes"):
-        decode_passes(b'{"stage": 1}')
+def test_what_are_no_measurements_is_refused() -> None:
+    found = Measurements(passes=tuple(passes(0, 1.0)), tensor_room_bytes=7)
+    assert Measurements.decode(found.encode()) == found
+    with pytest.raises(CostModelError, match="expected a rank's measured passes"):
+        Measurements.decode(b'{"stage": 1}')
 
 
 @pytest.mark.parametrize("data", [b"\xff\xfe", b'[{"stage": "\xff"}]', b"[" * 100_000, b"", b"null"])
 def test_what_are_no_passes_is_one_error(data: bytes) -> None:
-    with pytest.raises(CostModelError, match="expected a list of measured passes"):
-        decode_passes(data)
+    with pytest.raises(CostModelError, match="expected a rank's measured passes"):
+        Measurements.decode(data)
+
+
+@pytest.mark.parametrize(
+    ("rooms", "limit"),
+    [((None, None), 10**10), ((2 * 10**10, None), 10**10), ((9 * 10**9, 8 * 10**9), 8 * 10**9), ((None, 5), 10**10)],
+    ids=["uncounted", "enough", "least", "less than the model"],
+)
+def test_plans_of_a_version_stay_within_what_tensors_can_have(
+    rooms: tuple[int | None, ...], limit: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryStore()
+    for rank, room in enumerate(rooms):
+        store.put(KEYS.passes(1, rank), measured([], room))
+    with caplog.at_level("INFO"):
+        planner = recalibrated(store).planner(114).planner
+    assert planner.settings.memory_limit_bytes == limit
+    _, data = store.wait_any([KEYS.costs(1)], timeout_s=1, what="the version")
+    least = min((room for room in rooms if room is not None), default=None)
+    assert (b"tensor_room_bytes" in data) is (least is not None)
+    assert ("plans stay within" in caplog.text) is (least is not None and least < 10**10)
+
+
+def test_a_batch_without_a_plan_in_the_room_gets_one_beyond_it(caplog: pytest.LogCaptureFixture) -> None:
+    batch = GlobalBatch(
+        iteration=0,
+        sample_ids=np.arange(4),
+        input_lengths=np.full(4, 250, np.int32),
+        target_lengths=np.zeros(4, np.int32),
+    )
+    settings = msgspec.structs.replace(SETTINGS, model_state_bytes=(1000, 1000))
+    plan = Planner(settings, BASE).plan(batch, 0)
+    narrow = 1000 + (max(peak_bytes(plan, plan.replicas[0], stage) for stage in range(2)) - 1000) // 50
+    planner = WithinRoom(settings, BASE, narrow)
+    assert planner.planner.settings.memory_limit_bytes == narrow
+    assert planner.plan(batch, 0) == plan
+    assert "no plan within the memory left by fragments" in caplog.text
+    with pytest.raises(InfeasibleError):
+        WithinRoom(msgspec.structs.replace(settings, memory_limit_bytes=narrow), BASE, None).plan(batch, 0)

@@ -43,7 +43,8 @@ from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.runtime import PipelineExecutor, Trace, platform_of, watched
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.runtime.device_memory import memory_counts, reserve
+from megatron_dynapipe.runtime.device_memory import memory_counts, reserve, tensor_room_bytes
+from megatron_dynapipe.service.recalibration import Recalibration
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import NS_PER_MS, Shape, input_positions, target_positions
 
@@ -289,7 +290,7 @@ class Session:
             metrics=MetricsWriter(platform, interval=self._metrics_interval, planners=supply.planner_metrics),
             maximum=self._longest,
             timeout_s=timeout_s,
-            publisher=None if rule is None else PassPublisher(rule, supply.store, supply.keys, rank=rank),
+            publisher=None if rule is None else self._publisher(rule, supply, rank),
             memory=functools.partial(memory_counts, self._device),
             run=RunRecord(
                 world_size=torch.distributed.get_world_size(),
@@ -301,6 +302,10 @@ class Session:
             page_every=self._settings.report_every,
             reserves_all=self._settings.reserve_all_memory,
         )
+
+    def _publisher(self, rule: Recalibration, supply: PlanSupply, rank: int) -> PassPublisher:
+        room = functools.partial(tensor_room_bytes, self._device)
+        return PassPublisher(rule, supply.store, supply.keys, rank=rank, room=room)
 
     def counting(self, provider: Callable[..., Any]) -> Callable[..., Any]:
         """A model provider whose modules' memory the plans leave room for."""

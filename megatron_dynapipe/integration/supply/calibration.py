@@ -1,6 +1,6 @@
 """Calibration while training: this rank's measured passes, published for the planners to correct the cost model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_dynapipe.cost.correct import PassSample
@@ -8,7 +8,8 @@ from megatron_dynapipe.errors import StoreTimeoutError
 from megatron_dynapipe.plan.instructions import Backward, Forward, Load, Payload, SendStart
 from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.service.recalibration import Recalibration, encode_passes
+from megatron_dynapipe.runtime.device_memory import MemoryCounts
+from megatron_dynapipe.service.recalibration import Measurements, Recalibration
 from megatron_dynapipe.store import PlanKeys, PlanStore
 from megatron_dynapipe.units import BatchLayout, ModelFamily, input_positions, target_positions
 
@@ -25,13 +26,24 @@ class PassPublisher:
         store: where passes go.
         keys: names in it.
         rank: of this process.
+        room: bytes of the device that tensors can have, by the allocator's peaks so far; asked once a version.
     """
 
-    def __init__(self, rule: Recalibration, store: PlanStore, keys: PlanKeys, *, rank: int) -> None:
+    def __init__(
+        self,
+        rule: Recalibration,
+        store: PlanStore,
+        keys: PlanKeys,
+        *,
+        rank: int,
+        room: Callable[[MemoryCounts], int | None] = lambda _: None,
+    ) -> None:
         self._rule = rule
         self._store = store
         self._keys = keys
         self._rank = rank
+        self._room = room
+        self._peaks: MemoryCounts | None = None
         self._passes: list[PassSample] = []
         self._version = 1
 
@@ -39,12 +51,22 @@ class PassPublisher:
         """The version of the cost model that an iteration was planned with."""
         return self._rule.version(iteration)
 
-    def add(self, entry: StageEntry, events: Sequence[Event]) -> None:
-        """Take the passes of an iteration that has run; the first of a run pays for starting up and is left out."""
+    def add(self, entry: StageEntry, events: Sequence[Event], memory: MemoryCounts | None = None) -> None:
+        """Take the passes of an iteration that has run; the first of a run pays for starting up and is left out.
+
+        Args:
+            entry: what was to be run.
+            events: when it ran.
+            memory: the allocator's peaks; None where it cannot tell fragments.
+        """
+        if memory is not None:
+            self._peaks = memory if self._peaks is None else self._peaks.with_peaks_of(memory)
         if entry.iteration > self._rule.first_iteration:
             self._passes += measured_passes(entry, events)
         if entry.iteration + 1 == self._rule.measured_until(self._version):
-            self._store.put(self._keys.passes(self._version, self._rank), encode_passes(self._passes))
+            room = None if self._peaks is None else self._room(self._peaks)
+            measured = Measurements(passes=tuple(self._passes), tensor_room_bytes=room)
+            self._store.put(self._keys.passes(self._version, self._rank), measured.encode())
             self._passes = []
             self._version += 1
 

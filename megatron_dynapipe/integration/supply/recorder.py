@@ -94,7 +94,7 @@ class Recorder:
         self._publisher = publisher
         self._memory = memory
         self._reserves_all = reserves_all
-        self._peaks = 0, 0
+        self._peaks: MemoryCounts | None = None
         self._retries = 0
         self._run = run
         self._latest: tuple[PlannedIteration, Trace, HostLosses] | None = None
@@ -153,12 +153,13 @@ class Recorder:
             return
         (item, trace, losses), self._latest = self._latest, None
         events = trace.events()
+        memory = self._memory()  # before metrics reset the peaks
         version = 0
         if self._publisher is not None:  # no record: planners wait for it
             version = self._publisher.version(item.entry.iteration)
-            self._publisher.add(item.entry, events)
+            self._publisher.add(item.entry, events, None if self._reserves_all else memory)
         with self._never_failing("record an iteration"):
-            self._write(item, events, losses, version, last=last)
+            self._write(item, events, losses, version, memory, last=last)
 
     def _write(
         self,
@@ -166,10 +167,10 @@ class Recorder:
         events: Sequence[Event],
         losses: HostLosses,
         version: int,
+        memory: MemoryCounts | None,
         *,
         last: bool,
     ) -> None:
-        memory = self._memory()  # before metrics reset the peaks
         self._say_retries(memory)
         self._metrics.write(item, events)
         if self._tensor_rank != 0:
@@ -200,11 +201,14 @@ class Recorder:
         """Keep the run's peaks, and hand them in at its end; nothing where memory was reserved ahead."""
         if self._reserves_all:
             return
-        tensors, held = self._peaks
-        self._peaks = max(tensors, memory.allocated_bytes), max(held, memory.reserved_bytes)
+        peaks = self._peaks = memory if self._peaks is None else self._peaks.with_peaks_of(memory)
         if last:
-            tensors, held = self._peaks
-            record = MemoryRecord(rank=self._rank, allocated_bytes=tensors, reserved_bytes=held, retries=memory.retries)
+            record = MemoryRecord(
+                rank=self._rank,
+                allocated_bytes=peaks.allocated_bytes,
+                reserved_bytes=peaks.reserved_bytes,
+                retries=peaks.retries,
+            )
             self._file.add_last(record)
 
     def _say_retries(self, memory: MemoryCounts | None) -> None:

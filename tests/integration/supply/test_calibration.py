@@ -11,7 +11,7 @@ from megatron_dynapipe.integration.supply.calibration import PassPublisher, meas
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Load, Payload, RecvWait, SendStart
 from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.service.recalibration import Recalibration, decode_passes
+from megatron_dynapipe.service.recalibration import Measurements, Recalibration
 from megatron_dynapipe.store import MemoryStore, PlanKeys
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
 
@@ -69,7 +69,8 @@ def test_passes_are_handed_in_when_a_version_is_made_from_them() -> None:
     for iteration in range(8):
         learner.add(entry(iteration), ITERATION)
     found = [
-        decode_passes(store.wait_any([KEYS.passes(version, 0)], timeout_s=1, what="passes")[1]) for version in (1, 2)
+        Measurements.decode(store.wait_any([KEYS.passes(version, 0)], timeout_s=1, what="passes")[1]).passes
+        for version in (1, 2)
     ]
     assert [len(samples) for samples in found] == [3, 4]  # the first iteration starts everything up
 
