@@ -60,7 +60,11 @@ def batches(model: str, *, longest: int | None = None) -> Iterator[GlobalBatch]:
     """A model's batches of `TOKENS` tokens, of samples cut at `longest` or less."""
     for batch in recorded_batches():
         if batch["model"] == model and batch["tokens"] == TOKENS and batch["max_seq_len"] <= (longest or 2**31):
-            inputs = np.array(batch["input"], np.int32)
-            targets = np.array(batch.get("target") or np.zeros(len(inputs)), np.int32)
-            ids = np.arange(len(inputs))
-            yield GlobalBatch(iteration=0, sample_ids=ids, input_lengths=inputs, target_lengths=targets)
+            yield global_batch(batch)
+
+
+def global_batch(recorded: dict[str, Any]) -> GlobalBatch:
+    """A batch of the batches file as the planner takes it."""
+    inputs = np.array(recorded["input"], np.int32)
+    targets = np.array(recorded.get("target") or np.zeros(len(inputs)), np.int32)
+    return GlobalBatch(iteration=0, sample_ids=np.arange(len(inputs)), input_lengths=inputs, target_lengths=targets)

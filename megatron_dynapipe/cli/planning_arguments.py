@@ -41,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SPLIT",
         help="layers per stage: equal, auto (evened by their costs), or numbers like 9,8,8,7 (default: equal)",
     )
-    parser.add_argument("--split-from", type=Path, metavar="BATCHES", help="other lengths to choose an auto split from")
+    parser.add_argument(
+        "--split-from",
+        type=Path,
+        metavar="BATCHES",
+        help="other lengths to choose an auto split from, in batches as large as those to plan",
+    )
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser, *, models: Sequence[str]) -> None:
@@ -283,6 +288,8 @@ def _schedule(args: argparse.Namespace, method: str | None) -> "ScheduleSettings
 def _with_auto_split(
     args: argparse.Namespace, settings: "PlannerSettings", cost_model: "CostModel"
 ) -> "PlannerSettings":
+    from statistics import median_high
+
     import msgspec
 
     from megatron_dynapipe.cli.batches import read_batches
@@ -292,7 +299,9 @@ def _with_auto_split(
     chosen_from = to_plan
     if args.split_from:
         named = read_batches(args.split_from, args.model, max_seq_len=args.max_seq_len)
-        chosen_from = [batch.global_batch(0) for batch in named]
+        usual = median_high([batch.tokens for batch in to_plan])
+        # How even stages are at the ends of a pipeline counts for more the fewer micro-batches there are.
+        chosen_from = [part for batch in named for part in batch.global_batch(0).divided(max(usual, 1))]
     split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan)
     return msgspec.structs.replace(settings, layers_per_stage=split)
 

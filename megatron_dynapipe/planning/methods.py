@@ -91,7 +91,7 @@ def predict(
     """
     planned = rows_of_longest(batch, longest, settings.family) if method == "packing" else batch
     plan = Planner(method_settings(method, longest, settings), cost_model).plan(planned, 0)
-    return prediction_of(plan, tokens=int(batch.input_lengths.sum() + batch.target_lengths.sum()))
+    return prediction_of(plan, tokens=batch.tokens)
 
 
 def prediction_of(plan: IterationPlan, *, tokens: int) -> Prediction:

@@ -94,6 +94,33 @@ class GlobalBatch:
     def __len__(self) -> int:
         return len(self.sample_ids)
 
+    @property
+    def tokens(self) -> int:
+        """Of all samples, inputs and targets."""
+        return int(self.input_lengths.sum() + self.target_lengths.sum())
+
+    def divided(self, tokens: int) -> list["GlobalBatch"]:
+        """Its samples, in order, as batches of about so many tokens; the batch alone where it is no larger.
+
+        Args:
+            tokens: of a batch, at least 1.
+        """
+        parts = min(round(self.tokens / tokens), len(self))
+        if parts <= 1:
+            return [self]
+        ends = np.cumsum(self.input_lengths.astype(np.int64) + self.target_lengths)
+        places = np.split(np.arange(len(self)), np.searchsorted(ends, self.tokens * np.arange(1, parts) / parts))
+        return [
+            GlobalBatch(
+                iteration=self.iteration,
+                sample_ids=self.sample_ids[at],
+                input_lengths=self.input_lengths[at],
+                target_lengths=self.target_lengths[at],
+            )
+            for at in places
+            if len(at)
+        ]
+
 
 class Sampler:
     """Assigns the samples of a split to iterations, epoch after epoch, each epoch in its own order.

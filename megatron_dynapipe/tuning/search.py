@@ -170,7 +170,7 @@ def tune(
     except KeyboardInterrupt:
         interrupted = True
     judged.sort(key=_rank)
-    tokens = [int(batch.input_lengths.sum() + batch.target_lengths.sum()) for batch in batches]
+    tokens = [batch.tokens for batch in batches]
     return Tuning(
         layouts=tuple(_tuned(each, tokens) for each in judged),
         settings=tuple(each.settings for each in judged),

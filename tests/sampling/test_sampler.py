@@ -9,7 +9,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.sampling import LengthTable, LongSamples, Sampler, SamplerSettings
+from megatron_dynapipe.sampling import GlobalBatch, LengthTable, LongSamples, Sampler, SamplerSettings
 from megatron_dynapipe.sampling.sampler import samples_per_task
 from megatron_dynapipe.units import ModelFamily
 
@@ -188,3 +188,19 @@ def test_mixture_needs_tasks() -> None:
         Sampler(table(PAIRS[:2]), settings(mixture_temperature=2.0))
     with pytest.raises(DataError, match="expected the tasks of 2 samples, got those of 1"):
         Sampler(table(PAIRS[:2]), settings(mixture_temperature=2.0), np.zeros(1, np.int16))
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 50)), min_size=1, max_size=60), st.integers(1, 3000))
+def test_a_divided_batch_has_the_same_samples_in_order_in_parts_of_about_that_size(
+    pairs: list[tuple[int, int]], tokens: int
+) -> None:
+    lengths = table(pairs)
+    whole = GlobalBatch(
+        iteration=3, sample_ids=np.arange(len(pairs)), input_lengths=lengths.input, target_lengths=lengths.target
+    )
+    parts = whole.divided(tokens)
+    assert np.concatenate([part.sample_ids for part in parts]).tolist() == list(range(len(pairs)))
+    assert sum(part.tokens for part in parts) == whole.tokens
+    longest = max(sum(pair) for pair in pairs)
+    assert all(len(part) and part.iteration == 3 for part in parts)
+    assert max(part.tokens for part in parts) <= 1.5 * max(tokens, longest) + longest
