@@ -3,7 +3,8 @@
     python benchmarks/service/codec.py [--stages 16] [--micro-batches 128] [--repetitions 50]
 
 Prints bytes per instruction of what a rank fetches (all of its part: instructions, predicted times, micro-batches), and
-the least and median times of encoding every rank's part of one replica and of decoding one, in processor time.
+the least and median times of encoding every rank's part of one replica and of decoding one, in processor time. Exit
+status 1 where a median or the bytes are above their bound; the bounds are those of the default size.
 """
 
 import argparse
@@ -20,6 +21,8 @@ import zlib
 from megatron_dynapipe.plan import codec
 from tests.helpers.plans import make_plan
 
+INSTRUCTION_BYTES, ENCODE_MS, DECODE_MS = 40, 5.0, 0.5
+
 
 def times_ms(act: Callable[[], object], repetitions: int) -> tuple[float, float]:
     """Least and median processor time."""
@@ -31,7 +34,7 @@ def times_ms(act: Callable[[], object], repetitions: int) -> tuple[float, float]
     return min(found), statistics.median(found)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=16)
     parser.add_argument("--micro-batches", type=int, default=128)
@@ -51,13 +54,16 @@ def main() -> None:
         packed = zlib.compress(largest, level)
         least, _ = times_ms(lambda level=level: zlib.compress(largest, level), options.repetitions)  # type: ignore[misc]
         print(f"zlib {level}: {len(packed) / len(largest):.0%} of the size, {least:.2f} ms for one part")
-    for what, act in (
-        ("encode all parts", lambda: codec.encode_entries(plan)),
-        ("decode one part", lambda: codec.decode_entry(largest)),
+    missed = total > INSTRUCTION_BYTES * instructions
+    for what, bound, act in (
+        ("encode all parts", ENCODE_MS, lambda: codec.encode_entries(plan)),
+        ("decode one part", DECODE_MS, lambda: codec.decode_entry(largest)),
     ):
         least, median = times_ms(act, options.repetitions)
-        print(f"{what}: {least:.2f} ms at best, {median:.2f} ms in the median")
+        missed |= median > bound
+        print(f"{what}: {least:.2f} ms at best, {median:.2f} ms in the median, bound {bound:g} ms")
+    return int(missed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

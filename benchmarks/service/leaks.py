@@ -2,15 +2,16 @@
 
     python benchmarks/service/leaks.py [--iterations 100000]
 
-A real server, a planner process of one replica × two stages, and this process as both of its ranks. A tenth of the way
-and at the end it notes the server's memory and keys, and the resident memory of planner and of this process. Exit
-status 1 where a key is left beyond the window's, or memory has grown by more than 10 % and 5 MB.
+A real server, a planner process of one replica × two stages, and this process as both of its ranks. At every tenth of
+the way it prints the server's keys and memory, and the resident memory of planner and of this process. Exit status 1
+where a key is left beyond the window at the end, or memory has grown by more than 10 % and 5 MB after the first tenth.
 """
 
 import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -48,28 +49,31 @@ def main() -> int:
                 "client": psutil.Process().memory_info().rss,
             }
 
-        began, early = time.monotonic(), {}
+        print("| iterations | keys | server | planner | client |\n|---|---|---|---|---|")
+        began, tenths = time.monotonic(), []
         for iteration in range(options.iterations):
             for rank in ranks:
                 rank.fetch("train", iteration)
             ranks[0].announce("train", iteration)
-            if iteration == options.iterations // 10:
-                early = held()
-        time.sleep(1)  # what is deleted lazily
-        late = held()
+            if (iteration + 1) % max(options.iterations // 10, 1) == 0:
+                time.sleep(1)  # what is deleted lazily
+                tenths.append(held())
+                print(row(iteration + 1, tenths[-1]), flush=True)
         # Claim, done and two plans of each iteration from two behind to the look-ahead; two topics; figures.
         most = 4 * (settings.look_ahead + settings.keep_behind + 2) + 3
-    seconds = time.monotonic() - began
-    print(f"{options.iterations:,} iterations in {seconds:.0f} s;", end=" ")
-    print(f"keys {early['keys']} → {late['keys']} (at most {most})")
+    early, late = tenths[0], tenths[-1]
+    print(f"{time.monotonic() - began:.0f} s; {late['keys']} keys, at most {most} expected")
     grown = [
         name
         for name in ("server", "planner", "client")
         if late[name] - early[name] > max(early[name] * GROWTH, GROWTH_BYTES)
     ]
-    for name in ("server", "planner", "client"):
-        print(f"{name}: {early[name] / 1e6:.1f} MB → {late[name] / 1e6:.1f} MB")
     return 1 if grown or late["keys"] > most else 0
+
+
+def row(iterations: int, held: Mapping[str, int]) -> str:
+    memory = (f"{held[name] / 1e6:.1f} MB" for name in ("server", "planner", "client"))
+    return f"| {iterations:,} | {held['keys']} | {' | '.join(memory)} |"
 
 
 if __name__ == "__main__":

@@ -33,17 +33,26 @@ def digest(plan: IterationPlan) -> str:
 
 def encode(value: IterationPlan | StageEntry) -> bytes:
     """Bytes of a plan or of one rank's share, for the store or a file."""
-    payload = _encoder.encode(value)
-    return _HEADER.pack(MAGIC, VERSION, _checksum(payload)) + payload
+    return _seal(_encoder.encode(value))
 
 
 def encode_entries(plan: IterationPlan) -> Sequence[tuple[int, int, bytes]]:
-    """(replica, stage, bytes) for every rank that runs a share of the plan."""
-    plan_digest = digest(plan)
+    """(replica, stage, bytes) for every rank that runs a share of the plan.
+
+    What several of them hold is encoded once; the bytes are those of `encode(StageEntry.of(…))`.
+    """
+    if not plan.replicas:
+        return []
+    shares = [
+        (_raw(share.micro_batches), [_raw(stage) for stage in share.stages], share.predicted_ns)
+        for share in plan.replicas
+    ]
+    plan_digest = _checksum(_with_fields(plan, replicas=shares)).hex()
+    common = StageEntry.of(plan, 0, 0, plan_digest=plan_digest)
     return [
-        (replica, stage, encode(StageEntry.of(plan, replica, stage, plan_digest=plan_digest)))
-        for replica, share in enumerate(plan.replicas)
-        for stage in range(len(share.stages))
+        (replica, stage, _seal(_with_fields(common, replica=replica, micro_batches=batches, stage_plan=stage_plan)))
+        for replica, (batches, stages, _) in enumerate(shares)
+        for stage, stage_plan in enumerate(stages)
     ]
 
 
@@ -81,6 +90,20 @@ def _decode[T: (IterationPlan, StageEntry)](data: bytes, kind: type[T]) -> T:
         return msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, PlanError) as error:
         raise PlanDecodeError(f"not a valid {kind.__name__}: {error}") from error
+
+
+def _with_fields(record: IterationPlan | StageEntry, **fields: object) -> bytes:
+    """The payload of a record with other values, encoded ones too, in some of its fields: an array of all fields."""
+    values = (fields.get(name, getattr(record, name)) for name in record.__struct_fields__)
+    return _encoder.encode(list(values))
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(_encoder.encode(value))
+
+
+def _seal(payload: bytes) -> bytes:
+    return _HEADER.pack(MAGIC, VERSION, _checksum(payload)) + payload
 
 
 def _checksum(payload: bytes | memoryview) -> bytes:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_dynapipe.errors import PlanDecodeError, PlanError
 from megatron_dynapipe.plan import codec
 from megatron_dynapipe.plan.instructions import Backward, Forward
-from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
+from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StageEntry, StagePlan
 from megatron_dynapipe.plan.text import parse_stages
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.plan.verify import verify
@@ -100,6 +100,11 @@ def test_plans_and_entries_come_back_equal(family, counts, stages, chunks):
         assert entry.stage_plan == plan.replicas[replica].stages[stage]
         assert entry.plan_digest == codec.digest(plan)
         assert entry.totals == plan.totals
+        assert data == codec.encode(StageEntry.of(plan, replica, stage, plan_digest=codec.digest(plan)))
+
+
+def test_a_plan_without_replicas_has_no_entries():
+    assert codec.encode_entries(msgspec.structs.replace(golden_plan(), replicas=())) == []
 
 
 def test_equal_plans_have_equal_digests_and_others_not():
