@@ -87,6 +87,9 @@ class SplitWindow:
         if progress > self.progress:  # a store that was full may have been filled by another job
             self.bytes_limit = min(self.bytes_limit + self.bytes_limit // 16 + 1, self._most_bytes)
         self.progress = max(self.progress, progress)
+        if self.next < self.progress:  # a planner that slept, or that began at a store that had come back empty
+            self.next = self.progress
+            self._oldest = max(self._oldest, self.progress - 2 * self._keep_behind)
         self.others = {iteration for iteration in self.others if iteration >= self.progress}
 
     def join(self, progress: int) -> None:
@@ -101,11 +104,11 @@ class SplitWindow:
         self.others.clear()
         self._sizes.clear()
 
-    def left_behind(self) -> range:
+    def left_behind(self) -> list[int]:
         """Iterations that training has left behind; they are not named again."""
-        end = min(max(self.progress - self._keep_behind, self._oldest), self.next)
-        found = range(self._oldest, max(end, self._oldest))
-        self._oldest = found.stop
+        end = max(min(self.progress - self._keep_behind, self.next), self._oldest)
+        found = sorted({*range(self._oldest, end), *(each for each in self._sizes if each < end)})
+        self._oldest = end
         for iteration in found:
             self._sizes.pop(iteration, None)
         return found

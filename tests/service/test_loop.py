@@ -304,10 +304,9 @@ def test_splits_take_turns_and_neither_waits_for_the_other(settings, source, sto
 def test_plans_that_training_has_left_behind_are_forgotten(settings, source, store) -> None:
     told = only_train(settings(look_ahead=2, keep_behind=3))
     with running(told, source, store):
-        client(told, store).announce("train", 10)
-        until(lambda: ("train", 12) in source.planned)
-        client(told, store).announce("train", 11)
-        until(lambda: ("train", 13) in source.planned)
+        for iteration in range(12):
+            client(told, store).announce("train", iteration)
+            until(lambda iteration=iteration: ("train", iteration + 2) in source.planned)
         kept = sorted(int(key.split(":")[4]) for key in store._values if key.endswith(":0:0"))
         assert kept == list(range(8, 14))
         with pytest.raises(

@@ -32,7 +32,7 @@ def plan(window: SplitWindow, size: int = 10) -> list[int]:
     ("limits", "progress", "size", "planned"),
     [
         ({"look_ahead": 3}, 0, 10, [0, 1, 2, 3]),
-        ({"look_ahead": 3}, 2, 10, [0, 1, 2, 3, 4, 5]),
+        ({"look_ahead": 3}, 2, 10, [2, 3, 4, 5]),
         ({"look_ahead": 8, "look_ahead_bytes": 30}, 0, 10, [0, 1, 2]),
         ({"look_ahead": 8, "look_ahead_bytes": 5}, 0, 10, [0, 1]),  # the next one always may
         ({"look_ahead": 3, "iterations": 2}, 0, 10, [0, 1]),
@@ -65,19 +65,28 @@ def test_what_another_has_claimed_is_missed_until_it_is_published_or_passed(wind
 
 def test_training_leaves_iterations_behind_once(window) -> None:
     found = window(look_ahead=4, keep_behind=1)
-    found.reach(3)
     plan(found)
-    assert list(found.left_behind()) == [0, 1]
-    assert list(found.left_behind()) == []
+    found.reach(3)
+    assert found.left_behind() == [0, 1]
+    assert found.left_behind() == []
     found.reach(4)
-    assert list(found.left_behind()) == [2]
+    assert found.left_behind() == [2]
 
 
 def test_one_that_joins_clears_away_what_was_left(window) -> None:
     found = window(keep_behind=2)
     found.join(40)
     assert found.next == 40
-    assert list(found.left_behind()) == [36, 37]
+    assert found.left_behind() == [36, 37]
+
+
+def test_one_that_learns_late_how_far_training_is_goes_on_there(window) -> None:
+    found = window(look_ahead=4, keep_behind=2)
+    assert plan(found) == [0, 1, 2, 3, 4]  # into a store that had come back empty
+    found.reach(40)
+    assert plan(found) == [40, 41, 42, 43, 44]
+    assert found.left_behind() == [0, 1, 2, 3, 4, 36, 37]
+    assert found.left_behind() == []
 
 
 def test_after_an_interruption_it_looks_again_from_the_iteration_in_training(window) -> None:

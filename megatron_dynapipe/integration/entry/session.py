@@ -305,7 +305,7 @@ class Session:
 
     def _publisher(self, rule: Recalibration, supply: PlanSupply, rank: int) -> PassPublisher:
         room = functools.partial(tensor_room_bytes, self._device)
-        return PassPublisher(rule, supply.store, supply.keys, rank=rank, room=room)
+        return PassPublisher(rule, supply.store, supply.keys, rank=rank, republisher=supply.republisher, room=room)
 
     def counting(self, provider: Callable[..., Any]) -> Callable[..., Any]:
         """A model provider whose modules' memory the plans leave room for."""

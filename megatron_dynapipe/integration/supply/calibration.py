@@ -10,6 +10,7 @@ from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.runtime.device_memory import MemoryCounts
 from megatron_dynapipe.service.recalibration import Measurements, Recalibration
+from megatron_dynapipe.service.republish import Republisher
 from megatron_dynapipe.store import PlanKeys, PlanStore
 from megatron_dynapipe.units import BatchLayout, ModelFamily, input_positions, target_positions
 
@@ -26,6 +27,7 @@ class PassPublisher:
         store: where passes go.
         keys: names in it.
         rank: of this process.
+        republisher: publishes them again where the store is lost.
         room: bytes of the device that tensors can have, by the allocator's peaks so far; asked once a version.
     """
 
@@ -36,12 +38,14 @@ class PassPublisher:
         keys: PlanKeys,
         *,
         rank: int,
+        republisher: Republisher,
         room: Callable[[MemoryCounts], int | None] = lambda _: None,
     ) -> None:
         self._rule = rule
         self._store = store
         self._keys = keys
         self._rank = rank
+        self._republisher = republisher
         self._room = room
         self._peaks: MemoryCounts | None = None
         self._passes: list[PassSample] = []
@@ -64,11 +68,19 @@ class PassPublisher:
         if entry.iteration > self._rule.first_iteration:
             self._passes += measured_passes(entry, events)
         if entry.iteration + 1 == self._rule.measured_until(self._version):
-            room = None if self._peaks is None else self._room(self._peaks)
-            measured = Measurements(passes=tuple(self._passes), tensor_room_bytes=room)
-            self._store.put(self._keys.passes(self._version, self._rank), measured.encode())
-            self._passes = []
-            self._version += 1
+            self._publish()
+
+    def _publish(self) -> None:
+        room = None if self._peaks is None else self._room(self._peaks)
+        measured = Measurements(passes=tuple(self._passes), tensor_room_bytes=room)
+        key, value = self._keys.passes(self._version, self._rank), measured.encode()
+        self._store.put(key, value)
+        self._republisher.keep(key, value)
+        # Plans from the iteration in training on may be made again, none before.
+        for old in range(1, self._rule.version(self._rule.measured_until(self._version) - 1)):
+            self._republisher.forget(self._keys.passes(old, self._rank))
+        self._passes = []
+        self._version += 1
 
     def save_versions(self, folder: Path, last_iteration: int) -> None:
         """Write every version that planned an iteration of this run beside its records, for planning again.

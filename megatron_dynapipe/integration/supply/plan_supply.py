@@ -31,6 +31,7 @@ from megatron_dynapipe.sampling import read_task_ids
 from megatron_dynapipe.service.client import PlanClient
 from megatron_dynapipe.service.pool import PlannerPool
 from megatron_dynapipe.service.recalibration import Recalibration
+from megatron_dynapipe.service.republish import Republisher
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.store import JobLease, PlanKeys, PlanStore, StoreAddress, StoreServer, new_job_name
 from megatron_dynapipe.store.redis_store import RETENTION_S
@@ -97,6 +98,8 @@ class PlanSupply:
             self.keys = PlanKeys(job=launch.job, settings_digest=self._inputs.digest())
             service = self._service_settings(launch)
             self.store = self._control.run_on_all(lambda: self._open(service))
+            topic = self.keys.progress(self._inputs.splits[0].name)
+            self.republisher = self._resources.enter_context(Republisher(self.store, topic))
             self._control.run_on_all(lambda: self._start_planners(service, launch.first_planners))
             undo.pop_all()
         return self
@@ -150,6 +153,7 @@ class PlanSupply:
         def announce(iteration: int) -> None:
             if self._control.rank == 0:
                 client.announce(split.name, iteration)
+                self.republisher.keep_progress(self.keys.progress(split.name), iteration)
 
         self._resources.callback(_close, planned)
         return AgreedIterator(planned, self._control, first_iteration=split.first_iteration, announce=announce)

@@ -11,7 +11,9 @@ from megatron_dynapipe.integration.supply.calibration import PassPublisher, meas
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Load, Payload, RecvWait, SendStart
 from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals
 from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.runtime.device_memory import MemoryCounts
 from megatron_dynapipe.service.recalibration import Measurements, Recalibration
+from megatron_dynapipe.service.republish import Republisher
 from megatron_dynapipe.store import MemoryStore, PlanKeys
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
 
@@ -65,14 +67,33 @@ def test_passes_of_a_packed_row_say_how_long_its_samples_are() -> None:
 
 def test_passes_are_handed_in_when_a_version_is_made_from_them() -> None:
     store = MemoryStore()
-    learner = PassPublisher(Recalibration(first_iteration=0, look_ahead=2, ranks=1), store, KEYS, rank=0)
+    rule, told = Recalibration(first_iteration=0, look_ahead=2, ranks=1), Republisher(store, "topic")
+    learner = PassPublisher(rule, store, KEYS, rank=0, republisher=told)
     for iteration in range(8):
         learner.add(entry(iteration), ITERATION)
-    found = [
-        Measurements.decode(store.wait_any([KEYS.passes(version, 0)], timeout_s=1, what="passes")[1]).passes
-        for version in (1, 2)
-    ]
-    assert [len(samples) for samples in found] == [3, 4]  # the first iteration starts everything up
+    found = [handed_in(store, version) for version in (1, 2)]
+    assert [len(each.passes) for each in found] == [3, 4]  # the first iteration starts everything up
+    assert [each.tensor_room_bytes for each in found] == [None, None]
+
+
+def handed_in(store: MemoryStore, version: int) -> Measurements:
+    return Measurements.decode(store.wait_any([KEYS.passes(version, 0)], timeout_s=1, what="passes")[1])
+
+
+def test_room_for_tensors_is_told_from_the_highest_peaks_so_far() -> None:
+    store, rule = MemoryStore(), Recalibration(first_iteration=0, look_ahead=2, ranks=1)
+    publisher = PassPublisher(
+        rule,
+        store,
+        KEYS,
+        rank=0,
+        republisher=Republisher(store, "topic"),
+        room=lambda peaks: 100 - peaks.reserved_bytes + peaks.allocated_bytes,
+    )
+    for iteration, (tensors, held) in enumerate([(10, 30), (25, 30), (5, 30), (None, None), *[(9, 60)] * 4]):
+        counts = None if tensors is None else MemoryCounts(allocated_bytes=tensors, reserved_bytes=held, retries=0)
+        publisher.add(entry(iteration), ITERATION, counts)
+    assert [handed_in(store, version).tensor_room_bytes for version in (1, 2)] == [100 - 5, 100 - 35]
 
 
 @pytest.mark.parametrize(
@@ -101,9 +122,26 @@ def test_state_is_counted_parameter_by_parameter(
 
 def test_a_version_that_has_expired_costs_no_later_one(tmp_path) -> None:
     store = MemoryStore()
-    publisher = PassPublisher(Recalibration(first_iteration=0, look_ahead=2, ranks=1), store, KEYS, rank=0)
+    rule, told = Recalibration(first_iteration=0, look_ahead=2, ranks=1), Republisher(store, "topic")
+    publisher = PassPublisher(rule, store, KEYS, rank=0, republisher=told)
     for version in (1, 3):
         store.put(KEYS.costs(version), b"version %d" % version)
     assert publisher.version(40) == 4
     publisher.save_versions(tmp_path, 40)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cost-model-1.json", "cost-model-3.json"]
+
+
+def test_passes_that_may_be_asked_for_again_come_back_into_an_empty_store() -> None:
+    rule, full = Recalibration(first_iteration=0, look_ahead=2, ranks=1), MemoryStore()
+    told = Republisher(full, "topic")
+    publisher = PassPublisher(rule, full, KEYS, rank=0, republisher=told)
+    for iteration in range(16):
+        publisher.add(entry(iteration), ITERATION)
+    empty = MemoryStore()
+    empty.interruptions = 1
+    told._store = empty
+    assert rule.version(15) == 2 and rule.measured_until(3) == 16
+    assert told.restore() == 2
+    for version in (2, 3):
+        key = KEYS.passes(version, 0)
+        assert empty.wait_any([key], timeout_s=1, what="it") == full.wait_any([key], timeout_s=1, what="it")
