@@ -124,13 +124,13 @@ class Run:
                 found += [process] if word in " ".join(process.cmdline()) else []
         return found
 
-    def end(self, *, status: int) -> tuple[int, float, str]:
+    def end(self, *, status: int, within_s: float = END_S) -> tuple[int, float, str]:
         """Wait for the end: exit status, seconds since the attack, and what is wrong with the status."""
         try:
-            ended = self.process.wait(END_S)
+            ended = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
             self.process.terminate()
-            return self.process.wait(60), END_S, f"expected an end within {END_S} s"
+            return self.process.wait(60), within_s, f"expected an end within {within_s:g} s"
         return ended, time.monotonic() - self.attacked, "" if ended == status else f"expected exit status {status}"
 
     def outcome(self, ground: Ground, pattern: str, *, status: int, with_losses: bool = True) -> Outcome:

@@ -6,8 +6,8 @@
 process plays 64 ranks: for each it fetches and decodes the plan of the iteration after the next, at a moment of the
 iteration's first fifth, as stages of a pipeline begin one after another. A fetch that finds no plan waits for it, and
 is counted. Planners are the real processes. Prints the fetches' latencies after the warm-up (the iterations of the
-look-ahead), how many waited, bytes and processor time per iteration; exit status 1 where p99 is above 50 ms or a rank
-waited.
+look-ahead), how many waited, and per iteration the bytes, the processor time and the cores that it takes; exit status 1
+where p99 is above 50 ms or a rank waited.
 """
 
 import argparse
@@ -100,7 +100,11 @@ def main() -> int:
         used_s = [sum(psutil.Process(planner.pid).cpu_times()[:2]) for planner in planners]
         assert server._guard is not None
         (child,) = psutil.Process(server._guard.pid).children()
-        print(f"planner: {sum(used_s) / (options.iterations + AHEAD):.2f} s of processor time per iteration at most")
+        planning_s = sum(used_s) / (options.iterations + AHEAD)
+        print(f"planner: {planning_s:.2f} s of processor time per iteration at most, ", end="")
+        print(
+            f"{planning_s / options.seconds:.2f} cores; two cores do for iterations of {planning_s / 2:.1f} s or more"
+        )
         print(f"server: {sum(child.cpu_times()[:2]) / options.iterations * 1e3:.0f} ms per iteration, ", end="")
         print(f"{child.memory_info().rss / 1e6:.0f} MB; an iteration's plans: {sum(size.values()) / 1e6:.1f} MB")
     return report(fetches, settings.look_ahead)

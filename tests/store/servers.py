@@ -25,12 +25,15 @@ def accepts(port: int) -> bool:
 
 
 @contextmanager
-def serving(folder: Path, settings: str, *, port: int, words: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
+def serving(
+    folder: Path, settings: str, *, port: int, words: tuple[str, ...] = (), program: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """A server of these settings, as its administrator would start it."""
     path = folder / f"server-{port}.conf"
     path.write_text(f'bind 127.0.0.1\nsave ""\ndir {folder}\n{settings}\n')
     log = (folder / f"server-{port}.log").open("w")
-    with log, subprocess.Popen([find_server_binary(), path, *words], stdout=log, stderr=log, text=True) as server:
+    command = [program or find_server_binary(), path, *words]
+    with log, subprocess.Popen(command, stdout=log, stderr=log, text=True) as server:
         try:
             deadline = time.monotonic() + 20
             while not accepts(port):

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron_dynapipe.store.child_log import ChildLog
 
 
@@ -40,3 +42,13 @@ def test_a_long_log_is_not_read_whole(tmp_path: Path) -> None:
     assert len(log.tail(20_000)) <= 64_000
     assert log.tail(1) == "line 19999"
     log.close()
+
+
+def test_a_file_that_cannot_be_opened_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "folder"
+    path.mkdir()
+    log = ChildLog(path)
+    print_lines(log, 0, 1)
+    assert log.tail() == "line 0"
+    log.close()
+    assert f"cannot write {path}, and go on without" in caplog.text

@@ -1,0 +1,169 @@
+"""Random faults, one after another and at once, for as long as told: what becomes of training.
+
+    python benchmarks/faults/campaign.py --data .demo/data [--minutes 30] [--seed 0] [--iterations 200]
+
+Run after run of a tiny model is started, each on a store of its own or on a shared server behind a relay, some beside a
+second job, and disturbed every few seconds by a fault of `disturbances.py`. In most runs it ends there; in some a last
+fault follows that no run can outlive. A run has to finish with the losses of one that nobody disturbed, or to end with
+the last fault's error; nothing of it may be left. Prints each run, and what was done how often with which outcome;
+exit status 1 if any run ends otherwise.
+"""
+
+import argparse
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the relay of the tests
+
+import psutil
+from disturbances import FAULTS, Scene, can_mount
+from ground import ROOT, TOLERANCE, Ground, Run, losses, parting, with_checksums
+
+SMALL = "--global-batch-size 4 --dynapipe-timeout-s 120"
+PAUSE_S = (2.0, 7.0)
+LAST_PROBABILITY = 0.4
+OTHER_PROBABILITY = 0.3
+CALM_ITERATIONS = 20
+"""At the end of a run nothing is disturbed, so that the last faults can still do harm."""
+END_S, LEFT_S = 900.0, 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run of the campaign ended; `trouble` is empty where it should have ended so."""
+
+    said: str
+    seconds: float
+    losses: float | None
+    trouble: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=lambda path: Path(path).absolute(), default=ROOT / ".demo" / "data")
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=0, help="of faults and pauses; the moments are the machine's")
+    parser.add_argument("--iterations", type=int, default=200, help="of each run")
+    parser.add_argument("--keep", type=Path, help="folder for the output of runs that end otherwise")
+    options = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        ground = Ground(data=with_checksums(options.data, Path(folder) / "data"), folder=Path(folder))
+        flags = f"{SMALL} --train-iters {options.iterations} --dynapipe-lookahead {Scene.ahead}"
+        quiet = Run(ground, flags)
+        _, seconds, trouble = quiet.end(status=0, within_s=END_S)
+        if trouble:
+            raise SystemExit(f"{trouble} of the undisturbed run:\n{quiet.log.read_text()[-3000:]}")
+        print(f"undisturbed: {options.iterations} iterations in {seconds:.0f} s\n")
+        print("| run | store | faults | ended | seconds | losses |\n|---|---|---|---|---|---|", flush=True)
+        outcomes: dict[str, Counter[str]] = {name: Counter() for name in FAULTS}
+        number = failed = 0
+        while time.monotonic() < began + options.minutes * 60:
+            choose = random.Random(f"{options.seed}/{number}")
+            with make_scene(ground, choose, flags, number) as scene:
+                ended = play(scene, options.iterations, losses(quiet.log), began + options.minutes * 60)
+                report(number, scene, ended, outcomes)
+                if ended.trouble:
+                    keep(options.keep, number, scene)
+            failed += bool(ended.trouble)
+            number += 1
+    print(f"\n{number} runs in {(time.monotonic() - began) / 60:.0f} minutes, {failed} ended as they should not\n")
+    print_outcomes(outcomes)
+    return 1 if failed else 0
+
+
+def make_scene(ground: Ground, choose: random.Random, flags: str, number: int) -> Scene:
+    """Every other run has a store of its own; every one a disk to fill where this user may mount one."""
+    has = {"run", "own" if number % 2 else "shared"}
+    if can_mount(ground.fresh()):
+        has.add("disk")
+    if "shared" in has and choose.random() < OTHER_PROBABILITY:
+        has.add("other")
+    return Scene(ground=ground, choose=choose, has=has, flags=flags)
+
+
+def play(scene: Scene, iterations: int, expected: dict[int, float], until: float) -> Ended:
+    """Disturb one run until it is near its end, or the time is over; then let it end."""
+    run, choose = scene.run, scene.choose
+    run.at(2)
+    began, said = time.monotonic(), rf"{iterations} iterations, [\d,]+ tokens per second"
+    ends_badly = choose.random() < LAST_PROBABILITY
+    stop = choose.randint(CALM_ITERATIONS, iterations - CALM_ITERATIONS) if ends_badly else iterations - CALM_ITERATIONS
+    family = [psutil.Process(run.process.pid), *run.children("")]
+    while run.process.poll() is None and max(losses(run.log)) < stop and time.monotonic() < until:
+        time.sleep(choose.uniform(*PAUSE_S))
+        scene.disturb(choose.choice(scene.possible(last=False)))
+        family += [process for process in run.children("") if process not in family]
+    if ends_badly and run.process.poll() is None:
+        scene.calm()
+        time.sleep(5)
+        name = choose.choice(scene.possible(last=True))
+        scene.disturb(name)
+        said = FAULTS[name].said or said
+    status, _, trouble = run.end(status=1 if scene_is_over(scene) else 0, within_s=END_S)
+    text = run.log.read_text()
+    found = re.search(said, text)
+    distance = parting(losses(run.log), expected)
+    if distance is not None and distance > TOLERANCE:
+        trouble = trouble or f"its losses part by {distance:.0e}"
+    if found is None:
+        trouble = trouble or f"expected {said!r} in its output, exit status {status}"
+    scene.calm()
+    _, left = psutil.wait_procs(family, timeout=LEFT_S)
+    if left:
+        trouble = trouble or f"{len(left)} processes are left"
+    return Ended(said=found[0] if found else "", seconds=time.monotonic() - began, losses=distance, trouble=trouble)
+
+
+def scene_is_over(scene: Scene) -> bool:
+    """Whether a last fault has come about."""
+    return any(scene.counts[name] for name, fault in FAULTS.items() if fault.said is not None)
+
+
+def report(number: int, scene: Scene, ended: Ended, outcomes: dict[str, Counter[str]]) -> None:
+    """One line, and the sums."""
+    store = "own" if "own" in scene.has else "shared, beside another job" if "other" in scene.has else "shared"
+    faults = ", ".join(f"{name} × {count}" if count > 1 else name for name, count in scene.counts.items())
+    said = f"**{ended.trouble}** {ended.said}" if ended.trouble else ended.said
+    said = " ".join(said.split()).replace("|", "/")[:160]
+    distance = "–" if ended.losses is None else f"within {ended.losses:.0e}"
+    print(f"| {number} | {store} | {faults} | {said} | {ended.seconds:.0f} | {distance} |", flush=True)
+    if ended.trouble:
+        outcome = "otherwise"
+    else:
+        outcome = "right error" if scene_is_over(scene) else "equal losses"
+    for name, count in scene.counts.items():
+        outcomes[name][outcome] += count
+
+
+def print_outcomes(outcomes: dict[str, Counter[str]]) -> None:
+    print(
+        "| fault | what is done | times | in runs that finished with equal losses | that ended with the right error |"
+    )
+    print("|---|---|---|---|---|")
+    for name, counts in outcomes.items():
+        what = " ".join((FAULTS[name].act.__doc__ or "").split())
+        good = f"{counts['equal losses']} | {counts['right error']}"
+        bad = f" **otherwise: {counts['otherwise']}**" if counts["otherwise"] else ""
+        print(f"| {name} | {what} | {sum(counts.values())} | {good}{bad} |")
+
+
+def keep(folder: Path | None, number: int, scene: Scene) -> None:
+    """The output of a run that has ended as it should not."""
+    text = scene.run.log.read_text()
+    print(text[-3000:], file=sys.stderr)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"run-{number}.log").write_text(text)
+        for log in scene.report.glob("*.log"):
+            (folder / f"run-{number}-{log.name}").write_bytes(log.read_bytes())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
