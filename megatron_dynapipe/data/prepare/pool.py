@@ -19,7 +19,7 @@ import msgspec
 
 from megatron_dynapipe.data.mixture.rows import Block
 from megatron_dynapipe.data.prepare.encode import EncodedBlock, Encoder, WorkOrder
-from megatron_dynapipe.data.prepare.worker import Done, Job, receive, send
+from megatron_dynapipe.data.prepare.frames import Done, Job, receive, send
 from megatron_dynapipe.errors import DataError
 
 _AHEAD = 2

@@ -171,11 +171,12 @@ def test_a_bad_row_leaves_nothing_behind(tmp_path: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_processes_give_the_same_bytes(tmp_path: Path, source: Path, monkeypatch, workers: int) -> None:
+def test_processes_give_the_same_bytes(tmp_path: Path, source: Path, monkeypatch, capfd, workers: int) -> None:
     prepare(source, tmp_path / "here")
     monkeypatch.setattr(run, "_LITTLE_BYTES", 0)
     prepare(source, tmp_path / "there", workers=workers)
     assert files(tmp_path / "here") == files(tmp_path / "there")
+    assert "Warning" not in capfd.readouterr().err, "of a worker that starts"
 
 
 def test_an_error_of_a_process(tmp_path: Path, source: Path, monkeypatch) -> None:
