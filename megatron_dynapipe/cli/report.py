@@ -28,6 +28,7 @@ def add_parser(subparsers: "SubParsers") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page; print the summary and the page's path."""
+    from megatron_dynapipe.report.evaluations import evaluation_lines
     from megatron_dynapipe.report.page import PAGE, write_page
     from megatron_dynapipe.report.run import read_run
     from megatron_dynapipe.report.summary import format_summary, summarise
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     title = f"Run in {args.folder.resolve().name}"
     page = write_page(found, summary, args.output or args.folder / PAGE, title=title, more=more)
     if not args.quiet:
-        print(format_summary(summary))
+        print("\n".join([format_summary(summary), *evaluation_lines(found.evaluations)]))
         print(f"page: {page}")
     return 0
 

@@ -33,7 +33,16 @@ class Chart:
 
 def run_charts(run: Run) -> list[Chart]:
     """The charts that the run's records have something for."""
-    made = [_loss(run), _speed(run), _efficiency(run), _prediction(run), _stages(run), _memory(run), _shapes(run)]
+    made = [
+        _loss(run),
+        *_task_losses(run),
+        _speed(run),
+        _efficiency(run),
+        _prediction(run),
+        _stages(run),
+        _memory(run),
+        _shapes(run),
+    ]
     return [chart for chart in made if chart.traces]
 
 
@@ -89,6 +98,17 @@ def _loss(run: Run) -> Chart:
         for name, values in run.losses.items()
     ]
     return Chart(name="loss", title="Loss", note="Mean over tokens.", traces=traces, layout=_by_iteration("loss"))
+
+
+def _task_losses(run: Run) -> list[Chart]:
+    """A chart for each split that was evaluated: the whole, and every task that had tokens."""
+    charts = []
+    for split, losses in run.evaluations.items():
+        traces = [_line(name, list(values), list(values.values())) for name, values in losses.items() if values]
+        title, note = f"Evaluation: {split}", "Mean over tokens, whole and by task; a click on a name hides its line."
+        layout = _by_iteration("loss")
+        charts.append(Chart(name=f"loss-{split}", title=title, note=note, traces=traces, layout=layout))
+    return charts
 
 
 def _speed(run: Run) -> Chart:

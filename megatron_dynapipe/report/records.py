@@ -4,6 +4,7 @@ rank-0.jsonl   {"type": "run", "stages": 2, …}
                {"type": "iteration", "iteration": 0, "measured_ns": …}
                {"type": "stage", "iteration": 0, "stage": 0, "forward_ns": …}
                {"type": "timeline", "iteration": 0, "stage": 0, "planned": […], "measured": […]}
+               {"type": "evaluation", "iteration": 10, "split": "valid", "losses": {…}}
 """
 
 from pathlib import Path
@@ -113,12 +114,27 @@ class MemoryRecord(
         return max(self.reserved_bytes - self.allocated_bytes, 0)
 
 
-Record = RunRecord | IterationRecord | StageRecord | TimelineRecord | MemoryRecord
+class EvaluationRecord(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="evaluation"
+):
+    """One evaluation as one replica's last stage saw it; two of one state, as Megatron does at a run's end, are one."""
+
+    iteration: int
+    """Training iterations done before it."""
+    split: str
+    """"valid" or "test"."""
+    losses: dict[str, tuple[float, float]]
+    """(sum over tokens, tokens) of this replica, by the loss's name: the whole, and every task."""
+
+
+Record = RunRecord | IterationRecord | StageRecord | TimelineRecord | MemoryRecord | EvaluationRecord
 
 MOST_BYTES = 16_000_000
 """Of a rank's iterations: some ten thousand in full."""
 MOST_TIMELINES = 32
 """Of a rank, besides the last iteration's."""
+MOST_EVALUATIONS = 256
+"""Of a rank: a task's losses take some 50 bytes in each."""
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
@@ -128,11 +144,12 @@ class RecordFile:
     """One rank's file of records, of a bounded size: when it is full, every second iteration is dropped from it.
 
     From then on every second iteration is added, then every fourth, …, so that those kept are spread over the run.
-    Timelines are thinned out in the same way, by their number, so that all ranks keep those of the same iterations.
+    Timelines are thinned out in the same way, by their number, so that all ranks keep those of the same iterations;
+    of evaluations, which come at any distance, every second one goes when there are too many.
 
     Args:
         path: of the file; one of an earlier run is replaced by the first record.
-        most_bytes: of iterations; timelines come on top.
+        most_bytes: of iterations; timelines and evaluations come on top.
     """
 
     def __init__(self, path: Path, *, most_bytes: int = MOST_BYTES) -> None:
@@ -143,6 +160,7 @@ class RecordFile:
         self._stride = 1
         self._timeline_stride = 1
         self._timelines: list[int] = []
+        self._evaluations: list[int] = []
         self._is_begun = False
 
     def add_run(self, record: RunRecord) -> None:
@@ -164,6 +182,15 @@ class RecordFile:
     def wants_timeline(self, iteration: int) -> bool:
         """Whether this iteration is one of those whose timelines are kept."""
         return self._is_kept(iteration, self._timeline_stride)
+
+    def add_evaluation(self, record: EvaluationRecord) -> None:
+        """Add an evaluation; where there are too many, every second one goes. Raises OSError."""
+        if record.iteration not in self._evaluations:
+            if len(self._evaluations) >= MOST_EVALUATIONS:
+                self._evaluations = self._evaluations[::2]
+                self._thin_out()
+            self._evaluations.append(record.iteration)
+        self._write(_encoder.encode_lines([record]))
 
     def add_last(self, record: MemoryRecord) -> None:
         """Add what a run ends with; raises OSError."""
@@ -196,7 +223,11 @@ class RecordFile:
             record = _decoder.decode(line)
             sized = isinstance(record, IterationRecord | StageRecord)
             stride = self._stride if sized else self._timeline_stride
-            if isinstance(record, RunRecord | MemoryRecord) or self._is_kept(record.iteration, stride):
+            if isinstance(record, EvaluationRecord):
+                is_kept = record.iteration in self._evaluations
+            else:
+                is_kept = isinstance(record, RunRecord | MemoryRecord) or self._is_kept(record.iteration, stride)
+            if is_kept:
                 kept[sized].append(line)
         fresh = self.path.with_name(f".{self.path.name}.unfinished")
         fresh.write_bytes(b"".join(kept[False] + kept[True]))

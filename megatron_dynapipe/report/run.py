@@ -3,13 +3,14 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.plan.timeline import Event, Timeline
 from megatron_dynapipe.report.records import (
+    EvaluationRecord,
     IterationRecord,
     Record,
     RunRecord,
@@ -42,6 +43,7 @@ class Run:
         run: what iterations have in common; None in folders of earlier versions.
         iterations: one record each, in order.
         losses: sum over tokens ÷ tokens, by the loss's name and iteration.
+        evaluations: the same of evaluations, by split; iterations are those trained before them.
         stages: records of every stage, all its replicas and iterations.
         timelines: in the order of iterations and replicas; those of which every stage has handed one in.
     """
@@ -51,6 +53,7 @@ class Run:
     losses: Mapping[str, Mapping[int, float]]
     stages: Mapping[int, Sequence[StageRecord]]
     timelines: tuple[RecordedTimeline, ...]
+    evaluations: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
 
     @property
     def maximum(self) -> Shape:
@@ -110,6 +113,7 @@ def read_run(folder: Path) -> Run:
         losses=_losses(stage_records),
         stages=dict(sorted(stages.items())),
         timelines=_timelines([each for each in records if isinstance(each, TimelineRecord)], run),
+        evaluations=_evaluations([each for each in records if isinstance(each, EvaluationRecord)]),
     )
 
 
@@ -140,7 +144,12 @@ def stage_medians(run: Run) -> list[StageMedians]:
     return medians
 
 
-def _losses(records: Sequence[StageRecord]) -> dict[str, dict[int, float]]:
+def _evaluations(records: Sequence[EvaluationRecord]) -> dict[str, dict[str, dict[int, float]]]:
+    splits = dict.fromkeys(each.split for each in records)
+    return {split: _losses([each for each in records if each.split == split]) for split in splits}
+
+
+def _losses(records: Sequence[StageRecord | EvaluationRecord]) -> dict[str, dict[int, float]]:
     """Means over the tokens of all replicas, in the order of iterations."""
     sums: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
     for record in sorted(records, key=lambda each: each.iteration):

@@ -11,8 +11,18 @@ from megatron_dynapipe.data.meta import DatasetMeta, write_meta
 VOCABULARY = 512
 
 
-def make_dataset(folder: Path, samples: int = 64, *, lengths: Sequence[int] = (1, 60), target: int = 20) -> Path:
-    """Write it; `lengths` are the ends of the inputs' range, targets have fewer than `target` tokens."""
+def make_dataset(
+    folder: Path,
+    samples: int = 64,
+    *,
+    lengths: Sequence[int] = (1, 60),
+    target: int = 20,
+    tasks: Sequence[str] = ("random",),
+) -> Path:
+    """Write it; `lengths` are the ends of the inputs' range, targets have fewer than `target` tokens.
+
+    Samples take turns among the tasks.
+    """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -27,11 +37,12 @@ def make_dataset(folder: Path, samples: int = 64, *, lengths: Sequence[int] = (1
             for _ in range(samples):
                 given, wanted = (draw.integers(3, 40, draw.integers(*ends)) for ends in (lengths, (1, target)))
                 writer.add(given.tolist(), wanted.tolist())
-        np.save(folder / f"{split}.tasks.npy", np.zeros(samples, np.int16))
+        np.save(folder / f"{split}.tasks.npy", (np.arange(samples) % len(tasks)).astype(np.int16))
+    counts = {task: len(range(place, samples, len(tasks))) for place, task in enumerate(tasks)}
     meta = DatasetMeta(
         source="random tokens",
-        tasks=("random",),
-        samples={split: {"random": samples} for split in ("train", "valid", "test")},
+        tasks=tuple(tasks),
+        samples=dict.fromkeys(("train", "valid", "test"), counts),
         vocabulary_size=VOCABULARY,
         pad_id=0,
         bos_id=1,

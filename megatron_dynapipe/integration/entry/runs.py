@@ -32,6 +32,7 @@ from megatron_dynapipe.integration.execution.step_functions import (
     t5_batch,
     t5_step,
 )
+from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import arguments, placement, split_words
 from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
 from megatron_dynapipe.integration.flags.model_state import StateBytes
@@ -201,9 +202,11 @@ def patched_session(args: argparse.Namespace) -> Session:
         return {**batch, "position_ids": batch["position_ids"].contiguous(), "attention_mask": mask}
 
     rows = RowInjection()
-    return _session(
-        args, ModelFamily.GPT, required_fields=required_fields, make_batch=broadcastable, wrap_step=rows.wrap
-    )
+
+    def wrap(forward_step: ForwardStep) -> ForwardStep:
+        return with_task_sums(rows.wrap(forward_step))
+
+    return _session(args, ModelFamily.GPT, required_fields=required_fields, make_batch=broadcastable, wrap_step=wrap)
 
 
 def parse(family: ModelFamily) -> argparse.Namespace:
@@ -286,7 +289,7 @@ def _session(
         state=StateBytes.of(args),
         save_record=_saving_record(args, settings, family),
         check_losses=check_losses if args.check_for_nan_in_loss_and_grad and not args.use_dynapipe else lambda _: None,
-        by_task=not args.use_dynapipe,
+        shares_tasks=args.use_dynapipe,
     )
 
 

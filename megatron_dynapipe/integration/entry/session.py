@@ -69,7 +69,7 @@ class Session:
         save_record: puts what a checkpoint says of its run into the last one; called on rank 0 as training goes on.
         check_losses: called with the last stage's loss reports of each iteration.
         metrics_interval: iterations between two whose numbers are given to Megatron's writers.
-        by_task: whether evaluations report each task's loss; a patched checkout computes its own losses.
+        shares_tasks: whether the first tensor-parallel rank alone knows the samples' tasks, as in a patched checkout.
 
     Attributes:
         shape: of the micro-batch whose pass is running.
@@ -90,7 +90,7 @@ class Session:
         state: StateBytes | None = None,
         save_record: Callable[[], None] = lambda: None,
         check_losses: Callable[[Sequence[dict[str, torch.Tensor]]], None] = lambda _: None,
-        by_task: bool = True,
+        shares_tasks: bool = False,
     ) -> None:
         self._settings = settings
         self._make_inputs = inputs
@@ -104,7 +104,7 @@ class Session:
         self._state = state
         self._save_record = save_record
         self._check_losses = check_losses
-        self._by_task = by_task
+        self._shares_tasks = shares_tasks
         self._modules: list[torch.nn.Module] = []
         self._context: MicroBatchContext | None = None
         self._resources = ExitStack()
@@ -177,7 +177,7 @@ class Session:
         )
         self._check_losses(result.losses)
         if forward_only:
-            return named_losses(result.losses, self._tasks) if self._by_task else result.losses
+            return self._evaluated(iterator, result.losses)
         add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
         self._trained, self._trace = item, result.trace
         self._recorder.add(item, result.trace, result.losses)
@@ -185,6 +185,15 @@ class Session:
         count_flops(item)
         self._iterators["train"].prepare()
         return result.losses
+
+    def _evaluated(self, iterator: Any, losses: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """The loss reports of an evaluation's iteration, with every task's, for Megatron and the records."""
+        group = parallel_state.get_tensor_model_parallel_group() if self._shares_tasks else None
+        named = named_losses(losses, self._tasks, group=group)
+        own = getattr(iterator, "iterable", iterator)  # Megatron wraps what it is given, to run it again
+        split = next(name for name, each in self._iterators.items() if each is own)
+        self._recorder.add_evaluation(split, named)
+        return named
 
     def _warm_up(self, models: Sequence[torch.nn.Module], forward_step: ForwardStep, item: PlannedIteration) -> None:
         """Before the first list, while nothing is pending on the device; gradients are zero after it."""

@@ -1,9 +1,11 @@
 """The loss of each task in an evaluation, in the form of Megatron's loss reports: it adds up, logs and draws them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
+from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 
 BY_TASK = "by task"
@@ -25,16 +27,60 @@ def sums_by_task(losses: torch.Tensor, mask: torch.Tensor, tasks: torch.Tensor) 
     return sums
 
 
-def named_losses(reports: Sequence[dict[str, torch.Tensor]], tasks: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+def with_task_sums(forward_step: ForwardStep) -> ForwardStep:
+    """A checkout's own step function, whose loss function also reports sums by task where the batch has tasks.
+
+    Its model's output is the loss of every position: [b, s], as Megatron's GPT returns it.
+    """
+
+    def step(batches: Iterator[DeviceBatch], model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+        batch = next(batches)
+        output, loss_function = forward_step(iter((batch,)), model)
+        tasks, mask = batch.get("tasks"), batch.get("loss_mask")
+        if tasks is None or mask is None:
+            return output, loss_function
+
+        def with_sums(losses: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+            loss, tokens, report = loss_function(losses, *arguments, **keywords)
+            flat = mask.reshape(-1).float()
+            return (
+                loss,
+                tokens,
+                report | {BY_TASK: sums_by_task(losses.detach().reshape(-1).float() * flat, flat, tasks)},
+            )
+
+        return output, with_sums
+
+    return step
+
+
+def named_losses(
+    reports: Sequence[dict[str, torch.Tensor]],
+    tasks: Sequence[str],
+    *,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> list[dict[str, torch.Tensor]]:
     """The reports of an evaluation's micro-batches as one, with a loss for every task by its name.
 
     Every rank names all tasks, whatever it has evaluated: Megatron reduces name after name.
+
+    Args:
+        reports: of each micro-batch; (sum, number) by name, which add up, or means, of which the mean is taken.
+        tasks: all names.
+        group: whose first rank alone knows the tasks, and tells the others.
     """
     if not reports:
         return []
-    total = torch.stack([report[LOSS_NAME] for report in reports]).sum(0)
-    sums = total.new_zeros(len(tasks), 2)
+    whole = {name: _joined([report[name] for report in reports]) for name in reports[0] if name != BY_TASK}
+    sums = whole[LOSS_NAME].new_zeros(len(tasks), 2)
     for report in reports:
         if (found := report.get(BY_TASK)) is not None:
             sums[: len(found)] += found
-    return [{LOSS_NAME: total} | {f"{LOSS_NAME} {task}": part for task, part in zip(tasks, sums, strict=True)}]
+    if group is not None and len(tasks):
+        torch.distributed.broadcast(sums, torch.distributed.get_global_rank(group, 0), group)
+    return [whole | {f"{LOSS_NAME} {task}": part for task, part in zip(tasks, sums, strict=True)}]
+
+
+def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    stacked = torch.stack([value.reshape(-1) for value in values])
+    return stacked.sum(0) if stacked.shape[1] == 2 else stacked.mean(0)

@@ -11,7 +11,7 @@ from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter
 from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.live_page import LivePage
-from megatron_dynapipe.integration.supply.stage_record import HostLosses, stage_record
+from megatron_dynapipe.integration.supply.stage_record import EvaluationLosses, HostLosses, stage_record
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import (
     IterationRecord,
@@ -100,6 +100,7 @@ class Recorder:
         self._latest: tuple[PlannedIteration, Trace, HostLosses] | None = None
         self._end_ns: int | None = None
         self._last_iteration: int | None = None
+        self._evaluations = EvaluationLosses()
         self._file = RecordFile(folder / f"rank-{rank}.jsonl")
         self._has_warned = False
         self._page = LivePage(folder, every=page_every if rank == 0 else 0)
@@ -109,6 +110,11 @@ class Recorder:
         self._flush()
         self._latest = item, trace, HostLosses(losses)
         self._last_iteration = item.entry.iteration
+
+    def add_evaluation(self, split: str, losses: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Keep the last stage's loss reports of an iteration of an evaluation; empty elsewhere."""
+        if self._tensor_rank == 0:
+            self._evaluations.add(split, losses)
 
     def report(self) -> str | None:
         """Hand in this rank's records; on rank 0 gather all, draw the last iteration, and return the summary."""
@@ -148,7 +154,14 @@ class Recorder:
             self._has_warned = True
 
     def _flush(self, *, last: bool = False) -> None:
-        """Write the iteration that was added last."""
+        """Write the iteration that was added last, and the evaluations after it."""
+        self._flush_iteration(last=last)
+        with self._never_failing("record an evaluation"):
+            done = 0 if self._last_iteration is None else self._last_iteration + 1
+            for record in self._evaluations.take(done):
+                self._file.add_evaluation(record)
+
+    def _flush_iteration(self, *, last: bool) -> None:
         if self._latest is None:
             return
         (item, trace, losses), self._latest = self._latest, None

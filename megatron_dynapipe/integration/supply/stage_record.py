@@ -7,7 +7,7 @@ import torch
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.plan.memory import activation_peak_bytes
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.report.records import StageRecord
+from megatron_dynapipe.report.records import EvaluationRecord, StageRecord
 from megatron_dynapipe.report.stage_times import BACKWARD, FORWARD, OTHER, TRANSFER, time_by_kind
 from megatron_dynapipe.runtime.device_memory import MemoryCounts
 
@@ -46,6 +46,33 @@ def stage_record(
         reserved_bytes=0 if memory is None else memory.reserved_bytes,
         losses=losses,
     )
+
+
+class EvaluationLosses:
+    """The losses of evaluations since the last training iteration, added up on the device until they are taken."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, dict[str, torch.Tensor]] = {}
+
+    def add(self, split: str, losses: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Add reports of (sum over tokens, tokens) by name; reports of another form are left out."""
+        sums = self._sums.setdefault(split, {})
+        for report in losses:
+            for name, value in report.items():
+                if value.numel() == 2:
+                    part = value.detach().double().flatten()
+                    sums[name] = sums[name] + part if name in sums else part
+
+    def take(self, iteration: int) -> list[EvaluationRecord]:
+        """What was added, a record for each split, after so many training iterations."""
+        taken, self._sums = self._sums, {}
+        records = []
+        for split, sums in taken.items():
+            if sums:  # of the last stage
+                values = torch.stack(list(sums.values())).tolist()
+                losses = {name: (total, tokens) for name, (total, tokens) in zip(sums, values, strict=True)}
+                records.append(EvaluationRecord(iteration=iteration, split=split, losses=losses))
+        return records
 
 
 class HostLosses:

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_dynapipe.integration.execution.step_functions import masked_loss
-from megatron_dynapipe.integration.execution.task_losses import named_losses
+from megatron_dynapipe.integration.execution.task_losses import BY_TASK, named_losses, with_task_sums
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 
 
@@ -27,3 +27,23 @@ def test_without_micro_batches_every_task_is_named() -> None:
     (named,) = named_losses([{LOSS_NAME: torch.zeros(2)}], ["a", "b"])
     assert list(named) == [LOSS_NAME, f"{LOSS_NAME} a", f"{LOSS_NAME} b"]
     assert named_losses([], ["a"]) == []
+
+
+def test_a_checkouts_own_loss_function_reports_tasks_too() -> None:
+    output, mask = torch.arange(8.0).view(2, 4), torch.tensor([[1.0, 1, 0, 0], [1, 1, 1, 0]])
+    batch = {"tasks": torch.tensor([[2, 2, 0, 0], [0, 0, 0, 0]]), "loss_mask": mask}
+
+    def step(batches, _model):
+        return next(batches)["output"], lambda losses: masked_loss(mask, losses)
+
+    _, loss_function = with_task_sums(step)(iter([batch | {"output": output}]), torch.nn.Identity())
+    assert loss_function(output)[2][BY_TASK].tolist() == [[15, 3], [0, 0], [1, 2]]
+    untold = {"output": output, "tasks": None, "loss_mask": mask}
+    _, loss_function = with_task_sums(step)(iter([untold]), torch.nn.Identity())
+    assert list(loss_function(output)[2]) == [LOSS_NAME]
+
+
+def test_other_reports_are_kept() -> None:
+    reports = [{LOSS_NAME: torch.tensor([2.0, 1]), "mean": torch.tensor(mean)} for mean in (1.0, 3.0)]
+    (named,) = named_losses(reports, [])
+    assert {name: value.tolist() for name, value in named.items()} == {LOSS_NAME: [4.0, 2.0], "mean": [2.0]}

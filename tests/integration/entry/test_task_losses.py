@@ -1,0 +1,83 @@
+"""Evaluations by task through an entry script: in Megatron's log, in TensorBoard, in the records and their report."""
+
+import contextlib
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dynapipe.cli.main import main
+from megatron_dynapipe.report.run import read_run
+from tests.helpers.entry_scripts import run_script, script_of, words
+from tests.helpers.processes import run_ranks
+from tests.helpers.random_dataset import make_dataset
+
+TASKS = ("a task", "another", "third")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "random", tasks=TASKS)
+
+
+class Board:
+    """What Megatron writes scalars to."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, dict[int, float]] = {}
+
+    def add_scalar(self, name: str, value: Any, step: int, **_: Any) -> None:
+        self.scalars.setdefault(name, {})[step] = float(value)
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_, **__: None
+
+
+def evaluated(*, rank: int, world_size: int, script: str, argv: list[str]) -> dict[str, Any]:
+    """On one rank: what the script says, and what it writes to TensorBoard."""
+    from megatron.training import training
+
+    board, output = Board(), io.StringIO()
+    if rank == world_size - 1:
+        training.get_tensorboard_writer = lambda: board
+    with contextlib.redirect_stdout(output):
+        status = run_script(script, [*argv, "--tensorboard-dir", "unused"])
+    return {"status": status, "stdout": output.getvalue(), "scalars": board.scalars}
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("t5", "--pipeline-model-parallel-size 2"),
+        pytest.param("gpt", "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param("gpt", "", marks=pytest.mark.slow),
+    ],
+)
+def test_losses_by_task_are_logged_drawn_and_reported(
+    family: str, flags: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags += " --train-iters 4 --eval-interval 2 --eval-iters 2"
+    arguments = {"script": script_of(family), "argv": words(family, data, flags, report=tmp_path)}
+    runs = run_ranks(evaluated, 2, arguments, deadline_s=150)
+    assert [run["status"] for run in runs] == [0, 0]
+    log, scalars = runs[-1]["stdout"], runs[-1]["scalars"]
+    names = ["lm loss", *(f"lm loss {task}" for task in TASKS)]
+    evaluations = read_run(tmp_path).evaluations
+    assert {split: list(losses) for split, losses in evaluations.items()} == {"valid": names, "test": names}
+    for name in names:
+        early, late, again, test = (float(each) for each in re.findall(rf"{name} value: (\S+)", log))
+        recorded = evaluations["valid"][name]
+        assert list(recorded) == [2, 4]
+        assert [recorded[2], evaluations["test"][name][4]] == pytest.approx([early, test], rel=1e-4)
+        assert min(late, again) <= recorded[4] * 1.0001 and recorded[4] <= max(late, again) * 1.0001
+        assert scalars[f"{name} validation"][2] == pytest.approx(recorded[2], rel=1e-4)
+    capsys.readouterr()
+    assert main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "valid loss after iteration 4: " in said and "test loss after iteration 4: " in said
+    assert all(f"{task} {evaluations['test'][f'lm loss {task}'][4]:.4f}" in said for task in TASKS)
+    page = (tmp_path / "report.html").read_text()
+    assert "Evaluation: valid" in page and json.dumps("lm loss another") in page
