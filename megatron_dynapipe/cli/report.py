@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 def add_parser(subparsers: "SubParsers") -> None:
     """Declare the command."""
     parser = subparsers.add_parser("report", help="a run's records as a summary and as one HTML page")
-    parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="the run's --dynapipe-report-dir")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="RUN_DIR",
+        help="the run's --dynapipe-report-dir, or a folder of plans that it dumped",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE.html", help="the page (default RUN_DIR/report.html)")
     parser.add_argument("--data", type=Path, metavar="DATASET", help="show the lengths of this dataset's tasks, too")
     parser.add_argument(
@@ -28,23 +33,28 @@ def add_parser(subparsers: "SubParsers") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page; print the summary and the page's path."""
+    from megatron_dynapipe.plan.dumps import dump_paths
     from megatron_dynapipe.report.evaluations import evaluation_lines
     from megatron_dynapipe.report.page import PAGE, write_page
-    from megatron_dynapipe.report.run import read_run
+    from megatron_dynapipe.report.planned import planned_run
+    from megatron_dynapipe.report.run import is_run, read_run
     from megatron_dynapipe.report.summary import format_summary, summarise
 
     if args.output is not None and args.output.suffix != ".html":
         raise ConfigError(f"expected a page named .html, got --output {args.output}")
-    found = read_run(args.folder)
+    is_planned = bool(dump_paths(args.folder)) and not is_run(args.folder)
+    found = planned_run(args.folder) if is_planned else read_run(args.folder)
     summary = summarise(found.iterations, maximum=found.maximum)
     more: list[Chart] = []
     if args.comparison is not None:
         more.append(_comparison(args.comparison))
     if args.data is not None:
         more.append(_lengths(args.data))
-    title = f"Run in {args.folder.resolve().name}"
+    title = f"{'Plans' if is_planned else 'Run'} in {args.folder.resolve().name}"
     page = write_page(found, summary, args.output or args.folder / PAGE, title=title, more=more)
     if not args.quiet:
+        if is_planned:
+            print("plans without a run: measured times are those that plans predict")
         print("\n".join([format_summary(summary), *evaluation_lines(found.evaluations)]))
         print(f"page: {page}")
     return 0

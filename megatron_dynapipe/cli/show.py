@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _text(plan: "IterationPlan", replica: int) -> str:
     from megatron_dynapipe.plan.text import format_stages
+    from megatron_dynapipe.units import BYTES_PER_MB
 
     share = plan.replicas[replica]
     lines = [f"# iteration {plan.iteration}, replica {replica}: predicted {share.predicted_ns / 1e6:.3f} ms"]
@@ -54,6 +55,12 @@ def _text(plan: "IterationPlan", replica: int) -> str:
         samples = ",".join(map(str, micro_batch.sample_ids))
         shape = f"{micro_batch.layout} shape {micro_batch.shape}"
         lines.append(f"# micro-batch {row}: {shape}, recompute {micro_batch.recompute}: {samples}")
+        tokens = ",".join(
+            f"{given}+{wanted}"
+            for given, wanted in zip(micro_batch.input_lengths, micro_batch.target_lengths, strict=True)
+        )
+        peaks = ",".join(f"{peak / BYTES_PER_MB:.1f}" for peak in micro_batch.peak_bytes)
+        lines.append(f"#   tokens (input+target) {tokens}; at most {peaks} MB on virtual stages 0, 1, …")
     return "\n".join([*lines, format_stages(stage.instructions for stage in share.stages)])
 
 

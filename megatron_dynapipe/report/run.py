@@ -80,6 +80,11 @@ class StageMedians:
     between: float
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder has records of a run."""
+    return any(_RANK_FILE.fullmatch(path.name) for path in folder.glob("rank-*.jsonl"))
+
+
 def read_run(folder: Path) -> Run:
     """Read every rank's records; ranks that a run of fewer ranks does not have are an earlier run's.
 

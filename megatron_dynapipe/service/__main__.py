@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 from megatron_dynapipe.errors import ConfigError
@@ -43,7 +44,8 @@ def plan_all(settings: ServiceSettings) -> None:
     """Plan everything `settings` asks for; errors are published, then raised."""
     with settings.open_store() as store:
         try:
-            source = PlannedSplits(settings.inputs, training_planner(settings, store))
+            dumps = None if settings.dump_folder is None else Path(settings.dump_folder)
+            source = PlannedSplits(settings.inputs, training_planner(settings, store), dumps=dumps)
         except Exception as error:
             failure = PlannerFailure.of(error, planner=settings.planner, doing="reading lengths and costs")
             publish_failure(store, settings.keys, failure)

@@ -111,6 +111,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         idle_timeout_s: how long training may make no progress before the planner takes it for dead.
         inputs: what plans are made from.
         recalibration: when the cost model of the training split is corrected; None where it is not.
+        dump_folder: where every whole plan goes besides, as a file; None for nowhere.
     """
 
     store: StoreAddress
@@ -129,6 +130,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     idle_timeout_s: _Seconds = 6 * 3600.0
     inputs: PlanInputs
     recalibration: Recalibration | None = None
+    dump_folder: str | None = None
 
     def __post_init__(self) -> None:
         if self.planner >= self.most_planners:

@@ -100,6 +100,7 @@ class RunSettings:
     inter_node_latency_us: float | None
     scatter_gather: ScatterGather
     reserve_all_memory: bool = False
+    dump_folder: Path | None = None
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "RunSettings":
@@ -113,6 +114,7 @@ class RunSettings:
         transfer_rules.transfer_rules(args, on_cpu=True)  # refuses what is no number
         shape_buckets.shape_buckets(args)
         limit_mb = args.dynapipe_device_memory_limit
+        report_folder = args.dynapipe_report_dir or legacy.report_folder(os.environ) or REPORT_FOLDER
         searches = {"search_evaluations": 0} if args.dynapipe_disable_mb_permutation else {}
         return cls(
             data=args.dynapipe_data,
@@ -128,8 +130,9 @@ class RunSettings:
             ahead=args.dynapipe_lookahead,
             ahead_bytes=max(int(args.dynapipe_lookahead_mb * BYTES_PER_MB), 1),
             timeout_s=args.dynapipe_timeout_s,
-            report_folder=args.dynapipe_report_dir or legacy.report_folder(os.environ) or REPORT_FOLDER,
+            report_folder=report_folder,
             report_every=args.dynapipe_report_every,
+            dump_folder=legacy.dump_folder(os.environ, report_folder),
             partition=legacy.partition_settings(args),
             schedule=ScheduleSettings(method=legacy.schedule_name(args.dynapipe_schedule_method), **searches),
             planners=placement.planner_count(
@@ -250,7 +253,7 @@ def check(args: argparse.Namespace, family: ModelFamily) -> RunSettings:
         ConfigError: a flag or variable is refused, or a value cannot be.
         CostModelError: the cost model's file cannot be read.
     """
-    legacy.check(args, os.environ)
+    legacy.check(args)
     legacy.set_log_level(os.environ)
     check_layout(args, world_size())
     check_supported(args, family)

@@ -134,21 +134,15 @@ VARIABLES: tuple[LegacyName, ...] = (
     _honoured(
         "DYNAPIPE_LOGGING_DEBUG_DIR", "folder of records, logs and pictures, unless `--dynapipe-report-dir` is given"
     ),
-    _refused(
-        "DYNAPIPE_DEBUG_DUMP_EP_STATS",
-        "every run keeps its records, predictions and timelines",
-        "unset it and look into --dynapipe-report-dir",
-    ),
-    _refused(
-        "DYNAPIPE_DEBUG_DUMP_EP_PREFIX",
-        "records and timelines go to the run's report folder",
-        "unset it and pass --dynapipe-report-dir",
-    ),
+    _honoured("DYNAPIPE_DEBUG_DUMP_EP_STATS", "true or 1 writes every iteration's plan to a file: see below"),
+    _honoured("DYNAPIPE_DEBUG_DUMP_EP_PREFIX", "folder of these files; without it, `plans` in the report folder"),
 )
 """Every environment variable of the fork."""
 
 OFF = ("", "0", "f", "false")
-"""Values of a refused variable that ask for nothing."""
+"""Values of a switch that ask for nothing."""
+ON = ("1", "t", "true")
+"""Values that switch something on."""
 
 SCHEDULE_NAMES: Mapping[str, str] = {name: name for name in SCHEDULES} | {
     "1F1B": "1f1b",
@@ -194,18 +188,15 @@ def add_arguments(group: "argparse._ArgumentGroup") -> None:
             add(flag.name, help=argparse.SUPPRESS)
 
 
-def check(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+def check(args: argparse.Namespace) -> None:
     """Refuse what is not honoured, and values of another meaning.
 
     Raises:
-        ConfigError: names the flag or variable, why, and what to do instead.
+        ConfigError: names the flag, why, and what to do instead.
     """
     for flag in FLAGS:
         if not flag.honoured and getattr(args, destination(flag.name)) not in (None, False):
             raise ConfigError(f"{flag.name} is not taken: {flag.note}", hint=flag.instead)
-    for variable in VARIABLES:
-        if not variable.honoured and environ.get(variable.name, "").lower() not in OFF:
-            raise ConfigError(f"{variable.name} is not taken: {variable.note}", hint=variable.instead)
     stage, distributed = args.dynapipe_zero_stage, bool(args.use_distributed_optimizer)
     if stage is not None and stage != int(distributed):
         raise ConfigError(
@@ -264,6 +255,19 @@ def report_folder(environ: Mapping[str, str]) -> Path | None:
     """The folder that the fork's variable names for logs, if it is set."""
     given = environ.get("DYNAPIPE_LOGGING_DEBUG_DIR", "")
     return Path(given) if given else None
+
+
+def dump_folder(environ: Mapping[str, str], report_folder: Path) -> Path | None:
+    """Where plans go as files, if the fork's variables ask for that; raises ConfigError for a switch that is none."""
+    given = environ.get("DYNAPIPE_DEBUG_DUMP_EP_STATS", "").lower()
+    if given in OFF:
+        return None
+    if given not in ON:
+        raise ConfigError(
+            f"expected DYNAPIPE_DEBUG_DUMP_EP_STATS of {', '.join(ON)}, or unset, got {given!r}",
+            hint="DYNAPIPE_DEBUG_DUMP_EP_PREFIX names the folder",
+        )
+    return Path(environ.get("DYNAPIPE_DEBUG_DUMP_EP_PREFIX") or report_folder / "plans")
 
 
 def set_log_level(environ: Mapping[str, str]) -> None:

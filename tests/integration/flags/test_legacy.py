@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 def settings(flags: str) -> arguments.RunSettings:
     args = parser().parse_args(["--dynapipe-data", "data", *flags.split()])
-    legacy.check(args, {})
+    legacy.check(args)
     return arguments.RunSettings.from_args(args)
 
 
@@ -101,13 +101,20 @@ def test_refused_flags_say_why_and_what_instead(flag):
     assert told.value.hint == flag.instead
 
 
-@pytest.mark.parametrize("row", [row for row in legacy.VARIABLES if not row.honoured], ids=lambda row: row.name)
-def test_refused_variables_say_why_and_what_instead(row):
-    args = parser().parse_args([])
-    legacy.check(args, {row.name: "False"})
-    with pytest.raises(ConfigError, match=row.name) as told:
-        legacy.check(args, {row.name: "1"})
-    assert told.value.hint == row.instead
+@pytest.mark.parametrize(
+    ("switch", "prefix", "folder"),
+    [("", "dumps", None), ("False", "", None), ("True", "", Path("runs/plans")), ("1", "dumps", Path("dumps"))],
+)
+def test_plans_are_dumped_as_the_variables_say(switch, prefix, folder):
+    given = {"DYNAPIPE_DEBUG_DUMP_EP_STATS": switch, "DYNAPIPE_DEBUG_DUMP_EP_PREFIX": prefix}
+    assert legacy.dump_folder(given, Path("runs")) == folder
+
+
+def test_a_switch_that_is_none_is_refused():
+    with pytest.raises(
+        ConfigError, match="expected DYNAPIPE_DEBUG_DUMP_EP_STATS of 1, t, true, or unset, got 'perhaps'"
+    ):
+        legacy.dump_folder({"DYNAPIPE_DEBUG_DUMP_EP_STATS": "Perhaps"}, Path())
 
 
 def test_the_migration_guide_has_the_table():
