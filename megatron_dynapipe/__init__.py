@@ -60,4 +60,12 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    try:
+        module = import_module(_LAZY[name])
+    except ModuleNotFoundError as error:
+        from megatron_dynapipe.extras import missing
+
+        if told := missing(error):
+            raise told from error
+        raise
+    return getattr(module, name)

@@ -43,6 +43,7 @@ install_packages() {
         ((free >= NEEDED_KB)) || fail "$((free / 1000000)) GB free here, set-up needs $((NEEDED_KB / 1000000)) GB" \
             "free some space, or clone to another disk"
         say "downloading the pinned packages: about 3 GB, 6 GB installed; once"
+        say "(a host that only plans needs none of this: \`pip install .\` brings planner and commands, without torch)"
     fi
     touch "$STATE/unpacking"  # pip takes a half-unpacked package for installed: see make_environment
     pip_install "$(grep '^pip==' requirements.lock)"

@@ -37,6 +37,7 @@ ROOMS = {
     "errors": room(1),
     "files": room(1),
     "units": room(1),
+    "extras": room(2),
     "megatron_version": room(2),
     "cost": room(2, "numpy"),
     "plan": room(2),

@@ -314,8 +314,8 @@ def locked() -> dict[str, str]:
 
 def test_lock_satisfies_every_direct_requirement() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    direct = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["dev"]]
-    direct += project["build-system"]["requires"]
+    direct = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    direct += [each for extra in project["project"]["optional-dependencies"].values() for each in extra]
     versions = locked()
     wrong = [
         text
@@ -323,6 +323,16 @@ def test_lock_satisfies_every_direct_requirement() -> None:
         if not (wanted := Requirement(text)).specifier.contains(versions.get(canonicalize_name(wanted.name), "0"))
     ]
     assert not wrong
+
+
+def test_requirements_are_listed_without_what_a_container_brings() -> None:
+    """As docker/Dockerfile installs them."""
+    (line,) = [line for line in (ROOT / "docker/Dockerfile").read_text().splitlines() if "list_requirements" in line]
+    command = shlex.split(line.partition(">")[0].strip().removeprefix("&& python "))
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    names = [Requirement(line).name for line in done.stdout.splitlines()]
+    assert {"msgspec", "megatron-core", "datasets", "plotly"} <= set(names)
+    assert "torch" not in names and len(names) == len(set(names))
 
 
 def test_lock_has_whatever_its_packages_require() -> None:

@@ -11,9 +11,13 @@ from pathlib import Path
 from megatron_dynapipe.cli import machine_checks
 from megatron_dynapipe.cli.finding import Check
 from megatron_dynapipe.errors import DynaPipeError
+from megatron_dynapipe.extras import missing
 
 KNOWN_PYTHONS = ((3, 12), (3, 13))
 """Versions of Python that `megatron-core` has wheels for."""
+
+NEEDED_TO_PLAN = frozenset({"python", "plan store", "planner core"})
+"""Checks that also count on a host that only plans, without torch."""
 
 
 def run_checks() -> list[Check]:
@@ -26,6 +30,10 @@ def _guarded(name: str, check: Callable[[str], Check]) -> Check:
         return check(name)
     except DynaPipeError as error:
         return Check(name=name, status="fail", found=error.message, hint=error.hint)
+    except ModuleNotFoundError as error:
+        told = missing(error)
+        hint = f"reinstall {error.name}" if told is None else told.hint
+        return Check(name=name, status="fail", found=f"{error.name} is not installed", hint=hint)
     except Exception as error:  # noqa: BLE001 - a broken library can raise anything when imported; that is the finding
         return Check(name=name, status="fail", found=f"{type(error).__name__}: {error}", hint=f"reinstall {name}")
 
@@ -71,7 +79,7 @@ def check_megatron(name: str) -> Check:
     wanted = f"megatron-core[training]=={KNOWN_VERSIONS[-1]}"
     version = find_version()
     if version is None:
-        return Check(name=name, status="fail", found="not installed", hint=f"pip install '{wanted}'")
+        return Check(name=name, status="fail", found="not installed", hint="pip install 'megatron-dynapipe[train]'")
     if importlib.util.find_spec("megatron.training") is None:
         found = f"{version}, without its training loop"
         return Check(name=name, status="fail", found=found, hint=f"pip install '{wanted}'")

@@ -20,26 +20,32 @@ def add_parser(subparsers: "SubParsers") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run every check and print it; 1 if one of them stands in the way of training here."""
-    from megatron_dynapipe.cli.checks import run_checks
+    from megatron_dynapipe.cli.checks import NEEDED_TO_PLAN, run_checks
 
     print("checking; importing torch takes a few seconds", file=sys.stderr)
     checks = run_checks()
-    able = all(check.status != "fail" for check in checks)
-    print(_as_json(checks, able) if args.json else _as_text(checks, able))
-    return 0 if able else 1
+    failed = {check.name for check in checks if check.status == "fail"}
+    can_train, can_plan = not failed, not failed & NEEDED_TO_PLAN
+    if args.json:
+        print(_as_json(checks, can_train=can_train, can_plan=can_plan))
+    else:
+        able = "train" if can_train else "plan, not train: see FAIL above"
+        print(_as_text(checks))
+        print(f"this machine can {able}" if can_plan else "this machine cannot train: see FAIL above")
+    return 0 if can_train else 1
 
 
-def _as_json(checks: "list[Check]", able: bool) -> str:
+def _as_json(checks: "list[Check]", *, can_train: bool, can_plan: bool) -> str:
     rows = [{"name": c.name, "status": c.status, "found": c.found, "hint": c.hint} for c in checks]
-    return json.dumps({"format": "dynapipe-doctor/1", "can_train": able, "checks": rows}, indent=2)
+    told = {"format": "dynapipe-doctor/1", "can_train": can_train, "can_plan": can_plan, "checks": rows}
+    return json.dumps(told, indent=2)
 
 
-def _as_text(checks: "list[Check]", able: bool) -> str:
+def _as_text(checks: "list[Check]") -> str:
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
         lines.append(f"{MARKS[check.status]}  {check.name:<{width}}  {check.found}")
         if check.hint is not None:
             lines.append(f"{'':<{width + 6}}  hint: {check.hint}")
-    lines.append("this machine can train" if able else "this machine cannot train: see FAIL above")
     return "\n".join(lines)

@@ -7,8 +7,10 @@ import socket
 from pathlib import Path
 
 from megatron_dynapipe.cli.finding import Check
+from megatron_dynapipe.extras import DISTRIBUTION
 
-DISTRIBUTION = "megatron-dynapipe"
+OPTIONAL = ("data", "plots")
+"""Extras without which training works."""
 LEAST_MEMORY_MB = 4_000
 """What two ranks of the demo, their planner and the store take, with something to spare."""
 LEAST_SHARED_MB = 512
@@ -20,28 +22,42 @@ _BYTES_PER_MB = 1_000_000
 
 
 def check_requirements(name: str) -> Check:
-    """What this package requires, in the versions that it was tried with."""
-    from packaging.requirements import Requirement
-
+    """What this package and its extras require, in the versions that were tried."""
     try:
         listed = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return Check(name=name, status="note", found=f"{DISTRIBUTION} is not installed", hint="pip install .")
-    wrong, count = [], 0
+    wrong = {extra: _unmet(listed, extra) for extra in ("", "train", *OPTIONAL)}
+    broken = [extra for extra, found in wrong.items() if found]
+    if not broken:
+        return Check(name=name, status="ok", found="required packages are of versions that were tried")
+    extras = ",".join(filter(None, broken))
+    return Check(
+        name=name,
+        status="note" if set(broken) <= set(OPTIONAL) else "fail",
+        found="; ".join(dict.fromkeys(each for found in wrong.values() for each in found)),
+        hint=f"pip install --upgrade '{DISTRIBUTION}{f'[{extras}]' if extras else ''}', or install those versions",
+    )
+
+
+def _unmet(listed: list[str], extra: str) -> list[str]:
+    """What is required with an extra ("": in any case) and is absent, or of another version."""
+    from packaging.requirements import Requirement
+
+    found = []
     for requirement in map(Requirement, listed):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        marker = requirement.marker
+        always = marker is None or marker.evaluate({"extra": ""})
+        wanted = always if extra == "" else not always and marker is not None and marker.evaluate({"extra": extra})
+        if not wanted:
             continue
-        count += 1
         try:
-            found = importlib.metadata.version(requirement.name)
+            version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            found = "none"
-        if found == "none" or not requirement.specifier.contains(found, prereleases=True):
-            wrong.append(f"expected {requirement.name}{requirement.specifier}, found {found}")
-    if wrong:
-        hint = f"pip install --upgrade {DISTRIBUTION}, or install those versions"
-        return Check(name=name, status="fail", found="; ".join(wrong), hint=hint)
-    return Check(name=name, status="ok", found=f"{count} required packages are of versions that were tried")
+            version = "none"
+        if version == "none" or not requirement.specifier.contains(version, prereleases=True):
+            found.append(f"expected {requirement.name}{requirement.specifier}, found {version}")
+    return found
 
 
 def check_memory(name: str) -> Check:

@@ -16,6 +16,7 @@ from typing import IO, NoReturn, Protocol, cast, override
 from megatron_dynapipe import __version__
 from megatron_dynapipe.cli.examples import PROGRAM, add_examples
 from megatron_dynapipe.errors import DynaPipeError
+from megatron_dynapipe.extras import missing
 
 COMMANDS = (
     *("doctor", "data", "plan", "compare", "tune", "verify", "show", "report", "store", "cost_model", "profile"),
@@ -110,6 +111,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except DynaPipeError as error:
         _report(error, sys.stderr)
+        return EXIT_CANNOT_RUN
+    except ModuleNotFoundError as error:  # what an extra brings; anything else is a fault of ours
+        if (told := missing(error)) is None:
+            raise
+        _report(told, sys.stderr)
         return EXIT_CANNOT_RUN
     except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
         _drop_output()

@@ -9,7 +9,7 @@ from megatron_dynapipe.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.plan.iteration import IterationPlan
-    from megatron_dynapipe.report.timeline import Panel
+    from megatron_dynapipe.report.panel import Panel
 
 
 def add_parser(subparsers: "SubParsers") -> None:
@@ -32,13 +32,14 @@ def run(args: argparse.Namespace) -> int:
     if args.picture is None and args.trace is None:
         print("\n\n".join(_text(plan, replica) for replica in replicas))
         return 0
-    from megatron_dynapipe.report.timeline import draw
     from megatron_dynapipe.report.trace import write_trace
 
     panels = [_panel(plan, replica) for replica in replicas]
     if args.picture is not None:
         if args.picture.suffix not in (".png", ".svg"):
             raise ConfigError(f"expected a picture named .png or .svg, got {args.picture}")
+        from megatron_dynapipe.report.timeline import draw
+
         print(draw(panels, args.picture))
     if args.trace is not None:
         print(write_trace(panels, args.trace))
@@ -65,7 +66,7 @@ def _text(plan: "IterationPlan", replica: int) -> str:
 
 
 def _panel(plan: "IterationPlan", replica: int) -> "Panel":
-    from megatron_dynapipe.report.timeline import Panel
+    from megatron_dynapipe.report.panel import Panel
 
     timeline = tuple(stage.predicted for stage in plan.replicas[replica].stages)
     return Panel(f"iteration {plan.iteration}, replica {replica}: planned", timeline)

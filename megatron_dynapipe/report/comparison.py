@@ -8,11 +8,10 @@ packing  ▇▇▇▇▇ 11,000 (÷ 2.2)          ▇▇▇▇▇▇▇▇▇ 80
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOUR, OTHERS, DOT = "#4878a8", "#b9c4d0", "#33393f"
 
@@ -45,6 +44,9 @@ def geometric_means(entries: Entries) -> dict[str, dict[str, dict[str, float]]]:
 
 def draw_comparison(entries: Entries, path: Path, *, reference: str = "dynapipe") -> Path:
     """Draw every method's tokens/s and padding efficiency as bars, and each batch as a dot."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     found = {
         method: [entry["methods"][method] for entry in entries if entry["methods"][method]["error"] is None]
         for method in entries[0]["methods"]
@@ -74,7 +76,7 @@ def draw_comparison(entries: Entries, path: Path, *, reference: str = "dynapipe"
     return path
 
 
-def _bars(axis: Axes, values: dict[str, list[float]], reference: str, label: Any, *, room: float) -> None:
+def _bars(axis: "Axes", values: dict[str, list[float]], reference: str, label: Any, *, room: float) -> None:
     """A bar for every method, labelled; `room` is how far the axis goes beyond the longest."""
     names = list(values)
     most = max((value for each in values.values() for value in each), default=1.0)

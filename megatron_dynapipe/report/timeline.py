@@ -5,7 +5,6 @@ stage 1  ░░▐0▐1▐2▐░░▐0 ▐3▐1 ▐…        grey: nothing ru
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -16,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megatron_dynapipe.plan.instructions import Backward, Forward, RecvWait, SendWait
-from megatron_dynapipe.plan.timeline import Event, Timeline
+from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.report.panel import Panel
 from megatron_dynapipe.units import NS_PER_MS
 
 FORWARD = "#4878a8"
@@ -28,19 +28,6 @@ _ROW = 0.42  # height of a stage's row, in inches
 _BOX = 0.8  # height of a box, as a fraction of its row
 _WIDTH = 16.0  # of the picture, in inches
 _POINTS_PER_CHARACTER = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One timeline of a picture."""
-
-    title: str
-    timeline: Timeline
-
-    @property
-    def span_ns(self) -> int:
-        """From the start of the iteration to its last event's end."""
-        return max((event.end_ns for events in self.timeline for event in events), default=0)
 
 
 def draw(panels: Sequence[Panel], path: Path) -> Path:

@@ -11,7 +11,7 @@ import msgspec
 
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, RecvStart, RecvWait, SendStart, SendWait
 from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.report.timeline import Panel
+from megatron_dynapipe.report.panel import Panel
 
 _NS_PER_US = 1_000
 

@@ -39,8 +39,14 @@ def test_one_failure_is_exit_code_1_with_its_hint(
         "          hint: x",
         "FAIL  c   c found",
         "          hint: y",
-        "this machine cannot train: see FAIL above",
+        "this machine can plan, not train: see FAIL above",
     ]
+
+
+def test_what_planning_needs_too_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(checks, "CHECKS", (("planner core", fixed("fail", "x")),))
+    assert main.main(["doctor"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "this machine cannot train: see FAIL above"
 
 
 def test_notes_do_not_stand_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +85,8 @@ def test_megatron_that_is_absent_or_unknown(monkeypatch: pytest.MonkeyPatch, ins
     monkeypatch.setattr(megatron_version, "find_version", lambda: installed)
     told = checks.check_megatron("megatron-core")
     assert (told.status, told.found) == ("fail", found)
-    assert told.hint == "pip install 'megatron-core[training]==0.19.2'"
+    wanted = "megatron-dynapipe[train]" if installed is None else "megatron-core[training]==0.19.2"
+    assert told.hint == f"pip install '{wanted}'"
 
 
 @pytest.mark.parametrize(("ours", "status"), [(False, "fail"), (True, "ok")])

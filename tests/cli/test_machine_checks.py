@@ -13,11 +13,14 @@ from megatron_dynapipe.cli import checks, machine_checks
 @pytest.mark.parametrize(
     ("required", "status", "found"),
     [
-        ("pytest>=1", "ok", "1 required packages are of versions that were tried"),
+        ("pytest>=1", "ok", "required packages are of versions that were tried"),
         ("pytest>=1000", "fail", "expected pytest>=1000, found "),
         ("no-such-package-here>=1", "fail", "expected no-such-package-here>=1, found none"),
-        ('no-such-package-here; extra == "dev"', "ok", "0 required packages"),
-        ('no-such-package-here; python_version < "3"', "ok", "0 required packages"),
+        ('no-such-package-here; extra == "dev"', "ok", "required packages"),
+        ('no-such-package-here; extra == "train"', "fail", "expected no-such-package-here, found none"),
+        ('no-such-package-here; extra == "data"', "note", "expected no-such-package-here, found none"),
+        ('no-such-package-here; python_version < "3"', "ok", "required packages"),
+        ('pytest>=1; extra == "train"', "ok", "required packages"),
     ],
 )
 def test_required_versions(monkeypatch, required, status, found):
@@ -25,6 +28,8 @@ def test_required_versions(monkeypatch, required, status, found):
     told = machine_checks.check_requirements("versions")
     assert told.status == status and told.found.startswith(found)
     assert (told.hint is None) == (status == "ok")
+    if 'extra == "data"' in required:
+        assert str(told.hint).startswith("pip install --upgrade 'megatron-dynapipe[data]'")
 
 
 def test_a_package_that_is_not_installed_is_said(monkeypatch):

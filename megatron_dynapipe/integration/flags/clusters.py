@@ -1,4 +1,4 @@
-"""Memory and links of a cluster, from a file of `configs/clusters/`: found by the device's name, or named by the user.
+"""Memory and links of a cluster, from a file of `clusters/`: found by the device's name, or named by the user.
 
 flag of the command line or a run file   >   what the cost model's file has measured   >   cluster file   >   default
 """
@@ -18,7 +18,9 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import BYTES_PER_MB
 
 FLAG, AUTO, NONE = "--dynapipe-cluster", "auto", "none"
-FOLDER = Path(megatron_dynapipe.__file__).parents[1] / "configs" / "clusters"
+FOLDER = Path(megatron_dynapipe.__file__).parent / "clusters"
+"""A part of the package, so that wheels have it; `configs/clusters` of a checkout is the same folder."""
+
 MEMORY = "dynapipe-device-memory-limit"
 LINKS = {INTRA_NODE: "dynapipe-intra-node-{}", INTER_NODE: "dynapipe-inter-node-{}"}
 KEYS = (MEMORY, *(name.format(what) for name in LINKS.values() for what in ("bw", "lat")))
@@ -81,7 +83,7 @@ def cluster_of(args: argparse.Namespace, *, on_cpu: bool) -> Cluster | None:
 
 
 def find(device: str) -> Path | None:
-    """The file for a device by its name; None where there is none, as in a package without its `configs/`."""
+    """The file for a device by its name; None where there is none."""
     for pattern, name in BY_DEVICE:
         if re.search(pattern, device) and (path := FOLDER / f"{name}.yaml").exists():
             return path

@@ -13,6 +13,7 @@ from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.live_page import LivePage
 from megatron_dynapipe.integration.supply.stage_record import EvaluationLosses, HostLosses, stage_record
 from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.report.panel import Panel
 from megatron_dynapipe.report.records import (
     IterationRecord,
     MemoryRecord,
@@ -24,7 +25,7 @@ from megatron_dynapipe.report.records import (
     decode_records,
 )
 from megatron_dynapipe.report.summary import format_summary, summarise
-from megatron_dynapipe.report.timeline import Panel, draw
+from megatron_dynapipe.report.timeline import draw
 from megatron_dynapipe.report.trace import write_trace
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.device_memory import MemoryCounts

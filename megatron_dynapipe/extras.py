@@ -1,0 +1,31 @@
+"""Packages that an extra of this one brings: planning needs none of them, and says which extra where one is missing."""
+
+from megatron_dynapipe.errors import InstallationError
+
+DISTRIBUTION = "megatron-dynapipe"
+
+EXTRA_OF = {
+    "datasets": "data",
+    "jinja2": "data",
+    "matplotlib": "plots",
+    "megatron": "train",
+    "plotly": "plots",
+    "pyarrow": "data",
+    "sympy": "train",
+    "tokenizers": "data",
+    "torch": "train",
+    "transformers": "data",
+}
+"""The extra of `pyproject.toml` by the package that is imported."""
+
+
+def missing(error: ModuleNotFoundError) -> InstallationError | None:
+    """The error for an import that failed; None where no extra brings what was imported."""
+    package = (error.name or "").partition(".")[0]
+    extra = EXTRA_OF.get(package)
+    if extra is None:
+        return None
+    return InstallationError(
+        f"expected the package {package}, which the extra [{extra}] brings, found none",
+        hint=f"pip install '{DISTRIBUTION}[{extra}]'",
+    )

@@ -1,0 +1,174 @@
+"""An installation without extras plans: what only extras bring is blocked here, or is not there.
+
+This folder needs pytest and the installed package alone, so that it also runs against a wheel (cibuildwheel).
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BROUGHT_BY_EXTRAS = (
+    *("torch", "megatron", "sympy", "matplotlib", "plotly"),
+    *("datasets", "jinja2", "pyarrow", "tokenizers", "transformers"),
+)
+RUN = f"""
+import sys
+sys.modules.update(dict.fromkeys({BROUGHT_BY_EXTRAS!r}))  # an import of a None fails as if there were no such package
+from megatron_dynapipe.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+MODEL = ["--model", "gpt", "--layers", "4", "--hidden-size", "32"]
+
+
+def without_extras(*argv: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", RUN, *argv], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a cost model and batches lie."""
+
+    def table(value: float) -> dict[str, list[list[float]]]:
+        return {f"{long}": [[size, value * size * long] for size in (1, 8, 64)] for long in (8, 64, 512)}
+
+    times = {f"{part}.{way}": table(0.01) for part in ("encoder", "postprocess") for way in ("forward", "backward")}
+    costs = {
+        "format": "dynapipe-cost-model/1",
+        "name": "tiny",
+        "source": "test",
+        "device": "none",
+        "units": {},
+        "model": {"type": "decoder-only", "hidden": 32},
+        "keys": {
+            "tp1_none": {
+                "tp": 1,
+                "recompute": "none",
+                "model_state_mb": {"embedding": 1.0, "encoder": 2.0},
+                "time_ms": times,
+                "stored_activation_mb": {"encoder": table(0.05)},
+                "peak_activation_mb": {"encoder": table(0.06)},
+            }
+        },
+    }
+    batches = [{"id": "b0", "input": [9, 65, 200, 12, 33]}]
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    (tmp_path / "batches.json").write_text(json.dumps({"format": "dynapipe-batches/1", "batches": batches}))
+    return tmp_path
+
+
+PLANNING = ["--batches", "batches.json", "--cost-model", "costs.json", "--device-memory-mb", "200", *MODEL]
+PLANNING += ["--recompute", "none"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["compare", *PLANNING, "--json"],
+        ["tune", *PLANNING, "--devices", "2", "--workers", "1", "--search-evaluations", "10", "--json"],
+        ["cost-model", "show", "costs.json"],
+        ["completion", "bash"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_a_command_needs_no_extra(folder: Path, argv: list[str]) -> None:
+    done = without_extras(*argv, folder=folder)
+    assert done.returncode == 0, done.stderr
+    if "--json" in argv:
+        json.loads(done.stdout)
+    assert done.stdout
+
+
+def test_plans_are_made_shown_and_verified_without_extras(folder: Path) -> None:
+    done = without_extras("plan", *PLANNING, "--pipeline-parallel", "2", "--output", "plans", folder=folder)
+    assert done.returncode == 0, done.stderr
+    (plan,) = sorted((folder / "plans").glob("*.plan"))
+    for argv in (["show", str(plan)], ["show", str(plan), "--trace", "trace.json"], ["verify", str(plan)]):
+        done = without_extras(*argv, folder=folder)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_store_is_served_without_extras(folder: Path) -> None:
+    served = subprocess.Popen(
+        [sys.executable, "-c", RUN, "store", "start", "--memory-limit-mb", "64"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert served.stdout is not None
+        url = served.stdout.readline().strip()
+        assert without_extras("store", "inspect", url, "--json", folder=folder).returncode == 0
+        assert without_extras("store", "stop", url, folder=folder).returncode == 0
+        assert served.wait(timeout=30) == 0
+    finally:
+        served.kill()
+        served.communicate(timeout=30)
+
+
+def test_the_planner_process_needs_no_extra() -> None:
+    program = f"import sys; sys.modules.update(dict.fromkeys({BROUGHT_BY_EXTRAS!r})); import megatron_dynapipe.service"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "package", "extra"),
+    [
+        (["compare", *PLANNING, "--output", "methods.png"], "matplotlib", "plots"),
+        (["data", "demo", "--output", "demo"], "pyarrow", "data"),
+        (["profile", "--model", "gpt", "--output", "new.json", "--", "--num-layers", "2"], "torch", "train"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_an_extra_brings_is_named_where_it_is_missing(
+    folder: Path, argv: list[str], package: str, extra: str
+) -> None:
+    done = without_extras(*argv, folder=folder)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.splitlines()[-2:] == [
+        f"error: expected the package {package}, which the extra [{extra}] brings, found none",
+        f"hint: pip install 'megatron-dynapipe[{extra}]'",
+    ]
+
+
+def test_doctor_says_that_this_machine_can_plan(folder: Path) -> None:
+    done = without_extras("doctor", "--json", folder=folder)
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["can_plan"], told["can_train"]) == (True, False)
+    torch = next(check for check in told["checks"] if check["name"] == "torch")
+    assert torch["found"] == "torch is not installed" and torch["hint"] == "pip install 'megatron-dynapipe[train]'"
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    program = """
+import sys
+before = set(sys.modules)
+import megatron_dynapipe
+outside = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+sys.exit(f"imported {outside}" if outside != {"megatron_dynapipe"} else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_of_the_package_says_what_it_needs() -> None:
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys({BROUGHT_BY_EXTRAS!r}))
+import megatron_dynapipe
+from megatron_dynapipe.errors import InstallationError
+assert megatron_dynapipe.tune
+try:
+    megatron_dynapipe.Pipeline
+except InstallationError as error:
+    assert error.hint == "pip install 'megatron-dynapipe[train]'", error.hint
+else:
+    sys.exit("Pipeline needs torch")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

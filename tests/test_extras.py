@@ -1,0 +1,39 @@
+"""Extras: the table in the code is that of pyproject.toml."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from megatron_dynapipe.extras import EXTRA_OF, missing
+
+PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+BROUGHT_BY = {"megatron": "megatron-core", "sympy": "torch"}
+"""The requirement that brings a package of another name."""
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {Requirement(each).name.lower() for each in requirements}
+
+
+@pytest.mark.parametrize(("package", "extra"), EXTRA_OF.items())
+def test_an_extra_brings_what_it_is_named_for(package: str, extra: str) -> None:
+    assert BROUGHT_BY.get(package, package) in names(PROJECT["optional-dependencies"][extra])
+    assert BROUGHT_BY.get(package, package) not in names(PROJECT["dependencies"])
+
+
+def test_every_package_of_an_extra_is_in_the_table() -> None:
+    extras = PROJECT["optional-dependencies"]
+    brought = {name for extra in ("train", "data", "plots") for name in names(extras[extra])}
+    assert brought == {BROUGHT_BY.get(package, package) for package in EXTRA_OF}
+
+
+@pytest.mark.parametrize("name", ["megatron_dynapipe.nothing", "json.nothing", None])
+def test_a_module_that_no_extra_brings_is_no_matter_of_extras(name: str | None) -> None:
+    assert missing(ModuleNotFoundError("no module", name=name)) is None
+
+
+def test_submodules_are_told_by_their_package() -> None:
+    told = missing(ModuleNotFoundError("no module", name="matplotlib.figure"))
+    assert told is not None and told.hint == "pip install 'megatron-dynapipe[plots]'"
