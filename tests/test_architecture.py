@@ -59,6 +59,7 @@ ROOMS = {
     "config": room(6, "yaml"),
     "integration": room(7, "numpy", "torch", "megatron", "transformers", "tqdm"),
     "checkout_hooks": room(8),
+    "on_cpu": room(8),
     # `doctor` imports torch to see whether it works.
     "cli": room(8, "numpy", "packaging", "shtab", "torch", "tqdm", "yaml"),
     "__main__": room(9),

@@ -73,19 +73,15 @@ def check_device(name: str) -> Check:
 
 
 def check_megatron(name: str) -> Check:
-    """Megatron with its training loop, of a version whose seams are known."""
-    from megatron_dynapipe.megatron_version import KNOWN_VERSIONS, find_version, megatron_folders
+    """Megatron with its training loop, its touched files known by their content."""
+    from megatron_dynapipe.megatron_version import PACKAGE, find_version, megatron_folders
 
-    wanted = f"megatron-core[training]=={KNOWN_VERSIONS[-1]}"
     version = find_version()
     if version is None:
         return Check(name=name, status="fail", found="not installed", hint="pip install 'megatron-dynapipe[train]'")
     if importlib.util.find_spec("megatron.training") is None:
         found = f"{version}, without its training loop"
-        return Check(name=name, status="fail", found=found, hint=f"pip install '{wanted}'")
-    if version not in KNOWN_VERSIONS:
-        found = f"expected {' or '.join(KNOWN_VERSIONS)}, found {version}"
-        return Check(name=name, status="fail", found=found, hint=f"pip install '{wanted}'")
+        return Check(name=name, status="fail", found=found, hint=f"pip install '{PACKAGE}'")
     found = f"{version}, with its training loop"
     folders = megatron_folders()
     if len(folders) > 1:
@@ -96,7 +92,26 @@ def check_megatron(name: str) -> Check:
             found=f"{found}, at {folders[0]}; another at {hidden} is hidden by it",
             hint="the first on the path is used: if that is not meant, correct PYTHONPATH or the working directory",
         )
-    return Check(name=name, status="ok", found=f"{found}, at {folders[0]}" if folders else found)
+    if not folders:
+        return Check(name=name, status="ok", found=found)
+    known = _known_content(folders[0].parent)
+    if not known:
+        return Check(
+            name=name,
+            status="note",
+            found=f"{found}, at {folders[0]}, of no known release",
+            hint="a run checks at its start whether what it relies on is there; `megatron-dynapipe patch"
+            f" {folders[0].parent} --check` says which files differ",
+        )
+    return Check(name=name, status="ok", found=f"{found}, at {folders[0]}, {known}")
+
+
+def _known_content(folder: Path) -> str:
+    """How the files that runs and patches touch are known; empty if they are not."""
+    from megatron_dynapipe.patching import State, load_all, survey
+
+    found = survey(folder, load_all())
+    return "" if found.state in (State.MODIFIED, State.MISSING) else f"its files {found.state}"
 
 
 def check_layers(name: str) -> Check:

@@ -7,6 +7,7 @@ At the top of a script, before Megatron is imported: `quieten()` (to filter star
 from megatron_dynapipe.cpu.flags import ARGS_DEFAULTS, set_args_defaults
 from megatron_dynapipe.cpu.log_filter import quieten, silence_prints
 from megatron_dynapipe.cpu.platform import (
+    Device,
     disable,
     enable,
     enabled,
@@ -16,6 +17,7 @@ from megatron_dynapipe.cpu.platform import (
 
 __all__ = [
     "ARGS_DEFAULTS",
+    "Device",
     "disable",
     "enable",
     "enabled",

@@ -15,7 +15,7 @@ import torch
 
 from megatron_dynapipe.cpu.stub_table import ENVIRONMENT, STUBS
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.megatron_version import check_version
+from megatron_dynapipe.megatron_version import found_version
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -70,7 +70,7 @@ def enable(device: Device = "auto") -> bool:
         Whether they are set, that is, whether the run is on the CPU.
 
     Raises:
-        UnsupportedMegatronError: the table has not been checked against the installed Megatron.
+        UnsupportedMegatronError: there is no Megatron.
         ConfigError: Megatron has been imported already.
     """
     global _undo
@@ -78,7 +78,7 @@ def enable(device: Device = "auto") -> bool:
         return False
     if is_enabled():
         return True
-    check_version()
+    found_version()
     if "megatron.core" in sys.modules:
         raise ConfigError(
             "expected the CPU platform to be enabled before Megatron is imported, got it enabled after",

@@ -1,55 +1,53 @@
-"""One checkout: which version's files it has, and changing all of them or none."""
+"""One checkout whose files are known, and changing all of them or none."""
 
-import enum
-import os
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dynapipe.errors import PatchError
-from megatron_dynapipe.megatron_version import version_of
-from megatron_dynapipe.patching.series import Series, digest
+from megatron_dynapipe.patching.applying import exchange, run_patches, staged
+from megatron_dynapipe.patching.record import MergeRecord
+from megatron_dynapipe.patching.series import FileDigests, Series, digest
+from megatron_dynapipe.patching.survey import State, Survey, survey
 
-_PACKAGE_INFO = Path("megatron/core/package_info.py")
-
-
-class State(enum.StrEnum):
-    """How a checkout's files stand to a series."""
-
-    RELEASED = "as released"
-    PATCHED = "patched"
-    OUTDATED = "patched by an earlier release"
+_KNOWN = (State.RELEASED, State.PATCHED, State.OUTDATED, State.MERGED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkout:
-    """A checkout whose version is known and whose touched files are as released, or as patched.
+    """A checkout whose touched files are all as released, all patched, or all merged.
 
     Attributes:
-        folder: the one that holds `megatron/`.
-        series: the patches of its version; of an outdated checkout those that are applied to it.
-        state: whether they are applied.
-        current: the patches to apply to it.
+        found: its files.
     """
 
-    folder: Path
-    series: Series
-    state: State
-    current: Series
+    found: Survey
+
+    @property
+    def folder(self) -> Path:
+        """The one that holds `megatron/`."""
+        return self.found.folder
+
+    @property
+    def state(self) -> State:
+        """That of all its files."""
+        return self.found.state
+
+    @property
+    def series(self) -> Series:
+        """The patches of its version; of an outdated checkout those that are applied to it."""
+        return self.found.applied
 
     @property
     def is_patched(self) -> bool:
-        """Whether a series is applied, the current one or an earlier release's."""
+        """Whether it makes the patches' calls: patched now, by an earlier release, or by a merge."""
         return self.state is not State.RELEASED
 
     @property
     def tool(self) -> str:
         """What applies patches here."""
-        return "git" if (self.folder / ".git").exists() else "patch"
+        return "git" if self.found.is_git else "patch"
 
     def apply(self) -> None:
         """Apply the current series; an earlier release's is reversed first.
@@ -57,153 +55,88 @@ class Checkout:
         Raises:
             PatchError: it does not apply; nothing was changed.
         """
-        assert self.state is not State.PATCHED
-        with _staged(self.folder, self.current) as stage:
-            if self.state is State.OUTDATED:
-                self._change(stage, self.series, reverse=True)
-            self._change(stage, self.current, reverse=False)
-            _exchange(self.folder, stage, self.current)
+        assert self.state in (State.RELEASED, State.OUTDATED)
+        contents = self._contents()
+        if self.state is State.OUTDATED:
+            contents = self._change(contents, self.series, reverse=True)
+        exchange(self.folder, self._change(contents, self.found.series, reverse=False))
 
     def reverse(self) -> None:
-        """Reverse the applied series: the files are as released, byte for byte.
+        """Reverse the applied series: the files are as released, or as they were merged with, byte for byte.
 
         Raises:
             PatchError: it cannot be reversed; nothing was changed.
         """
         assert self.is_patched
-        with _staged(self.folder, self.series) as stage:
-            self._change(stage, self.series, reverse=True)
-            _exchange(self.folder, stage, self.series)
+        if self.state is State.MERGED and self.found.record is not None:
+            exchange(self.folder, self.found.record.originals(self.folder))
+            MergeRecord.remove(self.folder)
+            return
+        exchange(self.folder, self._change(self._contents(), self.series, reverse=True))
 
-    def _change(self, stage: Path, series: Series, *, reverse: bool) -> None:
-        if failure := _run(self.tool, stage, series, reverse=reverse):
-            raise PatchError(f"{series.version} does not apply to {self.folder}: {failure}")
-        for name, digests in series.files.items():
-            expected = digests.before if reverse else digests.after
-            if digest((stage / name).read_bytes()) != expected:
+    def _contents(self) -> dict[str, bytes]:
+        return {name: (self.folder / name).read_bytes() for name in self.series.files}
+
+    def _change(self, contents: Mapping[str, bytes], series: Series, *, reverse: bool) -> dict[str, bytes]:
+        """Contents with a series applied or reversed, which must be what was tested."""
+        with staged(contents) as stage:
+            if failure := run_patches(self.tool, stage, series.patches, reverse=reverse):
+                raise PatchError(f"{series.version} does not apply to {self.folder}: {failure}")
+            changed = {name: (stage / name).read_bytes() for name in contents}
+        for name, data in changed.items():
+            if digest(data) != _expected(series.files[name], digest(contents[name]), reverse=reverse):
                 raise PatchError(f"{name} differs from what was tested once patched; nothing was changed")
+        return changed
+
+
+def _expected(contents: Sequence[FileDigests], given: str, *, reverse: bool) -> str | None:
+    pairs = ((each.after, each.before) if reverse else (each.before, each.after) for each in contents)
+    return dict(pairs).get(given)
 
 
 def examine(folder: Path, known: Sequence[Series]) -> Checkout:
-    """Recognise a checkout by the digests of the files that patches touch.
+    """Recognise a checkout by the content of the files that patches touch.
 
     Raises:
-        PatchError: it is none, of an unknown version, or its files were modified; says which, and the failing hunk.
+        PatchError: it is none, or a file is not as known; says which files are, and which are not.
     """
-    if not (folder / "megatron").is_dir():
-        raise PatchError(
-            f"expected a Megatron-LM checkout in {folder}, found no folder megatron/ there",
-            hint="give the folder that holds megatron/ and pretrain_gpt.py",
-        )
-    current = {series.version: series for series in known if series.is_current}
-    for series in known:
-        for state, wanted in _states(series).items():
-            if series.version in current and _digests(folder, series) == wanted:
-                return Checkout(folder=folder, series=series, state=state, current=current[series.version])
-    raise _refusal(folder, list(current.values()))
+    found = survey(folder, known)
+    if found.state not in _KNOWN:
+        raise refusal(found, known)
+    return Checkout(found=found)
 
 
-def _states(series: Series) -> dict[State, dict[str, str]]:
-    patched = {name: digests.after for name, digests in series.files.items()}
-    if not series.is_current:
-        return {State.OUTDATED: patched}
-    return {State.RELEASED: {name: digests.before for name, digests in series.files.items()}, State.PATCHED: patched}
-
-
-def _digests(folder: Path, series: Series) -> dict[str, str]:
-    """Of the touched files that are there."""
-    return {name: digest((folder / name).read_bytes()) for name in series.files if (folder / name).is_file()}
-
-
-def _refusal(folder: Path, known: Sequence[Series]) -> PatchError:
-    """Why a checkout is neither as released nor as patched: nearest to a known version, or to none."""
-    said = version_of(folder / _PACKAGE_INFO) if (folder / _PACKAGE_INFO).is_file() else "no version"
-
-    def likeness(series: Series) -> tuple[int, bool]:
-        found = _digests(folder, series)
-        hits = sum(found.get(name) in (files.before, files.after) for name, files in series.files.items())
-        return hits, series.version == f"core_v{said}"
-
-    nearest = max(known, key=likeness)
-    versions = ", ".join(series.version for series in known)
-    if likeness(nearest) == (0, False):
+def refusal(found: Survey, known: Sequence[Series]) -> PatchError:
+    """Why the files of a checkout are neither all as released nor all patched."""
+    if found.is_unlike_all:
+        releases = ", ".join(name for series in known if series.is_current for name in series.releases)
         return PatchError(
-            f"expected a checkout of one of the versions {versions}, found one that says {said}",
-            hint="check out one of these tags, or use this project's entry scripts, which patch nothing",
+            f"expected a checkout of one of the releases {releases}, found one that says {found.says},"
+            " of which no file is known",
+            hint="check out one of these; or --merge (in a git checkout, tried before it is kept); or put the checkout"
+            " first on PYTHONPATH and use this project's entry scripts, which patch nothing",
         )
-    found, released = _digests(folder, nearest), _states(nearest)[State.RELEASED]
-    modified = [name for name in released if found.get(name) != released[name]]
-    problem = f"expected {nearest.version} as released, found modified: {', '.join(modified)}"
-    if all((folder / name).is_file() for name in nearest.files):
-        tool = "git" if shutil.which("git") else "patch"
-        with _staged(folder, nearest) as stage:
-            problem += f"; {_run(tool, stage, nearest, reverse=False) or 'every hunk applies all the same'}"
-    return PatchError(problem, hint="restore these files (git stash, or git checkout), patch, and merge your changes")
+    is_patched = bool(found.named(State.PATCHED, State.OUTDATED))
+    wanted = State.PATCHED if is_patched else State.RELEASED
+    problem = f"expected {found.series.version} {wanted}, found " + "; ".join(
+        f"{state}: {', '.join(names)}" for state in State if state is not wanted and (names := found.named(state))
+    )
+    if not is_patched and not found.named(State.MISSING):
+        problem += f"; {_first_complaint(found) or 'every hunk applies all the same'}"
+    return PatchError(problem, hint=_way_out(found, is_patched=is_patched))
 
 
-@contextmanager
-def _staged(folder: Path, series: Series) -> Iterator[Path]:
-    """Copies of the touched files, in a folder of their own: what fails there leaves the checkout alone."""
-    with tempfile.TemporaryDirectory(prefix="dynapipe-patch-") as name:
-        stage = Path(name)
-        for file in series.files:
-            (stage / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(folder / file, stage / file)
-        yield stage
+def _first_complaint(found: Survey) -> str:
+    tool = "git" if shutil.which("git") else "patch"
+    with staged({file.name: (found.folder / file.name).read_bytes() for file in found.files}) as stage:
+        return run_patches(tool, stage, found.series.patches, reverse=False)
 
 
-def _run(tool: str, stage: Path, series: Series, *, reverse: bool) -> str:
-    """Apply (or reverse) the whole series to staged files; the first complaint, empty if there is none."""
-    paths = [str(patch.path.resolve()) for patch in series.patches]
-    if reverse:
-        paths.reverse()
-    direction = ["--reverse"] if reverse else []
-    if tool == "git":
-        commands = [["git", "apply", *direction, path] for path in paths]
-    else:
-        commands = [["patch", "-p1", "--batch", "--forward", "--fuzz=0", "--input", path] for path in paths]
-        if reverse:
-            commands = [[word if word != "--forward" else "--reverse" for word in command] for command in commands]
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(stage.parent), "LC_ALL": "C"}
-    for path, command in zip(paths, commands, strict=True):
-        try:
-            done = subprocess.run(
-                command, cwd=stage, env=environment, capture_output=True, text=True, timeout=60, check=False
-            )
-        except FileNotFoundError as error:
-            raise PatchError(f"the program {tool} is needed here and was not found", hint=f"install {tool}") from error
-        if done.returncode:
-            return f"{Path(path).name}: {_complaint(done.stdout + done.stderr)}"
-    return ""
-
-
-def _complaint(output: str) -> str:
-    """The line of git's or patch's output that names the failing hunk."""
-    lines = [line.removeprefix("error: ") for line in output.splitlines() if line.strip()]
-    failed = [line for line in lines if "FAILED" in line or "patch failed" in line]
-    return (failed or lines or ["it does not apply"])[0]
-
-
-def _exchange(folder: Path, stage: Path, series: Series) -> None:
-    """Put the staged files in place of the checkout's; on any failure all of them are as they were."""
-    originals: Mapping[str, bytes] = {name: (folder / name).read_bytes() for name in series.files}
-    done: list[str] = []
-    try:
-        for name in series.files:
-            done.append(name)
-            _replace(folder / name, (stage / name).read_bytes())
-    except BaseException:
-        for name in done:
-            _replace(folder / name, originals[name])
-        raise
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, with the mode of the one it replaces."""
-    fresh = path.with_name(f".{path.name}.dynapipe")
-    try:
-        fresh.write_bytes(data)
-        shutil.copymode(path, fresh)
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+def _way_out(found: Survey, *, is_patched: bool) -> str:
+    if found.named(State.MISSING):
+        return "check out the whole of Megatron-LM"
+    if is_patched and found.named(State.MODIFIED):
+        return "undo your changes of these files, or keep them: --reverse --merge takes out the patches alone"
+    if is_patched:
+        return "restore these files (git checkout -- FILE ...), then patch again"
+    return "--merge merges the patches with your changes and tries them; or set the changes aside (git stash) and patch"

@@ -11,14 +11,23 @@ import msgspec
 from megatron_dynapipe.errors import PatchError
 from megatron_dynapipe.files import read_bounded
 
-FOLDER = Path(__file__).parents[2] / "patches"
+FOLDER = Path(__file__).parents[1] / "patches"
 PREVIOUS = "previous"
 DIGESTS = "digests.json"
 
 
 class FileDigests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """SHA-256 of one file, in hexadecimal digits, as released and with the whole series applied."""
+    """One released content of a file.
 
+    Attributes:
+        releases: that have it.
+        blob: git's name of the released content, by which a checkout's history may hold it.
+        before: SHA-256 of it, in hexadecimal digits.
+        after: SHA-256 with the whole series applied.
+    """
+
+    releases: tuple[str, ...]
+    blob: str
     before: str
     after: str
 
@@ -31,14 +40,20 @@ class Patch:
         path: of the file, in `git format-patch` form.
         subject: what it does.
         files: those it changes, relative to the checkout.
-        added, removed: lines.
+        added_lines: what it adds, in order.
+        removed: lines.
     """
 
     path: Path
     subject: str
     files: Sequence[str]
-    added: int
+    added_lines: Sequence[str]
     removed: int
+
+    @property
+    def added(self) -> int:
+        """Lines."""
+        return len(self.added_lines)
 
     @classmethod
     def read(cls, path: Path) -> "Patch":
@@ -50,26 +65,31 @@ class Patch:
             path=path,
             subject=" ".join(subject[1].split()) if subject else path.stem,
             files=tuple(dict.fromkeys(re.findall(r"^\+\+\+ b/(.*)$", body, re.MULTILINE))),
-            added=sum(line.startswith("+") and not line.startswith("+++ ") for line in lines),
+            added_lines=tuple(line[1:] for line in lines if line.startswith("+") and not line.startswith("+++ ")),
             removed=sum(line.startswith("-") and not line.startswith("--- ") for line in lines),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """The patches of one version, in order.
+    """The patches of one or more releases, in order.
 
     Attributes:
         version: of the folder's name, as `core_v0.19.2`.
         patches: in the order in which they are applied.
-        files: every file that they change, relative to the checkout.
+        files: every file that they change, relative to the checkout, with each of its known contents.
         is_current: whether checkouts are patched with it; earlier releases patched with the others.
     """
 
     version: str
     patches: Sequence[Patch]
-    files: Mapping[str, FileDigests]
+    files: Mapping[str, Sequence[FileDigests]]
     is_current: bool
+
+    @property
+    def releases(self) -> Sequence[str]:
+        """Every release that it is for."""
+        return tuple(dict.fromkeys(name for known in self.files.values() for each in known for name in each.releases))
 
     @classmethod
     def read(cls, folder: Path) -> "Series":
@@ -79,7 +99,7 @@ class Series:
             PatchError: its digests are missing or damaged.
         """
         try:
-            files = msgspec.json.decode(read_bounded(folder / DIGESTS), type=dict[str, FileDigests])
+            files = msgspec.json.decode(read_bounded(folder / DIGESTS), type=dict[str, tuple[FileDigests, ...]])
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise PatchError(f"cannot read the digests of {folder}: {error}") from error
         patches = [Patch.read(path) for path in sorted(folder.glob("*.patch"))]
@@ -98,7 +118,7 @@ def load_all(folder: Path = FOLDER) -> list[Series]:
     if not found:
         raise PatchError(
             f"no patches in {folder}",
-            hint="the package does not hold them: run this in a checkout of megatron-dynapipe",
+            hint="install megatron-dynapipe again: its package holds them",
         )
     return found
 

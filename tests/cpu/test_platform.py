@@ -104,27 +104,18 @@ def test_megatrons_random_tracker_replays_what_it_drew():
     assert torch.equal(drawn["first, outside before"], drawn["first, outside after"])
 
 
-def compile_helpers_twice(rank: int, world_size: int) -> str:
-    """With the compiled helpers, then without them: the error then."""
-    import importlib.util
-
+def compile_helpers_without_any(rank: int, world_size: int) -> object:
+    """What a checkout without compiled helpers would run make for."""
     from megatron_dynapipe import cpu
 
     cpu.enable("cpu")
     from megatron.core.datasets.utils import compile_helpers
 
-    compile_helpers()
-    importlib.util.find_spec = lambda name: None
-    try:
-        compile_helpers()
-    except UnsupportedMegatronError as error:
-        return str(error)
-    return "no error"
+    return compile_helpers()
 
 
-def test_a_megatron_without_its_compiled_helpers_is_refused():
-    message = run_ranks(compile_helpers_twice, 1)[0]
-    assert "expected megatron-core with its compiled dataset helpers, found one without" in message
+def test_a_megatron_without_its_compiled_helpers_is_accepted():
+    assert run_ranks(compile_helpers_without_any, 1) == [None]
 
 
 def test_the_context_manager_leaves_what_was_in_force_in_force():
@@ -188,10 +179,10 @@ def test_an_unknown_device_is_refused():
         platform.is_needed("tpu")
 
 
-def test_an_unknown_megatron_is_refused(monkeypatch):
-    monkeypatch.setattr(megatron_version, "find_version", lambda: "0.99.0")
+def test_a_missing_megatron_is_refused(monkeypatch):
+    monkeypatch.setattr(megatron_version, "find_version", lambda: None)
     monkeypatch.setattr(platform, "_undo", None)
-    with pytest.raises(UnsupportedMegatronError, match=r"found 0\.99\.0"):
+    with pytest.raises(UnsupportedMegatronError, match="expected megatron-core, found none"):
         platform.enable("cpu")
     assert not platform.is_enabled()
 

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-VERSIONS = tuple(line.partition("==")[2] for line in (ROOT / "patches" / "versions.txt").read_text().split())
+VERSIONS = tuple(
+    line.partition("==")[2] for line in (ROOT / "megatron_dynapipe" / "patches" / "versions.txt").read_text().split()
+)
 
 
 def wheel(version: str) -> Path:

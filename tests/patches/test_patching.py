@@ -11,7 +11,8 @@ import pytest
 from megatron_dynapipe import checkout_hooks, patching
 from megatron_dynapipe.cli import main
 from megatron_dynapipe.errors import PatchError
-from megatron_dynapipe.patching import State, checkout, examine, load_all
+from megatron_dynapipe.patching import State, applying, examine, load_all, survey
+from megatron_dynapipe.patching.series import digest
 from tests.helpers.megatron_wheels import VERSIONS, unpack
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ def released(request, tmp_path_factory) -> Path:
 @pytest.fixture
 def tree(released, tmp_path) -> Path:
     """What patches touch, and what tells the version, of a released checkout."""
-    series = next(s for s in SERIES if (released / TRAINING).read_bytes() and _is_released(released, s))
+    series = next(series for series in CURRENT if _is_released(released, series))
     for name in (*series.files, "megatron/core/package_info.py"):
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(released / name, tmp_path / "tree" / name)
@@ -37,7 +38,7 @@ def tree(released, tmp_path) -> Path:
 
 
 def _is_released(folder: Path, series: patching.Series) -> bool:
-    return checkout.digest((folder / TRAINING).read_bytes()) == series.files[TRAINING].before
+    return digest((folder / TRAINING).read_bytes()) in {each.before for each in series.files[TRAINING]}
 
 
 def as_git(folder: Path) -> Path:
@@ -72,9 +73,22 @@ def test_patches_call_the_public_hooks_alone(series):
 
 
 def test_every_version_has_a_row_in_the_readme():
-    readme = (ROOT / "patches" / "README.md").read_text()
-    assert re.findall(r"^\| `(core_v[\d.]+)`", readme, re.MULTILINE) == [series.version for series in CURRENT]
-    assert {f"core_v{version}" for version in VERSIONS} == {series.version for series in CURRENT}
+    readme = (ROOT / "megatron_dynapipe" / "patches" / "README.md").read_text()
+    rows = dict(re.findall(r"^\| `(core_v[\w.]+)` \| ([^|]*) \|", readme, re.MULTILINE))
+    assert rows == {series.version: ", ".join(series.releases) for series in CURRENT}
+
+
+def test_the_wheels_of_continuous_integration_are_known_releases():
+    assert set(VERSIONS) <= {name for series in CURRENT for name in series.releases}
+
+
+@pytest.mark.parametrize("series", CURRENT, ids=lambda series: series.version)
+def test_blobs_are_what_the_patches_say_they_change(series):
+    """The index line of the first patch of a file has git's short name of one of its released contents."""
+    for name, contents in series.files.items():
+        first = next(patch for patch in series.patches if name in patch.files)
+        short = re.search(r"^index ([0-9a-f]+)\.\.", first.path.read_text(), re.MULTILINE)[1]
+        assert any(each.blob.startswith(short) for each in contents)
 
 
 @pytest.mark.parametrize("is_git", [True, False], ids=["git", "patch"])
@@ -102,8 +116,11 @@ def test_what_an_earlier_release_patched_is_patched_anew_or_reversed(is_git, tre
     examine(tree, SERIES).apply()
     today = files(tree)
     examine(tree, SERIES).reverse()
-    version = examine(tree, SERIES).series.version
+    found = examine(tree, SERIES)
+    version = found.series.version
     (earlier,) = (s for s in SERIES if not s.is_current and s.version == version)
+    if found.found.says not in earlier.releases:
+        pytest.skip("the earlier release did not know this one")
     for patch in earlier.patches:
         subprocess.run(["patch", "-p1", "--batch", "-s", "--input", str(patch.path)], cwd=tree, check=True)
     outdated = files(tree)
@@ -153,16 +170,65 @@ def test_a_half_patched_tree_is_refused(tree):
     arguments = (tree / "megatron/training/arguments.py").read_bytes()
     found.apply()
     (tree / "megatron/training/arguments.py").write_bytes(arguments)
-    with pytest.raises(PatchError, match="found modified"):
+    with pytest.raises(PatchError, match=r"patched, found as released: megatron/training/arguments.py") as told:
         examine(tree, SERIES)
+    assert "git checkout -- FILE" in told.value.hint
+
+
+def test_an_edited_file_of_a_patched_tree_is_the_only_one_named(tree, capsys):
+    examine(tree, SERIES).apply()
+    (tree / TRAINING).write_text((tree / TRAINING).read_text() + "\n# a line of our own\n")
+    assert main.main(["patch", str(tree), "--reverse"]) == 2
+    said = capsys.readouterr().err
+    assert f"patched, found modified: {TRAINING}\n" in said
+    assert "arguments.py" not in said and "utils.py" not in said
+    assert "--reverse --merge takes out the patches alone" in said
+
+
+@pytest.mark.parametrize("is_git", [True, False], ids=["git", "patch"])
+def test_reversing_by_merging_keeps_our_own_line(is_git, tree):
+    if is_git:
+        as_git(tree)
+    before = files(tree)
+    examine(tree, SERIES).apply()
+    (tree / TRAINING).write_text((tree / TRAINING).read_text() + "\n# a line of our own\n")
+    assert main.main(["patch", str(tree), "--reverse", "--merge"]) == 0
+    assert files(tree) == before | {TRAINING: before[TRAINING] + b"\n# a line of our own\n"}
 
 
 def test_an_unknown_version_is_refused_with_the_known_ones(tree):
     for name in examine(tree, SERIES).series.files:
         (tree / name).write_text("# another version\n")
     (tree / "megatron/core/package_info.py").write_text("MAJOR = 0\nMINOR = 12\nPATCH = 0\n")
-    with pytest.raises(PatchError, match=r"core_v0.18.2, core_v0.19.2, found one that says 0.12.0"):
+    with pytest.raises(PatchError, match=r"releases 0.18.0, 0.18.1, .*, found one that says 0.12.0") as told:
         examine(tree, SERIES)
+    assert "first on PYTHONPATH and use this project's entry scripts" in told.value.hint
+
+
+def test_what_a_checkout_says_of_itself_does_not_matter(tree):
+    found = examine(tree, SERIES)
+    (tree / "megatron/core/package_info.py").write_text("MAJOR = 7\nMINOR = 1\nPATCH = 0\n")
+    again = examine(tree, SERIES)
+    assert (again.state, again.series) == (State.RELEASED, found.series)
+
+
+def test_check_says_the_state_of_each_file(tree, capsys):
+    (tree / TRAINING).write_text((tree / TRAINING).read_text() + "\n# a line of our own\n")
+    (tree / "megatron/core/utils.py").unlink()
+    assert main.main(["patch", str(tree), "--check"]) == 1
+    said = capsys.readouterr()
+    version = survey(tree, SERIES).says
+    assert "  megatron/core/utils.py: missing\n" in said.out
+    assert f"  {TRAINING}: modified\n" in said.out
+    assert re.search(rf"^  megatron/training/arguments.py: as released \(.*{re.escape(version)}.*\)$", said.out, re.M)
+    assert "hint: check out the whole of Megatron-LM" in said.err
+    assert main.main(["patch", str(tree), "--check", "--json"]) == 1
+    states = {file["name"]: file["state"] for file in json.loads(capsys.readouterr().out)["files"]}
+    assert states == {
+        "megatron/core/utils.py": "missing",
+        "megatron/training/arguments.py": "as released",
+        TRAINING: "modified",
+    }
 
 
 def test_a_folder_that_is_no_checkout(tmp_path):
@@ -171,7 +237,7 @@ def test_a_folder_that_is_no_checkout(tmp_path):
 
 
 def test_a_failure_while_files_are_exchanged_leaves_all_as_they_were(tree, monkeypatch):
-    before, replace = files(tree), checkout._replace
+    before, replace = files(tree), applying._replace
     calls = []
 
     def fail_once(path: Path, data: bytes) -> None:
@@ -180,7 +246,7 @@ def test_a_failure_while_files_are_exchanged_leaves_all_as_they_were(tree, monke
             raise OSError("no space left on device")
         replace(path, data)
 
-    monkeypatch.setattr(checkout, "_replace", fail_once)
+    monkeypatch.setattr(applying, "_replace", fail_once)
     with pytest.raises(OSError, match="no space"):
         examine(tree, SERIES).apply()
     assert files(tree) == before
@@ -223,7 +289,7 @@ def test_the_command_checks_applies_and_reverses(tree, capsys):
     for flag, action, found in steps:
         code, result = told(capsys, str(tree), *([flag] if flag else []))
         assert (code, result["action"], result["found"], result["error"]) == (0, action, found, None)
-        assert result["format"] == "dynapipe-patch/1" and len(result["patches"]) == 6
+        assert result["format"] == "dynapipe-patch/2" and len(result["patches"]) == 6
     assert files(tree) == before
 
 

@@ -34,7 +34,7 @@ def patched(request, tmp_path_factory) -> Iterator[Path]:
     folder = unpack(request.param, tmp_path_factory.mktemp("checkout"))
     before = contents(folder)
     found = patching.examine(folder, patching.load_all())
-    assert (found.series.version, found.state) == (f"core_v{request.param}", patching.State.RELEASED)
+    assert request.param in found.series.releases and found.state is patching.State.RELEASED
     found.apply()
     changed = {name for name, data in contents(folder).items() if before.get(name) != data}
     assert changed == set(found.series.files)
@@ -83,6 +83,32 @@ def test_a_bad_flag_ends_a_patched_run_with_one_line(patched, data, tmp_path):
     flags = f"{SMALL['gpt']} {COMMON} --train-iters 2 --use-dynapipe --dynapipe-inter-node-bw 0"
     (said,) = launch(BY_HAND, patched, f"{flags} --dynapipe-data {data}", tmp_path, ranks=1, status=2)
     assert said.strip().splitlines()[-1] == "error: expected --dynapipe-inter-node-bw above 0, got 0.0"
+
+
+def test_without_a_gpu_a_patched_run_says_how_to_try_it(patched, data, tmp_path):
+    """The script does not enable the CPU platform, as upstream's does not."""
+    script = tmp_path / "pretrain.py"
+    script.write_text("from megatron.training.arguments import parse_and_validate_args\nparse_and_validate_args()\n")
+    flags = f"{SMALL['gpt']} {COMMON} --train-iters 2 --use-dynapipe --dynapipe-data {data}"
+    (said,) = launch(script, patched, flags, tmp_path, ranks=1, status=2)
+    error, hint = said.strip().splitlines()[-2:]
+    assert error == "error: expected a CUDA device, found none"
+    assert "torchrun --nproc-per-node 2 -m megatron_dynapipe.on_cpu pretrain_gpt.py" in hint
+
+
+def test_a_checkout_without_a_call_of_the_patches_is_refused(patched, data, tmp_path):
+    """As a merge by hand may leave it: evaluations would run without plans."""
+    path = patched / "megatron" / "training" / "training.py"
+    text = path.read_text()
+    head, line, tail = text.rpartition("    forward_backward_func = dynapipe.schedule(forward_backward_func)\n")
+    assert line
+    path.write_text(head + tail)
+    try:
+        flags = f"{SMALL['gpt']} {COMMON} --train-iters 2 --use-dynapipe --dynapipe-data {data}"
+        (said,) = launch(BY_HAND, patched, flags, tmp_path, ranks=1, status=2)
+    finally:
+        path.write_text(text)
+    assert "lacks calls of the patches: evaluate() of megatron.training.training calls no schedule" in said
 
 
 def launch(script: Path, checkout: Path, flags: str, folder: Path, *, ranks: int = 2, status: int = 0) -> list[str]:

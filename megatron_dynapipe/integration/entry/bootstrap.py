@@ -11,18 +11,42 @@ from collections.abc import Callable, Iterator
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import environment, launch, parent_death
+from megatron_dynapipe.megatron_version import INSTALL_HINT, found_version
 
 
-def run(main: Callable[[], None]) -> None:
-    """Prepare the device, then call `main`; a `DynaPipeError` ends the process as `reported` says."""
+def run(main: Callable[[], None], *, device: cpu.Device | None = None) -> None:
+    """Prepare the device, then call `main`; a `DynaPipeError` ends the process as `reported` says.
+
+    Args:
+        main: the run.
+        device: to run on; that of `--dynapipe-device` if None.
+    """
     parent_death.end_with_launcher()
     with reported():
-        device = config.value_of(sys.argv[1:], "dynapipe-device", "auto")
-        environment.prepare(sys.argv[1:], device)  # before anything asks for a device
+        wanted = device or config.value_of(sys.argv[1:], "dynapipe-device", "auto")
+        environment.prepare(sys.argv[1:], wanted)  # before anything asks for a device
         cpu.quieten()
-        if cpu.enable(device):  # type: ignore[arg-type]  # enable() checks the name
+        if cpu.enable(wanted):  # type: ignore[arg-type]  # enable() checks the name
             cpu.silence_prints()
+        check_megatron()
         main()
+
+
+def check_megatron() -> None:
+    """Check what a run relies on of Megatron, which is imported here.
+
+    Raises:
+        UnsupportedMegatronError: something of it is not there.
+    """
+    try:
+        from megatron_dynapipe.integration.hooks import behaviour
+    except ImportError as error:
+        if not (error.name or "").startswith("megatron."):
+            raise
+        raise UnsupportedMegatronError(
+            f"Megatron {found_version()} lacks what planned runs rely on: {error}", hint=INSTALL_HINT
+        ) from error
+    behaviour.check()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.meta import tokenizer_folder
 from megatron_dynapipe.errors import ConfigError
@@ -17,7 +19,7 @@ from megatron_dynapipe.integration.entry import environment, parent_death
 from megatron_dynapipe.integration.entry.bootstrap import reported
 from megatron_dynapipe.integration.flags import arguments, split_words
 from megatron_dynapipe.integration.flags.plan_inputs import train_iterations
-from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
+from megatron_dynapipe.integration.hooks import active_run, behaviour, optimizer_patches
 from megatron_dynapipe.units import ModelFamily
 
 if TYPE_CHECKING:
@@ -53,6 +55,9 @@ def check_arguments(args: argparse.Namespace) -> None:
         return
     parent_death.end_with_launcher()
     with reported():
+        _check_device()
+        behaviour.check_patches()
+        behaviour.check()
         optimizer_patches.apply()
         settings = arguments.check(args, ModelFamily.GPT)
         _check_model_flags(args)
@@ -61,6 +66,16 @@ def check_arguments(args: argparse.Namespace) -> None:
             args.train_iters = iterations
         if args.tokenizer_model is None:
             args.tokenizer_model = str(tokenizer_folder(settings.data))
+
+
+def _check_device() -> None:
+    """Refuse to go on without a GPU and without its stubs: Megatron would print all its arguments first."""
+    if not (cpu.is_enabled() or torch.cuda.is_available()):
+        raise ConfigError(
+            "expected a CUDA device, found none",
+            hint="to try a patched checkout on the CPU, launch its script by this project's module:"
+            " torchrun --nproc-per-node 2 -m megatron_dynapipe.on_cpu pretrain_gpt.py YOUR FLAGS",
+        )
 
 
 def _check_model_flags(args: argparse.Namespace) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from megatron_dynapipe.integration.hooks import fused_kernels, gloo_reductions
-from megatron_dynapipe.megatron_version import check_version
 
 
 def with_padding(sharded_state: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,14 +150,9 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 
 def apply() -> None:
-    """Apply the patches, those of reductions over gloo, and fused kernels; a second call changes nothing.
-
-    Raises:
-        UnsupportedMegatronError: Megatron is not of a known version.
-    """
+    """Apply the patches, those of reductions over gloo, and fused kernels; a second call changes nothing."""
     if _originals:
         return
-    check_version()
     owner = getattr(importlib.import_module(MODULE), CLASS)
     for patch in PATCHES:
         _originals[patch.name] = getattr(owner, patch.name)

@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import PlannedRun
-from megatron_dynapipe.megatron_version import check_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +100,8 @@ def install(run: PlannedRun) -> None:
     """Make a run the active one: Megatron's training loop takes its schedule, and logs and counts what it did.
 
     Raises:
-        UnsupportedMegatronError: Megatron is not of a known version.
         ConfigError: a run is active already.
     """
-    check_version()
     active_run.activate(run)
     optimizer_patches.apply()
     for row in TABLE:
