@@ -12,6 +12,7 @@
 #include "costs.h"
 #include "fast_verify.h"
 #include "list_schedule.h"
+#include "orchestrate.h"
 #include "partition.h"
 #include "problem.h"
 #include "search.h"
@@ -314,6 +315,52 @@ std::tuple<bool, Steps, Steps> run_fast_verify(const nb::bytes& lists, int64_t c
     return {found.holds, std::move(found.passes), std::move(found.sends)};
 }
 
+std::tuple<std::vector<std::tuple<int64_t, Integers, Integers>>, int64_t> run_orchestrate(
+    int64_t units, const Matrix& forward, const Matrix& backward, const Matrix& stored, const Array<double, 1>& boundary,
+    const Array<double, 1>& parameters, const Ints& state_bytes, int64_t memory_limit, const Ints& replicas,
+    const Array<double, 2>& reductions, const Array<double, 3>& transfers, const Ints& first_choice,
+    const Ints& choice_placement, const Ints& choice_state, const Ints& free_devices, int64_t incumbent, int64_t beam,
+    int64_t most) {
+    require(forward.shape(0) >= 2 && forward.shape(1) >= 2, "costs of one replica and one layer at least");
+    const size_t placements = replicas.size();
+    require(reductions.shape(0) == 2 && reductions.shape(1) == placements, "latency and rate of every reduction");
+    require(transfers.shape(0) == 2 && transfers.shape(1) == placements && transfers.shape(2) == placements,
+            "latency and rate of every transfer");
+    const auto values = [](const auto& matrix) { return Integers(matrix.data(), matrix.data() + matrix.size()); };
+    const auto half = [](const double* data, size_t size, size_t which) {
+        return std::vector<double>(data + which * size, data + (which + 1) * size);
+    };
+    OrchestrateProblem problem;
+    problem.layers = forward.shape(1) - 1;
+    problem.units = units;
+    problem.most_replicas = forward.shape(0) - 1;
+    problem.forward = values(forward);
+    problem.backward = values(backward);
+    problem.stored = values(stored);
+    problem.boundary_bytes = copy(boundary);
+    problem.parameter_bytes = copy(parameters);
+    problem.state_bytes = copy(state_bytes);
+    problem.memory_limit = memory_limit;
+    problem.replicas = copy(replicas);
+    problem.reduce_latency = half(reductions.data(), placements, 0);
+    problem.reduce_rate = half(reductions.data(), placements, 1);
+    problem.transfer_latency = half(transfers.data(), placements * placements, 0);
+    problem.transfer_rate = half(transfers.data(), placements * placements, 1);
+    problem.first_choice = copy(first_choice);
+    problem.choice_placement = copy(choice_placement);
+    problem.choice_state = copy(choice_state);
+    problem.free_devices = copy(free_devices);
+    Orchestrated found;
+    {
+        nb::gil_scoped_release release;
+        found = orchestrate(problem, incumbent, beam, most);
+    }
+    std::vector<std::tuple<int64_t, Integers, Integers>> plans;
+    for (OrchestratedPlan& plan : found.plans)
+        plans.emplace_back(plan.bound, std::move(plan.ends), std::move(plan.placements));
+    return {std::move(plans), found.dropped_bound};
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -349,6 +396,12 @@ NB_MODULE(_native, module) {
                "See megatron_dynapipe.planning.schedules.list_scheduling; (makespan, 1 per forward of every stage).");
     module.def("fast_verify", &run_fast_verify, "lists"_a, "chunks"_a, "micro_batches"_a, "forward_only"_a, "ordered_starts"_a = false,
                "See megatron_dynapipe.planning.native; (whether lists hold, steps of passes and of sends per stage).");
+    module.def("orchestrate", &run_orchestrate, nb::kw_only(), "units"_a, "forward"_a.noconvert(),
+               "backward"_a.noconvert(), "stored"_a.noconvert(), "boundary"_a.noconvert(), "parameters"_a.noconvert(),
+               "state_bytes"_a.noconvert(), "memory_limit"_a, "replicas"_a.noconvert(), "reductions"_a.noconvert(),
+               "transfers"_a.noconvert(), "first_choice"_a.noconvert(), "choice_placement"_a.noconvert(),
+               "choice_state"_a.noconvert(), "free_devices"_a.noconvert(), "incumbent"_a, "beam"_a, "most"_a,
+               "See megatron_dynapipe.tuning.orchestrate; (bound, ends, placements) of plans, least bound dropped.");
 }
 
 }  // namespace dynapipe

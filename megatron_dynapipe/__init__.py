@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         split_model,
     )
     from megatron_dynapipe.runtime import PipelineExecutor
-    from megatron_dynapipe.tuning import tune
+    from megatron_dynapipe.tuning import orchestrate, tune
 
 _MODULES = "megatron_dynapipe.modules"
 _LAZY = {
@@ -36,6 +36,7 @@ _LAZY = {
     "PipelineExecutor": "megatron_dynapipe.runtime",
     "SharedModule": _MODULES,
     "Stage": _MODULES,
+    "orchestrate": "megatron_dynapipe.tuning",
     "profile_module": _MODULES,
     "split_model": _MODULES,
     "tune": "megatron_dynapipe.tuning",
@@ -51,6 +52,7 @@ __all__ = [
     "SharedModule",
     "Stage",
     "__version__",
+    "orchestrate",
     "profile_module",
     "split_model",
     "tune",

@@ -31,6 +31,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         f"tune --batches batches.json {_COSTS} --model-config configs/llama_like_8b.yaml --devices 64",
         f"tune --data data/demo {_COSTS} --model gpt --layers 32 --hidden-size 4096 --devices 8 --json",
     ),
+    "orchestrate": (
+        "orchestrate --profile segments.json --micro-batch-size 4 --global-batch-size 256 --devices 16",
+        "orchestrate --profile vgg-19-pbs-32.txt --profile-batch-size 32 --micro-batch-size 32"
+        " --global-batch-size 2048 --devices 16 --devices-per-node 1 --inter-node-gbps 10 --json",
+    ),
     "verify": ("verify plans/b0.plan",),
     "show": ("show plans/b0.plan", "show plans/b0.plan --replica 0 --picture timeline.svg --trace timeline.json"),
     "report": (

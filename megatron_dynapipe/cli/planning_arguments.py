@@ -118,10 +118,7 @@ def _add_bucket_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     """Links between devices, and when messages over them start."""
-    for link, gbps, latency_us in (("intra", 4800, 0), ("inter", 100, 4000)):
-        default = "(default: the cost model's measured one, else %s)"
-        parser.add_argument(f"--{link}-node-gbps", type=above_zero, metavar="N", help=default % gbps)
-        parser.add_argument(f"--{link}-node-latency-us", type=_latency, metavar="N", help=default % latency_us)
+    add_link_arguments(parser)
     parser.add_argument(
         "--scatter-gather",
         choices=("off", "auto", "on"),
@@ -142,6 +139,14 @@ def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan only what also ends where a send's start waits for its channel's previous message; a run's own "
         "default on GPUs",
     )
+
+
+def add_link_arguments(parser: argparse.ArgumentParser) -> None:
+    """Links between devices, inside a node and between nodes."""
+    for link, gbps, latency_us in (("intra", 4800, 0), ("inter", 100, 4000)):
+        default = "(default: the cost model's measured one, else %s)"
+        parser.add_argument(f"--{link}-node-gbps", type=above_zero, metavar="N", help=default % gbps)
+        parser.add_argument(f"--{link}-node-latency-us", type=_latency, metavar="N", help=default % latency_us)
 
 
 class _Model(argparse.Action):

@@ -91,3 +91,26 @@ def fast_verify(
     lists: bytes, chunks: int, micro_batches: int, forward_only: bool, ordered_starts: bool = False
 ) -> tuple[bool, list[list[int]], list[list[int]]]:
     """(whether the lists hold, steps of passes and of sends per stage)."""
+
+def orchestrate(
+    *,
+    units: int,
+    forward: _Ints,
+    backward: _Ints,
+    stored: _Ints,
+    boundary: _Floats,
+    parameters: _Floats,
+    state_bytes: _Ints,
+    memory_limit: int,
+    replicas: _Ints,
+    reductions: _Floats,
+    transfers: _Floats,
+    first_choice: _Ints,
+    choice_placement: _Ints,
+    choice_state: _Ints,
+    free_devices: _Ints,
+    incumbent: int,
+    beam: int,
+    most: int,
+) -> tuple[list[tuple[int, list[int], list[int]]], int]:
+    """(bound, ends, placements) of plans that may take less than the incumbent, and the least bound dropped."""

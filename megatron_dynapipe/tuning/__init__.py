@@ -1,11 +1,21 @@
-"""Which parallel layout trains a mixture fastest: the space of layouts, bounds that prune it, a best-first search."""
+"""Which parallel layout trains a mixture fastest: the space of layouts, bounds that prune it, a best-first search; and
+for a layer profile, stages with different numbers of replicas."""
 
+from megatron_dynapipe.tuning.cluster import Cluster
+from megatron_dynapipe.tuning.graph_profile import parse_graph_profile, read_graph_profile
+from megatron_dynapipe.tuning.layer_profile import Layer, LayerProfile
+from megatron_dynapipe.tuning.orchestrate import OrchestratedStage, Orchestration, orchestrate
 from megatron_dynapipe.tuning.search import Progress, Status, TunedLayout, Tuning, tune
 from megatron_dynapipe.tuning.space import Candidate, Space, Split, candidates
 from megatron_dynapipe.tuning.step_costs import StepRates
 
 __all__ = [
     "Candidate",
+    "Cluster",
+    "Layer",
+    "LayerProfile",
+    "OrchestratedStage",
+    "Orchestration",
     "Progress",
     "Space",
     "Split",
@@ -14,5 +24,8 @@ __all__ = [
     "TunedLayout",
     "Tuning",
     "candidates",
+    "orchestrate",
+    "parse_graph_profile",
+    "read_graph_profile",
     "tune",
 ]

@@ -1,0 +1,150 @@
+"""`orchestrate`: stages with different numbers of replicas for a layer profile, as predicted (docs/tuning.md)."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_dynapipe.cli.batch_arguments import positive
+from megatron_dynapipe.cli.planning_arguments import above_zero, add_link_arguments
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.units import BYTES_PER_MB
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatron_dynapipe.cli.main import SubParsers
+    from megatron_dynapipe.cost import Network
+    from megatron_dynapipe.cost.format import Link
+    from megatron_dynapipe.tuning import LayerProfile, Orchestration
+
+FORMAT = "dynapipe-orchestrate/1"
+_ROW = "{:>5}  {:<32}{:>9}{:>14}{:>12}  {}"
+_COLUMNS = ("stage", "layers", "replicas", "samples each", "memory, MB", "devices")
+
+
+def add_parser(subparsers: "SubParsers") -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser("orchestrate", help="stages with different numbers of replicas for a layer profile")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="a cost model of segments, as profile_module writes it, or a profiled graph as text (PipeDream, DAPPLE)",
+    )
+    parser.add_argument(
+        "--profile-batch-size", type=positive, metavar="N", help="samples of the micro-batch that a text profile is of"
+    )
+    parser.add_argument(
+        "--length",
+        type=positive,
+        metavar="N",
+        help="of the samples, in a cost model of segments (default: the largest)",
+    )
+    parser.add_argument("--micro-batch-size", type=positive, required=True, metavar="N")
+    parser.add_argument("--global-batch-size", type=positive, required=True, metavar="N")
+    parser.add_argument("--devices", type=positive, required=True, metavar="N", help="of the cluster")
+    parser.add_argument("--devices-per-node", type=positive, default=8, metavar="N", help="(%(default)s)")
+    parser.add_argument(
+        "--device-memory-mb", type=above_zero, metavar="N", help="plans whose stages need more are left out"
+    )
+    parser.add_argument(
+        "--fractional-samples",
+        action="store_true",
+        help="divide samples evenly over replicas, as if a sample could be divided (as DAPPLE's planner counts)",
+    )
+    add_link_arguments(parser)
+    parser.add_argument("--json", action="store_true", help=f"the plan as {FORMAT}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Find a plan and print it."""
+    from megatron_dynapipe.tuning import Cluster, orchestrate
+
+    profile, links = _profile(args)
+    cluster = Cluster(
+        devices=args.devices,
+        network=_network(args, links),
+        memory_bytes=None if args.device_memory_mb is None else round(args.device_memory_mb * BYTES_PER_MB),
+    )
+    plan = orchestrate(
+        profile,
+        args.micro_batch_size,
+        args.global_batch_size,
+        cluster,
+        whole_samples=not args.fractional_samples,
+    )
+    _print(plan, profile, as_json=args.json)
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> "tuple[LayerProfile, Mapping[str, Link]]":
+    """The layers, and the links that were measured with them."""
+    from megatron_dynapipe.cost.segments import SegmentCosts
+    from megatron_dynapipe.tuning import LayerProfile, read_graph_profile
+
+    if args.profile.suffix == ".json":
+        if args.profile_batch_size is not None:
+            raise ConfigError("--profile-batch-size goes with a text profile, and a cost model of segments was given")
+        costs = SegmentCosts.load(args.profile)
+        return LayerProfile.of_segments(costs, args.length), costs.links
+    if args.length is not None:
+        raise ConfigError("--length goes with a cost model of segments (.json), and a text profile was given")
+    if args.profile_batch_size is None:
+        raise ConfigError(
+            "expected --profile-batch-size with a text profile", hint="the N of `-pbs-N` in the names of DAPPLE's files"
+        )
+    return read_graph_profile(args.profile, args.profile_batch_size), {}
+
+
+def _network(args: argparse.Namespace, links: "Mapping[str, Link]") -> "Network":
+    from megatron_dynapipe.cost import Network
+
+    return Network.over(
+        links,
+        devices_per_node=args.devices_per_node,
+        intra_node_gbps=args.intra_node_gbps,
+        inter_node_gbps=args.inter_node_gbps,
+        intra_node_latency_us=args.intra_node_latency_us,
+        inter_node_latency_us=args.inter_node_latency_us,
+    )
+
+
+def _print(plan: "Orchestration", profile: "LayerProfile", *, as_json: bool) -> None:
+    import msgspec
+
+    if as_json:
+        report = {"format": FORMAT, "profile": profile.name, **msgspec.structs.asdict(plan)}
+        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+        return
+    print(_ROW.format(*_COLUMNS))
+    for number, stage in enumerate(plan.stages):
+        first, last = profile.layers[stage.first_layer].name, profile.layers[stage.end_layer - 1].name
+        layers = f"{stage.first_layer}-{stage.end_layer - 1} {first[:12]} … {last[:12]}"
+        print(
+            _ROW.format(
+                number,
+                layers,
+                stage.replicas,
+                f"{stage.samples_per_replica:g}",
+                f"{stage.peak_memory_mb:.0f}",
+                _ranges(stage.devices),
+            )
+        )
+    print(f"{plan.units} units of {plan.unit_samples} samples; {plan.predicted_ms:.1f} ms an iteration, predicted")
+    gap = (
+        "no plan is faster" if plan.bound_ms >= plan.predicted_ms else f"no plan takes less than {plan.bound_ms:.1f} ms"
+    )
+    print(f"{plan.speedup:.2f} times one device; {gap}; found in {plan.seconds:.1f} s")
+
+
+def _ranges(devices: tuple[int, ...]) -> str:
+    """Numbers in short: 0-7, 9."""
+    runs: list[list[int]] = []
+    for device in devices:
+        if runs and device == runs[-1][1] + 1:
+            runs[-1][1] = device
+        else:
+            runs.append([device, device])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,0 +1,200 @@
+"""Stages with unequal replicas: the brute force's answer, costs by hand, and what cannot be planned."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dynapipe.cost import Network
+from megatron_dynapipe.errors import ConfigError, CostModelError, InfeasibleError
+from megatron_dynapipe.tuning import Cluster, Layer, LayerProfile, orchestrate
+from megatron_dynapipe.tuning.cluster import Counts
+from megatron_dynapipe.tuning.orchestrate import Choice, Judge, one_f_one_b_codes
+
+SLOW = Network(devices_per_node=1, intra_node_gbps=8, inter_node_gbps=8, inter_node_latency_us=0)
+"""A byte takes 1 ns over every link."""
+
+
+def layer(forward_ms: float, *, boundary: float = 0, parameters: float = 0, stored: float = 0) -> Layer:
+    return Layer(
+        name="layer",
+        forward_ms=(forward_ms,),
+        backward_ms=(2 * forward_ms,),
+        boundary_bytes=boundary,
+        stored_bytes=stored,
+        parameter_bytes=parameters,
+    )
+
+
+def profile(*layers: Layer) -> LayerProfile:
+    return LayerProfile(name="test", sizes=(1,), layers=layers)
+
+
+def cluster(devices: int, per_node: int = 1, memory: int | None = None) -> Cluster:
+    network = Network(devices_per_node=per_node, intra_node_gbps=80, inter_node_gbps=8, inter_node_latency_us=10)
+    return Cluster(devices=devices, network=network, memory_bytes=memory)
+
+
+def every_placement(free: Counts) -> Iterator[tuple[Counts, Counts]]:
+    """Devices of a stage on every node, without any symmetry, and what is left."""
+    for counts in itertools.product(*(range(left + 1) for left in free)):
+        if any(counts):
+            yield counts, tuple(a - b for a, b in zip(free, counts, strict=True))
+
+
+def every_plan(judge: Judge, layers: int, nodes: Counts) -> Iterator[Choice]:
+    def stages(done: int, free: Counts) -> Iterator[list[tuple[int, Counts]]]:
+        if done == layers:
+            yield []
+        for end in range(done + 1, layers + 1):
+            for counts, left in every_placement(free):
+                yield from ([(end, counts), *rest] for rest in stages(end, left))
+
+    for micro_batches, plan in itertools.product(judge.unit_sizes, list(stages(0, nodes))):
+        yield Choice(
+            ends=tuple(end for end, _ in plan),
+            placements=tuple(counts for _, counts in plan),
+            micro_batches=micro_batches,
+        )
+
+
+numbers = st.integers(0, 40)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    layers=st.lists(st.tuples(st.integers(1, 9), numbers, numbers, numbers), min_size=1, max_size=4),
+    shape=st.sampled_from([(2, 1), (3, 1), (3, 2), (4, 2)]),
+    units=st.sampled_from([1, 2, 3, 4]),
+    whole=st.booleans(),
+    memory=st.sampled_from([None, 100_000, 400_000]),
+)
+def test_the_best_of_all_plans(layers, shape, units, whole, memory):
+    devices, per_node = shape
+    given_layers = [
+        layer(ms, boundary=1000 * crossing, parameters=1000 * weights, stored=1000 * kept)
+        for ms, crossing, weights, kept in layers
+    ]
+    nodes = cluster(devices, per_node, memory)
+    judge = Judge(profile(*given_layers), 2, 2 * units, nodes, whole_samples=whole)
+    times = [judge.predicted_ns(plan) for plan in every_plan(judge, len(layers), nodes.nodes)]
+    possible = [time for time in times if time is not None]
+    if not possible:
+        with pytest.raises(InfeasibleError, match="expected a plan of test whose stages fit"):
+            orchestrate(profile(*given_layers), 2, 2 * units, nodes, whole_samples=whole)
+        return
+    found = orchestrate(profile(*given_layers), 2, 2 * units, nodes, whole_samples=whole)
+    assert found.predicted_ms * 1e6 == pytest.approx(min(possible), abs=0.5)
+    assert found.bound_ms <= found.predicted_ms
+    assert sum(stage.end_layer - stage.first_layer for stage in found.stages) == len(layers)
+    taken = [device for stage in found.stages for device in stage.devices]
+    assert len(set(taken)) == len(taken) and set(taken) <= set(range(devices))
+
+
+def test_costs_of_a_plan_by_hand():
+    # Two units of one sample. Stage 0: 1 + 2 ms. Link: 0.5 ms. Stage 1: 1 + 2 ms.
+    judge = Judge(profile(layer(1, boundary=500_000), layer(1)), 1, 2, Cluster(devices=2, network=SLOW))
+    straight = Choice(ends=(1, 2), placements=((1, 0), (0, 1)), micro_batches=1)
+    # stage 0   F0 F1 ·············· B0 ── B1
+    # stage 1   ·· · F0 B0 ──── F1 B1          F0 at 1.5, B0 to 4.5, F1 to 5.5, B1 to 7.5, sent to 8, B1 to 10
+    assert judge.predicted_ns(straight) == 10_000_000
+    plan = judge.orchestration(straight)
+    assert plan.speedup == pytest.approx(12 / 10)
+    assert [stage.devices for stage in plan.stages] == [(0,), (1,)]
+
+
+def test_a_reduction_overlaps_with_the_stages_before():
+    weights = profile(layer(1), layer(1, parameters=1_000_000))
+    judge = Judge(weights, 2, 2, Cluster(devices=3, network=SLOW))
+    # F0 to 2, halves on stage 1: F to 3, B to 5; then stage 0's B to 9, beside a reduction of 2 · 1/2 · 1 ms.
+    assert judge.predicted_ns(Choice(ends=(1, 2), placements=((1, 0, 0), (0, 1, 1)), micro_batches=1)) == 9_000_000
+    # The other way round the halves are first: F to 1, F to 3, B to 7, B to 9.
+    assert judge.predicted_ns(Choice(ends=(1, 2), placements=((1, 1, 0), (0, 0, 1)), micro_batches=1)) == 9_000_000
+
+
+def test_what_has_many_weights_is_not_replicated():
+    # The task's well-known case: convolutions on many devices, the large classifier on one.
+    convolutions = [layer(10, boundary=1000, parameters=1000) for _ in range(7)]
+    found = orchestrate(profile(*convolutions, layer(5, parameters=500_000_000)), 4, 32, cluster(4))
+    *before, last = found.stages
+    assert last.end_layer == 8 and last.replicas == 1
+    assert sum(stage.replicas for stage in before) == 3 and max(stage.replicas for stage in before) > 1
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "latency_us", "ns_per_byte"),
+    [
+        ((2, 0), (0, 2), 10, 1),  # all of it between the nodes
+        ((2, 0), (1, 1), 10, 0.5),  # half of it
+        ((2, 1), (2, 1), 0, 0.1 / 3),  # every replica sends its third to one beside it
+        ((1, 0), (3, 0), 0, 0.1),  # one device sends everything
+        ((1, 1), (1, 1), 0, 0.05),
+        ((0, 1), (1, 0), 10, 1),
+    ],
+)
+def test_transfers(source, target, latency_us, ns_per_byte):
+    latency, rate = cluster(8, 4).transfer(source, target)
+    assert latency == latency_us * 1e3
+    assert rate == pytest.approx(ns_per_byte)
+
+
+@pytest.mark.parametrize(
+    ("stage", "latency_us", "ns_per_byte"),
+    [((1, 0), 0, 0), ((4, 0), 0, 2 * 3 / 4 * 0.1), ((1, 1), 20, 1), ((2, 1), 20, 2 * 1 / 2 * 0.1 + 1)],
+)
+def test_reductions(stage, latency_us, ns_per_byte):
+    latency, rate = cluster(8, 4).reduction(stage)
+    assert latency == latency_us * 1e3
+    assert rate == pytest.approx(ns_per_byte)
+
+
+def test_placements():
+    assert cluster(5, 2).nodes == (2, 2, 1)
+    flat = cluster(16).placements
+    assert len(flat.free) == 17  # which of like nodes are used does not matter
+    assert len(flat.choices[0]) == 16
+    two = cluster(16, 8).placements
+    assert len(two.choices[0]) == 44  # (a, b) with a ≥ b, not both 0
+    many = cluster(64, 8).placements  # too many to look at all: few kinds of placements
+    assert {sum(many.counts[placement]) for placement, _ in many.choices[0]} == set(range(1, 65))
+    assert cluster(6, 4).devices_of([(1, 1), (3, 1)]) == [(0, 4), (1, 2, 3, 5)]
+
+
+def test_times_between_sizes_that_were_measured():
+    one = Layer(name="", forward_ms=(2, 3), backward_ms=(4, 8), boundary_bytes=0, stored_bytes=0, parameter_bytes=0)
+    measured = LayerProfile(name="two sizes", sizes=(2, 4), layers=(one,))
+    found = [tuple(float(times[0]) / 1e6 for times in measured.times_ns(samples)) for samples in (1, 2, 3, 8)]
+    assert found == [(1, 2), (2, 4), (2.5, 6), (6, 16)]
+    assert measured.single_device_ms(4, 8) == 22
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layers": ()}, "at least one layer"),
+        ({"sizes": (2, 2)}, "rising numbers of samples"),
+        ({"sizes": (1, 2)}, "a time for each of 2 sizes"),
+        ({"layers": (layer(float("nan")),)}, "times and sizes of at least 0"),
+    ],
+)
+def test_profiles_that_cannot_be(change, said):
+    with pytest.raises(CostModelError, match=said):
+        LayerProfile(**({"name": "test", "sizes": (1,), "layers": (layer(1),)} | change))
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (0, 4), (2, 0)])
+def test_batches_that_do_not_divide(sizes):
+    with pytest.raises(ConfigError, match="a multiple of the micro-batch"):
+        orchestrate(profile(layer(1)), *sizes, cluster(2))
+
+
+@pytest.mark.parametrize("change", [{"devices": 0}, {"devices": 65}, {"devices": 2, "memory_bytes": 0}])
+def test_clusters_that_cannot_be(change):
+    with pytest.raises(ConfigError, match="expected"):
+        Cluster(**change)
+
+
+def test_order_of_passes():
+    assert one_f_one_b_codes(3, 2).tolist() == [[0, 2, 1, 4, 3, 5], [0, 1, 2, 3, 4, 5]]
