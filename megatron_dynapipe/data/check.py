@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dynapipe.data.identity import changed_file, whole_digest
-from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_meta
+from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, meta_path, open_split, read_meta, tokenizer_folder
+from megatron_dynapipe.data.tokenizer import fingerprint
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.lengths import read_task_ids
 
 _MOST_NAMED = 5
+_COPY = "the samples were encoded by another: copy the dataset again, or make it with `data prepare --tokenizer`"
 
 
 def problems(folder: Path) -> Iterator[str]:
@@ -26,11 +28,30 @@ def problems(folder: Path) -> Iterator[str]:
                 yield changed_file(folder / name, expected.whole, found).message
         except DataError as error:
             yield error.message
+    try:
+        check_tokenizer(folder, meta)
+    except DataError as error:
+        yield error.message
     for split in SPLITS:
         try:
             yield from _problems_of_split(folder, split, meta)
         except DataError as error:
             yield error.message
+
+
+def check_tokenizer(folder: Path, meta: DatasetMeta) -> None:
+    """Raise a DataError where the dataset's tokenizer is not the one that its manifest describes, or is missing."""
+    path = tokenizer_folder(folder)
+    try:
+        found = fingerprint(path) if meta.tokenizer else ""
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: expected the dataset's tokenizer, cannot read it: {error}", hint=_COPY) from error
+    if found != meta.tokenizer:
+        raise DataError(
+            f"{path}: expected the tokenizer that {meta_path(folder).name} describes (fingerprint {meta.tokenizer}),"
+            f" found another (fingerprint {found})",
+            hint=_COPY,
+        )
 
 
 def _problems_of_split(folder: Path, split: str, meta: DatasetMeta) -> Iterator[str]:

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.data import identity
+from megatron_dynapipe.data.check import check_tokenizer
 from megatron_dynapipe.data.identity import check_files, checksums_path, file_digests, quick_digest, whole_digest
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.data.meta import read_meta
@@ -130,6 +131,24 @@ def test_verify_checks_everything(folder: Path, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert "train.bin: expected the file that manifest.json describes" in said
     assert "the tokens of sample 0 are not those that were written" in said
+
+
+@pytest.mark.parametrize("content", ["{}", None])
+def test_another_tokenizer_is_named(folder: Path, capsys: pytest.CaptureFixture[str], content: str | None) -> None:
+    check_tokenizer(folder, read_meta(folder))
+    path = folder / "tokenizer" / "tokenizer.json"
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(DataError, match=r"tokenizer: expected the tokenizer that manifest\.json describes") as caught:
+        check_tokenizer(folder, read_meta(folder))
+    assert "copy the dataset again" in str(caught.value)
+    assert main(["data", "verify", str(folder)]) == 1
+    assert caught.value.message in capsys.readouterr().out
+
+
+def test_a_dataset_without_a_tokenizer(folder: Path) -> None:
+    shutil.rmtree(folder / "tokenizer")
+    with pytest.raises(DataError, match="expected the dataset's tokenizer, cannot read it"):
+        check_tokenizer(folder, read_meta(folder))
 
 
 def test_verify_finds_tokens_beyond_the_vocabulary(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dynapipe.cost import CostModel
+from megatron_dynapipe.data.check import check_tokenizer
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.integration.flags import store_address
@@ -30,11 +31,12 @@ def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInput
         ConfigError: the report folder cannot be written, or the model or a sample does not fit the memory limit.
         ConfigError: the checkpoint to resume is of another model or vocabulary.
         CostModelError: the cost model is of another model, or does not reach as far as the data.
-        DataError: the dataset is damaged, of another vocabulary, or holds samples that cannot be trained on.
+        DataError: the dataset is damaged, of another tokenizer or vocabulary, or has samples that cannot be trained on.
     """
     _check_report_folder(settings.report_folder)
     if (warning := store_address.password_warning()) and args.rank == 0:
         print(f"warning: {warning}", flush=True)
+    check_tokenizer(settings.data, read_meta(settings.data))
     _check_vocabulary(settings.data, args.padded_vocab_size)
     if args.rank == 0:
         if (cluster := cluster_of(args, on_cpu=on_cpu)) is not None:

@@ -142,6 +142,18 @@ def test_a_file_without_an_end_is_not_read(tmp_path: Path) -> None:
             list(file_blocks(path))
 
 
+def test_a_large_row_is_one_row(tmp_path: Path) -> None:
+    """Ten megabytes, in pieces of one."""
+    row = json.dumps({"task": "a", "input": "word " * 2_000_000, "target": "y"}).encode()
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LINES + row + b"\n{}")
+    blocks = list(file_blocks(path))
+    lines = {block.first + at: line for block in blocks for at, line in enumerate(block.lines.split(b"\n"))}
+    rows = LINES.count(b"\n")
+    assert sorted(lines) == list(range(1, rows + 3))
+    assert lines[rows + 1] == row and lines[rows + 2] == b"{}"
+
+
 def test_a_line_without_an_end_is_not_read(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(rows_module, "MOST_LINE_BYTES", 1000)
     monkeypatch.setattr(rows_module, "BLOCK_BYTES", 600)
