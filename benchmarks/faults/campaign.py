@@ -1,6 +1,6 @@
 """Random faults, one after another and at once, for as long as told: what becomes of training.
 
-    python benchmarks/faults/campaign.py --data .demo/data [--minutes 30] [--seed 0] [--iterations 500]
+    python benchmarks/faults/campaign.py --data .demo/data [--minutes 30] [--seed 0] [--iterations 100]
 
 Run after run of a tiny model is started, each on a store of its own or on a shared server behind a relay, some beside a
 second job, and disturbed every few seconds by a fault of `disturbances.py`. In most runs it ends there; in some a last
@@ -25,7 +25,8 @@ import psutil
 from disturbances import FAULTS, Scene, can_mount
 from ground import ROOT, TOLERANCE, Ground, Run, losses, parting, with_checksums
 
-SMALL = "--global-batch-size 4 --dynapipe-timeout-s 120"
+SMALL = "--global-batch-size 4 --dynapipe-timeout-s 120 --lr-decay-iters 500"
+"""The learning rate of an iteration is the same in longer and in shorter runs."""
 PAUSE_S = (2.0, 7.0)
 LAST_PROBABILITY = 0.4
 OTHER_PROBABILITY = 0.3
@@ -49,25 +50,24 @@ def main() -> int:
     parser.add_argument("--data", type=lambda path: Path(path).absolute(), default=ROOT / ".demo" / "data")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0, help="of faults and pauses; the moments are the machine's")
-    parser.add_argument("--iterations", type=int, default=500, help="of each run")
+    parser.add_argument("--iterations", type=int, default=100, help="of each run")
+    parser.add_argument(
+        "--undisturbed", type=Path, help="output of an undisturbed run, as long or longer; else one is run"
+    )
     parser.add_argument("--keep", type=Path, help="folder for the output of runs that end otherwise")
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         ground = Ground(data=with_checksums(options.data, Path(folder) / "data"), folder=Path(folder))
         flags = f"{SMALL} --train-iters {options.iterations} --dynapipe-lookahead {Scene.ahead}"
-        quiet = Run(ground, flags)
-        _, seconds, trouble = quiet.end(status=0, within_s=END_S)
-        if trouble:
-            raise SystemExit(f"{trouble} of the undisturbed run:\n{quiet.log.read_text()[-3000:]}")
-        print(f"undisturbed: {options.iterations} iterations in {seconds:.0f} s\n")
+        expected = undisturbed(ground, flags, options)
         print("| run | store | faults | ended | seconds | losses |\n|---|---|---|---|---|---|", flush=True)
         outcomes: dict[str, Counter[str]] = {name: Counter() for name in FAULTS}
         number = failed = 0
         while time.monotonic() < began + options.minutes * 60:
             choose = random.Random(f"{options.seed}/{number}")
             with make_scene(ground, choose, flags, number) as scene:
-                ended = play(scene, options.iterations, losses(quiet.log), began + options.minutes * 60)
+                ended = play(scene, options.iterations, expected, began + options.minutes * 60)
                 report(number, scene, ended, outcomes)
                 if ended.trouble:
                     keep(options.keep, number, scene)
@@ -76,6 +76,18 @@ def main() -> int:
     print(f"\n{number} runs in {(time.monotonic() - began) / 60:.0f} minutes, {failed} ended as they should not\n")
     print_outcomes(outcomes)
     return 1 if failed else 0
+
+
+def undisturbed(ground: Ground, flags: str, options: argparse.Namespace) -> dict[int, float]:
+    """The losses of a run that nobody disturbs."""
+    if options.undisturbed:
+        return losses(options.undisturbed)
+    run = Run(ground, flags)
+    _, seconds, trouble = run.end(status=0, within_s=END_S)
+    if trouble:
+        raise SystemExit(f"{trouble} of the undisturbed run:\n{run.log.read_text()[-3000:]}")
+    print(f"undisturbed: {options.iterations} iterations in {seconds:.0f} s\n")
+    return losses(run.log)
 
 
 def make_scene(ground: Ground, choose: random.Random, flags: str, number: int) -> Scene:
@@ -91,7 +103,7 @@ def make_scene(ground: Ground, choose: random.Random, flags: str, number: int) -
 def play(scene: Scene, iterations: int, expected: dict[int, float], until: float) -> Ended:
     """Disturb one run until it is near its end, or the time is over; then let it end."""
     run, choose = scene.run, scene.choose
-    run.at(2)
+    run.at(2, within_s=END_S)
     began = time.monotonic()
     ends_badly = choose.random() < LAST_PROBABILITY
     stop = choose.randint(CALM_ITERATIONS, iterations - CALM_ITERATIONS) if ends_badly else iterations - CALM_ITERATIONS

@@ -107,12 +107,13 @@ class Run:
             self.process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
         self.attacked = time.monotonic()
 
-    def at(self, iteration: int) -> None:
+    def at(self, iteration: int, *, within_s: float = START_S) -> None:
         """Wait until an iteration has been logged; the attack begins now."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + within_s
         while max(losses(self.log), default=0) < iteration:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"expected iteration {iteration} within {START_S} s:\n{self.log.read_text()[-3000:]}")
+                text = self.log.read_text()[-3000:]
+                raise SystemExit(f"expected iteration {iteration} within {within_s:g} s:\n{text}")
             time.sleep(0.03)
         self.attacked = time.monotonic()
 
