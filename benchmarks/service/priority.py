@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
-from multiprocessing.synchronize import Barrier, Event
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from threading import BrokenBarrierError
 from unittest.mock import patch
@@ -32,15 +32,16 @@ SIZE, MULTIPLICATIONS = 192, 40
 PLANNER = "import sys, megatron_dynapipe.service.__main__ as planner; planner._NICE = 0; sys.exit(planner.main())"
 
 
-def train(barrier: Barrier, stop: Event, results: "multiprocessing.Queue[list[float]]") -> None:
-    """One rank: steps until told to stop; their times in ms."""
+def train(barrier: Barrier, seconds: float, results: "multiprocessing.Queue[list[float]]") -> None:
+    """One rank: steps for so long, counted from the moment when all have started; their times in ms."""
     matrix, times = np.full((SIZE, SIZE), 1 / SIZE), []
-    with suppress(BrokenBarrierError):  # the others have been told to stop
-        while not stop.is_set():
-            began = time.perf_counter()
+    barrier.wait(300)
+    end = time.perf_counter() + seconds
+    with suppress(BrokenBarrierError):  # another one has come to the end
+        while (began := time.perf_counter()) < end:
             for _ in range(MULTIPLICATIONS):
                 matrix = matrix @ matrix
-            barrier.wait(60)
+            barrier.wait(300)
             times.append((time.perf_counter() - began) * 1e3)
     barrier.abort()
     results.put(times)
@@ -49,13 +50,11 @@ def train(barrier: Barrier, stop: Event, results: "multiprocessing.Queue[list[fl
 def steps(trainers: int, seconds: float) -> list[float]:
     """Times of the steps of one rank; they end together."""
     context = multiprocessing.get_context("spawn")
-    shared = context.Barrier(trainers), context.Event(), context.Queue()
-    processes = [context.Process(target=train, args=shared) for _ in range(trainers)]
+    barrier, results = context.Barrier(trainers), context.Queue()
+    processes = [context.Process(target=train, args=(barrier, seconds, results)) for _ in range(trainers)]
     for each in processes:
         each.start()
-    time.sleep(seconds)
-    shared[1].set()
-    found = [shared[2].get(timeout=60) for _ in processes]
+    found = [results.get(timeout=300 + seconds) for _ in processes]
     for each in processes:
         each.join(60)
     return found[0]
@@ -102,7 +101,7 @@ def main() -> None:
         for _ in range(options.rounds):
             for case in CASES:
                 found, count = measure(case, Path(folder), options)
-                times[case] += found[len(found) // 10 :]  # processes begin one after another
+                times[case] += found
                 planned[case] += count
     print("| planner | step, median | 95 % | slowdown of the mean | iterations planned |\n|---|---|---|---|---|")
     alone = statistics.mean(times[CASES[0]])

@@ -76,7 +76,7 @@ def stop_server(address: StoreAddress) -> None:
     """Stop the server at `address`; what it holds is lost. Raises `StoreError` as `inspect_server` does."""
     with _client(address, "stopping it") as client:
         client.ping()
-        client.shutdown(nosave=True, now=True)  # answered by the end of the connection
+        client.shutdown(nosave=True)  # answered by the end of the connection; NOW is not known to Redis 6.2
 
 
 def jobs_of(keys: list[str]) -> tuple[JobReport, ...]:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe.errors import StoreError, StoreFullError, StoreTimeoutError
-from megatron_dynapipe.store import open_store
+from megatron_dynapipe.store import StoreAddress, open_store
+from megatron_dynapipe.store.admin import inspect_server, stop_server
 from megatron_dynapipe.store.kind import OLDEST_REDIS
 from tests.store.servers import free_port, serving
 from tests.store.test_kind import COMMANDS, use
@@ -76,6 +77,16 @@ def test_its_memory_limit_is_an_error_of_its_own(tmp_path: Path, program: Path) 
     with serving(tmp_path, settings, port=port, program=program):
         with open_store(f"redis://127.0.0.1:{port}") as store, pytest.raises(StoreFullError):
             store.put_all([(f"dynapipe:{number}", bytes(100_000)) for number in range(100)])
+
+
+@new
+def test_it_is_inspected_and_stopped(tmp_path: Path, program: Path) -> None:
+    port = free_port()
+    address = StoreAddress(f"redis://127.0.0.1:{port}/0")
+    with serving(tmp_path, f"port {port}", port=port, program=program) as server:
+        assert inspect_server(address).server.partition(" ")[0] in ("Redis", "Valkey")
+        stop_server(address)
+        server.wait(20)
 
 
 @old
