@@ -49,7 +49,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int, *, sentinels: in
     if bpe.get_vocab_size() != vocabulary_size:
         raise DataError(
             f"expected text enough for a vocabulary of {vocabulary_size}, got {bpe.get_vocab_size()} entries out of it",
-            hint="add text, or ask for a vocabulary of another size (at least 259: 256 bytes and 3 special tokens)",
+            hint=f"add text, or pass --vocabulary-size {bpe.get_vocab_size()} or less (at least 259: 256 bytes and 3"
+            " special tokens)",
         )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, bos_token=BOS, eos_token=EOS)
 
@@ -158,7 +159,8 @@ def chat_renderer(folder: Path, template: str | None) -> Any:
     if template is None and not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"{folder}: expected a tokenizer with a chat template for conversations, it has none",
-            hint="write chat_template: into the mixture file",
+            hint="pass --tokenizer of a chat model, or write a Jinja template into the mixture file, as chat_template:"
+            " (docs/data.md)",
         )
     return functools.partial(
         tokenizer.apply_chat_template, tokenize=False, **({} if template is None else {"chat_template": template})

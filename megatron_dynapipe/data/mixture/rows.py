@@ -102,7 +102,8 @@ def file_blocks(path: Path) -> Iterator[Block]:
     form = form_of(path)
     try:
         if form == ".parquet":
-            yield from _table_blocks(str(path), _parquet(path))
+            size, rows = path.stat().st_size, pq.read_metadata(path).num_rows
+            yield from _table_blocks(str(path), _parquet(path), bytes_per_row=size / max(rows, 1))
         elif form == ".arrow":
             yield from _table_blocks(str(path), _arrow(path))
         else:
@@ -208,8 +209,11 @@ def _arrow(path: Path) -> Iterator[Any]:
             yield from reader
 
 
-def _table_blocks(name: str, tables: Iterator[Any]) -> Iterator[Block]:
-    """Record batches as blocks; a large batch as several. How far a compressed table is read, its rows do not say."""
+def _table_blocks(name: str, tables: Iterator[Any], *, bytes_per_row: float = 0.0) -> Iterator[Block]:
+    """Record batches as blocks; a large batch as several.
+
+    How far a compressed table is read, its rows do not say: by the file's bytes per row, where they are known.
+    """
     first = 0
     for table in tables:
         at_once = max(1, min(_ROWS_AT_ONCE, table.num_rows * BLOCK_BYTES // max(table.nbytes, 1)))
@@ -221,5 +225,6 @@ def _table_blocks(name: str, tables: Iterator[Any]) -> Iterator[Block]:
                 raise DataError(
                     f"{name}, near row {first}: expected text, numbers and lists of these: {error}"
                 ) from error
-            yield Block(file=name, unit="row", first=first, lines=lines, done=0)
+            done = round((first + len(rows)) * bytes_per_row)
+            yield Block(file=name, unit="row", first=first, lines=lines, done=done)
             first += len(rows)

@@ -142,6 +142,14 @@ def test_a_file_without_an_end_is_not_read(tmp_path: Path) -> None:
             list(file_blocks(path))
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
+def test_progress_ends_with_the_files_size(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(FORMS[name])
+    done = [block.done for block in file_blocks(path)]
+    assert done == sorted(done) and done[-1] == path.stat().st_size
+
+
 def test_a_large_row_is_one_row(tmp_path: Path) -> None:
     """Ten megabytes, in pieces of one."""
     row = json.dumps({"task": "a", "input": "word " * 2_000_000, "target": "y"}).encode()
