@@ -7,6 +7,7 @@ Every rank builds its stage, and calls `step` with the same global batch: sample
 
 from megatron_dynapipe import cpu
 
+cpu.quieten()  # Megatron logs hundreds of lines that mean nothing here
 ON_CPU = cpu.enable()  # before Megatron is imported; does nothing where there is a GPU
 
 import os  # noqa: E402

@@ -70,6 +70,10 @@ def reported() -> Iterator[None]:
 
 
 def _report(error: DynaPipeError, prefix: str) -> None:
-    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-    print(f"{prefix}error: {error}{notes}", file=sys.stderr, flush=True)
+    more = [f"hint: {error.hint}"] if error.hint is not None else []
+    more += getattr(error, "__notes__", ())
+    told = "\n".join(more)
+    if told and not launch.says_first(told):
+        told = ""  # another rank has the same error
+    print(f"{prefix}error: {error.message}" + f"\n{told}" * bool(told), file=sys.stderr, flush=True)
     launch.write_error_file(str(error))

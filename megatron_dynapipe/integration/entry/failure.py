@@ -6,13 +6,14 @@ this rank: the error would never be printed, and NCCL's watchdog would end the p
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from megatron_dynapipe.errors import DynaPipeError
+from megatron_dynapipe.errors import ConfigError, DynaPipeError
 from megatron_dynapipe.integration.entry import launch
 from megatron_dynapipe.integration.entry.bootstrap import reported
 
@@ -50,6 +51,7 @@ def _told(error: BaseException) -> int:
     """Print an error of this rank; the exit status."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    error = _in_our_words(error)
     _name_first_failure(error)
     try:
         with reported():
@@ -60,6 +62,21 @@ def _told(error: BaseException) -> int:
         print(f"[rank {_rank()}] {traceback.format_exc()}", file=sys.stderr, flush=True)
         launch.write_error_file(_line(error))
         return 1
+
+
+def _in_our_words(error: BaseException) -> BaseException:
+    """An error of Megatron's that its users meet and that has a way out; others as they are."""
+    if isinstance(error, AssertionError) and "OptimizerParamScheduler: class input value" in str(error):
+        found = re.search(r"value (\S+) and checkpoint ?value (\S+) for (.+) do not match", str(error))
+        mine, saved, name = found.groups() if found else ("another", "its own", "a value")
+        told = ConfigError(
+            f"expected the checkpoint's {name}, {saved}, got {mine}",
+            hint="--override-opt-param-scheduler trains on with the values of this command line (another --train-iters"
+            " or --lr), --use-checkpoint-opt-param-scheduler with the checkpoint's",
+        )
+        told.__cause__ = error
+        return told
+    return error
 
 
 def abort() -> None:

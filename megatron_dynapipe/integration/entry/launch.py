@@ -6,8 +6,10 @@ error reports it for all, and no rank goes on into Megatron's initialisation, wh
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -135,9 +137,29 @@ def reports_for_all() -> bool:
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
+def says_first(text: str) -> bool:
+    """Whether this rank is the first of the job to print a text that others may print too; without a store it is."""
+    import torch.distributed as dist
+
+    rank = os.environ.get("RANK", "0")
+    with contextlib.suppress(Exception):  # the store may be gone with the process that hosts it
+        made = dist.is_initialized()
+        store = dist.distributed_c10d._get_default_store() if made else _agent_store(_GRACE_S)
+        if store is not None:
+            key = f"dynapipe/said/{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
+            return store.compare_set(key, "", rank) == rank.encode()
+    return True
+
+
 def leave_report_to_another_rank(status: int) -> NoReturn:
-    """Exit without a word once the rank that reports the error has had time to do so."""
+    """Exit without a word once the rank that reports the error has had time to do so.
+
+    torchrun ends this rank meanwhile, and lists every rank that a signal ended: this one ends well instead, so that
+    its summary names the rank with the message alone.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(_GRACE_S)
     sys.exit(status)
 

@@ -45,7 +45,7 @@ from megatron_dynapipe.runtime import PipelineExecutor, Trace, platform_of, watc
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.device_memory import memory_counts, reserve, tensor_room_bytes
 from megatron_dynapipe.service.recalibration import Recalibration
-from megatron_dynapipe.service.settings import PlanInputs
+from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs
 from megatron_dynapipe.units import NS_PER_MS, Shape, input_positions, target_positions
 
 logger = logging.getLogger(__name__)
@@ -249,10 +249,17 @@ class Session:
         micro_batches = "+".join(map(str, totals.micro_batches))
         return (
             f" micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
-            f" predicted (ms): {_span_ms(self._trained.entry.stage_plan.predicted):.1f} |"
+            f" predicted (ms): {self._predicted()} |"
             f" measured (ms): {_span_ms(self._trace.events()):.1f} |"
             f" plan wait (ms): {self._trained.waited_seconds * 1e3:.1f} |"
         )
+
+    def _predicted(self) -> str:
+        """What this stage's passes were to take; of computed costs, no prediction of this machine, says so instead."""
+        assert self._trained is not None
+        if self._is_computed and self._recorder.cost_version(self._trained.entry.iteration) == 0:
+            return "not calibrated"
+        return f"{_span_ms(self._trained.entry.stage_plan.predicted):.1f}"
 
     def print_report(self) -> None:
         """At the run's end: gather every rank's records and print the summary, on rank 0."""
@@ -278,6 +285,7 @@ class Session:
         self._tasks = names if len(names) > 1 else ()
         replica, rank = parallel_state.get_data_parallel_rank(), self._control.rank
         self._planner, self._longest = inputs.planner, _maximum(inputs)
+        self._is_computed = isinstance(inputs.costs, AnalyticCosts)
         required = self._required = self._required_fields()
         for split in inputs.splits:
             iterator = supply.iterator(split, required=required, replica=replica, stage=self._stage)

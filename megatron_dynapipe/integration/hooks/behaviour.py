@@ -8,9 +8,10 @@ A Megatron whose files are of no known release is accepted if all of this is the
 """
 
 import functools
-import importlib
+import importlib.util
 import inspect
 import os
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,12 +142,18 @@ def missing_calls(rows: Sequence[Call], through: str | None = None) -> list[str]
 
 
 def _is_called(row: Call, through: str | None) -> bool:
-    try:
-        code = inspect.unwrap(_resolve(row.module, row.function)).__code__
-    except (ImportError, AttributeError):
-        return False
-    names = (*code.co_names, *code.co_varnames)  # get_batch_on_this_tp_rank imports the hooks itself
+    code = _functions(row.module).get(row.function)
+    names = (*code.co_names, *code.co_varnames) if code else ()  # one function imports the hooks itself
     return row.callee in names and (through is None or through in names)
+
+
+@functools.cache
+def _functions(module: str) -> dict[str, types.CodeType]:
+    """A module's functions as its file has them: a script may have replaced some by wrappers of its own."""
+    spec = importlib.util.find_spec(module)
+    loader: Any = spec and spec.loader
+    code = loader.get_code(module) if loader else None
+    return {each.co_name: each for each in (code.co_consts if code else ()) if isinstance(each, types.CodeType)}
 
 
 def _resolve(module: str, path: str) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from megatron_dynapipe.integration.profiling.layers import build_parts
 from megatron_dynapipe.integration.profiling.measure import clock_of, sustain
 from megatron_dynapipe.integration.profiling.packed import PackedProfiler, Tables
 from megatron_dynapipe.integration.profiling.profiler import Profiler
-from megatron_dynapipe.integration.profiling.result import cost_file, describe, identity
+from megatron_dynapipe.integration.profiling.result import cost_file, describe, identity, verdict
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 from megatron_dynapipe.runtime.links import measure_links
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
@@ -88,6 +88,7 @@ def profile(
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_bytes(encode_file(file))
         journal.remove()
+        print(verdict(file, output), file=sys.stderr, flush=True)
         return output
 
 

@@ -34,6 +34,9 @@ from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, NS_PER_MS, Mo
 _STATE_BYTES = 2
 """Bytes that the format counts for a parameter, whatever its type."""
 
+POOR, VERY_POOR = 0.08, 0.25
+"""Errors of times, median and ninth decile, above which plans would be made from noise."""
+
 Provenance = dict[str, str | int | float | bool]
 
 
@@ -94,6 +97,21 @@ def cost_file(
         for which in ("median", "p90")
     }
     return msgspec.structs.replace(file, provenance=file.provenance | bars)
+
+
+def verdict(file: CostFile, path: Path) -> str:
+    """How well a profile predicts times that it was not fitted to, and what to do where that is poor."""
+    median, p90 = (file.provenance.get(f"cross_validated_time_ms_{which}") for which in ("median", "p90"))
+    if not isinstance(median, float) or not isinstance(p90, float):
+        return "too few points were measured to say how good the fit is\nhint: measure longer (--budget-minutes)"
+    said = f"times that the fit has not seen are predicted within {median:.1%} (median; nine tenths within {p90:.1%})"
+    if median <= POOR and p90 <= VERY_POOR:
+        return f"{said}: good"
+    return (
+        f"{said}: poor\nhint: end other programs, give each rank a core or a GPU of its own, and measure longer"
+        f" (--budget-minutes); `megatron-dynapipe cost-model check {path}` judges a file, --dynapipe-recalibrate"
+        " corrects it in training"
+    )
 
 
 def describe(setup: ProfileSetup) -> Provenance:

@@ -33,10 +33,14 @@ class LivePage:
         if is_due and (self._writer is None or self._writer.poll() is not None):
             self._writer = self._start()
 
-    def finish(self) -> None:
-        """Write the page of the whole run; raises ExecutionError if that fails or takes too long."""
+    def finish(self) -> bool:
+        """Write the page of the whole run; whether one is asked for.
+
+        Raises:
+            ExecutionError: that fails or takes too long.
+        """
         if not self._every:
-            return
+            return False
         try:
             if self._writer is not None:
                 self._writer.wait(FINISH_S)
@@ -49,6 +53,7 @@ class LivePage:
                 f"expected a page of the run in {self._folder}, got exit status {status}",
                 hint=f"run `megatron-dynapipe report {self._folder}`",
             )
+        return True
 
     def _start(self) -> subprocess.Popen[bytes]:
         # Where the log is, its errors go, too; its summary would repeat the run's.

@@ -13,6 +13,7 @@ from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.live_page import LivePage
 from megatron_dynapipe.integration.supply.stage_record import EvaluationLosses, HostLosses, stage_record
 from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.report.page import PAGE
 from megatron_dynapipe.report.panel import Panel
 from megatron_dynapipe.report.records import (
     IterationRecord,
@@ -117,6 +118,10 @@ class Recorder:
         if self._tensor_rank == 0:
             self._evaluations.add(split, losses)
 
+    def cost_version(self, iteration: int) -> int:
+        """The correction of costs that an iteration was planned with; 0 before the first, or without any."""
+        return 0 if self._publisher is None else self._publisher.version(iteration)
+
     def report(self) -> str | None:
         """Hand in this rank's records; on rank 0 gather all, draw the last iteration, and return the summary."""
         self._flush(last=True)
@@ -136,9 +141,11 @@ class Recorder:
             for rank in range(1, self._world_size):
                 records += self._records(rank)
             summary = self._summary(records)
+        page = f"page of the run: `megatron-dynapipe report {self._folder}` writes it"
         with self._never_failing("write the page of the run"):
-            self._page.finish()
-        return summary
+            if self._page.finish():
+                page = f"page of the run: {self._folder / PAGE}"
+        return summary and f"{summary}\n{page}"
 
     @contextlib.contextmanager
     def _never_failing(self, doing: str) -> Iterator[None]:
@@ -168,9 +175,8 @@ class Recorder:
         (item, trace, losses), self._latest = self._latest, None
         events = trace.events()
         memory = self._memory()  # before metrics reset the peaks
-        version = 0
+        version = self.cost_version(item.entry.iteration)
         if self._publisher is not None:  # no record: planners wait for it
-            version = self._publisher.version(item.entry.iteration)
             self._publisher.add(item.entry, events, None if self._reserves_all else memory)
         with self._never_failing("record an iteration"):
             self._write(item, events, losses, version, memory, last=last)

@@ -39,9 +39,21 @@ def test_the_installed_megatron_passes_without_a_word():
 
 
 def test_what_is_missing_is_named():
-    (said,) = run_ranks(check, 1, {"lost": (behaviour.TRAINING, "evaluate"), "extra": ""})
-    assert "lacks what planned runs rely on: evaluate() of megatron.training.training calls no get_forward" in said
+    (said,) = run_ranks(check, 1, {"lost": (behaviour.TRAINING, "train_step"), "extra": ""})
+    assert "lacks what planned runs rely on: no train_step in megatron.training.training\n" in said
     assert "hint: pip install 'megatron-core[training]==" in said
+
+
+def test_a_function_that_a_script_has_wrapped_is_looked_at_in_its_file():
+    """As the scripts of these tests wrap `training_log` to see losses."""
+    assert run_ranks(wrapped, 1) == [[]]
+
+
+def wrapped(rank: int, world_size: int) -> list[str]:
+    from megatron.training import training
+
+    training.training_log = lambda *arguments: None
+    return behaviour.missing_calls(behaviour.CALLS)
 
 
 def test_a_megatron_of_no_known_release_is_named_and_accepted(tmp_path):
