@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from megatron_dynapipe.planning.planner import Planner
 
 FORMAT = "dynapipe-plan-report/1"
-MUCH_IDLE = 0.25
-"""Share of stages' time."""
 RULED = 8
 """Batches that are planned again under the rules of GPUs."""
 PHASES = ("ordering", "partition", "schedule", "lowering", "verify")
@@ -112,6 +110,8 @@ def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[d
 
 def _hint_of_splits(split: str, idle: list[float]) -> None:
     """Where equal layers leave stages without work for long, say what evens them out."""
+    from megatron_dynapipe.plan.idle import MUCH_IDLE
+
     mean = sum(idle) / max(len(idle), 1)
     if split == "equal" and mean >= MUCH_IDLE:
         print(

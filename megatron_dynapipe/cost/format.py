@@ -173,13 +173,18 @@ def read_file(path: Path) -> tuple[CostFile, bytes]:
     return decode_file(data, origin=str(path)), data
 
 
+def _is_pickle(data: bytes) -> bool:
+    """By its first byte from protocol 2 on; older ones end with a full stop, as no JSON does."""
+    return data.startswith(b"\x80") or (data[:1] in (b"(", b"c", b"]", b"}") and data.endswith(b"."))
+
+
 def decode_file(data: bytes, *, origin: str) -> CostFile:
     """Read the bytes of a cost model file.
 
     Raises:
         CostModelError: they are not one; the message names `origin` and the field that is wrong.
     """
-    if data.startswith(b"\x80"):
+    if _is_pickle(data):
         raise CostModelError(
             f"{origin} is a pickle, the published form of cost models, which runs code when it is loaded",
             hint=f"cost models are JSON here ({FORMAT}): make one with `megatron-dynapipe profile`",

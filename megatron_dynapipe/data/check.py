@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dynapipe.data.identity import changed_file, whole_digest
-from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, meta_path, open_split, read_meta, tokenizer_folder
+from megatron_dynapipe.data.identity import changed_file, meta_path, whole_digest
+from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_meta, tokenizer_folder
 from megatron_dynapipe.data.tokenizer import fingerprint
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.lengths import read_task_ids

@@ -2,6 +2,9 @@
 
 from megatron_dynapipe.plan.iteration import IterationPlan
 
+MUCH_IDLE = 0.25
+"""From which on a reader is told what shortens it."""
+
 
 def idle_share(plan: IterationPlan) -> float:
     """Of all stages' time until the slowest replica's last pass; 0 for a plan without passes."""

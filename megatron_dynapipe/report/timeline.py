@@ -54,7 +54,7 @@ def _draw_panel(axis: Axes, panel: Panel) -> None:
     axis.set_xlabel("ms")
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(left=False)
-    idle = _idle_share(panel)
+    idle = idle_share(panel)
     axis.set_title(f"{panel.title} – {_duration(span)}, stages idle {idle:.0%} of the time", loc="left", fontsize=10)
     axis.barh(range(stages), [span] * stages, height=_BOX, color=IDLE, zorder=0)
     for stage, events in enumerate(panel.timeline):
@@ -99,7 +99,8 @@ def _colour(event: Event) -> tuple[float, float, float]:
     return red + (1 - red) * paler, green + (1 - green) * paler, blue + (1 - blue) * paler
 
 
-def _idle_share(panel: Panel) -> float:
+def idle_share(panel: Panel) -> float:
+    """Of all stages' time until the last pass, what no pass took."""
     busy = sum(
         event.end_ns - event.start_ns
         for events in panel.timeline

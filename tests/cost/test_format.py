@@ -109,9 +109,13 @@ def test_what_is_no_cost_model_is_refused(data: bytes) -> None:
         decode_file(data, origin="the file")
 
 
-def test_a_pickle_is_refused_unread() -> None:
+@pytest.mark.parametrize(
+    "data", [b"\x80\x04]q\x00.", b"(dp0\nVa\np1\nI1\ns.", b"}q\x00X\x01\x00\x00\x00aq\x01K\x01s.", b"]q\x00."]
+)
+def test_a_pickle_is_refused_unread(data: bytes) -> None:
+    """Of protocols 4, 0 and 1."""
     with pytest.raises(CostModelError, match="the file is a pickle"):
-        decode_file(b"\x80\x04]q\x00.", origin="the file")
+        decode_file(data, origin="the file")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from megatron_dynapipe.integration.hooks.metrics import MetricsWriter
 from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.live_page import LivePage
 from megatron_dynapipe.integration.supply.stage_record import EvaluationLosses, HostLosses, stage_record
+from megatron_dynapipe.plan.idle import MUCH_IDLE
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.page import PAGE
 from megatron_dynapipe.report.panel import Panel
@@ -26,7 +27,7 @@ from megatron_dynapipe.report.records import (
     decode_records,
 )
 from megatron_dynapipe.report.summary import format_summary, summarise
-from megatron_dynapipe.report.timeline import draw
+from megatron_dynapipe.report.timeline import draw, idle_share
 from megatron_dynapipe.report.trace import write_trace
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.device_memory import MemoryCounts
@@ -257,28 +258,48 @@ class Recorder:
         iterations = [record for record in records if isinstance(record, IterationRecord)]
         if not iterations:
             return None
+        panels: list[Panel] = []
         pictures: list[Path] = []
         with self._never_failing("draw the last iteration"):
             timelines = [r for r in records if isinstance(r, TimelineRecord) and r.replica == 0]
             last = max((r.iteration for r in timelines), default=0)
-            pictures = self._draw([r for r in timelines if r.iteration == last])
+            panels = _panels([r for r in timelines if r.iteration == last])
+            pictures = self._draw(panels)
         memory = [record for record in records if isinstance(record, MemoryRecord)]
-        return format_summary(summarise(iterations, maximum=self._maximum, pictures=pictures, memory=memory))
+        summary = summarise(iterations, maximum=self._maximum, pictures=pictures, memory=memory)
+        return format_summary(summary) + _idle_hint(panels)
 
-    def _draw(self, records: Sequence[TimelineRecord]) -> list[Path]:
-        """The last iteration of replica 0: planned above measured, as a picture and as a trace."""
-        stages = sorted(records, key=lambda record: record.stage)
-        if not any(record.measured for record in stages):
+    def _draw(self, panels: Sequence[Panel]) -> list[Path]:
+        """The last iteration as a picture and as a trace."""
+        if not panels:
             return []
-        start = min(event.start_ns for record in stages for event in record.measured)
-        planned = tuple(record.planned for record in stages)
-        measured = tuple(
-            tuple(Event(e.instruction, e.start_ns - start, e.end_ns - start) for e in record.measured)
-            for record in stages
-        )
-        what = f"iteration {stages[0].iteration + 1}"  # Megatron counts from 1
-        panels = [Panel(f"{what}: planned", planned), Panel(f"{what}: measured", measured)]
         return [draw(panels, self._folder / "timeline.png"), write_trace(panels, self._folder / "timeline.trace.json")]
+
+
+def _panels(records: Sequence[TimelineRecord]) -> list[Panel]:
+    """The last iteration of replica 0: planned above measured."""
+    stages = sorted(records, key=lambda record: record.stage)
+    if not any(record.measured for record in stages):
+        return []
+    start = min(event.start_ns for record in stages for event in record.measured)
+    planned = tuple(record.planned for record in stages)
+    measured = tuple(
+        tuple(Event(e.instruction, e.start_ns - start, e.end_ns - start) for e in record.measured) for record in stages
+    )
+    what = f"iteration {stages[0].iteration + 1}"  # Megatron counts from 1
+    return [Panel(f"{what}: planned", planned), Panel(f"{what}: measured", measured)]
+
+
+def _idle_hint(panels: Sequence[Panel]) -> str:
+    """Where the last iteration's plan leaves stages idle for long, what shortens that; else nothing."""
+    idle = idle_share(panels[0]) if panels and len(panels[0].timeline) > 1 else 0.0
+    if idle < MUCH_IDLE:
+        return ""
+    return (
+        f"\nhint: the last plan leaves stages idle {idle:.0%} of the time: --dynapipe-layers-per-stage auto evens"
+        " them out where layers differ (a patched checkout: --pipeline-model-parallel-layout); else more samples per"
+        " iteration, or fewer stages"
+    )
 
 
 def _iteration_record(

@@ -2,13 +2,18 @@
 
 import contextlib
 import io
+import multiprocessing
+import os
+import signal
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.integration.entry import failure
+from megatron_dynapipe.errors import ConfigError, ExecutionError
+from megatron_dynapipe.integration.entry import bootstrap, failure, launch
 from tests.helpers.processes import run_ranks
 
 
@@ -40,6 +45,55 @@ def test_the_error_is_printed_and_the_peers_name_the_rank():
     named = "rank 1 failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
     assert first["stderr"].rstrip().endswith(named)
     assert not first["groups"] and not failed["groups"]
+
+
+def test_another_schedule_than_the_checkpoints_is_said_in_our_words():
+    """Megatron's own message, as 0.18 and 0.19 have it (its words run together)."""
+    error = AssertionError(
+        "OptimizerParamScheduler: class input value 160 and checkpointvalue 80 for total number of iterations do"
+        " not match"
+    )
+    told = failure._in_our_words(error)
+    assert isinstance(told, ConfigError) and told.__cause__ is error
+    assert told.message == "expected the checkpoint's total number of iterations, 80, got 160"
+    assert told.hint is not None and told.hint.startswith("--override-opt-param-scheduler trains on with the values")
+    other = AssertionError("something else")
+    assert failure._in_our_words(other) is other
+
+
+def fail_alike(rank: int, world_size: int) -> str:
+    """All ranks have one error, agreed on, as a planner's; what this one prints."""
+    dist.init_process_group("gloo", init_method="env://")
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
+        with bootstrap.reported():
+            error = ExecutionError("the planner ended", hint="see planner.log")
+            error.add_note("its traceback")
+            raise error
+    dist.barrier()
+    dist.destroy_process_group()
+    return errors.getvalue()
+
+
+def test_a_hint_that_all_ranks_have_is_printed_once():
+    said = run_ranks(fail_alike, 3)
+    assert sorted(text.splitlines()[0] for text in said) == [f"[rank {n}] error: the planner ended" for n in range(3)]
+    assert "".join(said).count("hint: see planner.log\nits traceback\n") == 1
+    assert sorted(text.count("\n") for text in said) == [1, 1, 3]
+
+
+def leave_while_torchrun_ends_the_job(rank: int, world_size: int) -> None:
+    os.environ["TORCHELASTIC_RUN_ID"] = "job"
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    launch.leave_report_to_another_rank(2)
+
+
+def test_a_rank_that_leaves_the_report_to_another_ends_well_on_torchruns_signal():
+    """Its summary would list it beside the rank with the message."""
+    process = multiprocessing.get_context("spawn").Process(target=leave_while_torchrun_ends_the_job, args=(0, 1))
+    process.start()
+    process.join(200)
+    assert process.exitcode == 0
 
 
 def test_a_process_of_torchrun_leaves_at_once(monkeypatch):

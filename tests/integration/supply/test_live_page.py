@@ -19,14 +19,14 @@ def test_a_page_is_begun_every_few_iterations_and_finished_at_the_end(tmp_path, 
     page.after(3)
     assert len(begun) == 1
     (tmp_path / "report.html").unlink()
-    page.finish()
+    assert page.finish()
     assert len(begun) == 2 and (tmp_path / "report.html").exists()
 
 
 def test_without_the_flag_nothing_is_written(tmp_path):
     page = LivePage(write_run(tmp_path), every=0)
     page.after(0)
-    page.finish()
+    assert not page.finish()
     assert not (tmp_path / "report.html").exists()
 
 

@@ -7,7 +7,9 @@ from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.integration.supply import recorder as module
 from megatron_dynapipe.integration.supply.recorder import Recorder
+from megatron_dynapipe.plan.instructions import Forward
 from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import IterationRecord, RunRecord, StageRecord, TimelineRecord, read_records
 from megatron_dynapipe.runtime.device_memory import MemoryCounts
 from megatron_dynapipe.store import MemoryStore, PlanKeys
@@ -59,8 +61,27 @@ def store():
 def test_a_run_ends_with_a_summary_and_a_picture(store, tmp_path, capsys) -> None:
     summary = run(recorder(tmp_path, store, world_size=2), recorder(tmp_path, store, rank=1, world_size=2))
     assert summary is not None and "timeline.png" in summary
+    assert summary.endswith(f"\npage of the run: `megatron-dynapipe report {tmp_path}` writes it")
     assert (tmp_path / "timeline.png").exists()
     assert "warning" not in capsys.readouterr().err
+
+
+def test_the_summary_ends_with_the_page_that_was_written(store, tmp_path) -> None:
+    summary = run(recorder(tmp_path, store, page_every=100))
+    assert summary is not None and summary.endswith(f"\npage of the run: {tmp_path / 'report.html'}")
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(("busy", "said"), [(40, True), (95, False)])
+def test_idle_stages_are_said_with_what_shortens_that(busy, said) -> None:
+    def stage(number: int) -> tuple[Event, ...]:
+        return (Event(Forward(micro_batch=0, chunk=0), 0, busy), Event(Forward(micro_batch=1, chunk=0), 99, 100))
+
+    told = module._idle_hint([module.Panel("planned", (stage(0), stage(1)))])
+    assert bool(told) is said
+    assert module._idle_hint([module.Panel("planned", (stage(0),))]) == ""  # one stage waits for no other
+    if said:
+        assert "the last plan leaves stages idle 59% of the time: --dynapipe-layers-per-stage auto" in told
 
 
 @pytest.mark.parametrize("name", ["write", "mkdir", "draw", "write_trace", "summarise", "store", "decode_records"])
