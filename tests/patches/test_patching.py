@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,17 @@ def test_patches_call_the_public_hooks_alone(series):
         for line in added:
             if "import" in line:
                 assert line.strip() == "from megatron_dynapipe import checkout_hooks as dynapipe"
+
+
+def test_a_wheel_holds_the_patches(tmp_path):
+    """What setup.py copies into one, without building the native core."""
+    (tmp_path / "egg").mkdir()
+    words = ["-q", "egg_info", "--egg-base", str(tmp_path / "egg"), "build_py", "--build-lib", str(tmp_path / "lib")]
+    subprocess.run([sys.executable, "setup.py", *words], cwd=ROOT, check=True, capture_output=True, timeout=200)
+    packed = load_all(tmp_path / "lib" / "megatron_dynapipe" / "patches")
+    assert [(s.version, s.is_current, len(s.patches)) for s in packed] == [
+        (s.version, s.is_current, len(s.patches)) for s in SERIES
+    ]
 
 
 def test_every_version_has_a_row_in_the_readme():

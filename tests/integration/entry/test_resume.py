@@ -42,6 +42,14 @@ def test_other_data_of_equal_lengths_is_refused(saved: Path, tmp_path: Path) -> 
     assert "expected the data that the checkpoint" in run["stderr"] and "train.bin" in run["stderr"]
 
 
+def test_another_number_of_iterations_is_refused_with_the_flags_that_take_it(saved: Path, tmp_path: Path) -> None:
+    flags = f"--train-iters 4 --load {saved / 'checkpoints'}"
+    (run,) = train("gpt", saved / "data", flags, ranks=1, report=tmp_path / "report", status=2)
+    assert "error: expected the checkpoint's total number of iterations, 32, got 64" in run["stderr"]
+    assert "hint: --override-opt-param-scheduler trains on with the values of this command line" in run["stderr"]
+    assert "Traceback" not in run["stderr"]
+
+
 def test_another_layout_is_named(saved: Path, tmp_path: Path) -> None:
     flags = f"--train-iters 3 --override-opt-param-scheduler --load {saved / 'checkpoints'}"
     flags += " --pipeline-model-parallel-size 2"
