@@ -49,10 +49,7 @@ def profile(
         CostModelError: the partial file is of another model, device or version.
     """
     started = time.monotonic()
-    try:
-        modes = [Recompute(mode) for mode in recompute]
-    except ValueError:
-        raise ConfigError(f"expected recompute modes of none, selective, full, got {','.join(recompute)}") from None
+    modes = _modes(recompute)
     with prepared(flags, ModelFamily(family), tensor_parallel=tensor_parallel, vocabulary=vocabulary) as setup:
         is_first = dist.get_rank() == 0
         provenance = describe(setup)
@@ -90,6 +87,13 @@ def profile(
         journal.remove()
         print(verdict(file, output), file=sys.stderr, flush=True)
         return output
+
+
+def _modes(names: Sequence[str]) -> list[Recompute]:
+    try:
+        return [Recompute(name) for name in names]
+    except ValueError:
+        raise ConfigError(f"expected recompute modes of none, selective, full, got {','.join(names)}") from None
 
 
 def _range(setup: ProfileSetup) -> Range:
