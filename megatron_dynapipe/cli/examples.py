@@ -36,6 +36,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "orchestrate --profile vgg-19-pbs-32.txt --profile-batch-size 32 --micro-batch-size 32"
         " --global-batch-size 2048 --devices 16 --devices-per-node 1 --inter-node-gbps 10 --json",
     ),
+    "launch": (
+        "launch --nnodes 1:4 --rdzv-endpoint node0:29400 pretrain_gpt_multitask.py"
+        " --dynapipe-config configs/demo_gpt.yaml --save checkpoints",
+    ),
     "verify": ("verify plans/b0.plan",),
     "show": ("show plans/b0.plan", "show plans/b0.plan --replica 0 --picture timeline.svg --trace timeline.json"),
     "report": (

@@ -19,8 +19,8 @@ from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.extras import missing
 
 COMMANDS = (
-    *("doctor", "data", "plan", "compare", "tune", "orchestrate", "verify", "show", "report", "store", "cost_model"),
-    *("profile", "patch", "completion"),
+    *("doctor", "data", "plan", "compare", "tune", "orchestrate", "launch", "verify", "show", "report", "store"),
+    *("cost_model", "profile", "patch", "completion"),
 )
 """The modules of `megatron_dynapipe.cli` that are commands, in the order of `--help` (`cost_model`: `cost-model`)."""
 

@@ -32,6 +32,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
         splits: layer splits; of those that come to the same layers the first counts. `AUTO` is for one chunk.
         distributed_optimizer: whether optimizer state is sharded; None: wherever there are replicas, since that takes
             less memory and less time.
+        tensor_sizes: of tensor parallelism, those that can be used; None: all.
         global_batch_size: samples of a global batch, which the replicas must divide; None where batches differ.
     """
 
@@ -39,6 +40,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     chunks: tuple[int, ...] = (1,)
     splits: tuple[Split, ...] = (Split.EQUAL, Split.EVEN)
     distributed_optimizer: bool | None = None
+    tensor_sizes: tuple[int, ...] | None = None
     global_batch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -114,6 +116,8 @@ def _candidate(
     try:
         if tensor > 1 and per_node % tensor:
             raise ConfigError(f"tensor parallelism of {tensor} does not divide a node's {per_node} devices")
+        if space.tensor_sizes is not None and tensor not in space.tensor_sizes:
+            raise ConfigError(f"checkpoints of the run cannot be loaded under tensor parallelism of {tensor}")
         if space.global_batch_size is not None and space.global_batch_size % data:
             raise ConfigError(f"{data} replicas do not divide global batches of {space.global_batch_size} samples")
         if cost_model.tables(tensor_parallel=tensor, recompute=base.recompute[0]).of_stages is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
-from megatron_dynapipe.integration.entry import environment, launch, parent_death
+from megatron_dynapipe.integration.entry import elastic_run, environment, launch, parent_death
 from megatron_dynapipe.megatron_version import INSTALL_HINT, found_version
 
 
@@ -29,7 +29,8 @@ def run(main: Callable[[], None], *, device: cpu.Device | None = None) -> None:
         if cpu.enable(wanted):  # type: ignore[arg-type]  # enable() checks the name
             cpu.silence_prints()
         check_megatron()
-        main()
+        with elastic_run.status():
+            main()
 
 
 def check_megatron() -> None:

@@ -20,7 +20,7 @@ from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.meta import tokenizer_folder
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.entry import calibration, launch
+from megatron_dynapipe.integration.entry import calibration, elastic_run, launch
 from megatron_dynapipe.integration.entry.session import MakeBatch, Session
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
 from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep
@@ -124,6 +124,7 @@ def gpt_run() -> Run:
 def _checked(family: ModelFamily) -> tuple[argparse.Namespace, tuple[int, ...] | None]:
     """Megatron's arguments and the planned layer split, if one was asked for; raises on all ranks or on none."""
 
+    elastic_run.prepare(family)
     flags = sys.argv[1:]
 
     def check() -> tuple[argparse.Namespace, tuple[int, ...] | None]:

@@ -1,0 +1,126 @@
+"""torch's elastic agent, whose ranks save before they leave, and which knows leaving from failing.
+
+state of the ranks          torch's agent                  here
+all have ended well         ends                           the same
+one has failed              starts anew, counted           the same; not at all where it cannot start (status 2)
+they have saved and left    –                              starts anew, not counted (status 75)
+a node waits to join        stops them, starts anew        the same: SIGTERM, and time enough to save
+a node is silent            goes on (pytorch #111646)      starts anew, not counted
+a notice for this node      –                              stops them, ends
+"""
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import cast, override
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+from megatron_dynapipe.elastic import orphans, rendezvous
+from megatron_dynapipe.elastic.job import CANNOT_START, LEFT, note
+
+_FAILED_GRACE_S = 10
+"""What ranks are given to end whose peers have failed: they may wait for them."""
+
+
+class Agent(LocalElasticAgent):
+    """One node's agent.
+
+    Args:
+        spec: what to run, over a dynamic rendezvous.
+        handler: of that rendezvous.
+        look: why this node should leave, if it should; asked often.
+        say: prints a line.
+        save_s: what ranks are given to finish their iteration, save and end.
+        slow_file: made by a rank that is too slow; the node then leaves at the next change, if enough nodes are left.
+        least_nodes: that the job needs.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        handler: DynamicRendezvousHandler,
+        *,
+        look: Callable[[], str | None],
+        say: Callable[[str], None],
+        save_s: float,
+        slow_file: Path,
+        least_nodes: int,
+    ) -> None:
+        super().__init__(spec, DefaultLogsSpecs())
+        self._handler, self._look, self._say = handler, look, say
+        self._save_s, self._slow_file, self._least_nodes = save_s, slow_file, least_nodes
+        self._helpers = orphans.children()
+
+    @override
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        rendezvous.forget_store(self._handler)
+        note("waits")
+        super()._rendezvous(worker_group)
+        nodes, ranks = _nodes(worker_group), worker_group.workers[0].world_size
+        note("rendezvous", nodes=nodes, ranks=ranks)
+        self._say(f"{nodes} nodes, {ranks} ranks; this is node {worker_group.group_rank}")
+
+    @override
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.HEALTHY:
+            return self._watched(worker_group, result)
+        if result.state is WorkerState.FAILED:
+            statuses = {failure.exitcode for failure in result.failures.values()}
+            note("ended", statuses=",".join(map(str, sorted(statuses))))
+            if LEFT in statuses:
+                self._remaining_restarts += 1  # which the loop takes off again
+                self._leave_if_slow(worker_group)
+            elif CANNOT_START in statuses:
+                self._remaining_restarts = 0
+            else:
+                self._say(f"a rank failed (status {sorted(statuses)}); the last checkpoint is resumed")
+        return result
+
+    def _watched(self, group: WorkerGroup, healthy: RunResult) -> RunResult:
+        """What becomes of a node whose ranks run."""
+        if (reason := self._look()) is not None:
+            raise SignalException(reason, signal.SIGTERM)
+        if lost := rendezvous.lost_nodes(self._handler, _nodes(group)):
+            self._say(f"{lost} of {_nodes(group)} nodes are silent; the last checkpoint is resumed")
+            note("silent", nodes=lost)
+            self._remaining_restarts += 1
+            return RunResult(state=WorkerState.UNHEALTHY)
+        return healthy
+
+    def _leave_if_slow(self, group: WorkerGroup) -> None:
+        if self._slow_file.exists() and _nodes(group) > self._least_nodes:
+            raise SignalException(f"left out as slow: {self._slow_file.read_text().strip()}", signal.SIGTERM)
+
+    @override
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        if self._pcontext is not None:
+            if self._worker_group.state is WorkerState.HEALTHY:
+                self._ask_to_leave(self._pcontext)
+            self._pcontext.close(signal.SIGTERM, timeout=_FAILED_GRACE_S)
+            note("stopped")
+        super()._shutdown(death_sig)
+        orphans.end_adopted(self._helpers)
+
+    def _ask_to_leave(self, ranks: PContext) -> None:
+        """SIGTERM to the ranks alone, and time to save; torch's own goes to their helper processes too, which save."""
+        assert isinstance(ranks, SubprocessContext), "the entry point is a command"
+        running = [handler.proc for handler in ranks.subprocess_handlers.values() if handler.proc.poll() is None]
+        for rank in running:
+            rank.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self._save_s
+        for rank in running:
+            with suppress(subprocess.TimeoutExpired):
+                rank.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _nodes(group: WorkerGroup) -> int:
+    return cast(int, group.group_world_size)  # known after the rendezvous

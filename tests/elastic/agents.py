@@ -1,0 +1,78 @@
+"""Nodes of a job on this machine, for tests: agents of `launch` over a folder in which toy ranks write a log."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+TOY = Path(__file__).parent / "toy_ranks.py"
+DEADLINE_S = 240.0
+"""Of every wait; on a quiet machine none takes more than a few seconds."""
+
+
+class Nodes:
+    """A job whose nodes are started one by one; all of them are ended with the block.
+
+    Args:
+        folder: of the job.
+        port: of its rendezvous.
+        least, most: its nodes.
+    """
+
+    def __init__(self, folder: Path, port: int, *, least: int, most: int) -> None:
+        self.folder, self._port, self._nodes = folder, port, f"{least}:{most}"
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self._started:
+            if agent.poll() is None:
+                for process in [*psutil.Process(agent.pid).children(recursive=True), agent]:
+                    process.kill()
+            agent.wait(DEADLINE_S)
+
+    def start(self, *flags: str) -> subprocess.Popen[bytes]:
+        """One more node; what it says goes to `said`."""
+        words = [sys.executable, "-m", "megatron_dynapipe", "launch", "--nnodes", self._nodes, "--nproc-per-node", "1"]
+        words += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--local-addr", "127.0.0.1", "--last-call", "1"]
+        words += ["--notice-every", "0.2", "--join-timeout", "60", *flags, str(TOY), str(self.folder)]
+        with (self.folder / f"agent-{len(self._started)}").open("wb") as file:
+            environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+            agent = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        self._started.append(agent)
+        return agent
+
+    def said(self, node: int) -> str:
+        return (self.folder / f"agent-{node}").read_text()
+
+    def log(self) -> list[str]:
+        path = self.folder / "log"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def await_starts(self, world: int, rounds: int = 1) -> None:
+        """Until ranks of a world of this size have all started, in so many rounds."""
+        starts = [f"start {rank}/{world}" for rank in range(world)]
+        self.until(lambda: all(self.log().count(start) >= rounds for start in starts), f"{world} ranks")
+
+    def end(self) -> list[int]:
+        """End the run well; the agents' exit statuses."""
+        (self.folder / "end").touch()
+        return [agent.wait(DEADLINE_S) for agent in self._started]
+
+    def signal_rank(self, rank: int, number: signal.Signals) -> None:
+        os.kill(int((self.folder / f"pid-{rank}").read_text()), number)
+
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not done():
+            said = "\n".join(path.read_text()[-2000:] for path in sorted(self.folder.glob("agent-*")))
+            assert time.monotonic() < deadline, f"expected {what} within {DEADLINE_S:.0f} s: {self.log()}\n{said}"
+            time.sleep(0.1)
