@@ -1,0 +1,234 @@
+"""Nodes of one job on this machine: agents of `launch` with one rank each, and what they have logged."""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "t5": "--encoder-num-layers 2 --decoder-num-layers 2 --seq-length 64 --decoder-seq-length 24",
+    "gpt": "--num-layers 4 --seq-length 96",
+}
+TRAINING = (
+    "--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --max-position-embeddings 96 --global-batch-size 24 "
+    "--attention-dropout 0 --hidden-dropout 0 --calculate-per-token-loss --lr 1e-3 --lr-decay-style constant --seed 7 "
+    "--log-interval 1 --eval-interval 100 --eval-iters 0 --transformer-impl local --no-persist-layer-norm "
+    "--no-masked-softmax-fusion --no-bias-dropout-fusion --dynapipe-calibrate 0 --dynapipe-timeout-s 900 "
+    "--dynapipe-device cpu --train-iters 1000000 --save-interval 1000000"
+)
+LINE = re.compile(
+    r"\[([\d-]+ [\d:.]+)\] iteration +(\d+)/.*?consumed samples: +(\d+) .*?lm loss: ([0-9.E+-]+)|launch: \d+ nodes"
+)
+DEADLINE_S = 1500.0
+"""Of whatever is waited for; an event is expected to take much less on a quiet machine."""
+
+
+class ITERATION(NamedTuple):
+    """One that was logged."""
+
+    time: str
+    number: int
+    consumed: int
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        model: gpt or t5.
+        data: dataset folder.
+        nodes: at most.
+        every: iterations between emergency checkpoints.
+    """
+
+    model: str
+    data: Path
+    nodes: int
+    every: int
+
+
+class Cluster:
+    """One run of a job; all its processes end with the block.
+
+    Args:
+        job: what is trained.
+        folder: for its checkpoints, logs and records.
+        iterations: after which it ends; None trains until `end`.
+    """
+
+    def __init__(self, job: Job, folder: Path, *, iterations: int | None) -> None:
+        folder.mkdir()
+        self.job, self._folder, self._iterations = job, folder, iterations
+        self._agents: list[subprocess.Popen] = []
+        self._logs: list[Path] = []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.left_over()
+
+    def start(self, nodes: int) -> None:
+        """That many more nodes."""
+        words = [sys.executable, "-m", "megatron_dynapipe", "launch", "--nnodes", f"1:{self.job.nodes}"]
+        words += ["--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--local-addr", "127.0.0.1"]
+        words += ["--last-call", "3", "--emergency-every", str(self.job.every), "--save-timeout", "900"]
+        words += ["--events", str(self._folder / "events"), f"pretrain_{self.job.model}_multitask.py"]
+        words += [*SMALL[self.job.model].split(), *TRAINING.split(), "--dynapipe-data", str(self.job.data)]
+        words += ["--save", str(self._folder / "saved"), "--dynapipe-report-dir", str(self._folder / "report")]
+        words += [] if self._iterations is None else ["--exit-interval", str(self._iterations)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self._folder / "cache")}
+        for _ in range(nodes):
+            self._logs.append(self._folder / f"node-{len(self._logs)}.log")
+            with self._logs[-1].open("w") as log:
+                agent = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            self._agents.append(agent)
+            self._await_host()
+
+    def _await_host(self) -> None:
+        """Until the first node hosts the rendezvous: otherwise another might, and leave with it."""
+        deadline = time.monotonic() + DEADLINE_S
+        while len(self._agents) == 1:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=1):
+                return
+            self._check(deadline, "a rendezvous")
+            time.sleep(0.1)
+
+    def send_away(self, draw: random.Random, nodes: int) -> None:
+        """A notice to nodes other than the first."""
+        for agent in self._drawn(draw, nodes):
+            agent.send_signal(signal.SIGUSR1)
+
+    def kill_nodes(self, draw: random.Random, nodes: int) -> None:
+        """As if their machines had lost power."""
+        for agent in self._drawn(draw, nodes):
+            for process in [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]:
+                process.kill()
+            agent.wait()
+
+    def kill_rank(self, draw: random.Random) -> None:
+        """One rank of any node, whose agent lives."""
+        agent = draw.choice(self._alive())
+        for process in psutil.Process(agent.pid).children():
+            if "multitask.py" in " ".join(process.cmdline()):
+                process.kill()
+
+    def _drawn(self, draw: random.Random, nodes: int) -> list[subprocess.Popen]:
+        drawn = draw.sample([agent for agent in self._alive() if agent is not self._agents[0]], nodes)
+        self._going = {*getattr(self, "_going", ()), *(agent.pid for agent in drawn)}
+        return drawn
+
+    def _alive(self) -> list[subprocess.Popen]:
+        return [agent for agent in self._agents if agent.poll() is None]
+
+    def running(self) -> int:
+        """Nodes that are there and stay."""
+        going = getattr(self, "_going", set())
+        return sum(agent.pid not in going for agent in self._alive())
+
+    def ranks(self) -> int:
+        """Of the last rendezvous."""
+        return next((event["ranks"] for event in reversed(self.events()) if event["event"] == "rendezvous"), 0)
+
+    def events(self) -> list[dict]:
+        path = self._folder / "events"
+        return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+    def await_resumed(self, since: float, *, wanted: int) -> list[dict]:
+        """Events since then, once an iteration has run on that many ranks."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            events = [event for event in self.events() if event["time"] >= since]
+            ranks = 0
+            for event in events:
+                ranks = event.get("ranks", ranks) if event["event"] == "rendezvous" else ranks
+                if event["event"] == "trains" and ranks == wanted:
+                    return events
+            self._check(deadline, f"an iteration on {wanted} ranks")
+            time.sleep(0.1)
+
+    def await_iterations(self, more: int) -> None:
+        """Until the present ranks have trained that many."""
+        deadline, goal = time.monotonic() + DEADLINE_S, None
+        while goal is None or self.last_iteration() < goal:
+            trained = [event["iteration"] for event in self.events() if event["event"] == "trains"]
+            goal = trained[-1] + 1 + more if trained else None
+            self._check(deadline, f"iteration {goal}")
+            time.sleep(0.1)
+
+    def await_end(self) -> None:
+        """Until every node has ended well."""
+        for agent in self._agents:
+            if status := agent.wait(DEADLINE_S):
+                raise SystemExit(f"expected a node to end well, got status {status}:\n{self._said()}")
+
+    def end(self) -> int:
+        """Send all nodes away; the last iteration."""
+        for agent in self._alive():
+            agent.send_signal(signal.SIGTERM)
+        for agent in self._agents:
+            agent.wait(DEADLINE_S)
+        return self.last_iteration()
+
+    def left_over(self) -> int:
+        """How many processes of this job there still are; ends them."""
+        left = [process for process in psutil.process_iter() if self._is_ours(process)]
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        return len(left)
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            ours = str(self._folder)
+            return ours in process.environ().get("MEGATRON_DYNAPIPE_LAUNCH", "") or ours in " ".join(process.cmdline())
+        return False
+
+    def lines(self) -> list[ITERATION]:
+        """All that was logged, by time; Megatron's second line after a start is the mean of two iterations."""
+        return sorted(line for log in self._logs for line in _lines(log))
+
+    def losses(self) -> dict[int, ITERATION]:
+        """The last time that each iteration was trained."""
+        return {line.number: line for line in self.lines()}
+
+    def last_iteration(self) -> int:
+        return max((line.number for line in self.lines()), default=0)
+
+    def _check(self, deadline: float, what: str) -> None:
+        if time.monotonic() > deadline or not self._alive():
+            raise SystemExit(f"expected {what} within {DEADLINE_S:.0f} s, got:\n{self._said()}")
+
+    def _said(self) -> str:
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in self._logs)
+
+
+def _lines(log: Path) -> Iterator[ITERATION]:
+    place, first = 0, 0.0
+    for found in LINE.finditer(log.read_text()):
+        if found[1] is None:
+            place = 0
+            continue
+        loss = float(found[4])
+        if place == 0:
+            first = loss
+        yield ITERATION(found[1], int(found[2]), int(found[3]), 2 * loss - first if place == 1 else loss)
+        place += 1
