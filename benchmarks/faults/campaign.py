@@ -3,10 +3,10 @@
     python benchmarks/faults/campaign.py --data .demo/data [--minutes 30] [--seed 0] [--iterations 100]
 
 Run after run of a tiny model is started, each on a store of its own or on a shared server behind a relay, some beside a
-second job, and disturbed every few seconds by a fault of `disturbances.py`. In most runs it ends there; in some a last
-fault follows that no run can outlive. A run has to finish with the losses of one that nobody disturbed, or to end with
-the last fault's error; nothing of it may be left. Prints each run, and what was done how often with which outcome;
-exit status 1 if any run ends otherwise.
+second job, and disturbed by faults of `disturbances.py`, the next one some seconds and an iteration after the last. Most
+runs are then left to their end; in some a last fault follows that no run can outlive. A run has to finish with the losses
+of one that nobody disturbed, or to end with the last fault's error; nothing of it may be left. Prints each run, and what
+was done how often with which outcome; exit status 1 if any run ends otherwise.
 """
 
 import argparse
@@ -109,8 +109,10 @@ def play(scene: Scene, iterations: int, expected: dict[int, float], until: float
     stop = choose.randint(CALM_ITERATIONS, iterations - CALM_ITERATIONS) if ends_badly else iterations - CALM_ITERATIONS
     family = [psutil.Process(run.process.pid), *run.children("")]
     while run.process.poll() is None and max(losses(run.log)) < stop and time.monotonic() < until:
-        time.sleep(choose.uniform(*PAUSE_S))
         scene.disturb(choose.choice(scene.possible(last=False)))
+        reached = max(losses(run.log))
+        time.sleep(choose.uniform(*PAUSE_S))
+        await_iteration(run, reached + 1)
         family += [process for process in run.children("") if process not in family]
     if ends_badly and run.process.poll() is None:
         scene.calm()
@@ -133,6 +135,13 @@ def play(scene: Scene, iterations: int, expected: dict[int, float], until: float
     if left:
         trouble = trouble or f"{len(left)} processes are left"
     return Ended(said=found[0] if found else "", seconds=time.monotonic() - began, losses=distance, trouble=trouble)
+
+
+def await_iteration(run: Run, iteration: int) -> None:
+    """So that a slow machine has as much time between two faults as a fast one; what never goes on is a finding."""
+    deadline = time.monotonic() + END_S
+    while run.process.poll() is None and max(losses(run.log)) < iteration and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def finished(scene: Scene, iterations: int) -> str:

@@ -42,7 +42,7 @@ def main() -> int:
 
 def plan_all(settings: ServiceSettings) -> None:
     """Plan everything `settings` asks for; errors are published, then raised."""
-    with settings.open_store() as store:
+    with settings.open_store(is_known=True) as store:
         try:
             dumps = None if settings.dump_folder is None else Path(settings.dump_folder)
             source = PlannedSplits(settings.inputs, training_planner(settings, store), dumps=dumps)

@@ -53,7 +53,7 @@ class PlannerPool:
             for planner in self._at_once:
                 self._start(planner)
             if self._later:
-                self._store = self._processes.enter_context(self._settings.open_store())
+                self._store = self._processes.enter_context(self._settings.open_store(is_known=True))
                 self._thread.start()
             undo.pop_all()
         return self

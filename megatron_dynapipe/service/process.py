@@ -119,7 +119,7 @@ class PlannerProcess:
             details=self._log.tail(40) or "(it printed nothing)",
         )
         try:
-            with self._settings.open_store() as store:
+            with self._settings.open_store(is_known=True) as store:
                 publish_failure(store, self._settings.keys, failure)
         except StoreError as error:
             logger.warning("the planner died, and its failure cannot be published: %s", error)

@@ -141,13 +141,14 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Names of this job's plans in the store."""
         return PlanKeys(job=self.job, settings_digest=self.settings_digest)
 
-    def open_store(self) -> RedisStore:
-        """Connect to the store; raises `StoreError`."""
+    def open_store(self, *, is_known: bool = False) -> RedisStore:
+        """Connect to the store, with patience where it is known to have served this job; raises `StoreError`."""
         return open_store(
             self.store,
             retention_s=self.retention_s,
             reply_timeout_s=self.reply_timeout_s,
             patience_s=self.patience_s,
+            is_known=is_known,
         )
 
 

@@ -58,6 +58,7 @@ class RedisStore:
         retention_s: int | None = RETENTION_S,
         reply_timeout_s: float = REPLY_TIMEOUT_S,
         patience_s: float = 0.0,
+        is_known: bool = False,
     ) -> None:
         """Connect and greet the server, so that a wrong address or password fails here.
 
@@ -67,6 +68,7 @@ class RedisStore:
                 server that ends with its job.
             reply_timeout_s: a server that takes longer for a request that does not block is taken for dead.
             patience_s: how long a server that is gone may take to come back.
+            is_known: whether the address has served before, so that the first connection has this patience too.
 
         Raises:
             StoreError: the server cannot be reached, refuses the password, or is one that cannot serve plans (`kind`).
@@ -74,7 +76,7 @@ class RedisStore:
         self.address = address
         self.retention_s = retention_s
         self._reply_timeout_s = reply_timeout_s
-        self._patience_s = 0.0  # an address at which nobody listens shows at once
+        self._patience_s = patience_s if is_known else 0.0  # a wrong address, at which nobody listens, shows at once
         self._closed = threading.Event()
         self.interruptions = 0
         self._server = ""
@@ -237,13 +239,13 @@ class RedisStore:
         check_wait(streams, timeout_s)
         started = time.monotonic()
 
-        def wait_once() -> list[Any]:
+        def wait_once(connection: Any) -> list[Any]:
             left_s = max(started + timeout_s - time.monotonic(), 0.001)
             milliseconds = math.ceil(left_s * 1000)
             block: Command = ("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", *streams, *after.values())
-            return self._send([block], left_s + _GRACE_S)
+            return self._send(connection, [block], left_s + _GRACE_S)
 
-        (reply,) = self._patiently(f"waiting for {what}", wait_once)
+        (reply,) = self._patiently(f"waiting for {what}", wait_once, timeout_s + self._patience_s)
         self._refuse(f"waiting for {what} ({time.monotonic() - started:.1f} s so far)", reply)
         if reply is None:
             raise timeout_error(what, streams, timeout_s)
@@ -270,26 +272,33 @@ class RedisStore:
 
     def _exchange(self, doing: str, commands: Iterable[Command], timeout_s: float) -> list[Any]:
         """Send commands in one go and read a reply each; a refusal is a reply, of type `ResponseError`."""
-        whole = list(commands)
-        return self._patiently(doing, lambda: self._send(whole, timeout_s))
+        whole, limit_s = list(commands), timeout_s + self._patience_s
+        return self._patiently(doing, lambda connection: self._send(connection, whole, timeout_s), limit_s)
 
-    def _patiently(self, doing: str, send: Callable[[], list[Any]]) -> list[Any]:
-        """Send again where the connection is lost, until the store's patience ends."""
-        given_up: float | None = None
+    def _patiently(self, doing: str, send: Callable[[Any], list[Any]], limit_s: float) -> list[Any]:
+        """Send again where the connection is lost, until the server has been out of reach for the store's patience.
+
+        A server that can be reached, and lost again, is tried for `limit_s`.
+        """
+        last = given_up = math.inf
         while True:
+            is_reached = False
             try:
-                return send()
+                connection = self._pool.get_connection()
+                is_reached = True
+                return send(connection)
             except (RedisError, OSError) as error:
                 self._check_open()
-                if given_up is None:
-                    given_up = time.monotonic() + self._patience_s
-                if not _may_come_back(error) or time.monotonic() + _RECONNECT_S > given_up:
+                now = time.monotonic()
+                last = min(last, now + limit_s)
+                if is_reached or given_up == math.inf:
+                    given_up = now + self._patience_s
+                if not _may_come_back(error) or now + _RECONNECT_S > min(given_up, last):
                     raise self._error(doing, error) from error
             self.interruptions += 1
             self._closed.wait(_RECONNECT_S)
 
-    def _send(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
-        connection: Any = self._pool.get_connection()
+    def _send(self, connection: Any, commands: Sequence[Command], timeout_s: float) -> list[Any]:
         self._busy.add(connection)
         try:
             self._check_open()
@@ -329,6 +338,7 @@ def open_store(
     retention_s: int | None = RETENTION_S,
     reply_timeout_s: float = REPLY_TIMEOUT_S,
     patience_s: float = 0.0,
+    is_known: bool = False,
 ) -> RedisStore:
     """Connect as `RedisStore` does; raises `StoreError` when it cannot be reached or refuses the password."""
     return RedisStore(
@@ -336,6 +346,7 @@ def open_store(
         retention_s=retention_s,
         reply_timeout_s=reply_timeout_s,
         patience_s=patience_s,
+        is_known=is_known,
     )
 
 

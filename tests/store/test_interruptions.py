@@ -62,6 +62,39 @@ def test_a_wait_goes_on_where_its_connection_is_lost() -> None:
         relay.close()
 
 
+def test_patience_counts_from_the_last_moment_at_which_the_server_was_reached() -> None:
+    """Campaign: a wait that had lost its connection once gave up at the second time, a minute later."""
+    with StoreServer() as server:
+        relay = Relay(int(server.address.url.rpartition(":")[2].partition("/")[0]))
+        url = server.address.url.replace(f":{relay.to_port}/", f":{relay.port}/")
+        with open_store(url, patience_s=1) as store, open_store(server.address) as near:
+
+            def cut_again_and_again_then_publish() -> None:
+                for _ in range(4):
+                    relay.cut()
+                    time.sleep(0.3)
+                    relay.is_cut = False
+                    time.sleep(0.7)
+                near.put("k", b"1")
+
+            threading.Timer(0.2, cut_again_and_again_then_publish).start()
+            assert store.wait_any(["k"], timeout_s=30, what="it")[1] == b"1"
+        relay.close()
+
+
+def test_a_server_that_is_known_may_be_out_of_reach_at_first() -> None:
+    with StoreServer() as server:
+        relay = Relay(int(server.address.url.rpartition(":")[2].partition("/")[0]))
+        url = server.address.url.replace(f":{relay.to_port}/", f":{relay.port}/")
+        relay.cut()
+        with pytest.raises(StoreError, match="failed while greeting the server"):
+            open_store(url, patience_s=20)
+        threading.Timer(0.4, setattr, (relay, "is_cut", False)).start()
+        with open_store(url, patience_s=20, is_known=True) as store:
+            store.put("k", b"1")
+        relay.close()
+
+
 def test_a_server_that_is_gone_for_good_is_told_after_the_patience(tmp_path: Path) -> None:
     with StoreServer() as server:
         with open_store(server.address, patience_s=0.6) as store:
