@@ -2,11 +2,11 @@
 
     python benchmarks/faults/campaign.py --data .demo/data [--minutes 30] [--seed 0] [--iterations 100]
 
-Run after run of a tiny model is started, each on a store of its own or on a shared server behind a relay, some beside a
-second job, and disturbed by faults of `disturbances.py`, the next one some seconds and an iteration after the last. Most
-runs are then left to their end; in some a last fault follows that no run can outlive. A run has to finish with the losses
-of one that nobody disturbed, or to end with the last fault's error; nothing of it may be left. Prints each run, and what
-was done how often with which outcome; exit status 1 if any run ends otherwise.
+Run after run of a tiny model is started, each on a store of its own or on a shared server behind a relay, some beside
+a second job, and disturbed by faults of `disturbances.py`, the next one some seconds and an iteration after the last.
+Most runs are then left to their end; in some a last fault follows that no run can outlive. A run has to finish with
+the losses of one that nobody disturbed, or to end with the last fault's error; nothing of it may be left. Prints each
+run, and what was done how often with which outcome; exit status 1 if any run ends otherwise.
 """
 
 import argparse
