@@ -1,12 +1,14 @@
 # The commands of this project; each sets up first (.venv, pinned packages, demo data), which is skipped when up to date.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-gpt test test-full check clean
+.PHONY: help setup demo demo-gpt test test-full check docs clean
 
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 # At the end of a demo: the same samples padded, packed into rows, and planned.
 COMPARE := $(PYTHON) benchmarks/throughput/run.py --demo
+# A link that leads nowhere is an error.
+DOCS := $(PYTHON) -m sphinx --fail-on-warning --quiet docs build/docs
 TRAIN := OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2
 # The demos' two ranks share the device of a machine with one GPU, which takes gloo; without a GPU it is gloo anyway.
 SHARED := $(if $(filter 0 1,$(shell nvidia-smi -L 2>/dev/null | wc -l)),--distributed-backend gloo)
@@ -15,7 +17,8 @@ help:
 	@echo "make demo       train a multi-task T5 on two pipeline stages, on this machine"
 	@echo "make demo-gpt   the same with Megatron's GPT"
 	@echo "make test       the test suite (make test-full: with the slow tests)"
-	@echo "make check      lint, types, import order"
+	@echo "make check      lint, types, import order, documents"
+	@echo "make docs       the documents as a site, in build/docs"
 	@echo "make setup      only set up; make clean: remove what was built, but not .venv"
 
 setup:
@@ -40,6 +43,10 @@ check: setup
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(PYTEST) tests/test_architecture.py -q
+	$(DOCS)
+
+docs: setup
+	$(DOCS)
 
 clean:
 	rm -rf build dist .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -59,14 +59,23 @@ ROOMS = {
     # torch's elastic agent; nothing of Megatron.
     "elastic": room(5, "torch"),
     "config": room(6, "yaml"),
-    "integration": room(7, "numpy", "torch", "megatron", "transformers", "tqdm"),
+    "integration": room(7, "huggingface_hub", "numpy", "torch", "megatron", "transformers", "tqdm", "yaml"),
     "checkout_hooks": room(8),
     "on_cpu": room(8),
     # `doctor` imports torch to see whether it works.
     "cli": room(8, "numpy", "packaging", "shtab", "torch", "tqdm", "yaml"),
     "__main__": room(9),
 }
-INTEGRATION = {"models": 1, "hooks": 1, "flags": 2, "supply": 3, "execution": 4, "profiling": 5, "entry": 6}
+INTEGRATION = {
+    "models": 1,
+    "hooks": 1,
+    "flags": 2,
+    "supply": 3,
+    "execution": 4,
+    "profiling": 5,
+    "conversion": 6,
+    "entry": 6,
+}
 """The rooms inside `integration/`, by layer."""
 TORCH_FREE = ("errors", "files", "units", "cost", "plan", "sampling", "planning", "tuning", "store", "service")
 MODULES_OF_CPU_WITH_MEGATRON = 1

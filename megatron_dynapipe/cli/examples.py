@@ -59,6 +59,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "profile --model gpt --output cost-model.json --budget-minutes 5 --"
         " --num-layers 2 --hidden-size 1024 --num-attention-heads 16",
     ),
+    "convert": (
+        "convert from-hf models/Llama-3.1-8B checkpoints/llama",
+        "convert to-hf checkpoints/run models/mine --like models/Llama-3.1-8B",
+    ),
+    "convert from-hf": ("convert from-hf models/flan-t5-large checkpoints/flan",),
+    "convert to-hf": ("convert to-hf checkpoints/run models/mine --like models/flan-t5-large",),
     "completion": ("completion bash > ~/.local/share/bash-completion/completions/megatron-dynapipe",),
     "patch": ("patch Megatron-LM --check", "patch Megatron-LM", "patch Megatron-LM --reverse"),
 }

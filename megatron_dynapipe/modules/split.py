@@ -49,7 +49,7 @@ def split_model(
         example_batch: what a forward takes: a dict by the names of its arguments, a tuple or a tensor. Sizes may
             differ later; keys may not.
         split_points: names of the modules at which stages begin: "transformer.h.3", or "h.3" where only one module's
-            name ends so. By default the `CutPoint`s inside the model.
+            name ends so. By default those marked by `CutPoint` inside the model.
         stages: virtual stages, where there are more places to divide at than are needed; they are evened out by
             `costs`, else by numbers of parameters. By default one per rank of a pipeline, or one more than there are
             split points. A multiple of the ranks gives every rank as many virtual stages.

@@ -32,6 +32,12 @@ GPUS = {
     "t5_11b_48+48layers": 16,
     "t5_11b_96+96layers": 32,
     "llama_like_8b": 8,
+    "one_gpu_llama": 1,
+    "one_gpu_qwen": 1,
+    "one_gpu_t5_v1_1": 1,
+    "qwen_like_7b": 8,
+    "t5_ul2_20b": 32,
+    "t5_v1_1_xl": 8,
 }
 DEVICE_MB = {"a100_40gb": 40_000, "a100_80gb": 80_000, "h100_80gb": 80_000, "h200_141gb": 141_000}
 

@@ -38,6 +38,7 @@ START_S = 120.0
 _MOST_PROCESSES = 8
 _SHAPE = (
     *("hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_query_groups", "swiglu"),
+    "dynapipe_activation",
     *("seq_length", "decoder_seq_length", "max_position_embeddings", "padded_vocab_size", "global_batch_size"),
     *("normalization", "position_embedding_type", "add_bias_linear", "untie_embeddings_and_output_weights"),
     *("tensor_model_parallel_size", "sequence_parallel", "params_dtype", "transformer_impl", "dynapipe_attention"),

@@ -83,6 +83,7 @@ def _check_model_flags(args: argparse.Namespace) -> None:
     given = {word.partition("=")[0] for word in sys.argv[1:]}
     for flag, instead in (
         ("--dynapipe-attention", "leave it out"),
+        ("--dynapipe-activation", "leave it out"),
         ("--dynapipe-layers-per-stage", "pass --pipeline-model-parallel-layout"),
     ):
         if flag in given:

@@ -28,6 +28,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _MODEL = (
     "num_layers", "encoder_num_layers", "decoder_num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
     "kv_channels", "num_query_groups", "position_embedding_type", "normalization", "swiglu", "add_bias_linear",
+    "dynapipe_activation",
     "untie_embeddings_and_output_weights", "relative_attention_num_buckets", "relative_attention_max_distance",
 )  # fmt: skip
 """Megatron's arguments, by destination, that decide which weights a model has and what they mean."""

@@ -22,6 +22,12 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         " scaled_dot_product_attention (default)",
     )
     group.add_argument(
+        "--dynapipe-activation",
+        choices=("gelu_tanh",),
+        help="activation in place of Megatron's: GELU by its tanh form, as GPT-2 has it; with --swiglu that of the gates,"
+        " as T5 v1.1 has it",
+    )
+    group.add_argument(
         "--dynapipe-layers-per-stage",
         metavar="N,N,…|auto|equal",
         help="layers of each (virtual) stage in model order, a T5's encoder layers first; auto: planned from costs and"

@@ -17,10 +17,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.models.activation import model_config
 from megatron_dynapipe.integration.models.flags import layers_per_stage
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.norms import local_norm
@@ -82,7 +82,7 @@ def t5_provider(args: Namespace, split: T5Split) -> ModelProvider:
         if chunk == 0:
             built.clear()
         stage = T5Stage(
-            config or core_transformer_config_from_args(args),
+            model_config(args, config),
             split=split,
             stage=groups.pp.rank() + chunk * split.ranks,
             vocab_size=args.padded_vocab_size,
@@ -163,7 +163,7 @@ def gpt_provider(args: Namespace) -> ModelProvider:
         config: TransformerConfig | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> GPTModel:
-        config = config or core_transformer_config_from_args(args)
+        config = model_config(args, config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         layer: Any = gpt_layer(args)
         if args.transformer_impl == "local":

@@ -16,13 +16,13 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.argument_utils import core_transformer_config_from_args
 from torch import Tensor
 
 from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.data.segments import RowSegments
 from megatron_dynapipe.integration.execution.recompute import RecomputeSwitch
 from megatron_dynapipe.integration.flags.plan_inputs import state_dtype
+from megatron_dynapipe.integration.models.activation import model_config
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.packed_rows import (
     DeviceSegments,
@@ -95,7 +95,7 @@ def build_parts(
     """
     if chained is None:
         chained = CHAINED_ON_CUDA if device.type == "cuda" else 1
-    config = core_transformer_config_from_args(args)
+    config = model_config(args)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     build = _t5_parts if family is ModelFamily.T5 else _gpt_parts
     parts = {part.name: part for part in build(args, config, groups, chained)}

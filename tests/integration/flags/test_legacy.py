@@ -34,7 +34,7 @@ OURS = """
 --dynapipe-receive-ahead --dynapipe-ordered-starts
 --dynapipe-reserve-all-memory --dynapipe-cluster --dynapipe-round-row-multiple --dynapipe-sizes-per-octave
 --dynapipe-last-batch --dynapipe-loss --dynapipe-ramp-up --dynapipe-truncate
---dynapipe-lookahead-mb
+--dynapipe-lookahead-mb --dynapipe-activation
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
 

@@ -127,6 +127,7 @@ def test_a_micro_batchs_shape_is_the_plans():
     ("words", "said"),
     [
         (["--dynapipe-attention", "sdpa"], "--dynapipe-attention is not supported in a patched checkout"),
+        (["--dynapipe-activation", "gelu_tanh"], "--dynapipe-activation is not supported in a patched checkout"),
         (["--dynapipe-layers-per-stage=3,1"], "--dynapipe-layers-per-stage is not supported in a patched checkout"),
         (["--dynapipe-layer-to-device", "0,0,0,1"], "--dynapipe-layer-to-device cannot split the model"),
     ],

@@ -1,0 +1,49 @@
+"""`convert`: weights from HuggingFace's files into Megatron's checkpoints, and back."""
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cli.main import SubParsers
+
+
+def add_parser(subparsers: "SubParsers") -> None:
+    """Declare the command and its two directions."""
+    parser = subparsers.add_parser(
+        "convert",
+        help="weights of GPT-2, LLaMA, Qwen or T5 v1.1 from HuggingFace into Megatron's checkpoints, and back",
+    )
+    ways = parser.add_subparsers(dest="way", metavar="WAY", required=True)
+    into = ways.add_parser("from-hf", help="a HuggingFace folder → checkpoints that --load begins from, and model.yaml")
+    into.add_argument("source", type=Path, metavar="FOLDER", help="with config.json and safetensors, downloaded whole")
+    into.add_argument("checkpoints", type=Path, metavar="CHECKPOINTS", help="folder to write, for --load")
+    back = ways.add_parser("to-hf", help="the last checkpoint of a run → a HuggingFace folder")
+    back.add_argument("checkpoints", type=Path, metavar="CHECKPOINTS", help="folder that --save named")
+    back.add_argument("target", type=Path, metavar="FOLDER", help="to write: config.json and safetensors")
+    back.add_argument(
+        "--like",
+        type=Path,
+        metavar="CONFIG",
+        help="a HuggingFace folder or config.json of such a model (default: the one in CHECKPOINTS)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert; print what was written."""
+    from megatron_dynapipe import cpu
+
+    with contextlib.redirect_stdout(sys.stderr):  # Megatron logs there
+        cpu.quieten()
+        cpu.enable("cpu")
+        cpu.silence_prints()
+        from megatron_dynapipe.integration.conversion.command import from_hugging_face, to_hugging_face
+
+        if args.way == "from-hf":
+            path = from_hugging_face(args.source, args.checkpoints)
+        else:
+            path = to_hugging_face(args.checkpoints, args.target, args.like)
+    print(path)
+    return 0

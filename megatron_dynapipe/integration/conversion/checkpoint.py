@@ -1,0 +1,116 @@
+"""A whole model on one process, and Megatron's distributed checkpoints of it, which any parallel layout can load."""
+
+import contextlib
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+from megatron.training.global_vars import destroy_global_vars
+from torch import nn
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.files import read_bounded
+from megatron_dynapipe.integration.conversion.families import Flags
+from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider, t5_split
+from megatron_dynapipe.integration.profiling.setup import prepared
+from megatron_dynapipe.units import ModelFamily
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""Megatron's name of a checkpoint that no training run has saved: it brings weights alone."""
+
+
+@contextlib.contextmanager
+def whole_model(flags: Flags, family: ModelFamily, vocabulary: int, dtype: torch.dtype) -> Iterator[nn.Module]:
+    """The model that flags describe, on this one process and its CPU.
+
+    Args:
+        flags: of the model, as a run file has them.
+        family: kind of model.
+        vocabulary: tokens; padded as training pads them.
+        dtype: of the parameters.
+
+    Raises:
+        ConfigError: Megatron refuses the flags.
+    """
+    words = [word for name, value in flags.items() for word in _words(name, value)]
+    words += {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, [])
+    try:
+        with prepared(words, family, vocabulary=vocabulary) as setup:
+            yield _build(setup.args, family).eval()
+    finally:  # Megatron's arguments are global: a process that converts several models has each one's in turn
+        destroy_global_vars()
+        unset_num_microbatches_calculator()
+
+
+def _words(name: str, value: str | int | float | bool) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}"] if value else []
+    return [f"--{name}", str(value)]
+
+
+def _build(args: Namespace, family: ModelFamily) -> nn.Module:
+    provide = t5_provider(args, t5_split(args)) if family is ModelFamily.T5 else gpt_provider(args)
+    model: nn.Module = provide(pre_process=True, post_process=True)
+    return model.to(args.params_dtype)
+
+
+def save(model: nn.Module, folder: Path) -> Path:
+    """Write a checkpoint of weights alone, which `--load FOLDER` begins from; its path.
+
+    Raises:
+        ConfigError: there are checkpoints in the folder.
+    """
+    if (folder / TRACKER).exists():
+        raise ConfigError(f"expected a folder without checkpoints, found {folder / TRACKER}", hint="name another")
+    path = folder / RELEASE
+    shutil.rmtree(path, ignore_errors=True)  # of a conversion that was interrupted
+    path.mkdir(parents=True)
+    # Megatron reads these three of any checkpoint; without its arguments, it has none to compare a run's with.
+    state = {"checkpoint_version": 3.0, "iteration": 0, "model": _entries(model)}
+    dist_checkpointing.save(state, str(path))
+    (folder / TRACKER).write_text(RELEASE)
+    return path
+
+
+def load(model: nn.Module, folder: Path) -> Path:
+    """Fill a model from the last checkpoint of a folder, of whatever layout saved it; the checkpoint's path.
+
+    Raises:
+        ConfigError: there is none, or it is of another model.
+    """
+    path = _last(folder)
+    try:
+        found = dist_checkpointing.load({"model": _entries(model)}, str(path), validate_access_integrity=False)
+    except Exception as error:  # of many kinds, some with every tensor's metadata
+        lines = str(error).splitlines() or [""]
+        raise ConfigError(
+            f"{path} is not a checkpoint of this model: {type(error).__name__}: {lines[0][:300]}",
+            hint="give the configuration of the model that was trained, by --like",
+        ) from error
+    model.load_state_dict(found["model"], strict=False)  # entries beside the parameters differ between versions
+    return path
+
+
+def _last(folder: Path) -> Path:
+    try:
+        last = read_bounded(folder / TRACKER, most_bytes=100).decode().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"expected a folder of Megatron's checkpoints, found no {folder / TRACKER}",
+            hint="name the folder that was given to --save, not one of its checkpoints",
+        ) from error
+    path = folder / (last if last == RELEASE else f"iter_{last:0>7}")
+    if not path.is_dir():
+        raise ConfigError(f"expected the checkpoint {path}, of which {TRACKER} speaks, found none")
+    return path
+
+
+def _entries(model: Any) -> Any:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return model.sharded_state_dict(metadata={"dp_cp_group": group})

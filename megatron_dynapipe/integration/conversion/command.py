@@ -1,0 +1,134 @@
+"""The `convert` command: HuggingFace's files → a checkpoint and a run file; a checkpoint → HuggingFace's files."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.conversion import checkpoint
+from megatron_dynapipe.integration.conversion.families import Flags, family, flags, read_config
+from megatron_dynapipe.integration.conversion.names import entries
+from megatron_dynapipe.integration.conversion.tensors import Entry
+from megatron_dynapipe.units import ModelFamily
+
+RUN_FILE, CONFIG = "model.yaml", "config.json"
+_HEADER = """\
+# The model of {name}, as Megatron's flags describe it. Its weights lie in {folder}:
+#
+#   torchrun … {script} --dynapipe-config RUN.yaml --dynapipe-config {file} --load {folder}
+"""
+
+
+def from_hugging_face(source: Path, folder: Path) -> Path:
+    """Write a checkpoint of the weights in a HuggingFace folder, a run file of the model, and its configuration.
+
+    Returns:
+        The run file, `model.yaml`.
+
+    Raises:
+        ConfigError: the model cannot be converted, or the folder holds checkpoints.
+    """
+    config = read_config(source)
+    described = flags(config)
+    theirs = _their_model(config, source)
+    tensors = {name: tensor.detach() for name, tensor in theirs.state_dict().items()}
+    dtype = next(iter(tensors.values())).dtype
+    with checkpoint.whole_model(described, family(config), config.vocab_size, dtype) as model:
+        fill(model, entries(config), tensors)
+        checkpoint.save(model, folder)
+    shutil.copyfile(source / CONFIG if source.is_dir() else source, folder / CONFIG)
+    return _write_run_file(folder, source, described, family(config))
+
+
+def to_hugging_face(folder: Path, target: Path, like: Path | None) -> Path:
+    """Write the last checkpoint of a folder as HuggingFace's files; the folder of these.
+
+    Args:
+        folder: of checkpoints, as `--save` names it.
+        target: to be written.
+        like: HuggingFace's configuration of the model, a folder or a file; None: the one in `folder`.
+
+    Raises:
+        ConfigError: there is no checkpoint or no configuration, or they do not go together.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    if target.exists() and any(target.iterdir()):
+        raise ConfigError(f"expected a new or an empty folder, found files in {target}", hint="name another")
+    like = like or folder
+    config = read_config(like)
+    with checkpoint.whole_model(flags(config), family(config), config.vocab_size, torch.float32) as model:
+        checkpoint.load(model, folder)
+        tensors = read_out(model, entries(config))
+    target.mkdir(parents=True, exist_ok=True)
+    dtype = config.dtype or torch.float32
+    save_torch_state_dict({name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}, target)
+    # As it is: written by transformers, a T5's would read as that of a tied head.
+    shutil.copyfile(like / CONFIG if like.is_dir() else like, target / CONFIG)
+    return target
+
+
+def fill(model: nn.Module, table: list[Entry], tensors: Mapping[str, Tensor]) -> None:
+    """Give Megatron's model the numbers of HuggingFace's tensors.
+
+    Raises:
+        ConfigError: a tensor is missing, or of another shape.
+    """
+    wanted = dict(model.named_parameters())
+    with torch.no_grad():
+        for entry in table:
+            if missing := [name for name in entry.theirs if name not in tensors]:
+                raise ConfigError(f"expected the tensors {', '.join(missing)}, found none", hint="download it whole")
+            parameter, value = wanted.pop(entry.ours), entry.join([tensors[name] for name in entry.theirs])
+            expected = (entry.rows, *parameter.shape[1:]) if entry.rows else tuple(parameter.shape)
+            if tuple(value.shape) != expected:
+                raise ConfigError(f"{entry.theirs[0]}: expected the shape {expected}, got {tuple(value.shape)}")
+            if entry.rows:
+                parameter.zero_()
+            parameter[: len(value)].copy_(value)
+        for name, parameter in wanted.items():
+            if name != "output_layer.bias":  # a tied T5's, which starts at zero
+                raise ConfigError(
+                    f"expected weights for every parameter, found none for {name} {tuple(parameter.shape)}"
+                )
+
+
+def read_out(model: nn.Module, table: list[Entry]) -> dict[str, Tensor]:
+    """HuggingFace's tensors of Megatron's model."""
+    parameters = dict(model.named_parameters())
+    tensors = {}
+    for entry in table:
+        value = parameters[entry.ours].detach()
+        parts = entry.split(value[: entry.rows] if entry.rows else value)
+        tensors |= {
+            name: part.clone(memory_format=torch.contiguous_format)
+            for name, part in zip(entry.theirs, parts, strict=True)
+        }
+    return tensors
+
+
+def _their_model(config: Any, source: Path) -> Any:
+    """HuggingFace's model with its weights, from safetensors files alone: other files run code when they are read."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    kind = AutoModelForSeq2SeqLM if family(config) is ModelFamily.T5 else AutoModelForCausalLM
+    try:
+        return kind.from_pretrained(source, config=config, dtype="auto", use_safetensors=True, local_files_only=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"cannot read the weights in {source}: {str(error).splitlines()[0]}",
+            hint="expected are files of safetensors; others are converted by HuggingFace's save_pretrained",
+        ) from error
+
+
+def _write_run_file(folder: Path, source: Path, described: Flags, kind: ModelFamily) -> Path:
+    file = folder / RUN_FILE
+    script = f"pretrain_{kind}_multitask.py"
+    header = _HEADER.format(name=source.name, folder=folder, script=script, file=file)
+    file.write_text(header + yaml.safe_dump(described, sort_keys=False))
+    return file

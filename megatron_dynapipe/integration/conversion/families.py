@@ -1,0 +1,152 @@
+"""A model as Megatron's flags describe it, from HuggingFace's configuration; what has no flags is refused."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.units import ModelFamily
+
+Flags = dict[str, str | int | float | bool]
+"""Keys and values of a run file."""
+
+LLAMA_LIKE = ("llama", "qwen2", "qwen3")
+KINDS = ("gpt2", *LLAMA_LIKE, "t5")
+"""Values of `model_type` that can be converted."""
+
+_LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What `--use-rope-scaling` has besides its factor."""
+
+
+def read_config(path: Path) -> Any:
+    """The configuration in a folder of HuggingFace's, or in its `config.json`.
+
+    Raises:
+        ConfigError: it cannot be read, or is of a kind of model that cannot be converted.
+    """
+    from transformers import AutoConfig
+
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            f"expected a HuggingFace model's config.json, found no {file}", hint="name its folder, downloaded whole"
+        )
+    try:
+        config = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is not a configuration of a known model: {error}") from error
+    if config.model_type not in KINDS:
+        raise ConfigError(f"{file}: expected a model of type {', '.join(KINDS)}, got {config.model_type}")
+    return config
+
+
+def family(config: Any) -> ModelFamily:
+    """Which of this project's models it is."""
+    return ModelFamily.T5 if config.model_type == "t5" else ModelFamily.GPT
+
+
+def flags(config: Any) -> Flags:
+    """The model's flags, as a run file has them; training's own are left to the user.
+
+    Raises:
+        ConfigError: the model has a part that Megatron's flags, or the conversion, do not know.
+    """
+    tables: Mapping[str, Callable[[Any], Flags]] = {"gpt2": _gpt2, "t5": _t5}
+    made = tables.get(config.model_type, _llama)(config)
+    dropouts: Flags = {"attention-dropout": 0.0, "hidden-dropout": 0.0}
+    kernels: Flags = {"transformer-impl": "local", "no-persist-layer-norm": True, "no-masked-softmax-fusion": True}
+    return made | dropouts | kernels | {"no-bias-dropout-fusion": True}
+
+
+def _gpt2(config: Any) -> Flags:
+    _expect(config, activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,))
+    _expect(config, scale_attn_by_inverse_layer_idx=(False,), tie_word_embeddings=(True,), add_cross_attention=(False,))
+    return {
+        "num-layers": config.n_layer,
+        "hidden-size": config.n_embd,
+        "num-attention-heads": config.n_head,
+        "ffn-hidden-size": config.n_inner or 4 * config.n_embd,
+        "dynapipe-activation": "gelu_tanh",
+        "normalization": "LayerNorm",
+        "norm-epsilon": config.layer_norm_epsilon,
+        "position-embedding-type": "learned_absolute",
+        "seq-length": config.n_positions,
+        "max-position-embeddings": config.n_positions,
+    }
+
+
+def _llama(config: Any) -> Flags:
+    _expect(config, hidden_act=("silu",), attention_bias=(False, None), mlp_bias=(False, None))
+    if getattr(config, "use_sliding_window", False):
+        raise ConfigError("expected a model without sliding windows, got use_sliding_window true")
+    heads = config.num_attention_heads
+    made: Flags = {
+        "num-layers": config.num_hidden_layers,
+        "hidden-size": config.hidden_size,
+        "num-attention-heads": heads,
+        "kv-channels": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "ffn-hidden-size": config.intermediate_size,
+        "swiglu": True,
+        "disable-bias-linear": True,
+        "normalization": "RMSNorm",
+        "norm-epsilon": config.rms_norm_eps,
+        "position-embedding-type": "rope",
+        "no-rope-fusion": True,
+        "seq-length": config.max_position_embeddings,
+        "max-position-embeddings": config.max_position_embeddings,
+    }
+    made |= _rotations(config.rope_parameters)
+    if config.num_key_value_heads != heads:
+        made |= {"group-query-attention": True, "num-query-groups": config.num_key_value_heads}
+    if not config.tie_word_embeddings:
+        made["untie-embeddings-and-output-weights"] = True
+    own: Mapping[str, Flags] = {"qwen2": {"add-qkv-bias": True}, "qwen3": {"qk-layernorm": True}}
+    return made | own.get(config.model_type, {})
+
+
+def _rotations(given: Mapping[str, Any]) -> Flags:
+    made: Flags = {"rotary-base": int(given["rope_theta"])}
+    if given["rope_type"] == "default":
+        return made
+    if given["rope_type"] == "llama3" and all(given.get(name) == value for name, value in _LLAMA3_SCALING.items()):
+        return made | {"use-rope-scaling": True, "rope-scaling-factor": float(given["factor"])}
+    raise ConfigError(
+        f"expected rotary positions as they are, or scaled as LLaMA 3.1's {_LLAMA3_SCALING}, got {dict(given)}"
+    )
+
+
+def _t5(config: Any) -> Flags:
+    if config.feed_forward_proj not in ("gated-gelu", "gated-silu") or config.scale_decoder_outputs:
+        raise ConfigError(
+            "expected a T5 of version 1.1: gated feed-forward layers, and a head of its own, got "
+            f"feed_forward_proj {config.feed_forward_proj}, tie_word_embeddings {config.tie_word_embeddings}",
+            hint="convert a v1.1, FLAN or UL2 checkpoint; the T5 of 2019 is not supported",
+        )
+    gate: Flags = {"dynapipe-activation": "gelu_tanh"} if config.feed_forward_proj == "gated-gelu" else {}
+    return gate | {
+        "encoder-num-layers": config.num_layers,
+        "decoder-num-layers": config.num_decoder_layers,
+        "hidden-size": config.d_model,
+        "num-attention-heads": config.num_heads,
+        "kv-channels": config.d_kv,
+        "ffn-hidden-size": config.d_ff,
+        "swiglu": True,
+        "disable-bias-linear": True,
+        "normalization": "RMSNorm",
+        "norm-epsilon": config.layer_norm_epsilon,
+        "position-embedding-type": "relative",
+        "relative-attention-num-buckets": config.relative_attention_num_buckets,
+        "relative-attention-max-distance": config.relative_attention_max_distance,
+        "untie-embeddings-and-output-weights": True,
+        "seq-length": 512,
+        "decoder-seq-length": 512,
+        "max-position-embeddings": 512,
+    }
+
+
+def _expect(config: Any, **allowed: tuple[object, ...]) -> None:
+    for name, values in allowed.items():
+        given = getattr(config, name, values[0])
+        if given not in values:
+            expected = " or ".join(map(str, values))
+            raise ConfigError(f"{config.model_type}: expected {name} {expected}, got {given}")

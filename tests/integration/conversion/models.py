@@ -1,0 +1,156 @@
+"""Random small models of HuggingFace's, and the logits of both sides; for processes that have no other Megatron."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 300
+LENGTHS = (37, 21)
+"""Of inputs, and of a T5's targets: beyond its nearest buckets of distances."""
+
+
+def configs() -> dict[str, Any]:
+    """By name."""
+    from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, T5Config
+
+    llama = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "max_position_embeddings": 64}
+    llama |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    t5 = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "d_kv": 24}
+    t5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "vocab_size": VOCABULARY}
+    scaled = {"rope_type": "llama3", "factor": 4.0, "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {
+        "gpt2": GPT2Config(
+            n_embd=64, n_layer=3, n_head=4, n_positions=64, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2
+        ),
+        "llama": LlamaConfig(**llama, rms_norm_eps=1e-5),
+        "llama-3.1": LlamaConfig(**llama, rope_parameters=scaled | {"original_max_position_embeddings": 8192}),
+        "qwen2": Qwen2Config(**llama, tie_word_embeddings=True),
+        "qwen3": Qwen3Config(**llama, head_dim=32),
+        "t5-v1.1": T5Config(**t5, feed_forward_proj="gated-gelu", tie_word_embeddings=False, dropout_rate=0.0),
+    }
+
+
+def make(config: Any) -> torch.nn.Module:
+    """A model with weights that are no symmetry's fixed point.
+
+    Without `from_pretrained`, which leaves rotations unset where CUDA is replaced by stubs.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    kind = AutoModelForSeq2SeqLM if config.model_type == "t5" else AutoModelForCausalLM
+    torch.manual_seed(3)
+    model = kind.from_config(config, attn_implementation="eager").eval()
+    if config.model_type == "t5":  # transformers ties what it makes, and not what it reads
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+    for name, parameter in model.named_parameters():
+        norm = "norm" in name or "ln_" in name
+        torch.nn.init.normal_(parameter, mean=float(norm), std=0.1 if norm else 0.08)
+    return model
+
+
+def write(model: Any, folder: Path) -> None:
+    """As HuggingFace saves it."""
+    model.save_pretrained(folder)
+    if model.config.model_type == "t5":  # it writes that the head is tied, whatever it is
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
+
+
+def tokens(seed: int, length: int) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def their_logits(model: Any) -> torch.Tensor:
+    """[2, positions, vocabulary] of HuggingFace's model."""
+    given, targets = (tokens(seed, length) for seed, length in enumerate(LENGTHS))
+    if model.config.model_type == "t5":
+        return model(input_ids=given, decoder_input_ids=targets).logits
+    return model(given).logits
+
+
+@torch.no_grad()
+def our_logits(model: Any) -> torch.Tensor:
+    """The same of Megatron's model."""
+    from megatron_dynapipe.integration.models.t5_stage import T5Stage, T5StageInputs
+
+    given, targets = (tokens(seed, length) for seed, length in enumerate(LENGTHS))
+    model.set_input_tensor([None])
+    if not isinstance(model, T5Stage):
+        return model(given, torch.arange(LENGTHS[0]).expand(2, -1), None)[..., :VOCABULARY]
+    keys, queries = LENGTHS
+    positions = torch.arange(queries)
+    batch = T5StageInputs(
+        tokens=given,
+        decoder_tokens=targets,
+        encoder_mask=torch.zeros(2, 1, keys, keys, dtype=torch.bool),
+        decoder_mask=(positions[:, None] < positions)[None, None].expand(2, 1, -1, -1),
+        cross_mask=torch.zeros(2, 1, queries, keys, dtype=torch.bool),
+    )
+    return model(batch)[..., :VOCABULARY]
+
+
+def in_memory(*, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """For each model how large its logits are, how far Megatron's are from them, which tensors come back changed."""
+    _without_cuda()
+    from megatron_dynapipe.integration.conversion import checkpoint, command
+    from megatron_dynapipe.integration.conversion.families import family, flags
+    from megatron_dynapipe.integration.conversion.names import entries
+
+    found = {}
+    for name, config in configs().items():
+        theirs, table = make(config), entries(config)
+        expected, tensors = their_logits(theirs), theirs.state_dict()
+        with checkpoint.whole_model(flags(config), family(config), config.vocab_size, torch.float32) as model:
+            command.fill(model, table, tensors)
+            back = command.read_out(model, table)
+            distance = (our_logits(model) - expected).abs().max().item()
+        changed = [each for each, tensor in back.items() if not torch.allclose(tensor, tensors[each], rtol=1e-6)]
+        aliases = {"lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}
+        found[name] = {
+            "size": expected.std().item(),
+            "distance": distance,
+            "changed": changed,
+            "left": sorted(set(tensors) - set(back) - aliases),
+        }
+    return found
+
+
+def through_files(*, rank: int, world_size: int, folder: str, name: str) -> dict[str, Any]:
+    """The commands there and back: how far logits are from the source's, and the tensors that come back changed."""
+    _without_cuda()
+    from safetensors.torch import load_file
+
+    from megatron_dynapipe.integration.conversion import checkpoint
+    from megatron_dynapipe.integration.conversion.command import from_hugging_face, to_hugging_face
+    from megatron_dynapipe.integration.conversion.families import family, flags, read_config
+
+    source, checkpoints, back = (Path(folder) / part for part in ("hf", "checkpoints", "back"))
+    theirs = make(configs()[name])
+    write(theirs, source)
+    run_file = from_hugging_face(source, checkpoints)
+    to_hugging_face(checkpoints, back, None)
+    config = read_config(checkpoints)
+    with checkpoint.whole_model(flags(config), family(config), config.vocab_size, torch.float32) as model:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7.0)  # whatever the checkpoint does not bring would show
+        checkpoint.load(model, checkpoints)
+        distance = (our_logits(model) - their_logits(theirs)).abs().max().item()
+    before, after = (load_file(each / "model.safetensors") for each in (source, back))
+    same = before.keys() == after.keys()
+    return {
+        "distance": distance,
+        "changed": [each for each in before if not same or not torch.allclose(before[each], after[each], rtol=1e-6)],
+        "configuration": (back / "config.json").read_bytes() == (source / "config.json").read_bytes(),
+        "run_file": run_file.read_text(),
+    }
+
+
+def _without_cuda() -> None:
+    from megatron_dynapipe import cpu
+
+    cpu.quieten()
+    cpu.enable("cpu")
