@@ -16,6 +16,7 @@ from megatron_dynapipe.modules.profile import profile_module
 from megatron_dynapipe.modules.shared import SharedModule
 from megatron_dynapipe.modules.split import split_model
 from megatron_dynapipe.modules.stage import Stage
+from megatron_dynapipe.modules.uneven import UnevenPipeline, stage_of_plan
 
 __all__ = [
     "CutPoint",
@@ -30,6 +31,8 @@ __all__ = [
     "Stage",
     "StepOutputs",
     "StepResult",
+    "UnevenPipeline",
     "profile_module",
     "split_model",
+    "stage_of_plan",
 ]

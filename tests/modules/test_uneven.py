@@ -1,0 +1,141 @@
+"""Stages with different numbers of replicas: slices by hand, and gradients equal to those of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_dynapipe.cost import Network
+from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.modules.uneven import UnevenPipeline, shared_rows, slices, stage_of_plan
+from megatron_dynapipe.tuning import Cluster, Layer, LayerProfile, orchestrate
+from tests.helpers.processes import run_ranks
+
+WIDTH = 6
+
+
+def test_slices_of_a_unit():
+    assert slices(6, 2) == [range(3), range(3, 6)]
+    assert slices(5, 3) == [range(2), range(2, 4), range(4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("mine", "replicas", "shared"),
+    [
+        (range(3), 1, [(0, slice(0, 3))]),
+        (range(3, 6), 3, [(1, slice(0, 1)), (2, slice(1, 3))]),
+        (range(2, 4), 2, [(0, slice(0, 1)), (1, slice(1, 2))]),
+    ],
+)
+def test_rows_that_two_stages_share(mine, replicas, shared):
+    assert shared_rows(mine, slices(6, replicas)) == shared
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)] + [nn.Linear(WIDTH, 1)]
+
+
+def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, 1, generator=generator)
+
+
+def squares(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
+    return (output - target).square().sum(), float(len(target))
+
+
+def alone(rows: int, steps: int) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses, last gradients and weights of one process."""
+    model = nn.Sequential(*layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        total, count = squares(model(batch(rows)[0]), batch(rows)[1])
+        (total / count).backward()
+        optimizer.step()
+        losses.append(float(total.detach() / count))
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return losses, gradients, model.state_dict()
+
+
+def train(rank: int, world_size: int, stages: list[tuple[int, int, list[int]]], rows: int, units: int, steps: int):
+    dist.init_process_group("gloo")
+    mine = next(at for at, (_, _, ranks) in enumerate(stages) if rank in ranks)
+    module = stage_of_plan(layers(), [(first, end) for first, end, _ in stages], mine)
+    if rank != stages[mine][2][0]:
+        nn.init.zeros_(module[0][0].weight)  # replicas take the first one's weights
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    pipeline = UnevenPipeline(module, [ranks for _, _, ranks in stages], optimizer, squares, units=units, timeout_s=60)
+    losses = [pipeline.step(*batch(rows)) for _ in range(steps)]
+    first = stages[mine][0]
+
+    def whole(name: str) -> str:
+        number, _, rest = name.partition(".")
+        return f"{int(number) + first}.{rest}"
+
+    gradients = {whole(name): parameter.grad for name, parameter in module.named_parameters()}
+    dist.destroy_process_group()
+    return losses, gradients, {whole(name): value for name, value in module.state_dict().items()}
+
+
+def check(stages: list[tuple[int, int, list[int]]], rows: int, units: int) -> None:
+    losses, gradients, weights = alone(rows, 2)
+    ranks = sum(len(each) for _, _, each in stages)
+    seen = set()
+    for found in run_ranks(train, ranks, {"stages": stages, "rows": rows, "units": units, "steps": 2}):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        for name, gradient in found[1].items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found[2][name], weights[name], rtol=1e-5, atol=1e-6)
+            seen.add(name)
+    assert seen == set(gradients)
+
+
+@pytest.mark.parametrize(
+    ("stages", "rows", "units"),
+    [
+        pytest.param([(0, 2, [0, 1]), (2, 4, [2])], 12, 3, id="two and one"),
+        pytest.param([(0, 2, [0, 1]), (2, 4, [2])], 11, 4, id="two and one, slices that do not divide"),
+        pytest.param([(0, 1, [2]), (1, 4, [0, 1])], 10, 2, id="one and two, in another order"),
+    ],
+)
+def test_gradients_are_those_of_one_process(stages, rows, units):
+    check(stages, rows, units)
+
+
+def test_an_orchestrated_plan_runs():
+    def layer(ms: float, weights: float) -> Layer:
+        return Layer(
+            name="", forward_ms=(ms,), backward_ms=(ms,), boundary_bytes=1, stored_bytes=0, parameter_bytes=weights
+        )
+
+    profile = LayerProfile(name="", sizes=(1,), layers=(layer(4, 1), layer(4, 1), layer(3, 1), layer(1, 1e9)))
+    network = Network(devices_per_node=1, inter_node_gbps=8, inter_node_latency_us=0)
+    plan = orchestrate(profile, 2, 12, Cluster(devices=3, network=network))
+    assert sorted(stage.replicas for stage in plan.stages) == [1, 2]
+    check([(stage.first_layer, stage.end_layer, list(stage.devices)) for stage in plan.stages], 12, plan.units)
+
+
+def refused(rank: int, world_size: int):
+    dist.init_process_group("gloo")
+    module = nn.Linear(WIDTH, 1)
+    said = []
+    for stages, units in (([[0], [0, 1]], 1), ([[0, 1], []], 1), ([[0], [1]], 0)):
+        with pytest.raises(ConfigError) as error:
+            UnevenPipeline(module, stages, None, squares, units=units)
+        said.append(str(error.value))
+    pipeline = UnevenPipeline(module, [[0, 1]], None, squares, units=2)
+    with pytest.raises(DataError, match="at least 4 for 2 units over 2 replicas, got 3 inputs and 3 targets"):
+        pipeline.step(*batch(3))
+    dist.destroy_process_group()
+    return said
+
+
+def test_what_cannot_be_trained():
+    for said in run_ranks(refused, 2):
+        assert "expected stages that have each of 2 ranks once, got [[0], [0, 1]]" in said[0]
+        assert "expected stages that have each of 2 ranks once" in said[1] and "at least one unit" in said[2]
+    with pytest.raises(ConfigError, match="a plan of 4 layers, got one of 3"):
+        stage_of_plan(layers(), [(0, 3)], 0)
