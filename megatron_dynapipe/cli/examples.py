@@ -30,6 +30,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "tune": (
         f"tune --batches batches.json {_COSTS} --model-config configs/llama_like_8b.yaml --devices 64",
         f"tune --data data/demo {_COSTS} --model gpt --layers 32 --hidden-size 4096 --devices 8 --json",
+        f"tune --data data/demo {_COSTS} --model-config configs/demo_gpt.yaml --devices 8 --validate 3 --"
+        " pretrain_gpt_multitask.py --dynapipe-config configs/demo_gpt.yaml",
     ),
     "orchestrate": (
         "orchestrate --profile segments.json --micro-batch-size 4 --global-batch-size 256 --devices 16",

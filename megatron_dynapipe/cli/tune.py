@@ -57,6 +57,23 @@ def add_parser(subparsers: "SubParsers") -> None:
     )
     parser.add_argument("--workers", type=positive, metavar="N", help="processes that plan (default: one per core)")
     parser.add_argument("--write-config", type=Path, metavar="FILE.yaml", help="write the best layout's flags there")
+    validation = parser.add_argument_group("training the best layouts for a few iterations, here")
+    validation.add_argument(
+        "--validate",
+        type=positive,
+        metavar="K",
+        help="train the K best and rank them by measured time; needs -- SCRIPT",
+    )
+    validation.add_argument(
+        "--validate-iterations", type=positive, default=5, metavar="N", help="the first does not count (%(default)s)"
+    )
+    validation.add_argument(
+        "--validate-rounds", type=positive, default=1, metavar="N", help="times that each is trained (%(default)s)"
+    )
+    validation.add_argument(
+        "--validate-deadline-s", type=above_zero, default=600.0, metavar="S", help="of one run (%(default)g)"
+    )
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- SCRIPT FLAGS", help="for --validate")
     analytic = parser.add_argument_group(f"the model, for --cost-model {ANALYTIC}")
     for name in ("num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
         analytic.add_argument(f"--{name}", type=positive, metavar="N")
@@ -68,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dynapipe.tuning import StepRates, tune
 
     complete_model(args)
+    _check_validation(args)
     space = _space(args)
     cost_model, memory_rate = _costs(args)
     settings = _base(args, cost_model)
@@ -83,13 +101,60 @@ def run(args: argparse.Namespace) -> int:
             workers=args.workers or len(os.sched_getaffinity(0)),
             progress=bar,
         )
+    if args.validate and not tuning.interrupted:
+        tuning = _validated(tuning, args)
     _print(tuning, args)
     best = tuning.layouts[0]
     if args.write_config is not None and best.predicted_ms is not None:
-        _write_config(args.write_config, best, tuning.settings[0], args)
+        _write(args.write_config, _run_file(best, tuning.settings[0], args))
     if tuning.interrupted:
         return INTERRUPTED
     return 0 if best.predicted_ms is not None else 1
+
+
+def _validated(tuning: "Tuning", args: argparse.Namespace) -> "Tuning":
+    """The tuning with measured times of its best layouts, those first that were measured, the fastest first."""
+    import tempfile
+
+    from megatron_dynapipe.tuning import measure, training_command, with_measured
+
+    words = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
+    count = sum(layout.predicted_ms is not None for layout in tuning.layouts[: args.validate])
+    with tempfile.TemporaryDirectory() as folder:
+        commands = []
+        for number in range(count):
+            path = Path(folder) / f"layout{number}.yaml"
+            _write(path, _run_file(tuning.layouts[number], tuning.settings[number], args))
+            flags = [*words[1:], "--dynapipe-config", str(path), "--dynapipe-report-dir", f"{folder}/report{number}"]
+            iterations = args.validate_iterations
+            commands.append(training_command(words[0], flags, devices=args.devices, iterations=iterations))
+        found = measure(
+            commands,
+            iterations=args.validate_iterations,
+            deadline_s=args.validate_deadline_s,
+            rounds=args.validate_rounds,
+            said=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    return with_measured(tuning, found)
+
+
+def _check_validation(args: argparse.Namespace) -> None:
+    """Refuse, before the search, what could not be validated after it."""
+    words = [word for word in args.command_line if word != "--"]
+    if args.validate is None:
+        if words:
+            raise ConfigError(f"a training script goes with --validate, and {words[0]!r} was given without it")
+        return
+    if not words:
+        raise ConfigError(
+            "expected the training script and its flags after --, for --validate",
+            hint="… --validate 3 -- pretrain_gpt_multitask.py --dynapipe-config model.yaml",
+        )
+    if args.devices > args.devices_per_node:
+        raise ConfigError(
+            f"expected the devices of one node for --validate, got {args.devices} on nodes of {args.devices_per_node}",
+            hint="use --write-config, and train the best layouts by hand",
+        )
 
 
 def _space(args: argparse.Namespace) -> "Space":
@@ -178,6 +243,9 @@ def _print(tuning: "Tuning", args: argparse.Namespace) -> None:
         print(_row(layout))
     left = len(tuning.layouts) - len(planned[: args.top]) - len(infeasible)
     print(f"{tuning.plans} plans in {tuning.seconds:.1f} s; {left} layouts are slower")
+    for layout in planned:
+        if layout.measurement_error is not None:
+            print(f"{_name(layout)} could not be trained: {layout.measurement_error}")
     if tuning.interrupted:
         print("interrupted: layouts that were not planned on every batch may be faster or slower than shown")
     for error, layouts in _by_error(infeasible).items():
@@ -188,6 +256,10 @@ def _print(tuning: "Tuning", args: argparse.Namespace) -> None:
 def _row(layout: "TunedLayout") -> str:
     assert layout.predicted_ms is not None and layout.reduction_ms is not None
     note = "" if layout.status == "planned" else f"batches planned: {layout.batches}"
+    if layout.measured_ms is not None:
+        note = f"measured: {layout.measured_ms:.1f} ms"
+    elif layout.measurement_error is not None:
+        note = "not measured, see below"
     split = layout.layers_per_stage or ()
     layers = f"{split[0]} each" if len(set(split)) == 1 else ",".join(map(str, split))
     return _TABLE.format(
@@ -216,30 +288,24 @@ def _by_error(layouts: "list[TunedLayout]") -> "dict[str, list[TunedLayout]]":
     return found
 
 
-def _write_config(path: Path, best: "TunedLayout", settings: "PlannerSettings", args: argparse.Namespace) -> None:
-    """The best layout's flags, as a run's file: one more `--dynapipe-config`."""
-    flags: dict[str, Any] = {
-        "tensor-model-parallel-size": best.tensor_parallel,
-        "pipeline-model-parallel-size": best.pipeline_parallel,
-        "use-distributed-optimizer": best.distributed_optimizer,
-        "sequence-parallel": settings.sequence_parallel,
-        "dynapipe-layout": args.layout,
-        "dynapipe-device-memory-limit": round(args.device_memory_mb),
-    }
-    split = best.layers_per_stage or ()
-    if len(set(split)) > 1:  # Says how many chunks there are, too.
-        flags["dynapipe-layers-per-stage"] = '"' + ",".join(map(str, split)) + '"'
-    elif best.chunks > 1:
-        flags["num-virtual-stages-per-pipeline-rank"] = best.chunks
+def _run_file(layout: "TunedLayout", settings: "PlannerSettings", args: argparse.Namespace) -> str:
+    """A layout's flags, as a run's file: one more `--dynapipe-config`."""
+    from megatron_dynapipe.tuning import layout_flags, run_file
+
+    flags = layout_flags(layout, settings)
     if str(args.cost_model) != ANALYTIC:
-        flags["dynapipe-cost-model"] = args.cost_model
-    lines = [
-        f"# {best.data_parallel} replicas × {best.tensor_parallel} tensor-parallel × {best.pipeline_parallel} stages on"
-        f" {args.devices} devices: {best.predicted_ms:.1f} ms an iteration, predicted by `megatron-dynapipe tune`.",
-        *(f"{name}: {str(value).lower() if isinstance(value, bool) else value}" for name, value in flags.items()),
-    ]
+        flags["dynapipe-cost-model"] = str(args.cost_model)
+    return run_file(
+        flags,
+        f"{layout.data_parallel} replicas × {layout.tensor_parallel} tensor-parallel × {layout.pipeline_parallel}"
+        f" stages on {args.devices} devices: {layout.predicted_ms:.1f} ms an iteration, predicted by"
+        " `megatron-dynapipe tune`.",
+    )
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        path.write_text("\n".join(lines) + "\n")
+        path.write_text(text)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 

@@ -57,6 +57,8 @@ class TunedLayout(msgspec.Struct, frozen=True, kw_only=True):
         tokens_per_second: real tokens over predicted time.
         peak_memory_mb: of every pipeline rank.
         error: why it cannot be built, or a batch has no plan.
+        measured_ms: of an iteration, where it was trained.
+        measurement_error: why it was trained without a measurement.
     """
 
     data_parallel: int
@@ -75,6 +77,8 @@ class TunedLayout(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float | None = None
     peak_memory_mb: tuple[float, ...] = ()
     error: str | None = None
+    measured_ms: float | None = None
+    measurement_error: str | None = None
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,13 +1,14 @@
 """The tune command: its report, its table, the config that it writes, its errors."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from megatron_dynapipe import config
+from megatron_dynapipe import config, tuning
 from megatron_dynapipe.cli.main import main
 
 
@@ -113,3 +114,41 @@ def test_bad_arguments(
 ) -> None:
     assert main(arguments(batches_file, cost_file, *more)) == 2
     assert error in capsys.readouterr().err
+
+
+def test_the_best_are_trained_and_ranked_by_measurement(
+    batches_file: Path,
+    cost_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # In place of torchrun and a training script: one that takes less time the more stages its layout has.
+    script = tmp_path / "train.py"
+    line = "print(f' iteration {n:8d}/       2 | elapsed time per iteration (ms): {100 / stages:.1f} |')"
+    read = "stages = yaml.safe_load(open(sys.argv[2]))['pipeline-model-parallel-size']"
+    script.write_text(f"import sys, yaml\n{read}\nfor n in (1, 2): {line}\n")
+    monkeypatch.setattr(tuning, "training_command", lambda script, flags, **_: [sys.executable, script, *flags])
+    given = ["--validate", "3", "--validate-iterations", "2", "--json", "--", str(script)]
+    assert main(arguments(batches_file, cost_file, *given)) == 0
+    layouts = report(capsys)["layouts"]
+    trained = [each for each in layouts if each["measured_ms"] is not None]
+    assert len(trained) >= 2 and trained == layouts[: len(trained)]
+    for each in trained:
+        assert each["measured_ms"] == pytest.approx(100 / each["pipeline_parallel"], abs=0.1)
+    assert [each["measured_ms"] for each in trained] == sorted(each["measured_ms"] for each in trained)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--validate", "2"], "expected the training script and its flags after --, for --validate"),
+        (["--", "train.py"], "a training script goes with --validate, and 'train.py' was given without it"),
+        (["--validate", "2", "--devices-per-node", "2", "--", "train.py"], "expected the devices of one node"),
+    ],
+)
+def test_what_cannot_be_validated(
+    batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    assert main(arguments(batches_file, cost_file, *more)) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,194 @@
+"""Training a few iterations under the best layouts, on the devices at hand, to rank them by what is measured.
+
+    layout ──► flags ──► torchrun … pretrain_gpt_multitask.py FLAGS ──► Megatron's line of every iteration ──► ms
+
+Every run trains the same samples: which those are depends on the seed and the number of the iteration alone. The first
+iteration is left out. With several rounds the runs take turns, and of each iteration the fastest time counts.
+"""
+
+import math
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import IO
+
+import msgspec
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.tuning.search import Tuning
+
+_ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
+_TAIL = 12
+"""Lines of a failed run's output that its error keeps."""
+_END_S = 20.0
+"""From a request to end to a kill."""
+
+Said = Callable[[str], None]
+"""Called with a line of progress."""
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What a layout's runs took.
+
+    Attributes:
+        iterations_ms: by iteration, from the second one.
+        error: why there is no measurement.
+    """
+
+    iterations_ms: tuple[float, ...] = ()
+    error: str | None = None
+
+    @property
+    def mean_ms(self) -> float | None:
+        """Of an iteration; None without a measurement."""
+        return fmean(self.iterations_ms) if self.iterations_ms else None
+
+
+def with_measured(tuning: Tuning, measured: Sequence[Measured]) -> Tuning:
+    """The tuning with the measurements of its first layouts: measured ones first, the fastest first.
+
+    Those that could not be trained follow, then all others as before.
+    """
+    count = len(measured)
+    entries = [
+        (
+            msgspec.structs.replace(layout, measured_ms=found.mean_ms, measurement_error=found.error),
+            settings,
+        )
+        for layout, settings, found in zip(tuning.layouts[:count], tuning.settings[:count], measured, strict=True)
+    ]
+    entries.sort(key=lambda entry: math.inf if entry[0].measured_ms is None else entry[0].measured_ms)
+    return msgspec.structs.replace(
+        tuning,
+        layouts=(*(layout for layout, _ in entries), *tuning.layouts[count:]),
+        settings=(*(settings for _, settings in entries), *tuning.settings[count:]),
+    )
+
+
+def training_command(script: str, flags: Sequence[str], *, devices: int, iterations: int) -> list[str]:
+    """The run of an entry script on this machine's devices, for a few iterations, with a log line for each.
+
+    Args:
+        script: an entry script, or one that takes its flags and prints its lines.
+        flags: of the run; those that follow from the arguments here are appended and win.
+        devices: processes.
+        iterations: to train, at least 2.
+
+    Raises:
+        ConfigError: fewer iterations, or flags that would write checkpoints.
+    """
+    if iterations < 2:
+        raise ConfigError(f"expected at least 2 iterations, of which the first does not count, got {iterations}")
+    if "--save" in flags:
+        raise ConfigError("expected validation runs without --save, got it", hint="a few iterations are no checkpoint")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
+    own = ["--train-iters", str(iterations), "--log-interval", "1", "--eval-iters", "0", "--eval-interval", "1000000"]
+    return [*torchrun, script, *flags, *own]
+
+
+def measure(
+    commands: Sequence[Sequence[str]],
+    *,
+    iterations: int,
+    deadline_s: float,
+    rounds: int = 1,
+    said: Said | None = None,
+) -> list[Measured]:
+    """Run the commands in turn; what each measured.
+
+    Args:
+        commands: of `training_command`.
+        iterations: that each trains.
+        deadline_s: of one run, from its start to its end.
+        rounds: times that each is run. One that failed is not run again.
+        said: is told of every run.
+    """
+    found: list[list[tuple[float, ...]]] = [[] for _ in commands]
+    errors: list[str | None] = [None] * len(commands)
+    for turn in range(rounds):
+        for number, command in enumerate(commands):
+            if errors[number] is not None:
+                continue
+            start = time.monotonic()
+            one = run(command, iterations=iterations, deadline_s=deadline_s)
+            errors[number] = one.error
+            found[number].append(one.iterations_ms)
+            if said is not None:
+                result = one.error.splitlines()[0] if one.error else f"{one.mean_ms:.1f} ms an iteration"
+                place = f"run {turn * len(commands) + number + 1} of {rounds * len(commands)}"
+                said(f"{place}: {result} ({time.monotonic() - start:.0f} s)")
+    return [
+        Measured(error=error) if error else Measured(iterations_ms=tuple(map(min, zip(*times, strict=True))))
+        for times, error in zip(found, errors, strict=True)
+    ]
+
+
+def run(command: Sequence[str], *, iterations: int, deadline_s: float) -> Measured:
+    """One run, whose processes are ended with it."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that its ranks, planners and store end with it
+    )
+    try:
+        times, tail, in_time = _read(process, time.monotonic() + deadline_s)
+    finally:
+        _end(process)
+    if not in_time:
+        return Measured(error=f"not done within {deadline_s:g} s: {len(times)} of {iterations} iterations were trained")
+    missing = [number for number in range(2, iterations + 1) if number not in times]
+    if missing:
+        lines = "\n".join(tail)
+        status = process.returncode
+        return Measured(error=f"ended with status {status} without a time of iteration {missing[0]}; it said:\n{lines}")
+    return Measured(iterations_ms=tuple(times[number] for number in range(2, iterations + 1)))
+
+
+def _read(process: subprocess.Popen[str], end: float) -> tuple[dict[int, float], list[str], bool]:
+    """Times by iteration, the last lines of the output, and whether it ended in time."""
+    assert process.stdout is not None
+    lines: queue.Queue[str | None] = queue.Queue()
+    threading.Thread(target=_forward, args=(process.stdout, lines), daemon=True).start()
+    times: dict[int, float] = {}
+    tail: list[str] = []
+    while True:
+        try:
+            line = lines.get(timeout=max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            return times, tail, False
+        if line is None:
+            process.wait()
+            return times, tail, True
+        if found := _ITERATION.search(line):
+            times[int(found[1])] = float(found[2])
+        tail = [*tail[-_TAIL + 1 :], line.rstrip()]
+
+
+def _forward(stream: IO[str], lines: "queue.Queue[str | None]") -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End what is left of a run's processes."""
+    for wanted in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, wanted)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
