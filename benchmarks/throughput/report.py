@@ -25,15 +25,19 @@ def figures(
     layout: str,
     split: list[int] | None,
     results: Results,
-    planned: Results,
+    base: Results,
+    against: str = "planned",
 ) -> dict[str, Any]:
-    """One method's row, over the turns that it took; turn 0 is the warm-up, which gives the first loss."""
-    turns = sorted(results.keys() & planned.keys() - {0})
-    timed, against = [results[turn] for turn in turns], [planned[turn] for turn in turns]
+    """One method's row, over the turns that it took; turn 0 is the warm-up, which gives the first loss.
+
+    `base` are the results of the method `against`, to which the ratio is.
+    """
+    turns = sorted(results.keys() & base.keys() - {0})
+    timed = [results[turn] for turn in turns]
     tokens = sum(each["real_tokens"] for each in timed)
-    pairs = [  # the planned runs' time for as many tokens
+    pairs = [  # the base's time for as many tokens
         (other["ms"] * mine["real_tokens"] / other["real_tokens"], mine["ms"])
-        for mine, other in zip(timed, against, strict=True)
+        for mine, other in zip(timed, [base[turn] for turn in turns], strict=True)
     ]
     errors = [abs(each["predicted_ms"] / each["ms"] - 1) for each in timed if each["predicted_ms"] is not None]
     idle = [share for each in timed for share in each["idle"]]
@@ -43,7 +47,8 @@ def figures(
         "layout": layout,
         "layers_per_stage": split,
         "tokens_per_second": tokens / sum(each["ms"] for each in timed) * 1e3,
-        "ratio_to_planned": interval(pairs),
+        "against": against,
+        "ratio": interval(pairs),
         "padding_efficiency": min(tokens / sum(each["positions"] for each in timed), 1.0),
         "peak_memory_mb": max(each["peak_mb"] for each in timed),
         "idle": statistics.mean(idle) if idle else None,
@@ -54,7 +59,7 @@ def figures(
 
 
 def interval(pairs: list[tuple[float, float]], draws: int = 2000) -> list[float]:
-    """[low, value, high] of the ratio of sums of (planned ms, method's ms), resampled in pairs."""
+    """[low, value, high] of the ratio of sums of (base's ms, method's ms), resampled in pairs."""
     draw = random.Random(7)
 
     def ratio(some: list[tuple[float, float]]) -> float:
@@ -67,11 +72,12 @@ def interval(pairs: list[tuple[float, float]], draws: int = 2000) -> list[float]
 def table(rows: list[dict[str, Any]]) -> str:
     """A Markdown table."""
     lines = [
-        "| model | method | tokens/s | ratio to planned (95%) | padding efficiency | idle | memory MB | first loss |",
+        f"| model | method | tokens/s | ratio to {rows[0]['against']} (95%)"
+        " | padding efficiency | idle | memory MB | first loss |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        low, value, high = row["ratio_to_planned"]
+        low, value, high = row["ratio"]
         cells = (
             row["model"],
             row["method"],

@@ -10,7 +10,8 @@ take 1F1B, an equal layer split, one recompute mode, and of all sizes of micro-b
 Costs are measured first (`profile`), unless a file is given.
 
     tokens/s    real tokens, without padding, of all batches over their time
-    ratio       the method's tokens/s over the planned runs', with a 95% interval (bootstrap over batches and rounds)
+    ratio       the method's tokens/s over those of the planned runs, or of --against, with a 95% interval (bootstrap
+                over batches and rounds)
     idle        share of the time in which a stage computes nothing, mean of all stages
     memory      high-water mark of the largest process (CPU) or of the allocator (CUDA)
     first loss  of batch 0 from equal weights: all methods but `packing` and `stock` train the same function
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT / ".demo" / "data", help="dataset folder")
     parser.add_argument("--model", choices=tuple(CONFIGS), help="default: both")
     parser.add_argument("--methods", help=f"of {','.join(EVERY)}")
+    parser.add_argument("--against", metavar="METHOD", help="what ratios are to (planned, or else the first method)")
     parser.add_argument("--ranks", type=int, default=2, help="pipeline stages")
     parser.add_argument("--batches", type=int, help="global batches (default 12; with --quick 5)")
     parser.add_argument("--rounds", type=int, default=2, help="times that every batch is trained by every method")
@@ -55,6 +57,8 @@ def main() -> None:
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --: more flags of the runs")
     args = parser.parse_args()
     methods = chosen_methods(args)
+    if args.against not in (None, *methods):
+        parser.error(f"expected --against one of the methods {', '.join(methods)}, got {args.against}")
     if unknown := set(methods) - set(EVERY):
         parser.error(f"expected --methods of {', '.join(EVERY)}, got {', '.join(sorted(unknown))}")
     rows: list[dict[str, Any]] = []
@@ -92,8 +96,8 @@ def compare(model: str, methods: Sequence[str], args: argparse.Namespace) -> lis
             running[method] = jobs.enter_context(started(model, method, flags, splits[method], args.ranks))
         results = take_turns(running, batches=batches, rounds=1 if args.demo else args.rounds)
     layout = f"1,1,{args.ranks}"
-    planned = methods[0] if "planned" not in methods else "planned"
-    return [figures(model, method, layout, splits[method], results[method], results[planned]) for method in methods]
+    base = args.against or ("planned" if "planned" in methods else methods[0])
+    return [figures(model, method, layout, splits[method], results[method], results[base], base) for method in methods]
 
 
 def chosen_split(model: str, methods: Sequence[str], flags: list[str], ranks: int) -> list[int] | None:

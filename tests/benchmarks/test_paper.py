@@ -211,7 +211,6 @@ def test_accuracy_of_this_machine(paper: Paper, tmp_path: Path) -> None:
 
 
 def test_real_rows_are_over_the_named_base(paper: Paper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`benchmarks/throughput` gives ratios to "planned"."""
     monkeypatch.setattr(paper.real, "profiled", lambda _: tmp_path / "costs.json")
     started = []
 
@@ -219,16 +218,17 @@ def test_real_rows_are_over_the_named_base(paper: Paper, tmp_path: Path, monkeyp
         started.append(command)
         report = Path(command[command.index("--json") + 1])
         rows = [
-            {"model": "t5", "method": "planned_padded", "tokens_per_second": 50.0, "ratio_to_planned": [0.4, 0.5, 0.6]},
-            {"model": "t5", "method": "planned", "tokens_per_second": 100.0, "ratio_to_planned": [1.0, 1.0, 1.0]},
+            {"model": "t5", "method": "planned_padded", "ratio": [1.0, 1.0, 1.0]},
+            {"model": "t5", "method": "planned", "ratio": [1.8, 2.0, 2.1]},
         ]
         report.write_text(json.dumps({"rows": rows}))
 
     monkeypatch.setattr(paper.real.subprocess, "run", run)
     rows = paper.real.trained("t5", ["planned", "planned_padded"], 512, 32, against="planned_padded")
-    assert [row["ratio"] for row in rows] == [[0.8, 1.0, 1.2], [2.0, 2.0, 2.0]]
+    assert [row["ratio"] for row in rows] == [[1.0, 1.0, 1.0], [1.8, 2.0, 2.1]]
     (command,) = started
     assert command[command.index("--methods") + 1] == "planned_padded,planned"
+    assert command[command.index("--against") + 1] == "planned_padded"
     assert command[command.index("--") + 1 :][-2:] == ["--decoder-seq-length", "264"]
 
 

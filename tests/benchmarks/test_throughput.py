@@ -45,7 +45,7 @@ def test_a_row_leaves_the_warm_up_out(monkeypatch):
     report = script(monkeypatch, "report")
     planned = {0: WARM_UP, 1: TIMED | {"ms": 500}}
     row = report.figures("t5", "planned", "1,1,2", [3, 5], {0: WARM_UP, 1: TIMED}, planned)
-    assert (row["tokens_per_second"], row["ratio_to_planned"], row["padding_efficiency"]) == (50, [0.5] * 3, 0.5)
+    assert (row["tokens_per_second"], row["ratio"], row["padding_efficiency"]) == (50, [0.5] * 3, 0.5)
     assert (row["first_loss"], row["idle"], row["prediction_error"]) == (8.25, 0.3, pytest.approx(0.1))
     assert "| t5 | planned | 50 | 0.500 (0.500–0.500) | 50.0% | 30% | 3 | 8.250000 |" in report.table([row])
 
@@ -55,7 +55,7 @@ def test_a_method_is_held_against_the_planned_runs_of_its_own_turns_and_tokens(m
     planned = {0: WARM_UP, 1: TIMED, 2: TIMED | {"ms": 77}}
     own = {0: WARM_UP, 1: TIMED | {"ms": 2000, "real_tokens": 25, "idle": [], "predicted_ms": None}}
     row = report.figures("gpt", "stock", "1,1,2", None, own, planned)
-    assert row["ratio_to_planned"] == [0.25] * 3 and row["tokens_per_second"] == 12.5
+    assert row["ratio"] == [0.25] * 3 and row["tokens_per_second"] == 12.5
     assert row["idle"] is None and row["prediction_error"] is None
     assert "| – |" in report.table([row])
 

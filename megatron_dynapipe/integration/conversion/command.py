@@ -101,7 +101,7 @@ def fill(model: nn.Module, table: list[Entry], tensors: Mapping[str, Tensor]) ->
 def read_out(model: nn.Module, table: list[Entry]) -> dict[str, Tensor]:
     """HuggingFace's tensors of Megatron's model."""
     parameters = dict(model.named_parameters())
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for entry in table:
         value = parameters[entry.ours].detach()
         parts = entry.split(value[: entry.rows] if entry.rows else value)

@@ -24,8 +24,8 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dynapipe-activation",
         choices=("gelu_tanh",),
-        help="activation in place of Megatron's: GELU by its tanh form, as GPT-2 has it; with --swiglu that of the gates,"
-        " as T5 v1.1 has it",
+        help="activation in place of Megatron's: GELU by its tanh form, as GPT-2 has it; with --swiglu that of the"
+        " gates, as T5 v1.1 has it",
     )
     group.add_argument(
         "--dynapipe-layers-per-stage",
