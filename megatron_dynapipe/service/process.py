@@ -118,12 +118,12 @@ class PlannerProcess:
             hint="it was killed, often for want of memory" if status == -signal.SIGKILL else None,
             details=self._log.tail(40) or "(it printed nothing)",
         )
+        self._failure = failure
         try:
             with self._settings.open_store(is_known=True) as store:
                 publish_failure(store, self._settings.keys, failure)
         except StoreError as error:
             logger.warning("the planner died, and its failure cannot be published: %s", error)
-        self._failure = failure
 
     def _restart(self, status: int) -> bool:
         """Start a process that was killed again; False if that has been done too often, or the end was asked for."""
