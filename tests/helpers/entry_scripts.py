@@ -5,6 +5,7 @@ Ranks are forked with Megatron imported: a run of two starts in a second. Losses
 """
 
 import contextlib
+import functools
 import io
 import runpy
 import sys
@@ -119,6 +120,7 @@ def record_losses(after: Callable[[int], None] = lambda _: None) -> dict[str, fl
     losses: dict[str, float] = {}
     log = training.training_log
 
+    @functools.wraps(log)  # start-up looks at what the function calls
     def logged(loss_dict: dict, total: dict, learning_rate: float, iteration: int, *rest: object, **named: object):
         if "lm loss" in loss_dict:
             losses[str(iteration)] = loss_dict["lm loss"].item()

@@ -10,6 +10,7 @@ cpu.quieten()
 cpu.enable()
 cpu.silence_prints()
 
+import functools  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 from functools import partial  # noqa: E402
@@ -134,6 +135,7 @@ def record_losses(path):
     """Keep what Megatron logs: its lines average the first two iterations."""
     log, losses = training.training_log, {}
 
+    @functools.wraps(log)  # start-up looks at what the function calls
     def logged(loss_dict, total, learning_rate, iteration, *rest, **named):
         if "lm loss" in loss_dict:
             losses[iteration] = loss_dict["lm loss"].item()

@@ -1,6 +1,7 @@
 """`--exit-signal-handler`: a signal to any rank ends all of them after a checkpoint, and the run can be resumed."""
 
 import contextlib
+import functools
 import io
 import os
 import signal
@@ -20,6 +21,7 @@ def run_signalled(rank: int, world_size: int, argv: list[str], victim: int) -> i
 
     log = training.training_log
 
+    @functools.wraps(log)  # start-up looks at what the function calls
     def logged(loss_dict: dict, total: dict, learning_rate: float, iteration: int, *rest: object, **named: object):
         if rank == victim and iteration == SIGNALLED:
             os.kill(os.getpid(), signal.SIGTERM)

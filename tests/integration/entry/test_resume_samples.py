@@ -1,5 +1,6 @@
 """A run that is resumed with another number of replicas sees exactly the samples that it would have seen."""
 
+import functools
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def trained(*, rank: int, world_size: int, argv: list[str]) -> dict[str, Any]:
         samples[item.entry.iteration] = [each for batch in item.entry.micro_batches for each in batch.sample_ids]
         add(self, item, *rest)
 
+    @functools.wraps(log)  # start-up looks at what the function calls
     def logged(losses: Any, total: Any, learning_rate: Any, iteration: int, *rest: Any, **named: Any) -> Any:
         consumed[iteration - 1] = get_args().consumed_train_samples
         return log(losses, total, learning_rate, iteration, *rest, **named)
