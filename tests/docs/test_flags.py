@@ -1,0 +1,55 @@
+"""Every flag that the documents name exists: in our parsers, in Megatron's, or in the program named here."""
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.cli.main import build_parser
+from megatron_dynapipe.integration.flags import arguments
+from megatron_dynapipe.integration.flags.megatron import TABLE
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in PAGES if "results" not in page.parts]
+
+OF_OTHERS = {
+    "torchrun": "--nproc-per-node --nnodes --node-rank --standalone --master-addr --master-port --rdzv-endpoint",
+    "sbatch and srun": "--nodes",
+    "docker": "--rm --gpus --ipc --shm-size --ulimit",
+    "cibuildwheel": "--platform",
+    "pip": "--upgrade",
+    "setup.py": "--inplace --force",
+    "mypy": "--strict",
+    "scripts of benchmarks/ and examples/": (
+        "--quick --demo --output --scale --part --all --check --write --seconds --ranks --minutes --batches --limit"
+    ),
+}
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w*{-])")
+
+
+def options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Of a parser and its commands' parsers."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from options(command)
+
+
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    run = argparse.ArgumentParser(allow_abbrev=False)
+    arguments.add_arguments(run)
+    # The table has one name of each; where it is `--some_thing`, Megatron also takes `--some-thing`.
+    megatron = {flag.replace("_", "-") for group in TABLE for flag in group.flags()}
+    others = {flag for flags in OF_OTHERS.values() for flag in flags.split()}
+    return {*options(build_parser()), *options(run), *megatron, *others}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_flag_of_a_page_exists(page: Path, known: set[str]) -> None:
+    named = set(FLAG.findall(page.read_text()))
+    assert named <= known, f"no parser knows {sorted(named - known)}"
