@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dynapipe.cli.batch_arguments import positive
-from megatron_dynapipe.cli.planning_arguments import above_zero, add_link_arguments
+from megatron_dynapipe.cli.planning_arguments import above_zero, add_link_arguments, network_of
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import BYTES_PER_MB
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from megatron_dynapipe.cli.main import SubParsers
-    from megatron_dynapipe.cost import Network
     from megatron_dynapipe.cost.format import Link
     from megatron_dynapipe.tuning import LayerProfile, Orchestration
 
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     profile, links = _profile(args)
     cluster = Cluster(
         devices=args.devices,
-        network=_network(args, links),
+        network=network_of(args, links),
         memory_bytes=None if args.device_memory_mb is None else round(args.device_memory_mb * BYTES_PER_MB),
     )
     plan = orchestrate(
@@ -96,19 +95,6 @@ def _profile(args: argparse.Namespace) -> "tuple[LayerProfile, Mapping[str, Link
             "expected --profile-batch-size with a text profile", hint="the N of `-pbs-N` in the names of DAPPLE's files"
         )
     return read_graph_profile(args.profile, args.profile_batch_size), {}
-
-
-def _network(args: argparse.Namespace, links: "Mapping[str, Link]") -> "Network":
-    from megatron_dynapipe.cost import Network
-
-    return Network.over(
-        links,
-        devices_per_node=args.devices_per_node,
-        intra_node_gbps=args.intra_node_gbps,
-        inter_node_gbps=args.inter_node_gbps,
-        intra_node_latency_us=args.intra_node_latency_us,
-        inter_node_latency_us=args.inter_node_latency_us,
-    )
 
 
 def _print(plan: "Orchestration", profile: "LayerProfile", *, as_json: bool) -> None:

@@ -209,8 +209,8 @@ def _of_segments(args: argparse.Namespace, schedule: str | None) -> "tuple[CostM
         stages=args.pipeline_parallel,
         replicas=args.data_parallel,
         memory_limit_bytes=limit,
-        network=_network(args, costs.links),
-        schedule=_schedule(args, schedule),
+        network=network_of(args, costs.links),
+        schedule=schedule_of(args, schedule),
     )
     return costs.of_stages(stage_of), msgspec.structs.replace(settings, buckets=_buckets(args))
 
@@ -244,16 +244,17 @@ def planner_settings(
         distributed_optimizer=args.distributed_optimizer,
         recompute=_recompute(args.recompute),
         micro_batch_layouts=tuple(BatchLayout) if args.layout == "auto" else (BatchLayout(args.layout),),
-        network=_network(args, cost_model.links),
+        network=network_of(args, cost_model.links),
         scatter_gather=ScatterGather(args.scatter_gather),
-        schedule=_schedule(args, schedule),
+        schedule=schedule_of(args, schedule),
         transfers=TransferRules(receive_ahead=args.receive_ahead, ordered_starts=args.ordered_starts),
         buckets=_buckets(args),
     )
     return _with_auto_split(args, settings, cost_model) if split == "auto" else settings
 
 
-def _network(args: argparse.Namespace, links: "Mapping[str, Link]") -> "Network":
+def network_of(args: argparse.Namespace, links: "Mapping[str, Link]") -> "Network":
+    """The links that the arguments give; else those measured; else the defaults."""
     from megatron_dynapipe.cost import Network
 
     return Network.over(
@@ -279,7 +280,8 @@ def _buckets(args: argparse.Namespace) -> "ShapeBuckets | UnsetType":
     return msgspec.UNSET if made == ANY_SHAPE else made
 
 
-def _schedule(args: argparse.Namespace, method: str | None) -> "ScheduleSettings":
+def schedule_of(args: argparse.Namespace, method: str | None = None) -> "ScheduleSettings":
+    """How passes are ordered and searched, by a method or the default one."""
     from megatron_dynapipe.planning.schedules import ScheduleSettings
 
     default, evaluations = ScheduleSettings(), args.search_evaluations

@@ -7,18 +7,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches, positive
-from megatron_dynapipe.cli.planning_arguments import above_zero, add_shared_arguments, complete_model, planner_settings
+from megatron_dynapipe.cli.planning_arguments import (
+    SEGMENTS,
+    above_zero,
+    add_shared_arguments,
+    complete_model,
+    network_of,
+    planner_settings,
+    schedule_of,
+)
+from megatron_dynapipe.cli.tune_validation import (
+    ANALYTIC,
+    add_validation_arguments,
+    check_validation,
+    layout_file,
+    validated,
+    write_text,
+)
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.cost import CostModel, DeviceRates
     from megatron_dynapipe.planning.settings import PlannerSettings
+    from megatron_dynapipe.sampling import GlobalBatch
     from megatron_dynapipe.tuning import Space, TunedLayout, Tuning
 
 FORMAT = "dynapipe-tune/1"
-ANALYTIC = "analytic"
 INTERRUPTED = 130
 _TOP = 10
 _TABLE = "{:>5}{:>7}{:>9}{:>7}  {:>10}{:>11}{:>10}{:>12}  {:24}{}"
@@ -28,7 +44,7 @@ _COLUMNS = ("data", "tensor", "pipeline", "chunks", "time, ms", "reduction", "to
 def add_parser(subparsers: "SubParsers") -> None:
     """Declare the command."""
     parser = subparsers.add_parser("tune", help="which parallel layout of a cluster trains these batches fastest")
-    add_shared_arguments(parser, models=tuple(ModelFamily))
+    add_shared_arguments(parser, models=(*ModelFamily, SEGMENTS))
     parser.add_argument("--devices", type=positive, required=True, metavar="N", help="of the cluster; all are used")
     parser.add_argument(
         "--top", type=positive, default=_TOP, metavar="K", help="best layouts that are found for certain (%(default)s)"
@@ -57,23 +73,7 @@ def add_parser(subparsers: "SubParsers") -> None:
     )
     parser.add_argument("--workers", type=positive, metavar="N", help="processes that plan (default: one per core)")
     parser.add_argument("--write-config", type=Path, metavar="FILE.yaml", help="write the best layout's flags there")
-    validation = parser.add_argument_group("training the best layouts for a few iterations, here")
-    validation.add_argument(
-        "--validate",
-        type=positive,
-        metavar="K",
-        help="train the K best and rank them by measured time; needs -- SCRIPT",
-    )
-    validation.add_argument(
-        "--validate-iterations", type=positive, default=5, metavar="N", help="the first does not count (%(default)s)"
-    )
-    validation.add_argument(
-        "--validate-rounds", type=positive, default=1, metavar="N", help="times that each is trained (%(default)s)"
-    )
-    validation.add_argument(
-        "--validate-deadline-s", type=above_zero, default=600.0, metavar="S", help="of one run (%(default)g)"
-    )
-    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- SCRIPT FLAGS", help="for --validate")
+    add_validation_arguments(parser)
     analytic = parser.add_argument_group(f"the model, for --cost-model {ANALYTIC}")
     for name in ("num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
         analytic.add_argument(f"--{name}", type=positive, metavar="N")
@@ -82,79 +82,65 @@ def add_parser(subparsers: "SubParsers") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tune; 1 if no layout could be planned."""
-    from megatron_dynapipe.tuning import StepRates, tune
-
     complete_model(args)
-    _check_validation(args)
-    space = _space(args)
-    cost_model, memory_rate = _costs(args)
-    settings = _base(args, cost_model)
-    batches = [batch.global_batch(number) for number, batch in enumerate(chosen_batches(args))]
+    check_validation(args)
     with _Bar() as bar:
-        tuning = tune(
-            settings,
-            cost_model,
-            batches,
-            space,
-            rates=StepRates(memory_bytes_per_second=memory_rate),
-            top=args.top,
-            workers=args.workers or len(os.sched_getaffinity(0)),
-            progress=bar,
-        )
+        tuning = _tuned_segments(args, bar) if args.segments else _tuned(args, bar)
     if args.validate and not tuning.interrupted:
-        tuning = _validated(tuning, args)
+        tuning = validated(tuning, args)
     _print(tuning, args)
     best = tuning.layouts[0]
     if args.write_config is not None and best.predicted_ms is not None:
-        _write(args.write_config, _run_file(best, tuning.settings[0], args))
+        write_text(args.write_config, layout_file(best, tuning.settings[0], args))
     if tuning.interrupted:
         return INTERRUPTED
     return 0 if best.predicted_ms is not None else 1
 
 
-def _validated(tuning: "Tuning", args: argparse.Namespace) -> "Tuning":
-    """The tuning with measured times of its best layouts, those first that were measured, the fastest first."""
-    import tempfile
+def _tuned(args: argparse.Namespace, bar: "_Bar") -> "Tuning":
+    from megatron_dynapipe.tuning import StepRates, tune
 
-    from megatron_dynapipe.tuning import measure, training_command, with_measured
-
-    words = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
-    count = sum(layout.predicted_ms is not None for layout in tuning.layouts[: args.validate])
-    with tempfile.TemporaryDirectory() as folder:
-        commands = []
-        for number in range(count):
-            path = Path(folder) / f"layout{number}.yaml"
-            _write(path, _run_file(tuning.layouts[number], tuning.settings[number], args))
-            flags = [*words[1:], "--dynapipe-config", str(path), "--dynapipe-report-dir", f"{folder}/report{number}"]
-            iterations = args.validate_iterations
-            commands.append(training_command(words[0], flags, devices=args.devices, iterations=iterations))
-        found = measure(
-            commands,
-            iterations=args.validate_iterations,
-            deadline_s=args.validate_deadline_s,
-            rounds=args.validate_rounds,
-            said=lambda line: print(line, file=sys.stderr, flush=True),
-        )
-    return with_measured(tuning, found)
+    space = _space(args)
+    cost_model, memory_rate = _costs(args)
+    return tune(
+        _base(args, cost_model),
+        cost_model,
+        _batches(args),
+        space,
+        rates=StepRates(memory_bytes_per_second=memory_rate),
+        top=args.top,
+        workers=args.workers or len(os.sched_getaffinity(0)),
+        progress=bar,
+    )
 
 
-def _check_validation(args: argparse.Namespace) -> None:
-    """Refuse, before the search, what could not be validated after it."""
-    words = [word for word in args.command_line if word != "--"]
-    if args.validate is None:
-        if words:
-            raise ConfigError(f"a training script goes with --validate, and {words[0]!r} was given without it")
-        return
-    if not words:
+def _tuned_segments(args: argparse.Namespace, bar: "_Bar") -> "Tuning":
+    """Replicas × stages of a user's own model."""
+    from megatron_dynapipe.cost import A100_RATES
+    from megatron_dynapipe.cost.segments import SegmentCosts
+    from megatron_dynapipe.tuning import StepRates, tune_segments
+
+    if args.validate is not None or args.write_config is not None:
         raise ConfigError(
-            "expected the training script and its flags after --, for --validate",
-            hint="… --validate 3 -- pretrain_gpt_multitask.py --dynapipe-config model.yaml",
+            "--validate and --write-config are for runs of Megatron's models, and --model segments was given",
+            hint="train the layouts with Pipeline(replicas=…) over split_model(stages=…)",
         )
-    if args.devices > args.devices_per_node:
-        raise ConfigError(
-            f"expected the devices of one node for --validate, got {args.devices} on nodes of {args.devices_per_node}",
-            hint="use --write-config, and train the best layouts by hand",
-        )
+    costs = SegmentCosts.load(args.cost_model)
+    rate = A100_RATES.bytes_per_second if args.memory_gb_per_s is None else args.memory_gb_per_s * 1e9
+    return tune_segments(
+        costs,
+        _batches(args),
+        devices=args.devices,
+        memory_limit_bytes=round(args.device_memory_mb * BYTES_PER_MB),
+        network=network_of(args, costs.links),
+        schedule=schedule_of(args),
+        rates=StepRates(memory_bytes_per_second=rate),
+        progress=bar,
+    )
+
+
+def _batches(args: argparse.Namespace) -> "list[GlobalBatch]":
+    return [batch.global_batch(number) for number, batch in enumerate(chosen_batches(args))]
 
 
 def _space(args: argparse.Namespace) -> "Space":
@@ -286,28 +272,6 @@ def _by_error(layouts: "list[TunedLayout]") -> "dict[str, list[TunedLayout]]":
     for layout in layouts:
         found.setdefault(layout.error or "", []).append(layout)
     return found
-
-
-def _run_file(layout: "TunedLayout", settings: "PlannerSettings", args: argparse.Namespace) -> str:
-    """A layout's flags, as a run's file: one more `--dynapipe-config`."""
-    from megatron_dynapipe.tuning import layout_flags, run_file
-
-    flags = layout_flags(layout, settings)
-    if str(args.cost_model) != ANALYTIC:
-        flags["dynapipe-cost-model"] = str(args.cost_model)
-    return run_file(
-        flags,
-        f"{layout.data_parallel} replicas × {layout.tensor_parallel} tensor-parallel × {layout.pipeline_parallel}"
-        f" stages on {args.devices} devices: {layout.predicted_ms:.1f} ms an iteration, predicted by"
-        " `megatron-dynapipe tune`.",
-    )
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _numbers(text: str) -> tuple[int, ...]:

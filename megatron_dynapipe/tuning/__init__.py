@@ -7,6 +7,7 @@ from megatron_dynapipe.tuning.layer_profile import Layer, LayerProfile
 from megatron_dynapipe.tuning.orchestrate import OrchestratedStage, Orchestration, orchestrate
 from megatron_dynapipe.tuning.run_file import layout_flags, run_file
 from megatron_dynapipe.tuning.search import Progress, Status, TunedLayout, Tuning, tune
+from megatron_dynapipe.tuning.segments import tune_segments
 from megatron_dynapipe.tuning.space import Candidate, Space, Split, candidates
 from megatron_dynapipe.tuning.step_costs import StepRates
 from megatron_dynapipe.tuning.validate import Measured, measure, training_command, with_measured
@@ -35,5 +36,6 @@ __all__ = [
     "run_file",
     "training_command",
     "tune",
+    "tune_segments",
     "with_measured",
 ]

@@ -42,3 +42,14 @@ def test_segments_are_planned(tmp_path, capsys):
 def test_what_segments_cannot_be(tmp_path, capsys, more, said):
     assert main(["plan", *arguments(tmp_path, *more)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_segments_are_tuned(tmp_path, capsys):
+    assert main(["tune", *arguments(tmp_path, "--devices", "2")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    layouts = [(each["data_parallel"], each["pipeline_parallel"]) for each in report["layouts"]]
+    assert report["format"] == "dynapipe-tune/1" and sorted(layouts) == [(1, 2), (2, 1)]
+    (stages,) = [each["layers_per_stage"] for each in report["layouts"] if each["pipeline_parallel"] == 2]
+    assert stages == [3, 1]
+    assert main(["tune", *arguments(tmp_path, "--devices", "2", "--write-config", "x.yaml")]) == 2
+    assert "are for runs of Megatron's models" in capsys.readouterr().err
