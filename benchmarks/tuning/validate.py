@@ -1,6 +1,6 @@
 """The choice of `tune` against measured training of every layout, on the ranks at hand.
 
-python benchmarks/tuning/validate.py --model gpt|t5 [--iterations 5] [--rounds 2] [--cases N] [--json FILE]
+python benchmarks/tuning/validate.py --model gpt|t5 [--iterations 6] [--rounds 1] [--cases N] [--json FILE]
 
 The demo's model is profiled on two ranks, for tensor parallelism of 1 and of 2. Every case (layout × split × recompute
 × padded or packed micro-batches) is predicted by `megatron-dynapipe tune` on these costs and trained by the entry
@@ -32,6 +32,8 @@ MEMORY_MB = 3000
 """Of a rank: more than any case needs."""
 WITHIN, CORRELATION = 0.05, 0.8
 """What is aimed at: the choice's distance from the best, and the rank correlation."""
+_FEWEST = 3
+"""Cases with a rank correlation."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +60,8 @@ def main() -> int:
     parser.add_argument("--model", choices=("gpt", "t5"), required=True)
     parser.add_argument("--data", type=Path, default=ROOT / ".demo" / "data")
     parser.add_argument("--samples", type=int, default=32, help="of a global batch (%(default)s)")
-    parser.add_argument("--iterations", type=int, default=5, help="the first does not count (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="times that each is trained (%(default)s)")
+    parser.add_argument("--iterations", type=int, default=6, help="the first does not count (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="times that each is trained (%(default)s)")
     parser.add_argument("--cases", type=int, help="fewer cases, for a trial")
     parser.add_argument("--profile-minutes", type=float, default=1.0, help="of each of two profiles (%(default)s)")
     parser.add_argument("--costs", type=Path, help="folder of profiles, kept and used again")
@@ -154,6 +156,9 @@ def report(args: argparse.Namespace, cases: Sequence[Case], found: Sequence[Meas
         if row["error"] is not None:
             print(f"{row['case']}: {row['error']}", file=sys.stderr)
     trained = [row for row in rows if row["measured_ms"] is not None]
+    if len(trained) < _FEWEST:
+        print(f"{args.model}: {len(trained)} of {len(rows)} cases trained, too few to rank")
+        return 1
     times = np.array([[row["predicted_ms"], row["measured_ms"]] for row in trained])
     behind = float(times[times[:, 0].argmin(), 1] / times[:, 1].min() - 1)
     correlation = rank_correlation(times[:, 0], times[:, 1])
