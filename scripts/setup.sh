@@ -75,7 +75,7 @@ install_project() {  # builds the planner's native core
 
 fetch_wheels() {  # Megatrons that the tests of patches/ unpack, patch and train; without a network they are skipped
     local inputs wheel
-    inputs=$(digest megatron_dynapipe/patches/versions.txt)
+    inputs=$(digest patches/versions.txt)
     is_done "$STATE/wheels" "$inputs" && return
     say "fetching the Megatrons that patches/ are tested on (5 MB)"
     while read -r wheel; do  # one at a time: pip takes two versions of a package for a conflict
@@ -84,7 +84,7 @@ fetch_wheels() {  # Megatrons that the tests of patches/ unpack, patch and train
             say "notice: $wheel could not be fetched; the tests that need it are skipped"
             return
         }
-    done <megatron_dynapipe/patches/versions.txt
+    done <patches/versions.txt
     mark "$STATE/wheels" "$inputs"
 }
 

@@ -174,7 +174,7 @@ def test_steps_run_once_and_again_when_their_inputs_change(checkout: Path) -> No
         "pyproject.toml",
         "setup.py",
         "megatron_dynapipe/data/demo.py",
-        "megatron_dynapipe/patches/versions.txt",
+        "patches/versions.txt",
     )
     for file in inputs:
         (checkout / file).write_text("pip==1\n")
