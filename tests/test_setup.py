@@ -168,7 +168,7 @@ def test_failed_install_is_told_and_tried_again_from_a_new_environment(checkout:
 def test_steps_run_once_and_again_when_their_inputs_change(checkout: Path) -> None:
     data = checkout / "megatron_dynapipe" / "data"
     data.mkdir(parents=True)
-    (checkout / "megatron_dynapipe" / "patches").mkdir()
+    (checkout / "patches").mkdir()
     inputs = (
         "requirements.lock",
         "pyproject.toml",
@@ -213,7 +213,7 @@ def test_where_no_compiler_works_one_is_fetched(checkout: Path) -> None:
 
 
 def test_without_a_network_the_wheels_of_patches_are_done_without(checkout: Path) -> None:
-    (checkout / "megatron_dynapipe" / "patches").mkdir()
+    (checkout / "patches").mkdir()
     (checkout / "megatron_dynapipe" / "data").mkdir(parents=True)
     for file in ("requirements.lock", "pyproject.toml", "setup.py", "megatron_dynapipe/data/demo.py"):
         (checkout / file).write_text("pip==1\n")
