@@ -5,7 +5,8 @@ it a cost model of its own. There are few of these, so all of them are planned o
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -58,42 +59,46 @@ def tune_segments(
     sizes = [stages for stages in range(1, devices + 1) if devices % stages == 0]
     planned, best = 0, None
     for at, stages in enumerate(sizes):
-        layout = TunedLayout(
-            data_parallel=devices // stages,
-            tensor_parallel=1,
-            pipeline_parallel=stages,
-            layout="padded",
-            distributed_optimizer=False,
-            status=Status.INFEASIBLE,
+        settings_of = partial(
+            segment_settings, costs, memory_limit_bytes=memory_limit_bytes, network=network, schedule=schedule
         )
-        stage_of, settings = [0] * len(costs.segments), None
-        try:
-            stage_of = even_split_of_costs(costs, costs.points, stages, memory_limit_bytes)
-            settings = segment_settings(
-                costs,
-                stage_of,
-                stages=stages,
-                replicas=devices // stages,
-                memory_limit_bytes=memory_limit_bytes,
-                network=network,
-                schedule=schedule,
-            )
-            Planner(settings, costs.of_stages(stage_of))
-            layout = _planned(layout, settings, costs, stage_of, batches, rates or StepRates())
-            planned += layout.batches
-        except DynaPipeError as error:
-            layout = msgspec.structs.replace(layout, error=error.message)
-        if settings is None:
-            one = [0] * len(costs.segments)
-            settings = segment_settings(costs, one, stages=1, replicas=1, memory_limit_bytes=memory_limit_bytes)
+        layout, settings = _tuned(settings_of, costs, stages, devices // stages, batches, rates or StepRates())
+        planned += layout.batches
         found.append((layout, settings))
         if layout.predicted_ms is not None:
             best = layout.predicted_ms if best is None else min(best, layout.predicted_ms)
         if progress is not None:
             progress(planned, planned + (len(sizes) - at - 1) * len(batches), best)
     found.sort(key=lambda each: (each[0].predicted_ms is None, each[0].predicted_ms or 0.0))
-    layouts, settings_of = zip(*found, strict=True)
-    return Tuning(layouts=layouts, settings=settings_of, plans=planned, seconds=time.perf_counter() - start)
+    layouts, settings_found = zip(*found, strict=True)
+    return Tuning(layouts=layouts, settings=settings_found, plans=planned, seconds=time.perf_counter() - start)
+
+
+def _tuned(
+    settings_of: Callable[..., PlannerSettings],
+    costs: SegmentCosts,
+    stages: int,
+    replicas: int,
+    batches: Sequence[GlobalBatch],
+    rates: StepRates,
+) -> tuple[TunedLayout, PlannerSettings]:
+    """A layout, and its planner's settings: those of one device where there are none."""
+    layout = TunedLayout(
+        data_parallel=replicas,
+        tensor_parallel=1,
+        pipeline_parallel=stages,
+        layout="padded",
+        distributed_optimizer=False,
+        status=Status.INFEASIBLE,
+    )
+    settings = settings_of([0] * len(costs.segments), stages=1, replicas=1)
+    try:
+        stage_of = even_split_of_costs(costs, costs.points, stages, settings.memory_limit_bytes)
+        settings = settings_of(stage_of, stages=stages, replicas=replicas)
+        Planner(settings, costs.of_stages(stage_of))
+        return _planned(layout, settings, costs, stage_of, batches, rates), settings
+    except DynaPipeError as error:
+        return msgspec.structs.replace(layout, error=error.message), settings
 
 
 def _planned(
