@@ -1,11 +1,14 @@
 """The site: `make docs` builds it with Sphinx and MyST from the Markdown beside this file, and fails on any warning."""
 
+import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+DOCS = Path(__file__).parent.resolve()
+ROOT = DOCS.parent
+sys.path.insert(0, str(ROOT))
 
-from megatron_dynapipe import __version__
+from megatron_dynapipe import __version__  # noqa: E402
 
 project = "megatron_dynapipe"
 author = "the authors of megatron_dynapipe"
@@ -25,3 +28,22 @@ default_role = "literal"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_numpy_docstring = False
+
+LINK = re.compile(r"\[([^\]]*)\]\((\.\./[^)#\s]+)\)")
+
+
+def name_files_outside(_app: object, page: str, source: list[str]) -> None:
+    """A link to a file of the repository that is no page becomes the file's name; one to nothing stays, and fails."""
+
+    def named(link: re.Match[str]) -> str:
+        target = ((DOCS / page).parent / link[2]).resolve()
+        if DOCS in target.parents or ROOT not in target.parents or not target.exists():
+            return link[0]
+        return f"{link[1]} (`{target.relative_to(ROOT)}`)"
+
+    source[0] = LINK.sub(named, source[0])
+
+
+def setup(app: object) -> None:
+    """Sphinx calls this once."""
+    app.connect("source-read", name_files_outside)  # type: ignore[attr-defined]
