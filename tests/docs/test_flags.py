@@ -16,8 +16,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 PAGES = [page for page in PAGES if "results" not in page.parts]
 
 OF_OTHERS = {
-    "torchrun": "--nproc-per-node --nnodes --node-rank --standalone --master-addr --master-port --rdzv-endpoint",
-    "sbatch and srun": "--nodes",
+    "torchrun": "--nproc-per-node --nnodes --node-rank --standalone --master-addr --master-port --rdzv-endpoint"
+    " --rdzv-backend --rdzv-id --max-restarts",
+    "sbatch and srun": "--nodes --signal",
     "docker": "--rm --gpus --ipc --shm-size --ulimit",
     "cibuildwheel": "--platform",
     "pip": "--upgrade",
@@ -25,6 +26,7 @@ OF_OTHERS = {
     "mypy": "--strict",
     "scripts of benchmarks/ and examples/": (
         "--quick --demo --output --scale --part --all --check --write --seconds --ranks --minutes --batches --limit"
+        " --list --only --over"
     ),
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w*{-])")
