@@ -39,7 +39,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 
 _MAPPED_BYTES = 2**28
 """A larger index stays on the disk: every process of a node shares its pages."""
-_AT_ONCE = 2**20
+_AT_ONCE = 2**16
 _MADE_BY = "make the dataset again with `megatron-dynapipe data prepare` (or `data demo`)"
 
 

@@ -12,7 +12,7 @@ from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.sampling.index_file import IndexFile, index_path, read_index
 
-_AT_ONCE = 2**20
+_AT_ONCE = 2**16
 _HEADER_BYTES = 70_000
 """The longest header of an array file, and its magic."""
 

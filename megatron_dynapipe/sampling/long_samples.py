@@ -10,7 +10,7 @@ from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.lengths import LengthTable
 from megatron_dynapipe.units import ModelFamily
 
-_AT_ONCE = 2**20
+_AT_ONCE = 2**16
 
 
 class LongSamples(enum.StrEnum):
