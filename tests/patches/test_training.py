@@ -111,7 +111,16 @@ def test_a_checkout_without_a_call_of_the_patches_is_refused(patched, data, tmp_
     assert "lacks calls of the patches: evaluate() of megatron.training.training calls no schedule" in said
 
 
-def launch(script: Path, checkout: Path, flags: str, folder: Path, *, ranks: int = 2, status: int = 0) -> list[str]:
+def launch(
+    script: Path,
+    checkout: Path,
+    flags: str,
+    folder: Path,
+    *,
+    ranks: int = 2,
+    status: int = 0,
+    deadline_s: float = 180,
+) -> list[str]:
     """Run a script on ranks whose Megatron is the checkout's; each rank's output."""
     rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
@@ -134,7 +143,7 @@ def launch(script: Path, checkout: Path, flags: str, folder: Path, *, ranks: int
         )
         started.append((process, log))
     try:
-        codes = [process.wait(180) for process, _ in started]
+        codes = [process.wait(deadline_s) for process, _ in started]
     finally:
         for process, log in started:
             process.kill()
