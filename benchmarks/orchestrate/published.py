@@ -1,9 +1,10 @@
 """The plans that DAPPLE publishes for 16 devices, in layers of its profiles as `read_graph_profile` orders them.
 
 By its paper: Fan et al., DAPPLE, PPoPP 2021 (arXiv:2007.01045), the table of planning results: replicas of the stages
-and the split of the model's own layers (entered without its text at hand: not checked against it). By its planner: what the source at https://github.com/AlibabaPAI/DAPPLE
-(fd75dcf) answers for the profiles beside it, with micro-batches of one sample (its default) and its rates of links,
-those of cluster C scaled by 10 / 25. It needs more than 170 s for GNMT-16 on single devices: none is given for those.
+and the split of the model's own layers (entered without its text at hand, not checked against it). By its planner: what
+the source at https://github.com/AlibabaPAI/DAPPLE (fd75dcf) answers for the profiles beside it, with micro-batches of
+one sample (its default) and its rates of links, those of cluster C scaled by 10 / 25. It needs more than 170 s for
+GNMT-16 on single devices: none is given for those.
 """
 
 import msgspec
