@@ -40,7 +40,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "launch": (
         "launch --nnodes 1:4 --rdzv-endpoint node0:29400 pretrain_gpt_multitask.py"
-        " --dynapipe-config configs/demo_gpt.yaml --save checkpoints",
+        " --dynapipe-config configs/demo_gpt.yaml --save checkpoints --save-interval 500",
     ),
     "verify": ("verify plans/b0.plan",),
     "show": ("show plans/b0.plan", "show plans/b0.plan --replica 0 --picture timeline.svg --trace timeline.json"),
