@@ -90,8 +90,8 @@ class Agent(LocalElasticAgent):
         if (reason := self._look()) is not None:
             raise SignalException(reason, signal.SIGTERM)
         if lost := rendezvous.lost_nodes(self._handler, _nodes(group)):
-            self._say(f"{lost} of {_nodes(group)} nodes are silent; the last checkpoint is resumed")
-            note("silent", nodes=lost)
+            self._say(f"{lost} of {_nodes(group)} nodes are silent or have left; the last checkpoint is resumed")
+            note("lost", nodes=lost)
             self._remaining_restarts += 1
             return RunResult(state=WorkerState.UNHEALTHY)
         return healthy

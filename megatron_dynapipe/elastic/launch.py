@@ -117,7 +117,7 @@ def launch(settings: LaunchSettings, command: Sequence[str]) -> int:
         notices.await_listed(settings.join_s)
         parameters = settings.parameters()
         handler = rendezvous.open_rendezvous(parameters)
-        rendezvous.claim(handler, " ".join(command))
+        rendezvous.claim(handler, command)
         while (status := _stay(settings, command, parameters, handler, notices, slow_file)) is None:
             _say("waiting until the machine list names this machine again")
             notices.await_listed(settings.join_s)
@@ -144,6 +144,7 @@ def _stay(
     slow_file: Path,
 ) -> int | None:
     """Take part until the end: its exit status; None where this node may come back."""
+    slow_file.unlink(missing_ok=True)
     spec = WorkerSpec(
         role="default",
         local_world_size=settings.ranks,

@@ -4,8 +4,11 @@ All of it touches private parts of `DynamicRendezvousHandler` (torch 2.11), whic
 """
 
 import contextlib
+import hashlib
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -44,24 +47,28 @@ def open_rendezvous(parameters: RendezvousParameters) -> DynamicRendezvousHandle
     return handler
 
 
-def claim(handler: DynamicRendezvousHandler, command: str) -> None:
+def claim(handler: DynamicRendezvousHandler, command: Sequence[str]) -> None:
     """Say what this job runs, and refuse to join a job of the same id that runs something else; c10d only.
 
+    Arguments are told by their digest: there may be a password among them.
+
     Raises:
-        ConfigError: names the other job's command.
+        ConfigError: names the other job's script.
     """
     store = handler._store
+    digest = hashlib.blake2b("\0".join(command[1:]).encode(), digest_size=6).hexdigest()
+    mine = f"{Path(command[0]).name} with arguments of digest {digest}"
     if not isinstance(store, TCPStore):
         return
     run_id = handler.get_run_id()
     store.set_timeout(timedelta(seconds=_CLAIM_S))
     try:
-        held = store.compare_set(f"dynapipe/launch/{run_id}", "", command).decode()
+        held = store.compare_set(f"dynapipe/launch/{run_id}", "", mine).decode()
     except RuntimeError as error:
         raise ConfigError("the rendezvous stopped answering", hint="look at the machine of --rdzv-endpoint") from error
-    if held != command:
+    if held != mine:
         raise ConfigError(
-            f"expected the job {run_id!r} to be this one, got one that runs: {held}",
+            f"expected the job {run_id!r} to be this one, {mine}, got {held}",
             hint="give every job a --rdzv-id of its own, and the same command on all of its nodes",
         )
 
@@ -84,7 +91,7 @@ def leave(handler: DynamicRendezvousHandler) -> None:
 
 
 def lost_nodes(handler: DynamicRendezvousHandler, nodes: int) -> int:
-    """How many of a round's nodes have stopped their heartbeats; torch looks at new nodes alone (pytorch #111646)."""
+    """How many of a round's nodes have left it or are silent; torch sees new nodes alone (pytorch #111646)."""
     try:
         with handler._heartbeat_lock:
             handler._state_holder.sync()
