@@ -23,7 +23,7 @@ def test_ranks_save_when_a_node_joins_and_when_it_leaves(nodes: Nodes) -> None:
     nodes.await_starts(1)
     joined = nodes.start()
     nodes.await_starts(2)
-    assert nodes.log() == ["start 0/1", "save 0/1", *sorted(nodes.log()[2:])]
+    assert nodes.log()[:2] == ["start 0/1", "save 0/1"]
     joined.send_signal(signal.SIGUSR1)
     assert joined.wait(DEADLINE_S) == 0
     nodes.await_starts(1, rounds=2)
