@@ -128,7 +128,11 @@ def _rescheduled(
 def _scheduled(
     problem: BatchProblem, order: IntArray, partition: Partition, chosen: ScheduleSettings
 ) -> ScheduledBatch:
-    """One partition as it is; raises InfeasibleError where its schedule does not fit the memory."""
+    """One partition as it is.
+
+    Raises:
+        InfeasibleError: its schedule does not fit the memory, or a half of a micro-batch was never measured.
+    """
     members, modes = partition.members(order), partition.modes
     while len(members) < problem.replicas:  # Every replica gets one: halve the largest.
         largest = int(np.argmax([len(micro_batch) for micro_batch in members]))
@@ -138,7 +142,8 @@ def _scheduled(
     layouts = [partition.layout] * len(members)
     shapes = [problem.shape(micro_batch, partition.layout) for micro_batch in members]
     costs, covered = problem.costs_of(members, layouts, modes)
-    assert covered.all()
+    if not covered.all():  # A size that was measured says nothing of its half.
+        raise InfeasibleError("a micro-batch that every replica needs a part of cannot be divided")
     replicas = assign(costs.stage_times_ns, problem.replicas)
     schedules = [schedule(costs.take(rows), chosen) for rows in replicas]
     return ScheduledBatch(

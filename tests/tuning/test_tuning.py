@@ -1,5 +1,6 @@
 """The search over layouts: the exhaustive search's answer, with fewer plans; what cannot be used says why."""
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -184,6 +185,16 @@ def test_bounds_hold_whatever_was_measured(
     except InfeasibleError:
         return
     assert least_ns(wanted, least_work(wanted, costs, one)) <= planned
+
+
+@pytest.mark.parametrize(("seed", "lengths"), [(4, [16, 459, 429]), (10, [279, 6, 482, 453]), (12, [373, 16, 272])])
+def test_sizes_that_were_not_measured_are_no_bug_of_the_planner(seed: int, lengths: list[int]) -> None:
+    """Fewer micro-batches than replicas, and nothing known of a half of one."""
+    ids, targets = np.arange(len(lengths)), np.zeros(len(lengths), np.int32)
+    inputs = np.array(lengths, np.int32)
+    one = GlobalBatch(iteration=0, sample_ids=ids, input_lengths=inputs, target_lengths=targets)
+    with contextlib.suppress(InfeasibleError):
+        Planner(base(GPT, data_parallel=2, pipeline_parallel=1), Uneven(seed)).plan(one, 0)
 
 
 def test_costs_of_one_division_into_stages_are_refused() -> None:
