@@ -18,10 +18,11 @@ def make_dataset(
     lengths: Sequence[int] = (1, 60),
     target: int = 20,
     tasks: Sequence[str] = ("random",),
+    rates: Sequence[float] = (),
 ) -> Path:
     """Write it; `lengths` are the ends of the inputs' range, targets have fewer than `target` tokens.
 
-    Samples take turns among the tasks.
+    Samples take turns among the tasks, of which `rates` says how often training draws each.
     """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -49,6 +50,7 @@ def make_dataset(
         eos_id=2,
         max_input_length=max(lengths),
         max_target_length=target,
+        rates=dict(zip(tasks, rates, strict=True)) if rates else {},
     )
     write_meta(folder, meta)
     return folder

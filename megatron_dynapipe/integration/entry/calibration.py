@@ -27,8 +27,8 @@ from megatron_dynapipe.integration.entry import launch
 from megatron_dynapipe.integration.flags.arguments import RunSettings, recompute_modes
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.repredict import repredicted_ns
-from megatron_dynapipe.sampling import LengthTable, Sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs
+from megatron_dynapipe.service.source import split_sampler
 from megatron_dynapipe.store import guard
 from megatron_dynapipe.store.child_log import ChildLog
 from megatron_dynapipe.units import NS_PER_MS, ModelFamily
@@ -83,7 +83,7 @@ def gain(inputs: PlanInputs, computed: CostFile | AnalyticCosts) -> str:
     Both are predicted by the measured costs.
     """
     split = inputs.splits[0]
-    batch = Sampler(LengthTable.read(Path(inputs.data_folder), split.name), split.sampler).batch(split.first_iteration)
+    batch = split_sampler(Path(inputs.data_folder), split).batch(split.first_iteration)
     planner = Planner(inputs.planner, inputs.costs.load())
     measured_ns = planner.plan(batch, 0).totals.predicted_ns
     try:

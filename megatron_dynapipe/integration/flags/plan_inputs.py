@@ -21,7 +21,7 @@ from megatron_dynapipe.integration.flags.transfer_rules import transfer_rules
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.planning.layer_split import BATCHES, choose_layer_split
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings
+from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs, SplitSettings
 from megatron_dynapipe.service.source import split_sampler
 from megatron_dynapipe.units import ModelFamily
@@ -161,9 +161,8 @@ def chosen_layer_split(
     )
     count = sampler.batches.count
     batches = [sampler.batch(iteration) for iteration in range(BATCHES if count is None else min(BATCHES, count))]
-    epoch = Sampler(
-        LengthTable.read(settings.data, "train"), _sampler(args, settings, family, sampler.samples_per_epoch)
-    ).batch(0)
+    whole = SplitSettings(name="train", sampler=_sampler(args, settings, family, sampler.samples_per_epoch))
+    epoch = split_sampler(settings.data, whole).batch(0)
     stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
     even = even_split(sum(_layers(args, family)), stages)
     planner = _planner(args, settings, family, even, on_cpu=on_cpu)

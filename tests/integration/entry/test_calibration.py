@@ -93,10 +93,11 @@ def trained(cache: str, argv: list[str]) -> str:
 
 @pytest.mark.slow
 def test_a_run_measures_its_layers_first(tmp_path):
-    data = make_dataset(tmp_path / "data")
+    data = make_dataset(tmp_path / "data", tasks=("one", "two"), rates=(1.0, 0.5))
+    flags = "--train-iters 2 --dynapipe-calibrate 2"
     said = []
     for run in ("first", "again"):
-        argv = entry_scripts.words("gpt", data, "--train-iters 2 --dynapipe-calibrate 2", report=tmp_path / run)
+        argv = entry_scripts.words("gpt", data, flags, report=tmp_path / run)
         rank = {"call": "trained", "cache": str(tmp_path / "cache"), "argv": argv}
         said += run_ranks(on_a_rank, 1, rank, deadline_s=300)
         assert (tmp_path / run / "cost-model-0.json").exists()

@@ -22,7 +22,7 @@ def test_a_t5_plans_its_split(tmp_path):
 
 def test_a_gpt_plans_its_split(tmp_path):
     """Five layers over two stages: the stage with the head and the loss, of many words, has the fewer."""
-    data = make_dataset(tmp_path / "data")
+    data = make_dataset(tmp_path / "data", tasks=("one", "two"), rates=(1.0, 0.5))
     flags = "--num-layers 5 --pipeline-model-parallel-size 2 --dynapipe-layers-per-stage auto --train-iters 2"
     runs = entry_scripts.train("gpt", data, flags, ranks=2, report=tmp_path / "report")
     assert runs[-1]["losses"].keys() == {"1", "2"}
