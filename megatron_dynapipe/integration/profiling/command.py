@@ -25,6 +25,8 @@ from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 
 BUDGET_FOR_MEASURING = 0.9
 """Share of the budget; the rest is for starting, fitting and writing."""
+LOG_S = 10.0
+"""Between two lines about progress where it is no terminal that they go to."""
 SHARE_OF_PACKED = 0.3
 """Of the time for measuring, that packed rows may take, beyond the fewest that a fit needs."""
 
@@ -126,7 +128,10 @@ def _measure(profiler: Profiler, budget_s: float, *, show: bool) -> None:
     """Run the profiler under a bar of seconds: what is left of it is the time left at most."""
     started, shown = time.monotonic(), 0.0
     layout = "{l_bar}{bar}| {n:.0f}/{total:.0f} s, {remaining} left{postfix}"
-    with tqdm(total=budget_s, disable=not show, file=sys.stderr, bar_format=layout) as bar:
+    pause_s = 0.2 if sys.stderr.isatty() else LOG_S
+    with tqdm(
+        total=budget_s, disable=not show, file=sys.stderr, bar_format=layout, mininterval=pause_s, miniters=0
+    ) as bar:
         for count, measurement in enumerate(profiler.run(budget_s), start=len(profiler.journal.found) + 1):
             elapsed = min(time.monotonic() - started, budget_s)
             bar.update(elapsed - shown)
