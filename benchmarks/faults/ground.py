@@ -118,8 +118,11 @@ class Run:
         self.attacked = time.monotonic()
 
     def children(self, word: str) -> list[psutil.Process]:
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        found = []
+        found: list[psutil.Process] = []
+        try:
+            family = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:  # the run has ended
+            return found
         for process in family:
             with suppress(psutil.Error):  # it has ended meanwhile
                 found += [process] if word in " ".join(process.cmdline()) else []

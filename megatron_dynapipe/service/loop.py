@@ -117,9 +117,11 @@ class PlannerLoop:
         given_up = time.monotonic() + self._settings.full_timeout_s
         while True:
             try:
+                before = self._store.interruptions
                 self._store.put_all(items)
                 self._store.announce(self._keys.done(split.name, iteration), size)
-                break
+                if self._store.interruptions == before:
+                    break  # else it may have come back empty in between: told that plans are there that are not
             except StoreFullError:
                 self.figures.store_full += 1
                 self._store.delete([key for key, _ in items])  # training announces its progress in this room

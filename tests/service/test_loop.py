@@ -205,6 +205,32 @@ def test_a_store_that_came_back_empty_is_filled_again(settings, source, store) -
         until(lambda: source.planned[-1] == ("train", 8))
 
 
+class ForgetfulStore(MemoryStore):
+    """Comes back empty between the plans of an iteration and the word that they are there."""
+
+    lost = 0
+
+    def announce(self, topic: str, value: int) -> None:
+        if topic.endswith(":train:3:done") and not self.lost:
+            self.lost += 1
+            self.interruptions += 1
+            with self._changed:
+                for held in (self._values, self._claims, self._progress):
+                    held.clear()
+        super().announce(topic, value)
+
+
+def test_what_is_said_to_be_published_is_there(settings, source) -> None:
+    told, store = only_train(settings(look_ahead=4)), ForgetfulStore()
+    assert told.keys.done("train", 3).endswith(":train:3:done")
+    with running(told, source, store):
+        for iteration in range(6):
+            for stage in range(2):
+                assert client(told, store, stage=stage).fetch("train", iteration).iteration == iteration
+            client(told, store).announce("train", iteration)
+    assert store.lost == 1
+
+
 class FullStore(MemoryStore):
     """Takes plans of so many bytes together."""
 
