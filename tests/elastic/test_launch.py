@@ -34,9 +34,11 @@ def test_ranks_save_when_a_node_joins_and_when_it_leaves(nodes: Nodes) -> None:
 
 @pytest.mark.slow
 def test_a_lost_rank_is_started_again_and_counted_and_a_lost_node_is_noticed(nodes: Nodes) -> None:
-    nodes.start("--max-restarts", "2")
+    # Of all nodes alike: who hears of the others less often than it expects takes them for lost.
+    flags = ("--max-restarts", "2", "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=8")
+    nodes.start(*flags)
     nodes.await_starts(1)
-    lost = nodes.start("--max-restarts", "2", "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2")
+    lost = nodes.start(*flags)
     nodes.await_starts(2)
     for process in [*psutil.Process(lost.pid).children(recursive=True), psutil.Process(lost.pid)]:
         process.kill()

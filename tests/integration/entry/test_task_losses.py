@@ -81,3 +81,27 @@ def test_losses_by_task_are_logged_drawn_and_reported(
     assert all(f"{task} {evaluations['test'][f'lm loss {task}'][4]:.4f}" in said for task in TASKS)
     page = (tmp_path / "report.html").read_text()
     assert "Evaluation: valid" in page and json.dumps("lm loss another") in page
+
+
+@pytest.mark.slow
+def test_losses_by_task_do_not_depend_on_the_layout(data: Path, tmp_path: Path) -> None:
+    """One checkpoint, evaluated over data-parallel, pipeline and tensor-parallel ranks."""
+    common = f"--train-iters 2 --eval-interval 2 --eval-iters 2 --load {tmp_path / 'saved'}"
+    found = {}
+    for name, flags in (
+        ("data", f"--save {tmp_path / 'saved'} --save-interval 2"),
+        ("pipeline", "--pipeline-model-parallel-size 2"),
+        ("tensor", "--tensor-model-parallel-size 2"),
+    ):
+        report = tmp_path / name
+        arguments = {"script": script_of("gpt"), "argv": words("gpt", data, f"{common} {flags}", report=report)}
+        runs = run_ranks(evaluated, 2, arguments, deadline_s=150)
+        assert [run["status"] for run in runs] == [0, 0]
+        found[name] = {
+            task: [float(each) for each in re.findall(rf"lm loss {task} value: (\S+)", runs[-1]["stdout"])][-2:]
+            for task in TASKS
+        }
+    assert all(len(losses) == 2 for losses in found["data"].values())  # of both splits, at the end
+    for name in ("pipeline", "tensor"):
+        for task in TASKS:
+            assert found[name][task] == pytest.approx(found["data"][task], rel=1e-4)
