@@ -10,8 +10,10 @@ run, and what was done how often with which outcome; exit status 1 if any run en
 """
 
 import argparse
+import contextlib
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -118,7 +120,7 @@ def play(scene: Scene, iterations: int, expected: dict[int, float], until: float
         scene.calm()
         time.sleep(5)
         scene.disturb(choose.choice(scene.possible(last=True)))
-    last = last_of(scene)
+    last = None if outlived(run, iterations) else last_of(scene)
     status, _, trouble = run.end(status=0 if last is None else 1, within_s=END_S)
     said, logged = FAULTS[last].said if last else finished(scene, iterations), losses(run.log)
     assert said is not None
@@ -134,7 +136,20 @@ def play(scene: Scene, iterations: int, expected: dict[int, float], until: float
     _, left = psutil.wait_procs(family, timeout=LEFT_S)
     if left:
         trouble = trouble or f"{len(left)} processes are left"
-    return Ended(said=found[0] if found else "", seconds=time.monotonic() - began, losses=distance, trouble=trouble)
+    return Ended(
+        is_error=last is not None,
+        said=found[0] if found else "",
+        seconds=time.monotonic() - began,
+        losses=distance,
+        trouble=trouble,
+    )
+
+
+def outlived(run: Run, iterations: int) -> bool:
+    """Whether the run has finished: all plans that it needed were there before the last fault."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        run.process.wait(END_S)
+    return run.process.returncode == 0 and max(losses(run.log)) == iterations
 
 
 def await_iteration(run: Run, iteration: int) -> None:
@@ -166,7 +181,7 @@ def report(number: int, scene: Scene, ended: Ended, outcomes: dict[str, Counter[
     if ended.trouble:
         outcome = "otherwise"
     else:
-        outcome = "right error" if last_of(scene) else "equal losses"
+        outcome = "right error" if ended.is_error else "equal losses"
     for name, count in scene.counts.items():
         outcomes[name][outcome] += count
 
