@@ -41,6 +41,7 @@ END_S, LEFT_S = 900.0, 60.0
 class Ended:
     """How a run of the campaign ended; `trouble` is empty where it should have ended so."""
 
+    is_error: bool
     said: str
     seconds: float
     losses: float | None
