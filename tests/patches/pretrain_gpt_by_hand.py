@@ -4,17 +4,17 @@ It knows nothing of DynaPipe but the CPU platform, which must be enabled before 
 iteration's loss to the file that LOSSES names.
 """
 
+import functools
+import json
+import os
+from functools import partial
+from pathlib import Path
+
 from megatron_dynapipe import cpu
 
 cpu.quieten()
 cpu.enable()
 cpu.silence_prints()
-
-import functools  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-from functools import partial  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 from megatron.core import mpu, utils  # noqa: E402

@@ -18,9 +18,8 @@ from megatron_dynapipe.errors import (
 from megatron_dynapipe.plan.codec import encode
 from megatron_dynapipe.plan.iteration import StageEntry, StagePlan, Totals
 from megatron_dynapipe.service import PlanClient, ServiceSettings
-from megatron_dynapipe.service.failure import PlannerFailure, decode_failure
 from megatron_dynapipe.service.figures import decode_figures
-from megatron_dynapipe.service.loop import PlannerLoop, publish_failure
+from megatron_dynapipe.service.loop import PlannerLoop
 from megatron_dynapipe.store import MemoryStore
 from megatron_dynapipe.units import ModelFamily
 
@@ -368,26 +367,6 @@ def test_training_that_stands_still_too_long_is_taken_for_dead(settings, source,
         client(told, store).fetch("train", 99)
 
 
-def test_the_first_failure_is_the_one_told(settings, store) -> None:
-    told = settings()
-    for text in ("first", "second"):
-        publish_failure(store, told.keys, PlannerFailure.of(ValueError(text), planner=0, doing="testing"))
-    with pytest.raises(PlannerFailedError, match=r"failed while testing: ValueError: first\n"):
-        client(told, store).fetch("train", 0)
-
-
-def test_a_failure_that_cannot_be_published_is_logged(settings, store, caplog) -> None:
-    store.close()
-    publish_failure(store, settings().keys, PlannerFailure.of(ValueError("x"), planner=0, doing="testing"))
-    assert "cannot publish what went wrong: this plan store is closed" in caplog.text
-
-
-def test_a_failure_in_another_form_is_shown_as_it_is() -> None:
-    error = decode_failure(b"\xffgibberish").to_error()
-    assert "reports failures in another form" in error.message and "gibberish" in error.message
-    assert error.hint == "install the same version on every node"
-
-
 def test_a_plan_of_another_rank_under_our_key_is_refused(settings, store) -> None:
     told = settings()
     store.put(told.keys.plan(split="train", iteration=3, replica=0, stage=0), encode(entry(3, 1)))
@@ -395,8 +374,3 @@ def test_a_plan_of_another_rank_under_our_key_is_refused(settings, store) -> Non
         PlanError, match=r"expected the plan of \(iteration, replica, stage\) \(3, 0, 0\) under .*, got \(3, 0, 1\)"
     ):
         client(told, store).fetch("train", 3)
-
-
-@pytest.mark.parametrize("data", [b'{"planner": 0, "doing": "\xff\xfe"}', b"[" * 100_000, b"", b"null"])
-def test_what_is_no_failure_is_shown_as_it_is(data: bytes) -> None:
-    assert "reports failures in another form" in decode_failure(data).to_error().message

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,19 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_a_lost_connection_is_opened_again(tmp_path: Path) -> None:
+@contextmanager
+def relayed(**settings: float) -> Iterator[tuple[StoreServer, Relay, str]]:
+    """A server, a relay before it, and the server's URL through the relay."""
     with StoreServer() as server:
-        relay = Relay(int(server.address.url.rpartition(":")[2].partition("/")[0]))
-        url = server.address.url.replace(f":{relay.to_port}/", f":{relay.port}/")
+        relay = Relay(int(server.address.url.rpartition(":")[2].partition("/")[0]), **settings)
+        try:
+            yield server, relay, server.address.url.replace(f":{relay.to_port}/", f":{relay.port}/")
+        finally:
+            relay.close()
+
+
+def test_a_lost_connection_is_opened_again(tmp_path: Path) -> None:
+    with relayed() as (_, relay, url):
         with open_store(url, patience_s=20) as store:
             store.put("before", b"1")
             relay.cut()
@@ -30,25 +40,19 @@ def test_a_lost_connection_is_opened_again(tmp_path: Path) -> None:
             store.put("after", b"2")
             assert store.wait_any(["before"], timeout_s=5, what="it")[1] == b"1"
             assert store.interruptions == 0  # the same server, with all that it held
-        relay.close()
 
 
 def test_a_connection_that_is_refused_for_a_while_is_tried_again() -> None:
-    with StoreServer() as server:
-        relay = Relay(int(server.address.url.rpartition(":")[2].partition("/")[0]))
-        url = server.address.url.replace(f":{relay.to_port}/", f":{relay.port}/")
+    with relayed() as (_, relay, url):
         with open_store(url, patience_s=20) as store:
             relay.cut()
             threading.Timer(0.4, setattr, (relay, "is_cut", False)).start()
             store.put("k", b"1")
             assert store.interruptions in (1, 2, 3)
-        relay.close()
 
 
 def test_a_wait_goes_on_where_its_connection_is_lost() -> None:
-    with StoreServer() as server:
-        relay = Relay(int(server.address.url.rpartition(":")[2].partition("/")[0]), delay_s=0.1)
-        url = server.address.url.replace(f":{relay.to_port}/", f":{relay.port}/")
+    with relayed(delay_s=0.1) as (server, relay, url):
         with open_store(url, patience_s=20) as store, open_store(server.address) as near:
 
             def cut_then_publish() -> None:
@@ -59,14 +63,11 @@ def test_a_wait_goes_on_where_its_connection_is_lost() -> None:
 
             threading.Timer(0.4, cut_then_publish).start()
             assert store.wait_any(["k"], timeout_s=20, what="it")[1] == b"1"
-        relay.close()
 
 
 def test_patience_counts_from_the_last_moment_at_which_the_server_was_reached() -> None:
     """Campaign: a wait that had lost its connection once gave up at the second time, a minute later."""
-    with StoreServer() as server:
-        relay = Relay(int(server.address.url.rpartition(":")[2].partition("/")[0]))
-        url = server.address.url.replace(f":{relay.to_port}/", f":{relay.port}/")
+    with relayed() as (server, relay, url):
         with open_store(url, patience_s=1) as store, open_store(server.address) as near:
 
             def cut_again_and_again_then_publish() -> None:
@@ -79,20 +80,16 @@ def test_patience_counts_from_the_last_moment_at_which_the_server_was_reached() 
 
             threading.Timer(0.2, cut_again_and_again_then_publish).start()
             assert store.wait_any(["k"], timeout_s=30, what="it")[1] == b"1"
-        relay.close()
 
 
 def test_a_server_that_is_known_may_be_out_of_reach_at_first() -> None:
-    with StoreServer() as server:
-        relay = Relay(int(server.address.url.rpartition(":")[2].partition("/")[0]))
-        url = server.address.url.replace(f":{relay.to_port}/", f":{relay.port}/")
+    with relayed() as (_, relay, url):
         relay.cut()
         with pytest.raises(StoreError, match="failed while greeting the server"):
             open_store(url, patience_s=20)
         threading.Timer(0.4, setattr, (relay, "is_cut", False)).start()
         with open_store(url, patience_s=20, is_known=True) as store:
             store.put("k", b"1")
-        relay.close()
 
 
 def test_a_server_that_is_gone_for_good_is_told_after_the_patience(tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""What planners say of their errors, and what ranks make of it."""
+
+import pytest
+
+from megatron_dynapipe.errors import PlannerFailedError
+from megatron_dynapipe.service import PlanClient
+from megatron_dynapipe.service.failure import PlannerFailure, decode_failure
+from megatron_dynapipe.service.loop import publish_failure
+from megatron_dynapipe.store import MemoryStore
+
+
+def test_the_first_failure_is_the_one_told(settings) -> None:
+    told, store = settings(), MemoryStore()
+    for text in ("first", "second"):
+        publish_failure(store, told.keys, PlannerFailure.of(ValueError(text), planner=0, doing="testing"))
+    with pytest.raises(PlannerFailedError, match=r"failed while testing: ValueError: first\n"):
+        PlanClient(store, told.keys, replica=0, stage=0, deadline_s=10).fetch("train", 0)
+
+
+def test_a_failure_that_cannot_be_published_is_logged(settings, caplog) -> None:
+    store = MemoryStore()
+    store.close()
+    publish_failure(store, settings().keys, PlannerFailure.of(ValueError("x"), planner=0, doing="testing"))
+    assert "cannot publish what went wrong: this plan store is closed" in caplog.text
+
+
+def test_a_failure_in_another_form_is_shown_as_it_is() -> None:
+    error = decode_failure(b"\xffgibberish").to_error()
+    assert "reports failures in another form" in error.message and "gibberish" in error.message
+    assert error.hint == "install the same version on every node"
+
+
+@pytest.mark.parametrize("data", [b'{"planner": 0, "doing": "\xff\xfe"}', b"[" * 100_000, b"", b"null"])
+def test_what_is_no_failure_is_shown_as_it_is(data: bytes) -> None:
+    assert "reports failures in another form" in decode_failure(data).to_error().message
