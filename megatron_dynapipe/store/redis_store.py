@@ -38,6 +38,8 @@ _SCAN_COUNT = 1000
 _BATCH = 256
 """Values in one request: a large iteration is published in a few."""
 _RECONNECT_S = 0.25
+_ATTEMPT_S = CONNECT_TIMEOUT_S + 1.0
+"""How long an attempt to connect lasts at most, with the pause before it."""
 
 _GRACE_S = 3.0  # on a busy machine, between the server's own end of a blocking read and the socket's
 _ENTRY_ID = "1-1"
@@ -278,9 +280,10 @@ class RedisStore:
     def _patiently(self, doing: str, send: Callable[[Any], list[Any]], limit_s: float) -> list[Any]:
         """Send again where the connection is lost, until the server has been out of reach for the store's patience.
 
-        A server that can be reached, and lost again, is tried for `limit_s`.
+        A server that can be reached, and lost again, is tried for `limit_s`. Time in which this process was stopped is
+        no time in which it found nobody: of one attempt, only as much counts as it can last.
         """
-        last = given_up = math.inf
+        last, tried, away_s = math.inf, time.monotonic(), 0.0
         while True:
             is_reached = False
             try:
@@ -291,9 +294,9 @@ class RedisStore:
                 self._check_open()
                 now = time.monotonic()
                 last = min(last, now + limit_s)
-                if is_reached or given_up == math.inf:
-                    given_up = now + self._patience_s
-                if not _may_come_back(error) or now + _RECONNECT_S > min(given_up, last):
+                away_s = 0.0 if is_reached else away_s + min(now - tried, _ATTEMPT_S)
+                tried = now
+                if not _may_come_back(error) or away_s + _RECONNECT_S > self._patience_s or now > last:
                     raise self._error(doing, error) from error
             self.interruptions += 1
             self._closed.wait(_RECONNECT_S)

@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_dynapipe.errors import StoreError
-from megatron_dynapipe.store import PlanKeys, StoreServer, new_job_name, open_store
+from megatron_dynapipe.store import PlanKeys, StoreServer, new_job_name, open_store, redis_store
 from tests.store.servers import Relay
 
 
@@ -80,6 +81,26 @@ def test_patience_counts_from_the_last_moment_at_which_the_server_was_reached() 
 
             threading.Timer(0.2, cut_again_and_again_then_publish).start()
             assert store.wait_any(["k"], timeout_s=30, what="it")[1] == b"1"
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Campaign: a planner that was stopped while the store was away gave up as soon as it went on."""
+    with relayed() as (_, relay, url):
+        with open_store(url, patience_s=20) as store:
+            relay.cut()
+            asleep_s = iter([0.0, 0.0, 100.0])  # the clock has moved on by as much, the third time that it is read
+            total_s = 0.0
+
+            def clock() -> float:
+                nonlocal total_s
+                total_s += next(asleep_s, 0.0)
+                return time.monotonic() + total_s
+
+            monkeypatch.setattr(redis_store, "time", SimpleNamespace(monotonic=clock))
+            threading.Timer(0.8, setattr, (relay, "is_cut", False)).start()
+            store.put("k", b"1")
+            assert store.interruptions >= 2
+            assert total_s == 100.0
 
 
 def test_a_server_that_is_known_may_be_out_of_reach_at_first() -> None:
