@@ -43,12 +43,15 @@ class BuildCore(build_ext):
             if importlib.util.find_spec("ziglang") is None:
                 raise SystemExit(failure("no C++17 compiler works here"))
             use_zig()
+        self.is_into_source = bool(self.inplace)  # which setuptools takes back while it compiles
         super().run()
 
     def build_extension(self, ext: Extension) -> None:
-        # If this build fails, no library of older sources must stay, neither in build/ nor beside the Python.
+        # If this build fails, no library of older sources must stay, neither in build/ nor, where it would go there,
+        # beside the Python. A wheel that is built in a checkout leaves the checkout's own library alone.
         Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
-        (ROOT / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+        if self.is_into_source:
+            (ROOT / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
         own_sources = ext.sources
         try:
             import nanobind

@@ -242,10 +242,10 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def build(project: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def build(project: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Build where `ziglang` is not installed, or is the folder beside the project."""
     return subprocess.run(
-        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        [sys.executable, "setup.py", "build_ext", *(options or ["--inplace"])],
         cwd=project,
         env={**os.environ, "CC": "false", "CXX": "false", "PYTHONPATH": str(project / "packages"), **environment},
         capture_output=True,
@@ -270,6 +270,12 @@ def test_a_build_that_fails_stops_and_leaves_no_older_library(project: Path) -> 
     assert done.returncode == 1
     assert "error: the planner's native core could not be built: command" in done.stderr
     assert not (project / "megatron_dynapipe" / "planning" / LIBRARY).exists()
+
+
+def test_a_wheel_that_is_built_in_a_checkout_leaves_the_checkouts_own_library(project: Path) -> None:
+    done = build(project, "--build-lib", "build/lib", CXX="c++", CC="cc")
+    assert done.returncode == 1
+    assert (project / "megatron_dynapipe" / "planning" / LIBRARY).exists()
 
 
 def test_zig_compiles_and_links_where_the_machines_compiler_does_not_work(project: Path) -> None:
