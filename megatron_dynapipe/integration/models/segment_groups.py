@@ -9,7 +9,10 @@ long as that costs less than another call. Only attention is padded so: everythi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -58,28 +61,34 @@ def group_segments(queries: Sequence[int], keys: Sequence[int], device: torch.de
         keys: in the row of keys.
         device: where the tensors go.
     """
-    query_starts, key_starts = _starts(queries), _starts(keys)
-    groups, back, placed = [], torch.zeros(sum(queries), dtype=torch.int64), 0
-    for segments in like_segments(queries, keys):
-        longest = max(queries[s] for s in segments), max(keys[s] for s in segments)
-        for number, segment in enumerate(segments):
-            first = placed + number * longest[0]
-            start = query_starts[segment]
-            back[start : start + queries[segment]] = torch.arange(first, first + queries[segment])
-        placed += len(segments) * longest[0]
-        query_places, _ = _places([query_starts[s] for s in segments], [queries[s] for s in segments], longest[0])
-        key_places, real = _places([key_starts[s] for s in segments], [keys[s] for s in segments], longest[1])
-        groups.append(
-            SegmentGroup(
-                count=len(segments),
-                queries=longest[0],
-                keys=longest[1],
-                query_places=query_places.to(device),
-                key_places=key_places.to(device),
-                real_keys=None if bool(real.all()) else real[:, None, None].to(device),
-            )
+    like = like_segments(queries, keys)
+    longest = [(max(queries[s] for s in segments), max(keys[s] for s in segments)) for segments in like]
+    counts = [len(segments) for segments in like]
+    order = np.array([segment for segments in like for segment in segments], np.int64)
+    widths = np.repeat(np.array(longest, np.int64).reshape(-1, 2), counts, axis=0)
+    query_places, is_query = _places(queries, order, widths[:, 0])
+    key_places, is_key = _places(keys, order, widths[:, 1])
+    back = np.zeros(sum(queries), np.int64)
+    back[query_places[is_query]] = np.flatnonzero(is_query)
+    of_keys = [count * most for count, (_, most) in zip(counts, longest, strict=True)]
+    parts = zip(
+        _on(device, query_places).split([count * most for count, (most, _) in zip(counts, longest, strict=True)]),
+        _on(device, key_places).split(of_keys),
+        _on(device, is_key).split(of_keys),
+        strict=True,
+    )
+    groups = [
+        SegmentGroup(
+            count=len(segments),
+            queries=most_queries,
+            keys=most_keys,
+            query_places=query,
+            key_places=key,
+            real_keys=real.view(-1, 1, 1, most_keys) if any(keys[s] < most_keys for s in segments) else None,
         )
-    return SegmentGroups(groups=groups, back=back.to(device))
+        for segments, (most_queries, most_keys), (query, key, real) in zip(like, longest, parts, strict=True)
+    ]
+    return SegmentGroups(groups=groups, back=_on(device, back))
 
 
 def like_segments(queries: Sequence[int], keys: Sequence[int]) -> list[list[int]]:
@@ -103,15 +112,19 @@ def like_segments(queries: Sequence[int], keys: Sequence[int]) -> list[list[int]
     return groups
 
 
-def _starts(lengths: Sequence[int]) -> list[int]:
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    return starts
+def _places(
+    lengths: Sequence[int], order: npt.NDArray[np.int64], widths: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Where the positions of segments in an order are in the row, each padded to a width, and which are real.
+
+    Padding is at the segment's first position.
+    """
+    own = np.array(lengths, np.int64)
+    starts = np.cumsum(own) - own
+    steps = np.arange(widths.sum()) - np.repeat(np.cumsum(widths) - widths, widths)
+    real = steps < np.repeat(own[order], widths)
+    return np.repeat(starts[order], widths) + steps * real, real
 
 
-def _places(starts: Sequence[int], lengths: Sequence[int], longest: int) -> tuple[Tensor, Tensor]:
-    """int64[n × longest] places, padding at the segment's first, and bool[n, longest] of which are real."""
-    steps = torch.arange(longest)[None]
-    real = steps < torch.tensor(lengths)[:, None]
-    return (torch.tensor(starts)[:, None] + steps * real).flatten(), real
+def _on(device: torch.device, values: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(values).to(device)

@@ -4,6 +4,7 @@ Embedding and head have no attention: they cost a packed row what they cost one 
 """
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,8 +30,11 @@ LENGTHS = (16, 64, 256)
 """Positions of their samples, and the longest that a run may have."""
 RATIOS = (1, 2, 8)
 """Of inputs to targets, in a decoder's rows."""
-SPREAD = (0.5, 1.0, 2.0, 0.7, 1.4)
-"""Of samples around the length that a row is of: equal ones are faster than those of a run, and pad less."""
+SPREAD = 2.0
+"""Samples are up to so many times shorter or longer than the length that a row is of. No two are alike, nor are a
+sample's input and target: equal ones attend in fewer calls than those of a run, and pad less."""
+_STEPS = ((math.sqrt(5) - 1) / 2, math.sqrt(2) - 1)
+"""Of inputs and of targets, by which the logarithms of lengths go round evenly (Weyl's sequence)."""
 
 _POSITIONS_OF_A_ROW = 512
 """A row's measurement takes about as long as this many positions more."""
@@ -64,7 +68,8 @@ def rows_of(part: str, within: Range, most_positions: int) -> list[Row]:
                 continue
             count = total // (length + target)
             if length <= longest and count:
-                rows.add(Row(_spread(length, count, longest), _spread(target, count, within.target_length)))
+                inputs = _spread(length, count, longest, _STEPS[0])
+                rows.add(Row(inputs, _spread(target, count, within.target_length, _STEPS[1])))
     return _most_telling_first(sorted(rows, key=_positions))
 
 
@@ -87,10 +92,11 @@ def _most_telling_first(rows: Sequence[Row]) -> list[Row]:
     return order
 
 
-def _spread(length: int, count: int, longest: int) -> Lengths:
+def _spread(length: int, count: int, longest: int, step: float) -> Lengths:
     if not length:
         return ()
-    return tuple(min(max(round(length * SPREAD[n % len(SPREAD)]), 1), longest) for n in range(count))
+    places = ((n + 1) * step % 1 for n in range(count))
+    return tuple(min(max(round(length * SPREAD ** (2 * place - 1)), 1), longest) for place in places)
 
 
 @dataclass(slots=True)
