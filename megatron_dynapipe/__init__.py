@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from megatron_dynapipe.elastic.module_layout import layout_for
+    from megatron_dynapipe.elastic.run import ElasticRun
     from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
     from megatron_dynapipe.modules import (
         CutPoint,
@@ -30,12 +32,14 @@ _MODULES = "megatron_dynapipe.modules"
 _LAZY = {
     "CutPoint": _MODULES,
     "DynaPipeDataLoader": _MODULES,
+    "ElasticRun": "megatron_dynapipe.elastic.run",
     "MegatronPipeline": "megatron_dynapipe.integration.entry.megatron_pipeline",
     "ModulePlanner": _MODULES,
     "Pipeline": _MODULES,
     "PipelineExecutor": "megatron_dynapipe.runtime",
     "SharedModule": _MODULES,
     "Stage": _MODULES,
+    "layout_for": "megatron_dynapipe.elastic.module_layout",
     "orchestrate": "megatron_dynapipe.tuning",
     "profile_module": _MODULES,
     "split_model": _MODULES,
@@ -45,6 +49,7 @@ _LAZY = {
 __all__ = [
     "CutPoint",
     "DynaPipeDataLoader",
+    "ElasticRun",
     "MegatronPipeline",
     "ModulePlanner",
     "Pipeline",
@@ -52,6 +57,7 @@ __all__ = [
     "SharedModule",
     "Stage",
     "__version__",
+    "layout_for",
     "orchestrate",
     "profile_module",
     "split_model",

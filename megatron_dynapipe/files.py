@@ -72,3 +72,9 @@ def open_regular(path: Path) -> int:
         kind = next((kind for is_kind, kind in _KINDS if is_kind(mode)), "special file")
         raise OSError(errno.EINVAL, f"expected a regular file, found a {kind}", str(path))
     return descriptor
+
+
+def user_cache_folder() -> Path:
+    """Where measured costs and chosen layouts are kept: `megatron-dynapipe` in XDG_CACHE_HOME, else in ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "megatron-dynapipe"

@@ -6,7 +6,7 @@ none            ►     an error
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -101,27 +101,46 @@ def choose(question: Question, cost_model: CostModel, batches: Sequence[GlobalBa
     Raises:
         ConfigError: no number of ranks up to the job's most has a layout.
     """
+    return choose_of(question.ranks, question.most_ranks, lambda ranks: _best(question, cost_model, batches, ranks))
+
+
+def choose_of(ranks_there: int, most_ranks: int, best: Callable[[int], TunedLayout]) -> Choice:
+    """The layout of the most ranks that have one, or how many ranks to wait for.
+
+    Args:
+        ranks_there: how many there are.
+        most_ranks: of the job, with all nodes there.
+        best: the best layout of a number of ranks; one without a predicted time where none fits.
+
+    Raises:
+        ConfigError: no number of ranks up to the job's most has a layout.
+    """
     reason = ""
-    for ranks in range(question.ranks, 0, -1):
-        best = _best(question, cost_model, batches, ranks)
-        if best.predicted_ms is not None:
-            return Choice.of(best, ranks, reason)
-        reason = reason or f"{ranks} ranks: {best.error}"
-    for ranks in range(question.ranks + 1, question.most_ranks + 1):
-        if _best(question, cost_model, batches, ranks).predicted_ms is not None:
+    for ranks in range(ranks_there, 0, -1):
+        layout = best(ranks)
+        if layout.predicted_ms is not None:
+            return Choice.of(layout, ranks, reason)
+        reason = reason or f"{ranks} ranks: {layout.error}"
+    for ranks in range(ranks_there + 1, most_ranks + 1):
+        if best(ranks).predicted_ms is not None:
             return Choice(ranks=0, needed=ranks, reason=reason)
     raise ConfigError(
-        f"no layout of up to {max(question.ranks, question.most_ranks)} ranks fits ({reason})",
+        f"no layout of up to {max(ranks_there, most_ranks)} ranks fits ({reason})",
         hint="`megatron-dynapipe tune` shows what is wrong with each; more nodes: --nnodes MIN:MAX",
     )
 
 
 def cached(question: Question, cost_model: CostModel, batches: Sequence[GlobalBatch], folder: Path) -> Choice:
     """`choose`, from `folder` where the same was asked before."""
-    path = folder / f"layout-{_digest(question, cost_model, batches)}.json"
+    return kept(folder, _digest(question, cost_model, batches), lambda: choose(question, cost_model, batches))
+
+
+def kept(folder: Path, digest: str, make: Callable[[], Choice]) -> Choice:
+    """The choice that `folder` holds under a digest of what was asked; made and kept there if it holds none."""
+    path = folder / f"layout-{digest}.json"
     with suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode(read_bounded(path, most_bytes=_MOST_BYTES), type=Choice)
-    choice = choose(question, cost_model, batches)
+    choice = make()
     with suppress(OSError):  # it is only a cache
         folder.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(".unfinished")

@@ -4,12 +4,14 @@ So a run may go on with other stages and replicas, and the weights can be read w
 format describes its contents in a pickle: load checkpoints that you trust.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,6 +26,7 @@ from megatron_dynapipe.modules.boundary import Part
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _EXTRA = "dynapipe."
+_OPTIMIZER = "optimizer."
 
 
 def save_checkpoint(
@@ -39,9 +42,11 @@ def load_checkpoint(
     """Read what `save_checkpoint` wrote, for whatever stages and replicas; gives back the numbers.
 
     Raises:
-        DataError: on every rank alike: there is no such checkpoint, or it lacks a weight.
+        DataError: on every rank alike: there is no such checkpoint, or it lacks a weight, or holds one that the model
+            does not have.
     """
     tensors = _tensors(part, optimizer, extra)
+    names = {name for text in part.ranks.control.gather_texts(json.dumps(list(tensors))) for name in json.loads(text)}
     try:
         load(tensors, checkpoint_id=path)
     except CheckpointException as error:
@@ -50,11 +55,22 @@ def load_checkpoint(
             f"cannot read the checkpoint {path}: {reasons}",
             hint="give the folder of a checkpoint of the same model and the same kind of optimizer",
         ) from None
+    if more := _saved_weights(path) - names:
+        raise DataError(
+            f"expected a checkpoint of this model, got {path}, which also holds {', '.join(sorted(more)[:4])}",
+            hint="build the model that was saved, or give the folder of another checkpoint",
+        )
     if optimizer is not None:
         state, saved = _optimizer_state(part, optimizer), part.saved_names()
         found = {key: _as(value, tensors[_renamed(key, saved)]) for key, value in state.items() if _is_kept(value)}
         set_optimizer_state_dict(part, optimizer, {**state, **found}, options=_OPTIONS)
     return {key: float(tensors[_EXTRA + key]) for key in extra}
+
+
+def _saved_weights(path: Path) -> set[str]:
+    """Names of the weights of a checkpoint that has been read."""
+    names = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name for name in names if not name.startswith((_OPTIMIZER, _EXTRA))}
 
 
 def _tensors(
@@ -77,7 +93,7 @@ def _renamed(key: str, saved: Mapping[str, str]) -> str:
     """The key of a part of the optimizer's state, in which a weight's name stands between two words."""
     kind, _, rest = key.partition(".")
     name, _, word = rest.rpartition(".")
-    return f"optimizer.{kind}.{saved.get(name, name)}.{word}"
+    return f"{_OPTIMIZER}{kind}.{saved.get(name, name)}.{word}"
 
 
 def _is_kept(value: Any) -> bool:

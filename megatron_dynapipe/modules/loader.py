@@ -73,7 +73,7 @@ class DynaPipeDataLoader:
         self._lengths = _all_lengths(dataset, lengths)
         self._size, self._tokens = global_batch_size, tokens_per_batch
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
-        self.epoch = 0
+        self.epoch, self._skipped = 0, 0
         rank = dist.get_rank() if dist.is_initialized() else 0
         stage, replica = divmod(rank, planner.replicas)
         plans = None if store is None else PublishedPlans(StoreAddress(store), job, planner, rank=rank)
@@ -82,7 +82,21 @@ class DynaPipeDataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Iterate over this epoch next; its order depends on the seed and its number alone."""
-        self.epoch = epoch
+        self.epoch, self._skipped = epoch, 0
+
+    def start_at(self, iteration: int) -> None:
+        """Go on at an iteration of the run, counted from 0 over its epochs: with the rest of its epoch next.
+
+        Raises:
+            ConfigError: an epoch has no iterations.
+        """
+        self.set_epoch(0)
+        while iteration >= (count := len(self)):
+            if not count:
+                raise ConfigError("expected an epoch of at least one iteration, got none", hint="drop_last=False")
+            iteration -= count
+            self.set_epoch(self.epoch + 1)
+        self._skipped = iteration
 
     def __len__(self) -> int:
         """Iterations of the epoch."""
@@ -92,8 +106,9 @@ class DynaPipeDataLoader:
         """One epoch; the next call begins the next one."""
         batches = self._batches()
         first = self.epoch << 32  # iterations are numbered apart by epoch
-        items = _Iterations(self._planned, [(first + number, ids) for number, ids in enumerate(batches)])
-        self.epoch += 1
+        numbered = [(first + number, ids) for number, ids in enumerate(batches)]
+        items = _Iterations(self._planned, numbered[self._skipped :])
+        self.set_epoch(self.epoch + 1)
         loader = DataLoader(items, batch_size=None, shuffle=False, collate_fn=_as_it_is, **self._arguments)
         for micro_batches, plan in loader:
             yield micro_batches, decode_entry(plan)

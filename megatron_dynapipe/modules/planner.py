@@ -1,10 +1,10 @@
 """Planning a divided model's micro-batches by the measured costs of its segments."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from megatron_dynapipe.cost import Network
@@ -15,15 +15,14 @@ from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, TransferRules
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.segments import segment_settings
-from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.planning.segments import batch_of_positions, segment_settings
 
 
 class ModulePlanner:
     """A `Planner` for the stages of a divided model; every virtual stage counts as one layer with its own costs.
 
     Args:
-        costs: of the segments.
+        costs: of the segments, or the path of their file.
         stage_of: the virtual stage of each segment, `part.stage_of`.
         stages: ranks of a pipeline.
         replicas: of the pipeline.
@@ -39,7 +38,7 @@ class ModulePlanner:
 
     def __init__(
         self,
-        costs: SegmentCosts,
+        costs: SegmentCosts | str | Path,
         stage_of: Sequence[int],
         *,
         stages: int,
@@ -50,6 +49,7 @@ class ModulePlanner:
         transfers: TransferRules | None = None,
     ) -> None:
         self.stages, self.replicas = stages, replicas
+        costs = costs if isinstance(costs, SegmentCosts) else SegmentCosts.load(Path(costs))
         settings = segment_settings(
             costs,
             stage_of,
@@ -81,7 +81,7 @@ class ModulePlanner:
         Raises:
             PlanningError, InfeasibleError: as `Planner.plan`.
         """
-        return self.planner.plan(_global_batch(lengths, iteration), iteration, forward_only=forward_only)
+        return self.planner.plan(batch_of_positions(lengths, iteration), iteration, forward_only=forward_only)
 
     def share(self, batch: Batch, *, forward_only: bool = False) -> tuple[list[dict[str, Any]], IterationPlan]:
         """One replica's batch as planned micro-batches, each trimmed to the length of its longest sample.
@@ -90,23 +90,12 @@ class ModulePlanner:
         tensor. Padding is expected at the end of each row.
         """
         lengths = _lengths(batch)
-        plan = self._alone.plan(_global_batch(lengths, 0), 0, forward_only=forward_only)
+        plan = self._alone.plan(batch_of_positions(lengths, 0), 0, forward_only=forward_only)
         return [_rows(batch, micro_batch) for micro_batch in plan.replicas[0].micro_batches], plan
 
 
 def _for_one_replica(planner: Planner) -> Planner:
     return Planner(msgspec.structs.replace(planner.settings, data_parallel=1), planner.cost_model)
-
-
-def _global_batch(lengths: Sequence[int], iteration: int) -> GlobalBatch:
-    """A sample of n positions counts as n + 1 tokens: a decoder-only one trains on one position less than it has."""
-    tokens = np.asarray(lengths, np.int32) + 1
-    return GlobalBatch(
-        iteration=iteration,
-        sample_ids=np.arange(len(tokens)),
-        input_lengths=tokens,
-        target_lengths=np.zeros_like(tokens),
-    )
 
 
 def _lengths(batch: Batch) -> list[int]:

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute
 
 
@@ -119,4 +122,18 @@ def segment_settings(
         network=network or Network.over(costs.links, devices_per_node=8),
         model_state_bytes=tuple(sum(state[rank::stages]) for rank in range(stages)),
         schedule=schedule or ScheduleSettings(),
+    )
+
+
+def batch_of_positions(lengths: Sequence[int], iteration: int) -> GlobalBatch:
+    """A global batch of samples of so many positions, for `Planner.plan`; sample ids are places in it.
+
+    A sample of n positions counts as n + 1 tokens: a decoder-only one trains on one position less than it has.
+    """
+    tokens = np.asarray(lengths, np.int32) + 1
+    return GlobalBatch(
+        iteration=iteration,
+        sample_ids=np.arange(len(tokens)),
+        input_lengths=tokens,
+        target_lengths=np.zeros_like(tokens),
     )

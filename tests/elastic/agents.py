@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -23,10 +23,12 @@ class Nodes:
         folder: of the job.
         port: of its rendezvous.
         least, most: its nodes.
+        script: the training script and its arguments; by default toy ranks over the folder.
     """
 
-    def __init__(self, folder: Path, port: int, *, least: int, most: int) -> None:
+    def __init__(self, folder: Path, port: int, *, least: int, most: int, script: Sequence[str] = ()) -> None:
         self.folder, self._port, self._nodes = folder, port, f"{least}:{most}"
+        self._script = script or (str(TOY), str(folder))
         self._started: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -43,7 +45,7 @@ class Nodes:
         """One more node; what it says goes to `said`."""
         words = [sys.executable, "-m", "megatron_dynapipe", "launch", "--nnodes", self._nodes, "--nproc-per-node", "1"]
         words += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--local-addr", "127.0.0.1", "--last-call", "1"]
-        words += ["--notice-every", "0.2", "--join-timeout", "60", *flags, str(TOY), str(self.folder)]
+        words += ["--notice-every", "0.2", "--join-timeout", "60", *flags, *self._script]
         with (self.folder / f"agent-{len(self._started)}").open("wb") as file:
             environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
             agent = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment)

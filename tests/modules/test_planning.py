@@ -264,6 +264,26 @@ def test_arguments_that_a_loader_refuses(arguments, error):
         DynaPipeDataLoader(DATASET, planner=planner_of(), **arguments)
 
 
+@pytest.mark.parametrize("iteration", [0, 2, 3, 7])
+def test_a_loader_goes_on_where_a_run_left(iteration):
+    """Three iterations an epoch; what is left of the first one, then whole epochs in orders of their own."""
+
+    def loader() -> DynaPipeDataLoader:
+        return DynaPipeDataLoader(DATASET, global_batch_size=4, planner=planner_of(), shuffle=True)
+
+    whole, rest = loader(), loader()
+    rest.start_at(iteration)
+    expected = [seen(item) for _ in range(4) for item in whole][iteration:]
+    found = [seen(item) for _ in range(4) for item in rest][: len(expected)]
+    assert found == expected and len(found) == 12 - iteration
+
+
+def seen(item: tuple[list[Any], Any]) -> tuple[Any, ...]:
+    """What tells an iteration from others."""
+    micro_batches, plan = item
+    return plan.iteration, [batch["ids"].tolist() for batch in micro_batches]
+
+
 def test_samples_are_padded_or_packed():
     samples = [DATASET[9], DATASET[0]]
     padded = Pad(mask="mask")(samples, 8)

@@ -23,6 +23,7 @@ import torch
 from megatron_dynapipe import cpu
 from megatron_dynapipe.cost import TableCostModel
 from megatron_dynapipe.errors import CostModelError, DynaPipeError
+from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import launch
 from megatron_dynapipe.integration.flags.arguments import RunSettings, recompute_modes
 from megatron_dynapipe.planning.planner import Planner
@@ -61,7 +62,7 @@ def measured_costs(args: argparse.Namespace, family: ModelFamily, flags: Sequenc
         if os.environ["RANK"] == "0":
             print("the model's layers are not measured: this takes ranks that torchrun started", flush=True)
         return None
-    path = cache_folder() / f"costs-{_identity(args, family)}.json"
+    path = user_cache_folder() / f"costs-{_identity(args, family)}.json"
 
     def measure() -> str:
         if not path.exists() and not _profile(args, family, flags, path):
@@ -96,12 +97,6 @@ def gain(inputs: PlanInputs, computed: CostFile | AnalyticCosts) -> str:
     return (
         f"{here}; a plan from computed costs would take {blind_ns / NS_PER_MS:.0f} ms ({blind_ns / measured_ns:.2f} ×)"
     )
-
-
-def cache_folder() -> Path:
-    """Where measured costs are kept: `megatron-dynapipe` in XDG_CACHE_HOME, else in ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "megatron-dynapipe"
 
 
 def _identity(args: argparse.Namespace, family: ModelFamily) -> str:

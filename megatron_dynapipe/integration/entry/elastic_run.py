@@ -10,7 +10,6 @@ the checkpoint saved and ends the run; its ranks then end with the status by whi
 
 import argparse
 import contextlib
-import datetime
 import multiprocessing
 import os
 import shutil
@@ -24,15 +23,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from megatron_dynapipe import config, cpu
+from megatron_dynapipe.elastic import rounds
 from megatron_dynapipe.elastic.job import LEFT, Job, note
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
-from megatron_dynapipe.files import read_bounded
+from megatron_dynapipe.files import read_bounded, user_cache_folder
 from megatron_dynapipe.integration.entry import launch
 from megatron_dynapipe.units import ModelFamily
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
-
     from megatron_dynapipe.elastic.layout import Choice, Question
 
 LAYOUT_FLAGS = (
@@ -44,8 +42,6 @@ LAYOUT_FLAGS = (
 HANDLER = "--exit-signal-handler"
 BATCHES = 2
 """Global batches by which layouts are judged."""
-_ENDED = "run/ended"
-_POLL_S = 1.0
 
 _heard_notice = False
 """Whether some rank has had a notice; the same on all ranks, after the iteration in which they agreed on it."""
@@ -71,9 +67,9 @@ def prepare(family: ModelFamily) -> None:
 
     choice = _decoded(launch.from_rank_0("layout", decide, timeout_s=timeout_s))
     if not choice.ranks:
-        _wait_for_ranks(choice, job)
+        rounds.await_more_ranks(choice, job)
     if int(os.environ["RANK"]) >= choice.ranks:
-        _stand_by(choice, timeout_s)
+        rounds.stand_by(choice, timeout_s=timeout_s)
     os.environ["WORLD_SIZE"] = str(choice.ranks)
     sys.argv[1:] = words + choice.words()
 
@@ -88,8 +84,8 @@ def status() -> Iterator[None]:
             raise
         note("saved")
         _leave()
-    if Job.current() is not None and os.environ.get("RANK") == "0" and (store := _store(_POLL_S)) is not None:
-        store.set(_ENDED, "1")
+    if Job.current() is not None and os.environ.get("RANK") == "0":
+        rounds.tell_end()
 
 
 def _leave() -> NoReturn:
@@ -215,7 +211,6 @@ def _saving(words: Sequence[str], job: Job) -> list[str]:
 
 def _choose(family: ModelFamily, words: Sequence[str], job: Job) -> "Choice":
     from megatron_dynapipe.elastic.layout import cached
-    from megatron_dynapipe.integration.entry import calibration
 
     began = time.monotonic()
     remove_unfinished(_emergency_folder(words, Path(config.value_of(words, "save", ""))))
@@ -223,7 +218,7 @@ def _choose(family: ModelFamily, words: Sequence[str], job: Job) -> "Choice":
         question, costs, batches = _question(family, job)
     question = msgspec.structs.replace(question, ranks=int(os.environ["WORLD_SIZE"]))
     try:
-        choice = cached(question, costs, batches, calibration.cache_folder())
+        choice = cached(question, costs, batches, user_cache_folder())
     except InfeasibleError as error:
         raise ConfigError(error.message, hint=error.hint) from error
     seconds = time.monotonic() - began
@@ -285,42 +280,3 @@ def _one_rank(words: Sequence[str]) -> Iterator[None]:
     finally:
         unset_global_variables()
         sys.argv[1:], os.environ["WORLD_SIZE"] = argv, world
-
-
-def _wait_for_ranks(choice: "Choice", job: Job) -> NoReturn:
-    """Wait until the agents start the ranks anew, with more of them.
-
-    Raises:
-        ConfigError: they did not within the job's limit.
-    """
-    world = os.environ["WORLD_SIZE"]
-    needs = f"the smallest layout that fits needs {choice.needed} ranks, {world} are here ({choice.reason})"
-    if os.environ["RANK"] == "0":
-        note("too few", needed=choice.needed)
-        print(f"waiting for more ranks: {needs}", flush=True)
-    time.sleep(job.wait_s)
-    raise ConfigError(f"waited {job.wait_s:.0f} s for more ranks: {needs}", hint="start `launch` on more nodes")
-
-
-def _stand_by(choice: "Choice", timeout_s: float) -> NoReturn:
-    """Do nothing until the agent ends this rank, or the run has ended."""
-    print(f"rank {os.environ['RANK']} stands by: {choice.ranks} ranks train", flush=True)
-    store = _store(timeout_s)
-    try:
-        while store is not None and not store.check([_ENDED]):
-            time.sleep(_POLL_S)
-    except RuntimeError:  # the node that hosts the store has gone
-        sys.exit(LEFT)
-    sys.exit(0)
-
-
-def _store(timeout_s: float) -> "Store | None":
-    """torchrun's own store of this round."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    with contextlib.suppress(RuntimeError):
-        return TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=max(timeout_s, _POLL_S)))
-    return None
