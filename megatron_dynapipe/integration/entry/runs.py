@@ -44,7 +44,7 @@ from megatron_dynapipe.integration.flags.plan_inputs import (
     train_iterations,
 )
 from megatron_dynapipe.integration.flags.preflight import check_run
-from megatron_dynapipe.integration.flags.run_record import CheckpointRecords, record_of
+from megatron_dynapipe.integration.flags.run_record import CheckpointRecords, non_persistent_folder, record_of
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.providers import (
@@ -301,7 +301,15 @@ def _saving_record(
     if args.save is None or args.rank != 0:
         return lambda: None
     record = record_of(args, settings, preview_inputs(args, settings, family, on_cpu=cpu.is_enabled()))
-    return CheckpointRecords(Path(args.save), record).update
+    emergency = non_persistent_folder(args, Path(args.save))
+    folders = [Path(args.save), *([] if emergency is None else [emergency])]
+    records = [CheckpointRecords(folder, record) for folder in folders]
+
+    def update() -> None:
+        for each in records:
+            each.update()
+
+    return update
 
 
 def pretrain_arguments(run: Run, session: Session) -> dict[str, Any]:

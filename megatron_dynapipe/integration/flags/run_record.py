@@ -1,6 +1,7 @@
 """What a checkpoint says of the run that saved it, and what resuming it under other data, models or settings means.
 
-    CHECKPOINTS/iter_0000010/dynapipe.json      beside Megatron's own files
+    CHECKPOINTS/iter_0000010/dynapipe.json                      beside Megatron's own files
+    CHECKPOINTS/non_persistent/iter_0000012/dynapipe.json       where they are of the type `global`
 
 another model, vocabulary      refused: the weights would not mean the same
 other data                     refused, unless --dynapipe-allow-other-data (or Megatron's --finetune) says so
@@ -134,14 +135,36 @@ class CheckpointRecords:
             return None
 
 
+def non_persistent_folder(args: argparse.Namespace, checkpoints: Path) -> Path | None:
+    """Where Megatron saves non-persistent checkpoints that every layout can load; None if it saves none."""
+    if getattr(args, "non_persistent_ckpt_type", None) != "global":
+        return None
+    return Path(args.non_persistent_global_ckpt_dir or checkpoints / "non_persistent")
+
+
 def _last_checkpoint(checkpoints: Path, step: int | None) -> Path | None:
     """The folder of the checkpoint of an iteration, or of the last one; None if there is none."""
-    if step is None:
-        try:
-            step = int(read_bounded(checkpoints / TRACKER, most_bytes=100))
-        except (OSError, ValueError):  # no checkpoint, or a release, which is no run's
-            return None
-    return checkpoints / f"iter_{step:07d}"
+    step = _last_iteration(checkpoints) if step is None else step
+    return None if step is None else checkpoints / f"iter_{step:07d}"
+
+
+def _last_iteration(checkpoints: Path) -> int | None:
+    try:
+        return int(read_bounded(checkpoints / TRACKER, most_bytes=100))
+    except (OSError, ValueError):  # no checkpoint, or a release, which is no run's
+        return None
+
+
+def _resumed(args: argparse.Namespace) -> Path | None:
+    """The folder of the checkpoint that Megatron is going to load; None if there is none."""
+    if args.load is None:
+        return None
+    step, own = getattr(args, "ckpt_step", None), Path(args.load)
+    other = non_persistent_folder(args, own)
+    last = None if other is None else _last_iteration(other)
+    if other is not None and last is not None and last >= (step or _last_iteration(own) or 0):
+        return _last_checkpoint(other, last)
+    return _last_checkpoint(own, step)
 
 
 def check_resumed(args: argparse.Namespace, record: RunRecord) -> str | None:
@@ -151,7 +174,7 @@ def check_resumed(args: argparse.Namespace, record: RunRecord) -> str | None:
         ConfigError: the checkpoint is of another model or vocabulary, or its record cannot be read.
         DataError: it was trained on other data.
     """
-    folder = None if args.load is None else _last_checkpoint(Path(args.load), getattr(args, "ckpt_step", None))
+    folder = _resumed(args)
     if folder is None or not folder.is_dir():
         return None
     saved = _read_record(folder / NAME)

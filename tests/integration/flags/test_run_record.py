@@ -99,6 +99,27 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     assert resume(tmp_path, RECORD) is None
 
 
+GLOBAL = {"non_persistent_ckpt_type": "global", "non_persistent_global_ckpt_dir": None}
+OTHER = replace(RECORD, tokenizer="other")
+
+
+@pytest.mark.parametrize(("iteration", "flags", "refused"), [(5, GLOBAL, True), (2, GLOBAL, False), (5, {}, False)])
+def test_the_emergency_checkpoint_is_compared_where_megatron_loads_it(
+    checkpoints: Path, iteration: int, flags: dict, refused: bool
+) -> None:
+    records = CheckpointRecords(checkpoints / "non_persistent", OTHER)
+    save(checkpoints / "non_persistent", iteration)
+    records.update()
+    if not refused:
+        assert resume(checkpoints, RECORD, **flags) is None
+        return
+    assert resume(checkpoints, OTHER, **flags) is None
+    with pytest.raises(ConfigError, match="expected the model and vocabulary of the checkpoint .*iter_0000005"):
+        resume(checkpoints, RECORD, **flags)
+    elsewhere = {**flags, "non_persistent_global_ckpt_dir": str(checkpoints / "elsewhere")}
+    assert resume(checkpoints, RECORD, **elsewhere) is None
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b"[" * 100_000])
 def test_a_damaged_record_is_one_error(checkpoints: Path, content: bytes) -> None:
     (checkpoints / "iter_0000003" / NAME).write_bytes(content)
