@@ -204,7 +204,7 @@ class Cluster:
 
     def lines(self) -> list[ITERATION]:
         """All that was logged, by time; Megatron's second line after a start is the mean of two iterations."""
-        return sorted(line for log in self._logs for line in _lines(log))
+        return sorted(line for log in self._logs for line in lines_of(log))
 
     def losses(self) -> dict[int, ITERATION]:
         """The last time that each iteration was trained."""
@@ -221,7 +221,7 @@ class Cluster:
         return "\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in self._logs)
 
 
-def _lines(log: Path) -> Iterator[ITERATION]:
+def lines_of(log: Path) -> Iterator[ITERATION]:
     place, first = 0, 0.0
     for found in LINE.finditer(log.read_text()):
         if found[1] is None:

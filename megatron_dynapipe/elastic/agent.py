@@ -2,7 +2,8 @@
 
 state of the ranks          torch's agent                  here
 all have ended well         ends                           the same
-one has failed              starts anew, counted           the same; not at all where it cannot start (status 2)
+one has failed              starts anew, counted           the same; not at all where it cannot start (status 2),
+                                                           nor where five starts in a row came to no iteration
 they have saved and left    –                              starts anew, not counted (status 75)
 a node waits to join        stops them, starts anew        the same: SIGTERM, and time enough to save
 a node is silent            goes on (pytorch #111646)      starts anew, not counted
@@ -26,6 +27,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from megatron_dynapipe.elastic import orphans, rendezvous
 from megatron_dynapipe.elastic.job import CANNOT_START, LEFT, note
 
+MOST_FRUITLESS = 5
+"""Starts in a row that may fail before their first iteration: what they load or are given does not suit them."""
 _FAILED_GRACE_S = 10
 """What ranks are given to end whose peers have failed: they may wait for them."""
 
@@ -40,6 +43,7 @@ class Agent(LocalElasticAgent):
         say: prints a line.
         save_s: what ranks are given to finish their iteration, save and end.
         slow_file: made by a rank that is too slow; the node then leaves at the next change, if enough nodes are left.
+        trains_file: made by a rank after its first iteration.
         least_nodes: that the job needs.
     """
 
@@ -52,11 +56,13 @@ class Agent(LocalElasticAgent):
         say: Callable[[str], None],
         save_s: float,
         slow_file: Path,
+        trains_file: Path,
         least_nodes: int,
     ) -> None:
         super().__init__(spec, DefaultLogsSpecs())
         self._handler, self._look, self._say = handler, look, say
         self._save_s, self._slow_file, self._least_nodes = save_s, slow_file, least_nodes
+        self._trains_file, self._fruitless = trains_file, 0
         self._helpers = orphans.children()
 
     @override
@@ -82,8 +88,18 @@ class Agent(LocalElasticAgent):
             elif CANNOT_START in statuses:
                 self._remaining_restarts = 0
             else:
-                self._say(f"a rank failed (status {sorted(statuses)}); the last checkpoint is resumed")
+                self._after_failure(statuses)
         return result
+
+    def _after_failure(self, statuses: set[int]) -> None:
+        """Start anew, but not for ever where no start comes to an iteration."""
+        self._fruitless = 0 if self._trains_file.exists() else self._fruitless + 1
+        self._trains_file.unlink(missing_ok=True)
+        if self._fruitless < MOST_FRUITLESS:
+            self._say(f"a rank failed (status {sorted(statuses)}); the last checkpoint is resumed")
+            return
+        self._say(f"{self._fruitless} starts in a row failed before their first iteration (status {sorted(statuses)})")
+        self._remaining_restarts = 0
 
     def _watched(self, group: WorkerGroup, healthy: RunResult) -> RunResult:
         """What becomes of a node whose ranks run."""

@@ -25,6 +25,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         exclude_slow: a rank that takes more than this factor of the median time for its passes leaves with its node at
             the next change; None only names it.
         slow_file: a rank that is too slow makes this file, for its agent.
+        trains_file: a rank makes this file after its first iteration, for its agent.
         events: file to which events are appended; None keeps none.
     """
 
@@ -33,6 +34,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     emergency_every: int
     exclude_slow: float | None
     slow_file: str
+    trains_file: str | None = None
     events: str | None = None
 
     @classmethod
@@ -44,6 +46,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def to_environment(self) -> None:
         """Let processes that this one starts find it."""
         os.environ[VARIABLE] = msgspec.json.encode(self).decode()
+
+
+def note_training(iteration: int) -> None:
+    """Tell the agent, and the log of events, that this start has come to an iteration."""
+    job = Job.current()
+    if job is not None and job.trains_file is not None:
+        Path(job.trains_file).touch()
+    note("trains", iteration=iteration)
 
 
 def note(event: str, **fields: str | float | int) -> None:

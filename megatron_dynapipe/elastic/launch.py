@@ -21,6 +21,7 @@ from megatron_dynapipe.elastic.notices import Notices, node_names
 from megatron_dynapipe.errors import ConfigError
 
 NOTICE_SIGNALS = "SIGTERM,SIGUSR1,SIGINT,SIGHUP,SIGQUIT"
+TRAINS = "trains"
 _MONITOR_S = 0.1
 
 
@@ -131,6 +132,7 @@ def _job(settings: LaunchSettings, slow_file: Path) -> Job:
         emergency_every=settings.emergency_every,
         exclude_slow=settings.exclude_slow,
         slow_file=str(slow_file),
+        trains_file=str(slow_file.with_name(TRAINS)),
         events=None if settings.events is None else str(settings.events.absolute()),
     )
 
@@ -162,6 +164,7 @@ def _stay(
         say=_say,
         save_s=settings.save_s,
         slow_file=slow_file,
+        trains_file=slow_file.with_name(TRAINS),
         least_nodes=settings.least_nodes,
     )
     try:

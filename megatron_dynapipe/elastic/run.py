@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from megatron_dynapipe.elastic import rounds
-from megatron_dynapipe.elastic.job import LEFT, Job, note
+from megatron_dynapipe.elastic.job import LEFT, Job, note, note_training
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.runtime.control_group import ControlGroup
 
@@ -110,7 +110,7 @@ class ElasticRun:
     def _after_iteration(self, *, is_last: bool) -> None:
         if self._fresh:
             self._fresh = False
-            note("trains", iteration=self.iteration)
+            note_training(self.iteration)
         leaves = bool(self._control.start_sum(torch.tensor([int(self._heard)]))().item()) and not is_last
         if leaves:
             note("agreed")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,10 +25,21 @@ class Nodes:
         port: of its rendezvous.
         least, most: its nodes.
         script: the training script and its arguments; by default toy ranks over the folder.
+        host: address of the rendezvous.
     """
 
-    def __init__(self, folder: Path, port: int, *, least: int, most: int, script: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        port: int,
+        *,
+        least: int,
+        most: int,
+        script: Sequence[str] = (),
+        host: str = "127.0.0.1",
+    ) -> None:
         self.folder, self._port, self._nodes = folder, port, f"{least}:{most}"
+        self._endpoint = f"{host}:{port}"
         self._script = script or (str(TOY), str(folder))
         self._started: list[subprocess.Popen[bytes]] = []
 
@@ -41,10 +53,20 @@ class Nodes:
                     process.kill()
             agent.wait(DEADLINE_S)
 
-    def start(self, *flags: str) -> subprocess.Popen[bytes]:
-        """One more node; what it says goes to `said`."""
-        words = [sys.executable, "-m", "megatron_dynapipe", "launch", "--nnodes", self._nodes, "--nproc-per-node", "1"]
-        words += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--local-addr", "127.0.0.1", "--last-call", "1"]
+    def start(self, *flags: str, address: str = "127.0.0.1", before: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        """One more node, at an address, with words before its command; what it says goes to `said`."""
+        words = [
+            *before,
+            sys.executable,
+            "-m",
+            "megatron_dynapipe",
+            "launch",
+            "--nnodes",
+            self._nodes,
+            "--nproc-per-node",
+            "1",
+        ]
+        words += ["--rdzv-endpoint", self._endpoint, "--local-addr", address, "--last-call", "1"]
         words += ["--notice-every", "0.2", "--join-timeout", "60", *flags, *self._script]
         with (self.folder / f"agent-{len(self._started)}").open("wb") as file:
             environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
@@ -58,6 +80,18 @@ class Nodes:
     def log(self) -> list[str]:
         path = self.folder / "log"
         return path.read_text().splitlines() if path.exists() else []
+
+    def await_host(self) -> None:
+        """Until the first node hosts the rendezvous: otherwise another might, and end it when it leaves."""
+
+        def answers() -> bool:
+            try:
+                socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
+            except OSError:
+                return False
+            return True
+
+        self.until(answers, "a rendezvous")
 
     def await_starts(self, world: int, rounds: int = 1) -> None:
         """Until ranks of a world of this size have all started, in so many rounds."""

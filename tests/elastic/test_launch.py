@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_dynapipe.elastic.agent import MOST_FRUITLESS
 from tests.elastic.agents import DEADLINE_S, TOY, Nodes
 from tests.store.servers import free_port
 
@@ -82,6 +83,14 @@ def test_ranks_that_cannot_start_are_not_started_again(nodes: Nodes) -> None:
     (nodes.folder / "status-0").write_text("2")
     assert nodes.start().wait(DEADLINE_S) == 2
     assert nodes.log() == ["start 0/1"]
+
+
+@pytest.mark.slow
+def test_ranks_that_fail_before_their_first_iteration_are_not_started_for_ever(nodes: Nodes) -> None:
+    (nodes.folder / "always-0").write_text("1")
+    assert nodes.start("--last-call", "0").wait(DEADLINE_S) == 1
+    assert nodes.log() == ["start 0/1"] * MOST_FRUITLESS
+    assert "5 starts in a row failed before their first iteration (status [1])" in nodes.said(0)
 
 
 @pytest.mark.slow

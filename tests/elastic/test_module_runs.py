@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +186,11 @@ def losses_of(text: str) -> dict[int, tuple[str, float]]:
     return {int(number): (layout, float(loss)) for number, layout, loss in LINE.findall(text)}
 
 
+def trained(nodes: Nodes) -> dict[int, tuple[str, float]]:
+    """`losses_of` two nodes, in order; the second has gone when the first trains an iteration again."""
+    return dict(sorted((losses_of(nodes.said(1)) | losses_of(nodes.said(0))).items()))
+
+
 def undisturbed(costs: Path, folder: Path) -> dict[int, tuple[str, float]]:
     """The same run in one process, without `launch`."""
     own = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -205,12 +209,12 @@ def test_the_example_goes_on_when_a_node_leaves_on_notice(
     script = [str(SCRIPT), "--costs", str(costs), "--save", str(tmp_path / "run"), "--iterations", str(ITERATIONS)]
     with Nodes(tmp_path, free_port(), least=1, most=2, script=script) as nodes:
         stays = nodes.start("--last-call", "20")
-        time.sleep(1)  # the one that hosts the rendezvous is to be the one that stays
+        nodes.await_host()
         leaves = nodes.start("--last-call", "20")
-        nodes.until(lambda: len(losses_of(nodes.said(0))) >= 3, "three iterations of two ranks")
+        nodes.until(lambda: len(trained(nodes)) >= 3, "three iterations of two ranks")
         leaves.send_signal(signal.SIGUSR1)
         assert leaves.wait(DEADLINE_S) == 0 and stays.wait(DEADLINE_S) == 0
-        found = losses_of(nodes.said(0))
+        found = trained(nodes)
     assert list(found) == list(range(ITERATIONS))
     layouts = [layout for layout, _ in found.values()]
     assert layouts[0] != layouts[-1] == "{'replicas': 1, 'stages': 1}"

@@ -2,8 +2,6 @@
 
 import os
 import re
-import secrets
-import shutil
 import subprocess
 import sys
 import time
@@ -12,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.namespaces import ADDRESSES, inside, ip, two_nodes
 from tests.helpers.random_dataset import make_dataset
 
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ .*?lm loss: ([0-9.E+-]+|nan)")
-ADDRESSES = ("10.213.77.1", "10.213.77.2")
 FLAGS = (
     "--encoder-num-layers 2 --decoder-num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 "
     "--global-batch-size 16 --eval-iters 0 --train-iters 12 --dynapipe-calibrate 0 --dynapipe-lookahead 2 "
@@ -25,32 +23,10 @@ FLAGS = (
 START_S, END_S, CUT_S = 200, 150, 5
 
 
-def ip(words: str) -> None:
-    subprocess.run(["ip", *words.split()], check=True, capture_output=True, text=True)
-
-
 @pytest.fixture
 def nodes() -> Iterator[tuple[str, str]]:
-    """Two namespaces joined by a pair of virtual interfaces, both named `link0` inside."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and the `ip` command")
-    name = f"dynapipe{secrets.token_hex(3)}"
-    names = (f"{name}-0", f"{name}-1")
-    try:
-        ip(f"netns add {names[0]}")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"this machine allows no network namespaces: {error.stderr.strip()}")
-    try:
-        ip(f"netns add {names[1]}")
-        ip(f"link add link0 netns {names[0]} type veth peer name link0 netns {names[1]}")
-        for node, address in zip(names, ADDRESSES, strict=True):
-            ip(f"-n {node} addr add {address}/24 dev link0")
-            ip(f"-n {node} link set link0 up")
-            ip(f"-n {node} link set lo up")
+    with two_nodes() as names:
         yield names
-    finally:
-        for node in names:
-            subprocess.run(["ip", "netns", "del", node], check=False, capture_output=True)
 
 
 def start(nodes: tuple[str, str], data: Path, folder: Path) -> list[subprocess.Popen[bytes]]:
@@ -66,7 +42,7 @@ def start(nodes: tuple[str, str], data: Path, folder: Path) -> list[subprocess.P
     }
     processes = []
     for rank, node in enumerate(nodes):
-        words = ["ip", "netns", "exec", node, "bash", "examples/two_nodes.sh", ADDRESSES[0], str(rank), *FLAGS.split()]
+        words = [*inside(node), "bash", "examples/two_nodes.sh", ADDRESSES[0], str(rank), *FLAGS.split()]
         words += ["--dynapipe-data", str(data), "--dynapipe-report-dir", str(folder / f"report-{rank}")]
         with (folder / f"log-{rank}").open("w") as log:
             processes.append(subprocess.Popen(words, stdout=log, stderr=log, cwd=ROOT, env=environment))

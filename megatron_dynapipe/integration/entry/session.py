@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.elastic.job import Job, note
+from megatron_dynapipe.elastic.job import Job, note, note_training
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.progress import progress_bar
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
@@ -183,7 +183,7 @@ class Session:
             return self._evaluated(iterator, result.losses)
         add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
         if self._trained is None:
-            note("trains", iteration=item.entry.iteration)
+            note_training(item.entry.iteration)
         self._trained, self._trace = item, result.trace
         self._recorder.add(item, result.trace, result.losses)
         self._slow_ranks.add(item, result.trace)
