@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 from megatron_dynapipe.errors import ConfigError, DynaPipeError
 
@@ -33,6 +34,8 @@ def open_rendezvous(parameters: RendezvousParameters) -> DynamicRendezvousHandle
     Raises:
         ConfigError: nobody answers, or the backend is none of c10d and etcd-v2.
     """
+    if _is_own_address(parameters):
+        parameters.config.setdefault("is_host", "true")
     try:
         handler = get_rendezvous_handler(parameters)
     except RendezvousConnectionError as error:
@@ -45,6 +48,16 @@ def open_rendezvous(parameters: RendezvousParameters) -> DynamicRendezvousHandle
     if not isinstance(handler, DynamicRendezvousHandler):
         raise ConfigError(f"expected the rendezvous backend c10d or etcd-v2, got {parameters.backend}")
     return handler
+
+
+def _is_own_address(parameters: RendezvousParameters) -> bool:
+    """Whether this node is to host the rendezvous and torch would not find out.
+
+    torch knows the addresses to which the host's name resolves; --local-addr may be of another network interface.
+    """
+    host, _ = parse_rendezvous_endpoint(parameters.endpoint, default_port=-1)
+    own = parameters.backend == "c10d" and host == parameters.local_addr
+    return own and not _matches_machine_hostname(host)
 
 
 def claim(handler: DynamicRendezvousHandler, command: Sequence[str]) -> None:

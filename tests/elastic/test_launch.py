@@ -7,8 +7,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
+from megatron_dynapipe.elastic import rendezvous
 from megatron_dynapipe.elastic.agent import MOST_FRUITLESS
+from megatron_dynapipe.errors import ConfigError
 from tests.elastic.agents import DEADLINE_S, TOY, Nodes
 from tests.store.servers import free_port
 
@@ -88,7 +91,7 @@ def test_ranks_that_cannot_start_are_not_started_again(nodes: Nodes) -> None:
 @pytest.mark.slow
 def test_ranks_that_fail_before_their_first_iteration_are_not_started_for_ever(nodes: Nodes) -> None:
     (nodes.folder / "always-0").write_text("1")
-    assert nodes.start("--last-call", "0").wait(DEADLINE_S) == 1
+    assert nodes.start().wait(DEADLINE_S) == 1
     assert nodes.log() == ["start 0/1"] * MOST_FRUITLESS
     assert "5 starts in a row failed before their first iteration (status [1])" in nodes.said(0)
 
@@ -126,6 +129,31 @@ def test_another_job_of_the_same_id_is_refused(nodes: Nodes, tmp_path: Path) -> 
     assert intruder.start().wait(DEADLINE_S) == 2
     assert "expected the job 'dynapipe' to be this one, toy_ranks.py with arguments of digest" in intruder.said(0)
     assert nodes.end() == [0]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "local_addr", "is_host"),
+    [
+        ("192.0.2.7:29400", "192.0.2.7", "true"),  # an address that no name of this machine resolves to
+        ("192.0.2.7:29400", "192.0.2.8", None),
+        ("127.0.0.1:29400", "127.0.0.1", None),  # torch finds out, and lets the second node here join
+    ],
+)
+def test_the_node_whose_own_address_is_the_endpoint_hosts_the_rendezvous(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str, local_addr: str, is_host: str | None
+) -> None:
+    asked: list[RendezvousParameters] = []
+
+    def get_handler(parameters: RendezvousParameters) -> None:
+        asked.append(parameters)
+        raise RendezvousConnectionError
+
+    monkeypatch.setattr(rendezvous, "get_rendezvous_handler", get_handler)
+    with pytest.raises(ConfigError, match="and nobody answers there"):
+        rendezvous.open_rendezvous(
+            RendezvousParameters("c10d", endpoint, "id", min_nodes=1, max_nodes=2, local_addr=local_addr)
+        )
+    assert asked[0].config.get("is_host") == is_host
 
 
 BAD = {
