@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import arguments
+from megatron_dynapipe.integration.flags import arguments, placement
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.models import flags as model_flags
 from megatron_dynapipe.integration.models.providers import t5_split
@@ -71,7 +71,7 @@ def prepared(
         vocabulary: tokens, for a model without a dataset; None takes the dataset's.
 
     Raises:
-        ConfigError: a flag is wrong, or the ranks cannot be divided so.
+        ConfigError: a flag is wrong, the ranks cannot be divided so, or they would share a GPU over NCCL.
         DataError: there is no dataset to take the vocabulary from.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -83,13 +83,15 @@ def prepared(
     if layers_per_stage is not None:
         layout += ["--dynapipe-layers-per-stage", ",".join(map(str, layers_per_stage))]
     args = _parse(flags, family, layout, world // ranks, vocabulary)
-    device = torch.device("cpu")
+    device, backend = torch.device("cpu"), "gloo"
     if cpu.is_enabled():
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as torchrun starts ranks
     else:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        backend = args.distributed_backend
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        devices = torch.cuda.device_count()
+        device = torch.device("cuda", placement.device_index(local_rank, devices=devices, backend=backend))
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
     if world == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     else:
