@@ -13,7 +13,8 @@ from methods import ABLATIONS, METHODS, Spec
 from model import build
 from rows import joined, rows_of_2023
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = 1800.0
+"""Of a wait for the driver, which may be starting the other jobs, and of a transfer."""
 
 
 class Job:
@@ -30,8 +31,10 @@ class Job:
         run = setup.args
         run.iteration = run.consumed_valid_samples = run.eval_iters = 0
         run.train_iters = 10**6
-        self._setup, self._settings = setup, RunSettings.from_args(run)
         on_cpu = setup.device.type == "cpu"
+        if spec.jobs_per_device > 1 and not on_cpu:
+            divide_memory(run, spec.jobs_per_device)
+        self._setup, self._settings = setup, RunSettings.from_args(run)
         inputs = plan_inputs(run, self._settings, setup.family, on_cpu=on_cpu)
         longest = (run.seq_length, run.decoder_seq_length or 0)
         # A target's start and end tokens take positions, and a decoder-only row's last token none.
@@ -78,7 +81,9 @@ class Job:
         from megatron_dynapipe.plan.instructions import Backward, Forward
 
         samples = self.samples(number)
+        planning = time.thread_time_ns()  # the planner has one thread, and others may be on its core
         plan = self._pipeline.plan(samples)
+        planning = time.thread_time_ns() - planning
         result, figures = self.timed(lambda: self._pipeline.step(samples, plan))
         events = result.trace.events()
         busy = sum(e.end_ns - e.start_ns for e in events if isinstance(e.instruction, Forward | Backward))
@@ -89,6 +94,7 @@ class Job:
             "positions": totals.padded_positions,
             "micro_batches": sum(totals.micro_batches),
             "predicted_ms": totals.predicted_ns / 1e6,
+            "planning_ms": planning / 1e6,
             "loss": result.loss,
         }
 
@@ -145,3 +151,14 @@ class Job:
             return torch.cuda.max_memory_allocated(self._setup.device)
         (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
         return int(line.split()[1]) * 1024
+
+
+def divide_memory(run: Any, jobs: int) -> None:
+    """Give each of so many jobs on the same GPUs its part of the memory, unless the run says how much it may use."""
+    from megatron_dynapipe.integration.flags.clusters import cluster_of
+    from megatron_dynapipe.integration.flags.plan_inputs import device_memory_bytes
+    from megatron_dynapipe.units import BYTES_PER_MB
+
+    if run.dynapipe_device_memory_limit is None:
+        whole = device_memory_bytes(cluster_of(run, on_cpu=False), on_cpu=False)
+        run.dynapipe_device_memory_limit = whole / jobs / BYTES_PER_MB

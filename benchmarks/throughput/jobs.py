@@ -46,26 +46,16 @@ class Job:
 
 
 @contextlib.contextmanager
-def started(model: str, method: str, flags: list[str], split: list[int] | None, ranks: int) -> Iterator[Job]:
-    """A method's processes, up and waiting for commands; ended with the block."""
+def started(spec: Spec) -> Iterator[Job]:
+    """A method's processes, up and waiting for commands; ended with the block. The port is chosen here."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(1.0)
-        spec = Spec(
-            method=method,
-            model=model,
-            flags=flags,
-            tensor_parallel=1,
-            pipeline_parallel=ranks,
-            layers_per_stage=split,
-            port=server.getsockname()[1],
-        )
         path = Path(folder) / "spec.json"
-        path.write_bytes(msgspec.json.encode(spec))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += [str(Path(__file__).parent / "worker.py"), str(path)]
+        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(spec, port=server.getsockname()[1])))
+        command = [*torchrun(spec.ranks), str(Path(__file__).parent / "worker.py"), str(path)]
         process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
         try:
-            connection = _accepted(server, process, method)
+            connection = _accepted(server, process, spec.method)
             connection.settimeout(BATCH_S)
             job = Job(connection)
             try:
@@ -88,6 +78,11 @@ def _accepted(server: socket.socket, process: subprocess.Popen[bytes], method: s
         if process.poll() is not None:
             raise SystemExit(f"the job of {method} ended with status {process.returncode}; its error is above")
     raise SystemExit(f"the job of {method} did not start within {START_S:.0f} s")
+
+
+def torchrun(ranks: int) -> list[str]:
+    """The command that starts so many processes of what follows it."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 def environment() -> dict[str, str]:

@@ -18,15 +18,29 @@ Settings = Callable[[PlannerSettings, Longest], PlannerSettings]
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One job of the benchmark: a method on one model and layout, and where its driver listens."""
+    """One job of the benchmark: a method on one model and layout, and where its driver listens.
+
+    Attributes:
+        method: of `METHODS` or `ABLATIONS`.
+        model: "t5" or "gpt".
+        flags: of the run.
+        ranks: all of them; those that tensor and pipeline parallelism leave are replicas.
+        tensor_parallel: ranks that share a layer.
+        pipeline_parallel: pipeline stages.
+        layers_per_stage: of each stage; None splits layers equally.
+        jobs_per_device: jobs that are up at a time and divide each GPU's memory.
+        port: of the driver, on this machine.
+    """
 
     method: str
     model: str
     flags: list[str]
+    ranks: int
     tensor_parallel: int
     pipeline_parallel: int
-    layers_per_stage: list[int] | None
-    port: int
+    layers_per_stage: list[int] | None = None
+    jobs_per_device: int = 1
+    port: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

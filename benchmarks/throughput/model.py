@@ -23,12 +23,16 @@ def wrapped(setup: Any, module: Any) -> tuple[Any, Any]:
     """A stage with drawn weights under Megatron's data parallelism, and its optimizer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.utils import get_model_config
 
     run = setup.args
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=run.accumulate_allreduce_grads_in_fp32)
-    model = DistributedDataParallel(get_model_config(module), ddp, module)
     draw_weights(module)
+    config = get_model_config(module)
+    if run.bf16:
+        module = Float16Module(config, module)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=run.accumulate_allreduce_grads_in_fp32)
+    model = DistributedDataParallel(config, ddp, module)
     options = OptimizerConfig(optimizer="adam", lr=1e-4, clip_grad=1.0, bf16=run.bf16, params_dtype=run.params_dtype)
     return model, get_megatron_optimizer(options, [model])
 

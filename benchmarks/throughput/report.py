@@ -15,22 +15,18 @@ import charts
 
 Results = dict[int, dict[str, Any]]
 """A method's answers by turn."""
-SAME_LOSS = 1e-4
-"""Relative distance within which the first losses of methods lie that train the same function."""
+SAME_LOSS, SAME_LOSS_BF16 = 1e-4, 2.0**-7
+"""Relative distance within which the first losses of methods lie that train the same function; in bf16, a rounding."""
 
 
-def figures(
-    model: str,
-    method: str,
-    layout: str,
-    split: list[int] | None,
-    results: Results,
-    base: Results,
-    against: str = "planned",
-) -> dict[str, Any]:
+def figures(about: dict[str, Any], results: Results, base: Results, against: str = "planned") -> dict[str, Any]:
     """One method's row, over the turns that it took; turn 0 is the warm-up, which gives the first loss.
 
-    `base` are the results of the method `against`, to which the ratio is.
+    Args:
+        about: the row's first entries: what was run, and where.
+        results: of the method.
+        base: of the method `against`, to which the ratio is, in turns with this one.
+        against: its name.
     """
     turns = sorted(results.keys() & base.keys() - {0})
     timed = [results[turn] for turn in turns]
@@ -41,17 +37,17 @@ def figures(
     ]
     errors = [abs(each["predicted_ms"] / each["ms"] - 1) for each in timed if each["predicted_ms"] is not None]
     idle = [share for each in timed for share in each["idle"]]
-    return {
-        "model": model,
-        "method": method,
-        "layout": layout,
-        "layers_per_stage": split,
-        "tokens_per_second": tokens / sum(each["ms"] for each in timed) * 1e3,
+    elapsed = sum(each["ms"] for each in timed)
+    planning = [each["planning_ms"] for each in timed if each["planning_ms"] is not None]
+    return about | {
+        "tokens_per_second": tokens / elapsed * 1e3,
         "against": against,
         "ratio": interval(pairs),
         "padding_efficiency": min(tokens / sum(each["positions"] for each in timed), 1.0),
         "peak_memory_mb": max(each["peak_mb"] for each in timed),
         "idle": statistics.mean(idle) if idle else None,
+        "planning_ms": statistics.mean(planning) if planning else None,
+        "planning_share": sum(planning) / elapsed if planning else None,
         "micro_batches": statistics.mean(each["micro_batches"] for each in timed),
         "prediction_error": statistics.median(errors) if errors else None,
         "first_loss": results[0]["loss"],
@@ -70,36 +66,45 @@ def interval(pairs: list[tuple[float, float]], draws: int = 2000) -> list[float]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table."""
-    lines = [
-        f"| model | method | tokens/s | ratio to {rows[0]['against']} (95%)"
-        " | padding efficiency | idle | memory MB | first loss |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """A Markdown table; what a real run waited for plans has a column where one was asked."""
+    waits = any(row.get("plan_wait") is not None for row in rows)
+    columns = ["model", "layout", "maximum length", "method", "tokens/s", f"ratio to {rows[0]['against']} (95%)"]
+    columns += ["padding efficiency", "idle", "planning / iteration", *(["plan wait"] if waits else [])]
+    columns += ["memory MB", "first loss"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
         low, value, high = row["ratio"]
-        cells = (
+        planning = row["planning_ms"]
+        cells = [
             row["model"],
+            row["layout"],
+            f"{row['max_seq_len']:,}",
             row["method"],
             f"{row['tokens_per_second']:,.0f}",
             f"{value:.3f} ({low:.3f}–{high:.3f})",
             f"{row['padding_efficiency']:.1%}",
-            "–" if row["idle"] is None else f"{row['idle']:.0%}",
+            _percent(row["idle"]),
+            "–" if planning is None else f"{planning:,.0f} ms, {row['planning_share']:.1%}",
+            *([_percent(row.get("plan_wait"), 1)] if waits else []),
             f"{row['peak_memory_mb']:,.0f}",
             f"{row['first_loss']:.6f}",
-        )
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def check_losses(rows: list[dict[str, Any]]) -> None:
-    """Stop where a method trained another function than the planned runs."""
+def _percent(share: float | None, digits: int = 0) -> str:
+    return "–" if share is None else f"{share:.{digits}%}"
+
+
+def check_losses(rows: list[dict[str, Any]], tolerance: float = SAME_LOSS) -> None:
+    """Stop where a method trained another function than the others of one model, layout and maximum length."""
     losses = {row["method"]: row["first_loss"] for row in rows}
     same = {
         name: loss for name, loss in losses.items() if name != STOCK and not getattr(METHODS.get(name), "joins", False)
     }
     first = next(iter(same.values()), 0.0)
-    if far := {name: loss for name, loss in same.items() if abs(loss - first) > SAME_LOSS * abs(first)}:
+    if far := {name: loss for name, loss in same.items() if abs(loss - first) > tolerance * abs(first)}:
         raise SystemExit(f"expected the same first loss of all methods, {first:.6f}; got {far}")
 
 
@@ -119,14 +124,31 @@ def write(rows: list[dict[str, Any]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "throughput.json").write_text(to_json(rows))
     (folder / "throughput.md").write_text(table(rows) + "\n")
+    draw(rows, folder / "throughput.png")
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """A panel for every case: models side by side, layouts and maximum lengths below each other."""
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, (axes,) = charts.canvas(1, len(models), width=5.4, height=0.9 + 0.32 * len(METHODS))
-    for model, axis in zip(models, axes, strict=True):
-        values = {row["method"]: row["tokens_per_second"] for row in rows if row["model"] == model}
-        layout = next(row["layout"] for row in rows if row["model"] == model)
-        title = f"demo {model.upper()}, layout {layout}"
-        charts.bars(axis, values, title=title, x="measured tokens/s", form="{:,.0f}", best="planned")
-    charts.save(figure, folder / "throughput.png")
+    cases = {model: list(dict.fromkeys(_case(row) for row in rows if row["model"] == model)) for model in models}
+    most = max(len({row["method"] for row in rows if row["model"] == model}) for model in models)
+    depth = max(map(len, cases.values()))
+    figure, axes = charts.canvas(depth, len(models), width=5.4, height=0.9 + 0.32 * max(most, 4))
+    for column, model in enumerate(models):
+        for line, axis in enumerate(panels[column] for panels in axes):
+            if line >= len(cases[model]):
+                axis.set_visible(False)
+                continue
+            own = [row for row in rows if row["model"] == model and _case(row) == cases[model][line]]
+            values = {row["method"]: row["tokens_per_second"] for row in own}
+            layout, length = cases[model][line]
+            title = f"{own[0]['size']} {model.upper()}, layout {layout}, up to {length:,} tokens"
+            charts.bars(axis, values, title=title, x="measured tokens/s", form="{:,.0f}", best="planned")
+    charts.save(figure, path)
+
+
+def _case(row: dict[str, Any]) -> tuple[str, int]:
+    return row["layout"], row["max_seq_len"]
 
 
 def to_json(rows: list[dict[str, Any]]) -> str:

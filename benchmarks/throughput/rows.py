@@ -40,8 +40,11 @@ def rows_of_2023(samples: list[Sample], longest: tuple[int, int]) -> list[Sample
     return [(row[:1], row[1:]) for row, _ in joined_rows] if decoder_only else joined_rows
 
 
-def equal_rows(samples: list[Sample], tokens: int) -> Any:
-    """The tokens of all samples one after another, cut into rows of so many, without the rest: int64[rows, tokens]."""
+def equal_rows(samples: list[Sample], tokens: int, *, multiple: int = 1) -> Any:
+    """The tokens of all samples one after another, cut into rows of so many, without the rest: int64[rows, tokens].
+
+    Their number is a multiple of `multiple`; of too few tokens for that, they begin again from the front.
+    """
     every = np.concatenate([np.concatenate(pair) for pair in samples]).astype(np.int64)
-    count = max(len(every) // tokens, 1)
+    count = max(len(every) // tokens // multiple, 1) * multiple
     return np.resize(every, count * tokens).reshape(count, tokens)

@@ -1,76 +1,139 @@
 """Real training of the same samples by each way to make micro-batches, taking turns.
 
-    python benchmarks/throughput/run.py [--quick] [--data DATASET] [--model t5|gpt] [--methods a,b,…] [--ranks 2]
+    python benchmarks/throughput/run.py [--quick] [--data DATASET] [--model t5|gpt] [--methods a,b,…]
+        [--ranks 2 | --layouts 1,1,2;2,1,1;1,2,1] [--max-lengths 512,1536] [--device auto|cpu|cuda]
         [--cost-model FILE] [--json FILE] [--output FOLDER] [-- FLAGS of the runs, of Megatron or --dynapipe-…]
 
-A job of processes per method stays up. For every global batch each job in turn trains it, in an order that rotates,
-while the others wait without computing: whatever else the machine does slows all methods alike, and ratios are of one
-batch at nearly one time. Methods that take many times as long as the planned runs train fewer of the batches. Baselines
-take 1F1B, an equal layer split, one recompute mode, and of all sizes of micro-batches the one of least predicted time.
-Costs are measured first (`profile`), unless a file is given.
+One command compares all methods on every model × layout × maximum length. Layouts are data, tensor and pipeline
+parallel ranks, by default RANKS pipeline stages; longer samples than a maximum length are truncated. A job of processes
+per method stays up. For every global batch each job in turn trains it, in an order that rotates, while the others wait
+without computing: whatever else the machine does slows all methods alike, and ratios are of one batch at nearly one
+time. Methods that take many times as long as the planned runs train fewer of the batches. Baselines take 1F1B, an equal
+layer split, one recompute mode, and of all sizes of micro-batches the one of least predicted time; planned methods take
+the best layer split of each layout. Costs are measured first (`profile`), unless a file is given.
 
-    tokens/s    real tokens, without padding, of all batches over their time
+    tokens/s    real tokens, without padding, of all replicas and batches over their time
     ratio       the method's tokens/s over those of the planned runs, or of --against, with a 95% interval (bootstrap
                 over batches and rounds)
-    idle        share of the time in which a stage computes nothing, mean of all stages
+    idle        share of the time in which a stage computes nothing, mean of all ranks
+    planning    time on one core to plan an iteration, and as a share of the iteration. It is not part of the iteration:
+                in training another process plans ahead, so that ranks wait only where this share comes near 1 for each
+                planner process
+    plan wait   with --plan-wait: share of the time that a run through the entry script, by the planned method, waited
+                for plans that its planner process makes ahead
     memory      high-water mark of the largest process (CPU) or of the allocator (CUDA)
     first loss  of batch 0 from equal weights: all methods but `packing` and `stock` train the same function
+
+Where PyTorch finds GPUs, models are of their size (`gpu_t5.yaml`, `gpu_gpt.yaml`: bf16), one rank to a GPU, on a
+synthetic mixture of lengths with long tails (`synthetic.py`). More ranks than GPUs share them, and talk through the
+host. Not yet run on a GPU; `--size gpu --device cpu` does the same without one, with flags after -- that make it small.
 """
 
 import argparse
-import contextlib
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs import ROOT, Job, environment, started
-from methods import ABLATIONS, METHODS, STOCK
-from report import Results, check_losses, figures, sentence, table, to_json, write
+import synthetic
+from comparison import Layout, layouts_of, lengths_of, product
+from devices import CONFIGS, DEMO_DATA, DEVICES, SIZES, SYNTHETIC_DATA, machine_of, size_of
+from methods import METHODS, STOCK
+from report import SAME_LOSS, SAME_LOSS_BF16, check_losses, sentence, table, to_json, write
+from training import EVERY, Setting, compare
 
-CONFIGS = {"t5": ROOT / "configs" / "demo_t5.yaml", "gpt": ROOT / "configs" / "demo_gpt.yaml"}
-EVERY = METHODS | ABLATIONS
+from megatron_dynapipe import config
+
 QUICK = ("planned", "planned_padded", "packed_rows", "token_based")
 DEMO = ("planned", "packed_rows", "padding")
-DEMO_SAMPLES, DEMO_BATCHES = 32, 2
-SLOW, SELDOM = 4.0, 6
-"""A method that takes so many times the planned runs' time in the warm-up trains every so many-th batch."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer methods and batches: five minutes on two cores")
-    parser.add_argument("--data", type=Path, default=ROOT / ".demo" / "data", help="dataset folder")
-    parser.add_argument("--model", choices=tuple(CONFIGS), help="default: both")
-    parser.add_argument("--methods", help=f"of {','.join(EVERY)}")
-    parser.add_argument("--against", metavar="METHOD", help="what ratios are to (planned, or else the first method)")
-    parser.add_argument("--ranks", type=int, default=2, help="pipeline stages")
-    parser.add_argument("--batches", type=int, help="global batches (default 12; with --quick 5)")
-    parser.add_argument("--rounds", type=int, default=2, help="times that every batch is trained by every method")
-    parser.add_argument("--cost-model", type=Path, help="measured costs, of the one --model given")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where to write them with a table and a chart")
-    parser.add_argument("--demo", action="store_true", help="a minute's comparison, and what it says in a sentence")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --: more flags of the runs")
+    parser = make_parser()
     args = parser.parse_args()
+    check(parser, args)
+    machine = machine_of(config.value_of(args.flags, "dynapipe-device", args.device))
+    size = size_of(args.size, machine, demo=args.demo)
+    data = args.data or (DEMO_DATA if size == "demo" else synthetic.make(SYNTHETIC_DATA))
+    models = [args.model] if args.model else list(CONFIGS[size])
+    default = Layout(data=1, tensor=1, pipeline=args.ranks or machine.gpus or 2)
+    cases = list(product(models, args.layouts or [default], args.max_lengths))
+    for case in cases:
+        if machine.gpus and case.layout.tensor > machine.gpus:
+            parser.error(f"expected at most {machine.gpus} tensor-parallel ranks on {machine.gpus} GPUs, got {case}")
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        setting = Setting(args=args, machine=machine, size=size, data=data, folder=Path(folder))
+        for case in cases:
+            methods = [each for each in chosen_methods(args) if each != STOCK or case.model == "gpt"]
+            of_case = compare(case, methods, setting)
+            in_bf16 = size == "gpu" or "--bf16" in args.flags
+            check_losses(of_case, SAME_LOSS_BF16 if in_bf16 else SAME_LOSS)
+            print(sentence(of_case) if args.demo else table(of_case), flush=True)
+            rows += of_case
+    if args.json:
+        args.json.write_text(to_json(rows))
+    if args.output:
+        write(rows, args.output)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--quick", action="store_true", help="fewer methods and batches: five minutes on two cores")
+    add("--data", type=Path, help="dataset folder (default: the demo's; on GPUs a synthetic one, which is made)")
+    add("--model", choices=tuple(CONFIGS["demo"]), help="default: both")
+    add("--methods", help=f"of {','.join(EVERY)}")
+    add("--against", metavar="METHOD", help="what ratios are to (planned, or else the first method)")
+    add("--ranks", type=int, help="pipeline stages (default: one on each GPU, without GPUs 2)")
+    add(
+        "--layouts",
+        type=layouts_of,
+        metavar="D,T,P[;…]",
+        help="data, tensor, pipeline parallel ranks, instead of --ranks",
+    )
+    add(
+        "--max-lengths",
+        type=lengths_of,
+        default=[],
+        metavar="N[,…]",
+        help="longest samples, tokens (default: the model's)",
+    )
+    add("--device", choices=DEVICES, default="auto", help="of the ranks (%(default)s: CUDA where there is any)")
+    add("--size", choices=SIZES, default="auto", help="of models and data (%(default)s: the device's)")
+    add(
+        "--together",
+        type=int,
+        metavar="N",
+        help="methods whose jobs are up at a time, 2 or more (default: all; on GPUs 2)",
+    )
+    add("--batches", type=int, help="global batches (default 12; with --quick 5)")
+    add("--rounds", type=int, default=2, help="times that every batch is trained by every method")
+    add("--cost-model", type=Path, help="measured costs, of the one --model given")
+    add("--profile-minutes", type=float, help="to measure costs (default 2; with --quick 0.7); 0: costs are computed")
+    add("--plan-wait", action="store_true", help="also measure what a run of the entry script waits for plans")
+    add("--json", type=Path, help="where to write the figures")
+    add("--output", type=Path, metavar="FOLDER", help="where to write them with a table and a chart")
+    add("--demo", action="store_true", help="a minute's comparison, and what it says in a sentence")
+    add("flags", nargs=argparse.REMAINDER, help="after --: more flags of the runs")
+    return parser
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with a message where arguments do not go together."""
     methods = chosen_methods(args)
     if args.against not in (None, *methods):
         parser.error(f"expected --against one of the methods {', '.join(methods)}, got {args.against}")
     if unknown := set(methods) - set(EVERY):
         parser.error(f"expected --methods of {', '.join(EVERY)}, got {', '.join(sorted(unknown))}")
-    rows: list[dict[str, Any]] = []
-    for model in [args.model] if args.model else list(CONFIGS):
-        rows += compare(model, [each for each in methods if each != STOCK or model == "gpt"], args)
-        of_model = [row for row in rows if row["model"] == model]
-        check_losses(of_model)
-        print(sentence(of_model) if args.demo else table(of_model), flush=True)
-    if args.json:
-        args.json.write_text(to_json(rows))
-    if args.output:
-        write(rows, args.output)
+    if args.ranks and args.layouts:
+        parser.error("expected --ranks or --layouts, got both; a layout says how many ranks it has")
+    if args.cost_model and not args.model:
+        parser.error("expected the --model that --cost-model is of, got none")
+    if args.together is not None and args.together < 2:
+        parser.error(
+            f"expected --together of 2 or more, the method that ratios are to and another, got {args.together}"
+        )
 
 
 def chosen_methods(args: argparse.Namespace) -> Sequence[str]:
@@ -79,78 +142,6 @@ def chosen_methods(args: argparse.Namespace) -> Sequence[str]:
         named: list[str] = args.methods.split(",")
         return named
     return DEMO if args.demo else QUICK if args.quick else tuple(METHODS)
-
-
-def compare(model: str, methods: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train the same batches by every method; a row of figures for each."""
-    batches = args.batches or (DEMO_BATCHES if args.demo else 5 if args.quick else 12)
-    with contextlib.ExitStack() as jobs, tempfile.TemporaryDirectory() as folder:
-        costs = args.cost_model or profile(model, args, Path(folder))
-        flags = ["--dynapipe-config", str(CONFIGS[model]), "--dynapipe-data", str(args.data)]
-        flags += ["--dynapipe-cost-model", str(costs), *own_flags(args)]
-        split = chosen_split(model, methods, flags, args.ranks)
-        splits = {method: split if EVERY[method].plans_split else None for method in methods}
-        running: dict[str, Job] = {}
-        for method in methods:
-            say(f"{model}: starting {method}")
-            running[method] = jobs.enter_context(started(model, method, flags, splits[method], args.ranks))
-        results = take_turns(running, batches=batches, rounds=1 if args.demo else args.rounds)
-    layout = f"1,1,{args.ranks}"
-    base = args.against or ("planned" if "planned" in methods else methods[0])
-    return [figures(model, method, layout, splits[method], results[method], results[base], base) for method in methods]
-
-
-def chosen_split(model: str, methods: Sequence[str], flags: list[str], ranks: int) -> list[int] | None:
-    """The planned layer split, where a method takes it."""
-    method = next((each for each in methods if EVERY[each].plans_split), None)
-    if method is None:
-        return None
-    say(f"{model}: choosing a layer split")
-    with started(model, method, flags, None, ranks) as chooser:
-        found: list[int] = chooser.ask({"split": True})["layers_per_stage"]
-        return found
-
-
-def take_turns(running: dict[str, Job], *, batches: int, rounds: int) -> dict[str, Results]:
-    """Every method's answers by turn; turn 0 warms up with the first batch."""
-    methods = list(running)
-    results: dict[str, Results] = {method: {} for method in methods}
-    for turn in range(rounds * batches + 1):
-        for method in [*methods[turn % len(methods) :], *methods[: turn % len(methods)]]:
-            if turn % SELDOM > 1 and is_slow(results, method):
-                continue
-            number = 0 if turn == 0 else (turn - 1) % batches
-            results[method][turn] = running[method].ask({"batch": number})
-        say(f"{turn} of {rounds * batches}")
-    return results
-
-
-def is_slow(results: dict[str, Results], method: str) -> bool:
-    """Whether a method's warm-up took many times as long as that of the fastest."""
-    return results[method][0]["ms"] > SLOW * min(each[0]["ms"] for each in results.values())
-
-
-def profile(model: str, args: argparse.Namespace, folder: Path) -> Path:
-    """Measure the model's layers with as many processes as train."""
-    path = folder / f"{model}.json"
-    say(f"{model}: measuring costs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks), "-m"]
-    command += ["megatron_dynapipe", "profile", "--model", model, "--output", str(path)]
-    command += ["--budget-minutes", "0.7" if args.quick else "2", "--", "--dynapipe-config", str(CONFIGS[model])]
-    command += ["--dynapipe-data", str(args.data), *own_flags(args)]
-    subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, check=True, timeout=1200)
-    return path
-
-
-def own_flags(args: argparse.Namespace) -> list[str]:
-    """What follows the `--` of the command line, and what the kind of comparison asks for."""
-    batch = ["--global-batch-size", str(DEMO_SAMPLES)] if args.demo else []
-    return [*batch, *(flag for flag in args.flags if flag != "--")]
-
-
-def say(text: str) -> None:
-    """Progress, for a person."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -46,20 +46,24 @@ class StockJob(Job):
 
     def _run(self, number: int) -> dict[str, Any]:
         import torch
+        from megatron.core import parallel_state
 
-        rows = torch.from_numpy(equal_rows(self.samples(number), self._setup.args.seq_length + 1))
-        rows = rows.to(self._setup.device)
+        replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        every = equal_rows(self.samples(number), self._setup.args.seq_length + 1, multiple=replicas)
+        rows = torch.from_numpy(every[replica::replicas]).to(self._setup.device)
         if self._size is None:
             self._size = self._fastest(rows)
         size = self._size
         loss, figures = self.timed(lambda: self._step(rows, size))
+        losses = [each for each in self.gathered(round(loss * 1e6)) if each]  # known on the last stage, 0 on the others
         return figures | {
             "idle": [],
-            "real_tokens": rows.numel(),
-            "positions": rows.numel(),
-            "micro_batches": len(rows) // size,
+            "real_tokens": every.size,
+            "positions": every.size,
+            "micro_batches": len(every) // size,
             "predicted_ms": None,
-            "loss": max(self.gathered(round(loss * 1e6))) / 1e6,  # known on the last stage, 0 on the others
+            "planning_ms": None,
+            "loss": sum(losses) / len(losses) / 1e6,  # replicas have equally many tokens
         }
 
     def _fastest(self, rows: Any) -> int:

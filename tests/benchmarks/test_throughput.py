@@ -1,6 +1,8 @@
 """The throughput benchmark: its arithmetic, and one short comparison of real training."""
 
+import argparse
 import importlib.util
+import inspect
 import itertools
 import json
 import subprocess
@@ -8,17 +10,24 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import numpy as np
 import pytest
 
+from megatron_dynapipe import config
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.plan.iteration import Totals
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import BatchLayout, ModelFamily
+from megatron_dynapipe.report.records import IterationRecord, RunRecord
+from megatron_dynapipe.sampling import GlobalBatch, LengthTable
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.helpers.random_dataset import make_dataset
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "throughput"
+NAMES = ("num-layers", "encoder-num-layers", "decoder-num-layers")
+NAMES += ("seq-length", "decoder-seq-length", "max-position-embeddings")
 
 
 def script(monkeypatch, name: str) -> ModuleType:
@@ -36,7 +45,9 @@ def test_ratios_are_of_sums_and_hold_their_interval(monkeypatch):
     assert report.interval([(7.0, 7.0)] * 5) == [1, 1, 1]
 
 
+ABOUT = {"model": "t5", "size": "demo", "method": "planned", "layout": "1,1,2", "max_seq_len": 1536}
 RESULT = {"ms": 1000, "real_tokens": 50, "positions": 100, "peak_mb": 3, "idle": [0.5, 0.1], "micro_batches": 4}
+RESULT |= {"planning_ms": 20.0}
 WARM_UP = RESULT | {"ms": 9000, "loss": 8.25, "predicted_ms": 500}
 TIMED = RESULT | {"loss": 8.0, "predicted_ms": 900}
 
@@ -44,20 +55,169 @@ TIMED = RESULT | {"loss": 8.0, "predicted_ms": 900}
 def test_a_row_leaves_the_warm_up_out(monkeypatch):
     report = script(monkeypatch, "report")
     planned = {0: WARM_UP, 1: TIMED | {"ms": 500}}
-    row = report.figures("t5", "planned", "1,1,2", [3, 5], {0: WARM_UP, 1: TIMED}, planned)
+    row = report.figures(ABOUT, {0: WARM_UP, 1: TIMED}, planned)
     assert (row["tokens_per_second"], row["ratio"], row["padding_efficiency"]) == (50, [0.5] * 3, 0.5)
     assert (row["first_loss"], row["idle"], row["prediction_error"]) == (8.25, 0.3, pytest.approx(0.1))
-    assert "| t5 | planned | 50 | 0.500 (0.500–0.500) | 50.0% | 30% | 3 | 8.250000 |" in report.table([row])
+    table = report.table([row])
+    head = "| t5 | 1,1,2 | 1,536 | planned | 50 | 0.500 (0.500–0.500) | 50.0% | 30% | 20 ms, 2.0% |"
+    assert f"{head} 3 | 8.250000 |" in table and "plan wait" not in table
+    table = report.table([row | {"plan_wait": 0.004}, row])
+    assert f"{head} 0.4% | 3 | 8.250000 |" in table and f"{head} – | 3 | 8.250000 |" in table
 
 
 def test_a_method_is_held_against_the_planned_runs_of_its_own_turns_and_tokens(monkeypatch):
     report = script(monkeypatch, "report")
     planned = {0: WARM_UP, 1: TIMED, 2: TIMED | {"ms": 77}}
-    own = {0: WARM_UP, 1: TIMED | {"ms": 2000, "real_tokens": 25, "idle": [], "predicted_ms": None}}
-    row = report.figures("gpt", "stock", "1,1,2", None, own, planned)
+    unplanned = {"idle": [], "predicted_ms": None, "planning_ms": None}
+    own = {0: WARM_UP, 1: TIMED | {"ms": 2000, "real_tokens": 25} | unplanned}
+    row = report.figures(ABOUT | {"model": "gpt", "method": "stock"}, own, planned)
     assert row["ratio"] == [0.25] * 3 and row["tokens_per_second"] == 12.5
-    assert row["idle"] is None and row["prediction_error"] is None
-    assert "| – |" in report.table([row])
+    assert row["idle"] is None and row["prediction_error"] is None and row["planning_share"] is None
+    assert "| – | – |" in report.table([row])
+
+
+def test_planning_is_a_share_of_the_iterations_that_were_timed(monkeypatch):
+    results = {0: WARM_UP | {"planning_ms": 5000.0}, 1: TIMED | {"planning_ms": 30.0}, 2: TIMED | {"planning_ms": 10.0}}
+    row = script(monkeypatch, "report").figures(ABOUT, results, results)
+    assert (row["planning_ms"], row["planning_share"]) == (20, 0.02)
+
+
+def test_the_chart_has_a_panel_for_every_case(monkeypatch, tmp_path):
+    report = script(monkeypatch, "report")
+    row = report.figures(ABOUT, {0: WARM_UP, 1: TIMED}, {0: WARM_UP, 1: TIMED})
+    layouts = [row | {"layout": layout} for layout in ("1,1,2", "2,1,1")]
+    drawn = []
+    monkeypatch.setattr(report.charts, "bars", lambda axis, values, **more: drawn.append(more["title"]))
+    report.write([*layouts, row | {"model": "gpt"}], tmp_path)
+    assert drawn == [
+        "demo T5, layout 1,1,2, up to 1,536 tokens",
+        "demo T5, layout 2,1,1, up to 1,536 tokens",
+        "demo GPT, layout 1,1,2, up to 1,536 tokens",
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {"throughput.json", "throughput.md", "throughput.png"}
+
+
+def test_layouts_and_lengths_are_read_and_multiplied(monkeypatch):
+    comparison = script(monkeypatch, "comparison")
+    layouts = comparison.layouts_of("1,1,2; 2,1,1;1,1,2")
+    assert [(str(layout), layout.ranks) for layout in layouts] == [("1,1,2", 2), ("2,1,1", 2)]
+    cases = list(comparison.product(["t5", "gpt"], layouts, comparison.lengths_of("512,128")))
+    assert [str(case) for case in cases[:3]] == ["t5 1,1,2 up to 512", "t5 1,1,2 up to 128", "t5 2,1,1 up to 512"]
+    assert len(cases) == 8
+    assert [str(case) for case in comparison.product(["gpt"], layouts, [])] == ["gpt 1,1,2", "gpt 2,1,1"]
+
+
+@pytest.mark.parametrize(
+    ("reads", "text", "says"),
+    [
+        ("layouts_of", "2", "expected data,tensor,pipeline parallel ranks, .*got '2'"),
+        ("layouts_of", "1,1,2;", "got ''"),
+        ("layouts_of", "1,0,2", "at least 1 rank in each .*got 1,0,2"),
+        ("lengths_of", "512,x", "expected lengths of 2 tokens or more, .*got '512,x'"),
+        ("lengths_of", "1", "got '1'"),
+    ],
+)
+def test_a_wrong_layout_or_length_is_refused(monkeypatch, reads, text, says):
+    comparison = script(monkeypatch, "comparison")
+    with pytest.raises(argparse.ArgumentTypeError, match=says):
+        getattr(comparison, reads)(text)
+
+
+def test_a_maximum_length_truncates_and_leaves_shorter_targets(monkeypatch, tmp_path):
+    comparison = script(monkeypatch, "comparison")
+    (tmp_path / "run.yaml").write_text("seq-length: 1536\ndecoder-seq-length: 264\nmax-position-embeddings: 1536\n")
+    flags = ["--dynapipe-config", str(tmp_path / "run.yaml")]
+
+    def given(model: str, length: int | None) -> dict[str, str]:
+        layout = comparison.Layout(data=1, tensor=1, pipeline=2)
+        words = comparison.length_flags(comparison.Case(model=model, layout=layout, length=length), flags)
+        return dict(itertools.batched(words, 2))
+
+    usual = {"--seq-length": "512", "--dynapipe-long-samples": "truncate", "--max-position-embeddings": "1536"}
+    assert given("gpt", 512) == usual
+    assert given("t5", 512) == usual | {"--decoder-seq-length": "264"}
+    assert given("t5", 128)["--decoder-seq-length"] == "128"
+    assert given("gpt", 4096)["--max-position-embeddings"] == "4096"
+    assert given("t5", None) == {}
+
+
+@pytest.mark.parametrize(
+    ("together", "expected"),
+    [
+        (4, [["b", "a", "c", "d"]]),
+        (2, [["b", "a"], ["a", "c"], ["a", "d"]]),
+        (3, [["b", "a", "c"], ["a", "d"]]),
+    ],
+)
+def test_groups_hold_the_base_and_every_other_method_once(monkeypatch, together, expected):
+    comparison = script(monkeypatch, "comparison")
+    assert comparison.groups(["b", "a", "c", "d"], "a", together) == expected
+    assert comparison.groups(["a"], "a", together) == [["a"]]
+
+
+def test_sizes_follow_the_device(monkeypatch):
+    devices = script(monkeypatch, "devices")
+    assert devices.machine_of("cpu") == devices.Machine(device="cpu")
+    monkeypatch.setattr(devices, "count_gpus", lambda: 2)
+    machine = devices.machine_of("auto")
+    assert machine == devices.Machine(device="cuda", gpus=2) and devices.size_of("auto", machine) == "gpu"
+    assert devices.size_of("demo", machine) == "demo" and devices.size_of("auto", devices.machine_of("cpu")) == "demo"
+    assert machine.flags(2) == ["--dynapipe-device", "cuda"]
+    assert machine.flags(4) == ["--dynapipe-device", "cuda", "--distributed-backend", "gloo"]
+    assert devices.size_of("auto", machine, demo=True) == "demo"
+    monkeypatch.setattr(devices, "count_gpus", lambda: 0)
+    assert devices.machine_of("auto").device == "cpu"
+    with pytest.raises(SystemExit, match="expected a CUDA device, found none"):
+        devices.machine_of("cuda")
+
+
+@pytest.mark.parametrize("family", ["t5", "gpt"])
+def test_run_files_for_gpus_fit_the_synthetic_mixture(monkeypatch, family):
+    """Every sample fits, and 2, 4, 8 and 16 stages have equally many layers."""
+    devices, synthetic = script(monkeypatch, "devices"), script(monkeypatch, "synthetic")
+    flags = ["--dynapipe-config", str(devices.CONFIGS["gpu"][family])]
+    value = {name: int(config.value_of(flags, name, "0")) for name in NAMES}
+    inputs, targets = inspect.signature(synthetic.make).parameters["longest"].default
+    layers = value["num-layers"] or value["encoder-num-layers"] + value["decoder-num-layers"]
+    assert layers == 16
+    assert value["max-position-embeddings"] >= value["seq-length"]
+    if family == "t5":
+        assert (value["seq-length"], value["decoder-seq-length"]) == (inputs, targets + 2)
+    else:
+        assert value["seq-length"] == inputs + targets
+
+
+def test_a_synthetic_dataset_is_drawn_from_its_seed(monkeypatch, tmp_path):
+    synthetic = script(monkeypatch, "synthetic")
+    monkeypatch.setattr(synthetic, "_tokenizer", lambda folder, vocabulary: None)
+    sizes = {"samples": 400, "vocabulary": 64, "longest": (512, 60)}
+    folders = [synthetic.make(tmp_path / name, **sizes, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    one, same, other = ((folder / "train.bin").read_bytes() for folder in folders)
+    assert one == same != other
+    table = LengthTable.read(folders[0], "train")
+    assert len(table.input) == 400 and table.input.max() == 512 and table.input.min() >= 1 and table.target.max() == 60
+    assert np.quantile(table.input, 0.9) > 3 * np.median(table.input) > 120, "a long tail"
+    assert sum(read_meta(folders[0]).samples["valid"].values()) == 20
+    assert synthetic.make(folders[0], **sizes, seed=1) == folders[0]
+    with pytest.raises(SystemExit, match="found one of"):
+        synthetic.make(folders[0], **sizes, seed=2)
+
+
+def test_the_wait_for_plans_is_read_from_a_run_s_records(monkeypatch, tmp_path):
+    waits = script(monkeypatch, "waits")
+    totals = Totals(samples=4, real_tokens=50, padded_positions=80, micro_batches=(2,), predicted_ns=900)
+    shape = Shape(4, 20)
+    run = RunRecord(world_size=2, stages=2, memory_limit_bytes=9, model_state_bytes=(), maximum=shape)
+    waited = [9000, 9000, 10, 30]
+    iterations = [
+        IterationRecord(
+            iteration=number, measured_ns=90, predicted_ns=90, plan_wait_ns=wait, totals=totals, shapes=(shape,)
+        )
+        for number, wait in enumerate(waited)
+    ]
+    lines = [msgspec.json.encode(record) for record in (run, *iterations)]
+    (tmp_path / "rank-0.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    assert waits.share_in(tmp_path) == pytest.approx(40 / 220)
 
 
 def test_methods_of_one_function_must_have_one_first_loss(monkeypatch):
@@ -76,7 +236,7 @@ def test_a_demo_ends_in_a_sentence(monkeypatch):
 
 
 def test_slow_methods_train_fewer_batches(monkeypatch):
-    run = script(monkeypatch, "run")
+    training = script(monkeypatch, "training")
 
     class Job:
         def __init__(self, ms):
@@ -87,7 +247,7 @@ def test_slow_methods_train_fewer_batches(monkeypatch):
             return {"ms": self.ms}
 
     jobs = {"planned": Job(10), "padding": Job(100)}
-    results = run.take_turns(jobs, batches=4, rounds=2)
+    results = training.take_turns(jobs, batches=4, rounds=2)
     assert jobs["planned"].batches == [0, *range(4), *range(4)]
     assert sorted(results["padding"]) == [0, 1, 6, 7] and jobs["padding"].batches == [0, 0, 1, 2]
 
@@ -116,6 +276,8 @@ def test_equal_rows_cut_the_tokens_as_they_come(monkeypatch):
     samples = [([1, 2, 3], [4]), ([5], [6, 7, 8])]
     assert rows.equal_rows(samples, 3).tolist() == [[1, 2, 3], [4, 5, 6]]
     assert rows.equal_rows(samples, 10).tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 1, 2]]  # too few tokens: from the front
+    assert rows.equal_rows(samples, 2, multiple=3).tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert rows.equal_rows(samples, 5, multiple=2).tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 1, 2]]
 
 
 def test_every_method_plans(monkeypatch):

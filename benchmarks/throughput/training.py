@@ -1,0 +1,183 @@
+"""A case of the throughput benchmark, driven: costs measured, jobs started, turns taken, figures summed up."""
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from comparison import Case, groups, length_flags, longest_of
+from devices import CONFIGS, TOGETHER_ON_GPUS, Machine
+from jobs import Job, environment, started, torchrun
+from methods import ABLATIONS, METHODS, Spec
+from report import Results, figures
+from waits import plan_wait
+
+EVERY = METHODS | ABLATIONS
+DEMO_SAMPLES, DEMO_BATCHES = 32, 2
+SLOW, SELDOM = 4.0, 6
+"""A method that takes so many times the planned runs' time in the warm-up trains every so many-th batch."""
+WAIT_ITERATIONS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all cases have in common.
+
+    Attributes:
+        args: of the command line.
+        machine: where ranks run.
+        size: of models: "demo" or "gpu".
+        data: dataset folder.
+        folder: for measured costs, which cases with equal layers share.
+    """
+
+    args: argparse.Namespace
+    machine: Machine
+    size: str
+    data: Path
+    folder: Path
+
+    def flags(self, case: Case) -> list[str]:
+        """Of a case's runs, without costs."""
+        own = ["--global-batch-size", str(DEMO_SAMPLES)] if self.args.demo else []
+        own += [flag for flag in self.args.flags if flag != "--"]
+        words = ["--dynapipe-config", str(CONFIGS[self.size][case.model]), "--dynapipe-data", str(self.data)]
+        words += self.machine.flags(case.layout.ranks)
+        return [*words, *own, *length_flags(case, [*words, *own])]
+
+
+def compare(case: Case, methods: Sequence[str], setting: Setting) -> list[dict[str, Any]]:
+    """Train the same batches by every method; a row of figures for each."""
+    args = setting.args
+    batches = args.batches or (DEMO_BATCHES if args.demo else 5 if args.quick else 12)
+    costs = args.cost_model or profile(case, setting)
+    flags = [*setting.flags(case), *(["--dynapipe-cost-model", str(costs)] if costs else [])]
+    on_gpus = setting.machine.gpus > 0
+    together = args.together or (TOGETHER_ON_GPUS if on_gpus and setting.size == "gpu" else len(methods))
+    spec = Spec(
+        method="",
+        model=case.model,
+        flags=flags,
+        ranks=case.layout.ranks,
+        tensor_parallel=case.layout.tensor,
+        pipeline_parallel=case.layout.pipeline,
+        jobs_per_device=together if on_gpus else 1,
+    )
+    split = chosen_split(case, methods, spec)
+    specs = {
+        method: msgspec.structs.replace(
+            spec, method=method, layers_per_stage=split if EVERY[method].plans_split else None
+        )
+        for method in methods
+    }
+    base = args.against or ("planned" if "planned" in methods else methods[0])
+    rounds = 1 if args.demo else args.rounds
+    found = train(case, specs, base, groups(methods, base, together), batches=batches, rounds=rounds)
+    waits = (
+        {"planned": plan_wait(case, flags, split, WAIT_ITERATIONS)} if args.plan_wait and "planned" in methods else {}
+    )
+    return [
+        figures(
+            {
+                "model": case.model,
+                "size": setting.size,
+                "method": method,
+                "layout": str(case.layout),
+                "max_seq_len": longest_of(case, flags),
+                "layers_per_stage": specs[method].layers_per_stage,
+                "plan_wait": waits.get(method),
+            },
+            *found[method],
+            base,
+        )
+        for method in methods
+    ]
+
+
+def train(
+    case: Case, specs: dict[str, Spec], base: str, parts: Sequence[Sequence[str]], *, batches: int, rounds: int
+) -> dict[str, tuple[Results, Results]]:
+    """Every method's results, and those of the base in turns with it. Each group's jobs are up at a time."""
+    found: dict[str, tuple[Results, Results]] = {}
+    with contextlib.ExitStack() as whole:
+        say(f"{case}: starting {base}")
+        job_of_base = whole.enter_context(started(specs[base]))
+        for part in parts:
+            with contextlib.ExitStack() as jobs:
+                running: dict[str, Job] = {}
+                for method in part:
+                    if method != base:
+                        say(f"{case}: starting {method}")
+                    running[method] = job_of_base if method == base else jobs.enter_context(started(specs[method]))
+                results = take_turns(running, batches=batches, rounds=rounds)
+            for method in part:
+                found.setdefault(method, (results[method], results[base]))
+    return found
+
+
+def chosen_split(case: Case, methods: Sequence[str], spec: Spec) -> list[int] | None:
+    """The planned layer split, where there are several stages and a method takes it."""
+    method = next((each for each in methods if EVERY[each].plans_split), None)
+    if method is None or case.layout.pipeline == 1:
+        return None
+    say(f"{case}: choosing a layer split")
+    with started(msgspec.structs.replace(spec, method=method)) as chooser:
+        found: list[int] = chooser.ask({"split": True})["layers_per_stage"]
+        return found
+
+
+def take_turns(running: dict[str, Job], *, batches: int, rounds: int) -> dict[str, Results]:
+    """Every method's answers by turn; turn 0 warms up with the first batch."""
+    methods = list(running)
+    results: dict[str, Results] = {method: {} for method in methods}
+    for turn in range(rounds * batches + 1):
+        for method in [*methods[turn % len(methods) :], *methods[: turn % len(methods)]]:
+            if turn % SELDOM > 1 and is_slow(results, method):
+                continue
+            number = 0 if turn == 0 else (turn - 1) % batches
+            results[method][turn] = running[method].ask({"batch": number})
+        say(f"{turn} of {rounds * batches}")
+    return results
+
+
+def is_slow(results: dict[str, Results], method: str) -> bool:
+    """Whether a method's warm-up took many times as long as that of the fastest."""
+    return results[method][0]["ms"] > SLOW * min(each[0]["ms"] for each in results.values())
+
+
+def profile(case: Case, setting: Setting) -> Path | None:
+    """Measure the model's layers with as many processes as train; None where costs are to be computed.
+
+    Layouts with equal layers share a file, and so do maximum lengths: it is of the longest.
+    """
+    args, layout = setting.args, case.layout
+    minutes = (0.7 if args.quick else 2.0) if args.profile_minutes is None else args.profile_minutes
+    path = setting.folder / f"{case.model}-{layout.tensor}.json"
+    if not minutes or path.exists():
+        return path if minutes else None
+    say(f"{case}: measuring costs")
+    # Links are measured between ranks with a GPU of their own; those that share one have none.
+    ranks = layout.ranks if not 0 < setting.machine.gpus < layout.ranks else layout.tensor
+    longest = Case(model=case.model, layout=layout, length=max(args.max_lengths, default=None))
+    command = [*torchrun(ranks), "-m", "megatron_dynapipe", "profile", "--model", case.model, "--output", str(path)]
+    command += [
+        "--tensor-parallel",
+        str(layout.tensor),
+        "--budget-minutes",
+        str(minutes),
+        "--",
+        *setting.flags(longest),
+    ]
+    subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, check=True, timeout=1200)
+    return path
+
+
+def say(text: str) -> None:
+    """Progress, for a person."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
