@@ -221,6 +221,25 @@ def overhead(case: Case, script: str, ranks: int, bound: float) -> Figures:
     return within({"ratio": (found["ratio"], held)}) | measured
 
 
+def throughput(case: Case, family: str) -> Figures:
+    """Real training by several methods in turns (`../throughput/run.py`), which stops if their first losses differ."""
+    report = case.folder / f"throughput-{family}.json"
+    words = ["--device", case.device, "--size", "gpu", "--model", family, "--profile-minutes", "0", "--rounds", "1"]
+    words += ["--json", str(report), "--ranks", "1"]
+    if case.small:
+        layers = "--encoder-num-layers 2 --decoder-num-layers 2" if family == "t5" else "--num-layers 2"
+        words += ["--methods", "planned,token_based", "--batches", "1", "--data", str(ROOT / ".demo" / "data")]
+        words += ["--max-lengths", "128", "--", "--hidden-size", "64", "--ffn-hidden-size", "128"]
+        words += ["--num-attention-heads", "4", "--global-batch-size", "8", *layers.split()]
+    else:
+        words += ["--methods", "planned,packed_rows,token_based", "--batches", "4"]
+    log = case.folder / f"throughput-{family}"
+    run([[sys.executable, "benchmarks/throughput/run.py", *words]], case.budget, log=log)
+    rows = json.loads(report.read_text())["rows"]
+    speeds = {f"{row['method']}_tokens_per_s": row["tokens_per_second"] for row in rows}
+    return speeds | {f"{row['method']}_ratio": row["ratio"][1] for row in rows if row["method"] != "planned"}
+
+
 def sanitizer(case: Case) -> Figures:
     """A short run under compute-sanitizer's memcheck, every allocation by itself."""
     tool = shutil.which("compute-sanitizer")
@@ -282,6 +301,8 @@ def checks(case: Case) -> Iterator[tuple[str, Callable[[], Figures]]]:
     for family in case.families:
         yield f"{family}: entry script against the CPU", partial(entry, case, family, 1)
     yield "t5: entry script, 2 stages on one device, against the CPU", partial(entry, case, "t5", 2)
+    for family in case.families:
+        yield f"{family}: throughput of real training", partial(throughput, case, family)
     yield "compute-sanitizer", partial(sanitizer, case)
 
 

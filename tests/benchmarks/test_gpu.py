@@ -11,11 +11,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(480)
 @pytest.mark.skipif(not (ROOT / ".demo" / "data").exists(), reason="the demo data is not built (make setup)")
 def test_the_gpu_script_runs_on_a_cpu(tmp_path):
     output = tmp_path / "report.json"
     command = [sys.executable, "benchmarks/gpu/run.py", "--device", "cpu", "--small", "--output", str(output)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=290, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=470, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(output.read_text())
     assert report["format"] == "dynapipe-gpu-report/1" and report["device"] == "cpu" and report["torch"]
@@ -25,6 +26,7 @@ def test_the_gpu_script_runs_on_a_cpu(tmp_path):
         "compute-sanitizer",
     }
     figures = {check["name"]: check["figures"] for check in report["checks"]}
+    assert figures["t5: throughput of real training"]["planned_tokens_per_s"] > 0
     assert figures["t5: 2 stages on one device, bf16"]["gradients"] > 1e-4, "bf16, not fp32"
 
 
