@@ -27,7 +27,7 @@ TRAINING = (
     "--attention-dropout 0 --hidden-dropout 0 --calculate-per-token-loss --lr 1e-3 --lr-decay-style constant --seed 7 "
     "--log-interval 1 --eval-interval 100 --eval-iters 0 --transformer-impl local --no-persist-layer-norm "
     "--no-masked-softmax-fusion --no-bias-dropout-fusion --dynapipe-calibrate 0 --dynapipe-timeout-s 900 "
-    "--dynapipe-device cpu --train-iters 1000000 --save-interval 1000000"
+    "--dynapipe-device cpu --dynapipe-long-samples truncate --train-iters 1000000 --save-interval 1000000"
 )
 LINE = re.compile(
     r"\[([\d-]+ [\d:.]+)\] iteration +(\d+)/.*?consumed samples: +(\d+) .*?lm loss: ([0-9.E+-]+)|launch: \d+ nodes"
