@@ -247,7 +247,7 @@ class RedisStore:
             block: Command = ("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", *streams, *after.values())
             return self._send(connection, [block], left_s + _GRACE_S)
 
-        (reply,) = self._patiently(f"waiting for {what}", wait_once, timeout_s + self._patience_s)
+        (reply,) = self._patiently(f"waiting for {what}", wait_once, timeout_s + self._patience_s, may_stall=True)
         self._refuse(f"waiting for {what} ({time.monotonic() - started:.1f} s so far)", reply)
         if reply is None:
             raise timeout_error(what, streams, timeout_s)
@@ -277,11 +277,14 @@ class RedisStore:
         whole, limit_s = list(commands), timeout_s + self._patience_s
         return self._patiently(doing, lambda connection: self._send(connection, whole, timeout_s), limit_s)
 
-    def _patiently(self, doing: str, send: Callable[[Any], list[Any]], limit_s: float) -> list[Any]:
+    def _patiently(
+        self, doing: str, send: Callable[[Any], list[Any]], limit_s: float, *, may_stall: bool = False
+    ) -> list[Any]:
         """Send again where the connection is lost, until the server has been out of reach for the store's patience.
 
         A server that can be reached, and lost again, is tried for `limit_s`. Time in which this process was stopped is
-        no time in which it found nobody: of one attempt, only as much counts as it can last.
+        no time in which it found nobody: of one attempt, only as much counts as it can last. With `may_stall` a server
+        that does not answer counts as out of reach for as long: the request's own time may be shorter than a stop.
         """
         last, tried, away_s = math.inf, time.monotonic(), 0.0
         while True:
@@ -294,9 +297,12 @@ class RedisStore:
                 self._check_open()
                 now = time.monotonic()
                 last = min(last, now + limit_s)
-                away_s = 0.0 if is_reached else away_s + min(now - tried, _ATTEMPT_S)
+                stalls = may_stall and _is_unanswered(error)
+                longest_s = self._reply_timeout_s if stalls else _ATTEMPT_S
+                away_s = 0.0 if is_reached and not stalls else away_s + min(now - tried, longest_s)
                 tried = now
-                if not _may_come_back(error) or away_s + _RECONNECT_S > self._patience_s or now > last:
+                may_come_back = stalls or _may_come_back(error)
+                if not may_come_back or away_s + _RECONNECT_S > self._patience_s or now > last:
                     raise self._error(doing, error) from error
             self.interruptions += 1
             self._closed.wait(_RECONNECT_S)
@@ -356,8 +362,13 @@ def open_store(
 def _may_come_back(error: Exception) -> bool:
     """Whether a server may be starting again, or a link be cut for a while."""
     if isinstance(error, redis.TimeoutError):
-        return "connecting" in str(error)  # one that takes requests and does not answer has had its time
+        return not _is_unanswered(error)  # one that takes requests and does not answer has had its time
     return isinstance(error, redis.ConnectionError | OSError) and not isinstance(error, AuthenticationError)
+
+
+def _is_unanswered(error: Exception) -> bool:
+    """Whether a server took a request, or a connection, and then said nothing."""
+    return isinstance(error, redis.TimeoutError) and "connecting" not in str(error)
 
 
 def _value(entry: Sequence[Any]) -> bytes:

@@ -10,12 +10,20 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+from megatron_dynapipe.store import StoreAddress, open_store
 from megatron_dynapipe.store.server import find_server_binary
 
 
 def free_port() -> int:
     with closing(socket.create_server(("127.0.0.1", 0))) as probe:
         return int(probe.getsockname()[1])
+
+
+def server_pid(address: StoreAddress) -> int:
+    """The server's own process id, as it says itself."""
+    with open_store(address) as store:
+        info: bytes = store._call("asking for its process", ("INFO", "server"))
+    return int(next(line for line in info.splitlines() if line.startswith(b"process_id:")).partition(b":")[2])
 
 
 def accepts(port: int) -> bool:

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.errors import StoreError, StoreTimeoutError
 from megatron_dynapipe.store import PlanKeys, StoreServer, new_job_name, open_store, redis_store
-from tests.store.servers import Relay
+from tests.store.servers import Relay, server_pid
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -101,6 +102,27 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytes
             store.put("k", b"1")
             assert store.interruptions >= 2
             assert total_s == 100.0
+
+
+def test_a_short_wait_outlasts_a_server_that_is_stopped() -> None:
+    """Campaign: planners wait in slices of seconds, and ended when the server stood still for longer than one."""
+    with StoreServer() as server, open_store(server.address, patience_s=30) as store:
+        process = psutil.Process(server_pid(server.address))
+        process.suspend()
+        threading.Timer(5.0, process.resume).start()
+        with pytest.raises(StoreTimeoutError, match=r"waited 0\.5 s for it"):
+            store.wait_any(["k"], timeout_s=0.5, what="it")
+
+
+def test_a_server_that_stays_stopped_is_told_after_the_patience() -> None:
+    with StoreServer() as server, open_store(server.address, patience_s=2, reply_timeout_s=5) as store:
+        process = psutil.Process(server_pid(server.address))
+        process.suspend()
+        try:
+            with pytest.raises(StoreError, match="does not answer"):
+                store.wait_any(["k"], timeout_s=0.5, what="it")
+        finally:
+            process.resume()
 
 
 def test_a_server_that_is_known_may_be_out_of_reach_at_first() -> None:

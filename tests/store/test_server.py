@@ -16,6 +16,7 @@ import pytest
 from megatron_dynapipe.errors import ConfigError, StoreError, StoreTimeoutError
 from megatron_dynapipe.store import StoreAddress, StoreServer, open_store
 from megatron_dynapipe.store import server as server_module
+from tests.store.servers import server_pid
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
@@ -30,13 +31,6 @@ def is_running(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return False
-
-
-def server_pid(address: StoreAddress) -> int:
-    """The server's own process id, as it says itself."""
-    with open_store(address) as store:
-        info: bytes = store._call("asking for its process", ("INFO", "server"))
-    return int(next(line for line in info.splitlines() if line.startswith(b"process_id:")).partition(b":")[2])
 
 
 @pytest.fixture
