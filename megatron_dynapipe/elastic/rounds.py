@@ -47,6 +47,15 @@ def store_of_round(timeout_s: float) -> "Store | None":
     return None
 
 
+def start_of_ranks() -> str:
+    """The same on all ranks: tells a start of theirs from the others that use the same store.
+
+    torchrun keeps its store and counts its restarts. Under `launch` every start has a store of its own, and a node that
+    joined late has counted fewer failures than the others.
+    """
+    return "0" if Job.current() is not None else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
     """A text that rank 0 makes for all; without torchrun's store every rank makes it.
 
@@ -56,7 +65,7 @@ def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
     store = store_of_round(timeout_s)
     if store is None:
         return make()
-    key = f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    key = f"{name}/{start_of_ranks()}"
     if os.environ["RANK"] == "0":
         store.set(key, msgspec.json.encode(_made(make)).decode())
     try:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from megatron_dynapipe.elastic.rounds import start_of_ranks
 from megatron_dynapipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _agent_store(timeout_s: float) -> "Store | None":
         is_master=False,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    return PrefixStore(f"dynapipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"dynapipe/{start_of_ranks()}", store)
 
 
 def ranks_stand_alone() -> bool:
