@@ -7,9 +7,11 @@ one has failed              starts anew, counted           the same; not at all 
 they have saved and left    –                              starts anew, not counted (status 75)
 a node waits to join        stops them, starts anew        the same: SIGTERM, and time enough to save
 a node is silent            goes on (pytorch #111646)      starts anew, not counted
+the rendezvous is silent    waits as long as TCP does      ends them, and itself
 a notice for this node      –                              stops them, ends
 """
 
+import os
 import signal
 import subprocess
 import time
@@ -26,6 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from megatron_dynapipe.elastic import orphans, rendezvous
 from megatron_dynapipe.elastic.job import CANNOT_START, LEFT, note
+from megatron_dynapipe.elastic.watchdog import Watchdog
 
 MOST_FRUITLESS = 5
 """Starts in a row that may fail before their first iteration: what they load or are given does not suit them."""
@@ -45,6 +48,10 @@ class Agent(LocalElasticAgent):
         slow_file: made by a rank that is too slow; the node then leaves at the next change, if enough nodes are left.
         trains_file: made by a rank after its first iteration.
         least_nodes: that the job needs.
+        answer_s: a rendezvous that does not answer for this long ends this process and its ranks.
+
+    Attributes:
+        watchdog: of the rendezvous; disarm it once this node waits for something else.
     """
 
     def __init__(
@@ -58,15 +65,19 @@ class Agent(LocalElasticAgent):
         slow_file: Path,
         trains_file: Path,
         least_nodes: int,
+        answer_s: float,
     ) -> None:
         super().__init__(spec, DefaultLogsSpecs())
         self._handler, self._look, self._say = handler, look, say
         self._save_s, self._slow_file, self._least_nodes = save_s, slow_file, least_nodes
         self._trains_file, self._fruitless = trains_file, 0
         self._helpers = orphans.children()
+        self._answer_s = answer_s
+        self.watchdog = Watchdog(answer_s, self._give_up)
 
     @override
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self.watchdog.disarm()  # it has deadlines of its own
         rendezvous.forget_store(self._handler)
         note("waits")
         super()._rendezvous(worker_group)
@@ -76,9 +87,12 @@ class Agent(LocalElasticAgent):
 
     @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self.watchdog.reset()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY:
             return self._watched(worker_group, result)
+        if result.state is WorkerState.SUCCEEDED:
+            self.watchdog.disarm()  # other nodes' ranks may end later
         if result.state is WorkerState.FAILED:
             statuses = {failure.exitcode for failure in result.failures.values()}
             note("ended", statuses=",".join(map(str, sorted(statuses))))
@@ -112,12 +126,20 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.UNHEALTHY)
         return healthy
 
+    def _give_up(self) -> None:
+        """End the ranks, which have lost their peers, and this process, which may wait for hours for an answer."""
+        self._say(f"the rendezvous has not answered for {self._answer_s:.0f} s: this node ends")
+        note("cut off")
+        orphans.end_adopted(set())
+        os._exit(1)
+
     def _leave_if_slow(self, group: WorkerGroup) -> None:
         if self._slow_file.exists() and _nodes(group) > self._least_nodes:
             raise SignalException(f"left out as slow: {self._slow_file.read_text().strip()}", signal.SIGTERM)
 
     @override
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        self.watchdog.reset(self._save_s)
         if self._pcontext is not None:
             if self._worker_group.state is WorkerState.HEALTHY:
                 self._ask_to_leave(self._pcontext)

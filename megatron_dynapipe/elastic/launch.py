@@ -23,6 +23,8 @@ from megatron_dynapipe.errors import ConfigError
 NOTICE_SIGNALS = "SIGTERM,SIGUSR1,SIGINT,SIGHUP,SIGQUIT"
 TRAINS = "trains"
 _MONITOR_S = 0.1
+_ANSWER_S = 30
+"""Beyond two of its read timeouts, what the rendezvous has to answer in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +168,7 @@ def _stay(
         slow_file=slow_file,
         trains_file=slow_file.with_name(TRAINS),
         least_nodes=settings.least_nodes,
+        answer_s=2 * (parameters.get_as_int("read_timeout") or 60) + _ANSWER_S,
     )
     try:
         result = agent.run()
@@ -176,6 +179,8 @@ def _stay(
         return None if not notices.is_listed() and reason.sigval is signal.SIGTERM else 0
     except RendezvousError as error:
         raise rendezvous.explain(error, parameters) from error
+    finally:
+        agent.watchdog.disarm()
     handler.shutdown()
     if not result.is_failed():
         return 0

@@ -66,7 +66,38 @@ def test_the_second_line_after_a_start_is_a_mean_of_two(monkeypatch: pytest.Monk
     line = " [2026-11-22 01:00:0{0}.5] iteration {0:8d}/ 100 | consumed samples: {1} | lm loss: {2:.6E} | grad norm: 1"
     rows = [(1, 12, 4.0), (2, 24, 3.5), (3, 36, 2.0)]
     log.write_text("10:00:00 launch: 2 nodes, 2 ranks\n" + "\n".join(line.format(*row) for row in rows) + "\n")
-    assert [(row.number, row.consumed, row.loss) for row in nodes._lines(log)] == [(1, 12, 4), (2, 24, 3), (3, 36, 2)]
+    assert [(row.number, row.consumed, row.loss) for row in nodes.lines_of(log)] == [(1, 12, 4), (2, 24, 3), (3, 36, 2)]
+
+
+def test_the_cost_of_a_save_is_that_of_its_stretch_over_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Iterations of 10 ms that slow down by 1 µs each, so that neighbours differ; a save of 20 ms in iteration 201."""
+    emergency = script(monkeypatch, "emergency")
+    took = {number: 0.010 + 1e-6 * number + (0.020 if number == 201 else 0) for number in range(1, 400)}
+    at = {0: 0.0}
+    for number, seconds in took.items():
+        at[number] = at[number - 1] + seconds
+    without = sum(took[number] for number in range(176, 226)) - 0.020
+    assert emergency.ratio(at, save=200, every=50) == pytest.approx(1 + 0.020 / without)
+
+
+def test_an_interval_is_students(monkeypatch: pytest.MonkeyPatch) -> None:
+    emergency = script(monkeypatch, "emergency")
+    assert emergency.interval([1.0, 1.02, 1.04]) == pytest.approx((1.02 - 0.04966, 1.02, 1.02 + 0.04966), abs=1e-4)
+    low, value, high = emergency.interval([1.01])
+    assert value == 1.01 and low != low and high != high
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_emergency_checkpoints_are_measured(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    words = [sys.executable, FOLDER / "emergency.py", "--models", "gpt", "--ranks", "1", "--every", "4", "--pairs", "2"]
+    words += ["--data", make_dataset(tmp_path / "data"), "--seconds", "800", "--json", report]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=850, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    found = json.loads(report.read_text())
+    assert [row["save"] for row in found] == ["sync", "async"]
+    assert all(row["size_mb"] > 0 and row["ratio"][0] <= row["ratio"][1] <= row["ratio"][2] for row in found)
 
 
 @pytest.mark.slow
