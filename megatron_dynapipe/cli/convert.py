@@ -17,9 +17,13 @@ def add_parser(subparsers: "SubParsers") -> None:
         help="weights of GPT-2, LLaMA, Qwen or T5 v1.1 from HuggingFace into Megatron's checkpoints, and back",
     )
     ways = parser.add_subparsers(dest="way", metavar="WAY", required=True)
-    into = ways.add_parser("from-hf", help="a HuggingFace folder → checkpoints that --load begins from, and model.yaml")
+    into = ways.add_parser(
+        "from-hf", help="a HuggingFace folder → checkpoints that training begins from, and model.yaml"
+    )
     into.add_argument("source", type=Path, metavar="FOLDER", help="with config.json and safetensors, downloaded whole")
-    into.add_argument("checkpoints", type=Path, metavar="CHECKPOINTS", help="folder to write, for --load")
+    into.add_argument(
+        "checkpoints", type=Path, metavar="CHECKPOINTS", help="folder to write, for --pretrained-checkpoint"
+    )
     back = ways.add_parser("to-hf", help="the last checkpoint of a run → a HuggingFace folder")
     back.add_argument("checkpoints", type=Path, metavar="CHECKPOINTS", help="folder that --save named")
     back.add_argument("target", type=Path, metavar="FOLDER", help="to write: config.json and safetensors")

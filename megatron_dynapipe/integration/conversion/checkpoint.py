@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def _build(args: Namespace, family: ModelFamily) -> nn.Module:
 
 
 def save(model: nn.Module, folder: Path) -> Path:
-    """Write a checkpoint of weights alone, which `--load FOLDER` begins from; its path.
+    """Write a checkpoint of weights alone, which `--pretrained-checkpoint FOLDER` begins from; its path.
 
     Raises:
         ConfigError: there are checkpoints in the folder.
@@ -78,23 +78,50 @@ def save(model: nn.Module, folder: Path) -> Path:
     return path
 
 
-def load(model: nn.Module, folder: Path) -> Path:
+def load(model: nn.Module, folder: Path, rows: Mapping[str, int] | None = None) -> Path:
     """Fill a model from the last checkpoint of a folder, of whatever layout saved it; the checkpoint's path.
+
+    Args:
+        model: to fill.
+        folder: of checkpoints, as `--save` names it.
+        rows: of parameters that Megatron pads to a round number of rows, how many the checkpoint must have.
 
     Raises:
         ConfigError: there is none, or it is of another model.
     """
     path = _last(folder)
-    try:
+    _check_rows(path, rows or {})
+    with _reading(path):
         found = dist_checkpointing.load({"model": _entries(model)}, str(path), validate_access_integrity=False)
-    except Exception as error:  # of many kinds, some with every tensor's metadata
+    model.load_state_dict(found["model"], strict=False)  # entries beside the parameters differ between versions
+    return path
+
+
+def _check_rows(path: Path, rows: Mapping[str, int]) -> None:
+    """Refuse a smaller vocabulary: reading fills the rows that a checkpoint lacks with zeros, and says nothing."""
+    if not rows:
+        return
+    with _reading(path):
+        saved = dist_checkpointing.load_tensors_metadata(str(path))
+    for name, wanted in rows.items():
+        if name in saved and saved[name].global_shape[0] < wanted:
+            raise ConfigError(
+                f"expected {wanted} rows of {name}, the vocabulary's, got {saved[name].global_shape[0]} in {path}",
+                hint="train with the model.yaml that `convert from-hf` wrote, whose padded-vocab-size is the model's",
+            )
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Megatron's errors of a checkpoint's files, of many kinds, some with every tensor's metadata, as one of ours."""
+    try:
+        yield
+    except Exception as error:
         lines = str(error).splitlines() or [""]
         raise ConfigError(
             f"{path} is not a checkpoint of this model: {type(error).__name__}: {lines[0][:300]}",
             hint="give the configuration of the model that was trained, by --like",
         ) from error
-    model.load_state_dict(found["model"], strict=False)  # entries beside the parameters differ between versions
-    return path
 
 
 def _last(folder: Path) -> Path:

@@ -20,7 +20,8 @@ RUN_FILE, CONFIG = "model.yaml", "config.json"
 _HEADER = """\
 # The model of {name}, as Megatron's flags describe it. Its weights lie in {folder}:
 #
-#   torchrun … {script} --dynapipe-config RUN.yaml --dynapipe-config {file} --load {folder}
+#   torchrun … {script} --dynapipe-config RUN.yaml --dynapipe-config {file} \
+#       --pretrained-checkpoint {folder} --load RUN --save RUN --save-interval N
 """
 
 
@@ -63,8 +64,9 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None) -> Path:
     like = like or folder
     config = read_config(like)
     with checkpoint.whole_model(flags(config), family(config), config.vocab_size, torch.float32) as model:
-        checkpoint.load(model, folder)
-        tensors = read_out(model, entries(config))
+        table = entries(config)
+        checkpoint.load(model, folder, {entry.ours: entry.rows for entry in table if entry.rows})
+        tensors = read_out(model, table)
     target.mkdir(parents=True, exist_ok=True)
     dtype = config.dtype or torch.float32
     save_torch_state_dict({name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}, target)
@@ -88,9 +90,12 @@ def fill(model: nn.Module, table: list[Entry], tensors: Mapping[str, Tensor]) ->
             expected = (entry.rows, *parameter.shape[1:]) if entry.rows else tuple(parameter.shape)
             if tuple(value.shape) != expected:
                 raise ConfigError(f"{entry.theirs[0]}: expected the shape {expected}, got {tuple(value.shape)}")
-            if entry.rows:
-                parameter.zero_()
             parameter[: len(value)].copy_(value)
+            if entry.rows:
+                # Megatron's softmax runs over these rows, too. The exponential of a mean is at most the mean of the
+                # exponentials, so P of them add at most P/V to its sum over V tokens. A row of zeros would have the
+                # logit 0, and a GPT-2's lie far below.
+                parameter[len(value) :] = value.mean(dim=0)
         for name, parameter in wanted.items():
             if name != "output_layer.bias":  # a tied T5's, which starts at zero
                 raise ConfigError(

@@ -14,6 +14,9 @@ LLAMA_LIKE = ("llama", "qwen2", "qwen3")
 KINDS = ("gpt2", *LLAMA_LIKE, "t5")
 """Values of `model_type` that can be converted."""
 
+_ROWS_MULTIPLE = 128
+"""As Megatron pads vocabularies by itself (`--make-vocab-size-divisible-by`)."""
+
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What `--use-rope-scaling` has besides its factor."""
 
@@ -52,10 +55,18 @@ def flags(config: Any) -> Flags:
         ConfigError: the model has a part that Megatron's flags, or the conversion, do not know.
     """
     tables: Mapping[str, Callable[[Any], Flags]] = {"gpt2": _gpt2, "t5": _t5}
-    made = tables.get(config.model_type, _llama)(config)
+    made = tables.get(config.model_type, _llama)(config) | {"padded-vocab-size": padded_rows(config.vocab_size)}
     dropouts: Flags = {"attention-dropout": 0.0, "hidden-dropout": 0.0}
     kernels: Flags = {"transformer-impl": "local", "no-persist-layer-norm": True, "no-masked-softmax-fusion": True}
     return made | dropouts | kernels | {"no-bias-dropout-fusion": True}
+
+
+def padded_rows(vocabulary: int) -> int:
+    """Rows of the embedding and the head: the whole vocabulary, in a number that up to 128 tensor-parallel ranks share.
+
+    It stands in the run file, because a dataset's tokenizer often has fewer tokens than its model has rows.
+    """
+    return -(-vocabulary // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
 
 
 def _gpt2(config: Any) -> Flags:

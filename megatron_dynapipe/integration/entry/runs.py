@@ -248,7 +248,7 @@ def parse(family: ModelFamily) -> argparse.Namespace:
 def _refusal(error: Exception) -> str:
     """What Megatron's check of its arguments says, which may be no more than the line that fails."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"Megatron refuses these arguments: {error or place.line} ({Path(place.filename).name}:{place.lineno})"
+    return f"Megatron refuses these arguments: {str(error) or place.line} ({Path(place.filename).name}:{place.lineno})"
 
 
 def prepare_help(parser: argparse.ArgumentParser) -> None:

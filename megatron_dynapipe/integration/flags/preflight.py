@@ -17,7 +17,7 @@ from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.flags.clusters import cluster_of
 from megatron_dynapipe.integration.flags.plan_inputs import describe_costs
-from megatron_dynapipe.integration.flags.run_record import check_resumed, record_of
+from megatron_dynapipe.integration.flags.run_record import TRACKER, check_resumed, record_of
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler, long_by_task, read_task_ids
 from megatron_dynapipe.service.settings import PlanInputs
@@ -29,11 +29,12 @@ def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInput
 
     Raises:
         ConfigError: the report folder cannot be written, or the model or a sample does not fit the memory limit.
-        ConfigError: the checkpoint to resume is of another model or vocabulary.
+        ConfigError: the checkpoint to resume is of another model or vocabulary; there is no pretrained checkpoint.
         CostModelError: the cost model is of another model, or does not reach as far as the data.
         DataError: the dataset is damaged, of another tokenizer or vocabulary, or has samples that cannot be trained on.
     """
     _check_report_folder(settings.report_folder)
+    _check_pretrained(args)
     if (warning := store_address.password_warning()) and args.rank == 0:
         print(f"warning: {warning}", flush=True)
     check_tokenizer(settings.data, read_meta(settings.data))
@@ -77,12 +78,23 @@ def _check_report_folder(folder: Path) -> None:
         ) from error
 
 
+def _check_pretrained(args: argparse.Namespace) -> None:
+    given = args.pretrained_checkpoint
+    if given is None or any(folder is not None and (Path(folder) / TRACKER).is_file() for folder in (args.load, given)):
+        return
+    raise ConfigError(
+        f"expected Megatron's checkpoints in --pretrained-checkpoint {given}, found no {TRACKER} there",
+        hint="name the folder that `megatron-dynapipe convert from-hf` wrote, or that a run's --save named",
+    )
+
+
 def _check_vocabulary(data: Path, vocabulary: int) -> None:
     held = read_meta(data).vocabulary_size
     if held > vocabulary:
         raise DataError(
             f"expected token ids below {vocabulary}, the model's vocabulary; those of {data} are below {held}",
-            hint="train with the dataset's own tokenizer: leave --tokenizer-model and --vocab-size out",
+            hint="train with the dataset's own tokenizer: leave --tokenizer-model and --padded-vocab-size out; "
+            "data for a converted model is prepared with that model's tokenizer",
         )
 
 

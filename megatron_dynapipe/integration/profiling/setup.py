@@ -130,8 +130,9 @@ def _parse(
     finally:
         sys.argv = kept
     model_flags.restore(args, early)
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    if args.padded_vocab_size is None:
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     return args
 
 

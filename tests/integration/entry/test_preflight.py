@@ -44,6 +44,8 @@ def refused(family: str, flags: str, data: Path, tmp_path: Path) -> str:
             "expected a report folder that can be written",
         ),
         ("gpt", "--hidden-size 30", "Megatron refuses these arguments: "),
+        ("gpt", "--save checkpoints", "Megatron refuses these arguments: assert args.save_interval is not None"),
+        ("t5", "--pretrained-checkpoint nowhere", "expected Megatron's checkpoints in --pretrained-checkpoint nowhere"),
     ],
 )
 def test_what_cannot_train_is_refused_before_megatron_starts(family, flags, said, data, tmp_path):
