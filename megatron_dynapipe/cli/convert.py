@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,9 @@ def add_parser(subparsers: "SubParsers") -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert; print what was written."""
     from megatron_dynapipe import cpu
+    from megatron_dynapipe.cli.progress import with_progress
 
+    progress = partial(with_progress, unit="tensors")
     with contextlib.redirect_stdout(sys.stderr):  # Megatron logs there
         cpu.quieten()
         cpu.enable("cpu")
@@ -46,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
         from megatron_dynapipe.integration.conversion.command import from_hugging_face, to_hugging_face
 
         if args.way == "from-hf":
-            path = from_hugging_face(args.source, args.checkpoints)
+            path = from_hugging_face(args.source, args.checkpoints, progress)
         else:
-            path = to_hugging_face(args.checkpoints, args.target, args.like)
+            path = to_hugging_face(args.checkpoints, args.target, args.like, progress)
     print(path)
     return 0

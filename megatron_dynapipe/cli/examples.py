@@ -46,6 +46,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "show": ("show plans/b0.plan", "show plans/b0.plan --replica 0 --picture timeline.svg --trace timeline.json"),
     "report": (
         "report dynapipe-report",
+        "report dynapipe-report --json > run.json",
         "report dynapipe-report --data data/demo --comparison compared.json --output run.html",
     ),
     "store": ("store start --bind 0.0.0.0 --url-file store.url", "store inspect --url-file store.url"),

@@ -9,6 +9,11 @@ from megatron_dynapipe.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.report.charts import Chart
+    from megatron_dynapipe.report.run import Run
+    from megatron_dynapipe.report.summary import Summary
+
+FORMAT = "dynapipe-report/1"
+"""Of `--json`: the page's path, the summary's fields, and losses by split, name and iteration."""
 
 
 def add_parser(subparsers: "SubParsers") -> None:
@@ -28,7 +33,9 @@ def add_parser(subparsers: "SubParsers") -> None:
         metavar="FILE.json",
         help="show other methods' speed, as `compare --json` predicts it",
     )
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    printed = parser.add_mutually_exclusive_group()
+    printed.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    printed.add_argument("--json", action="store_true", help="print the summary for a machine to read")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
         more.append(_lengths(args.data))
     title = f"{'Plans' if is_planned else 'Run'} in {args.folder.resolve().name}"
     page = write_page(found, summary, args.output or args.folder / PAGE, title=title, more=more)
-    if not args.quiet:
+    if args.json:
+        _print_json(page, summary, found, is_planned=is_planned)
+    elif not args.quiet:
         if is_planned:
             print("plans without a run: measured times are those that plans predict")
         print("\n".join([format_summary(summary), *evaluation_lines(found.evaluations)]))
@@ -60,19 +69,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _print_json(page: Path, summary: "Summary", found: "Run", *, is_planned: bool) -> None:
+    import msgspec
+
+    told = {
+        "format": FORMAT,
+        "page": page,
+        "plans_alone": is_planned,
+        "summary": summary,
+        "evaluations": found.evaluations,
+    }
+    print(msgspec.json.encode(msgspec.to_builtins(told, enc_hook=str, str_keys=True)).decode())
+
+
 def _comparison(path: Path) -> "Chart":
     """The methods of a file of `compare --json`; raises DataError if it is none."""
     import msgspec
 
-    from megatron_dynapipe.cli.compare import FORMAT
+    from megatron_dynapipe.cli import compare
     from megatron_dynapipe.files import read_bounded
     from megatron_dynapipe.report.charts import comparison_chart
     from megatron_dynapipe.report.comparison import geometric_mean
 
     try:
         read = msgspec.json.decode(read_bounded(path))
-        if read["format"] != FORMAT:
-            raise DataError(f"{path}: expected the format {FORMAT}, got {read['format']}")
+        if read["format"] != compare.FORMAT:
+            raise DataError(f"{path}: expected the format {compare.FORMAT}, got {read['format']}")
         speeds: dict[str, list[float]] = {}
         for batch in read["batches"]:
             for method, found in batch["methods"].items():

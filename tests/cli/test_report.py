@@ -20,6 +20,15 @@ def test_a_summary_and_a_page(folder, capsys):
     assert (folder / "report.html").stat().st_size > 1_000_000
 
 
+def test_a_summary_for_a_machine(folder, capsys):
+    assert main.main(["report", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["format"], told["page"]) == ("dynapipe-report/1", str(folder / "report.html"))
+    assert told["summary"]["iterations"] == 6 and 0 < told["summary"]["padding_efficiency"] <= 1
+    assert told["plans_alone"] is False and isinstance(told["evaluations"], dict)
+    assert main.main(["report", str(folder), "--json", "--quiet"]) == 2
+
+
 def test_a_comparison_and_another_name(folder, tmp_path, capsys):
     method = {"error": None, "tokens_per_second": 1234.5}
     batches = [{"id": "b", "methods": {"dynapipe": method, "padding": {"error": "no plan"}}}]

@@ -1,7 +1,8 @@
 """The `convert` command: HuggingFace's files → a checkpoint and a run file; a checkpoint → HuggingFace's files."""
 
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,17 @@ _HEADER = """\
 """
 
 
-def from_hugging_face(source: Path, folder: Path) -> Path:
+Progress = Callable[[Sequence[Entry]], Iterable[Entry]]
+"""Passes entries on, and may show how many."""
+
+
+def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> Path:
     """Write a checkpoint of the weights in a HuggingFace folder, a run file of the model, and its configuration.
+
+    Args:
+        source: HuggingFace's folder.
+        folder: of checkpoints, to be written.
+        progress: sees the tensors go by.
 
     Returns:
         The run file, `model.yaml`.
@@ -40,19 +50,20 @@ def from_hugging_face(source: Path, folder: Path) -> Path:
     tensors = {name: tensor.detach() for name, tensor in theirs.state_dict().items()}
     dtype = next(iter(tensors.values())).dtype
     with checkpoint.whole_model(described, family(config), config.vocab_size, dtype) as model:
-        fill(model, entries(config), tensors)
+        fill(model, entries(config), tensors, progress)
         checkpoint.save(model, folder)
     shutil.copyfile(source / CONFIG if source.is_dir() else source, folder / CONFIG)
     return _write_run_file(folder, source, described, family(config))
 
 
-def to_hugging_face(folder: Path, target: Path, like: Path | None) -> Path:
+def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Progress = iter) -> Path:
     """Write the last checkpoint of a folder as HuggingFace's files; the folder of these.
 
     Args:
         folder: of checkpoints, as `--save` names it.
         target: to be written.
         like: HuggingFace's configuration of the model, a folder or a file; None: the one in `folder`.
+        progress: sees the tensors go by.
 
     Raises:
         ConfigError: there is no checkpoint or no configuration, or they do not go together.
@@ -66,7 +77,7 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None) -> Path:
     with checkpoint.whole_model(flags(config), family(config), config.vocab_size, torch.float32) as model:
         table = entries(config)
         checkpoint.load(model, folder, {entry.ours: entry.rows for entry in table if entry.rows})
-        tensors = read_out(model, table)
+        tensors = read_out(model, table, progress)
     target.mkdir(parents=True, exist_ok=True)
     dtype = config.dtype or torch.float32
     save_torch_state_dict({name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}, target)
@@ -75,7 +86,7 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None) -> Path:
     return target
 
 
-def fill(model: nn.Module, table: list[Entry], tensors: Mapping[str, Tensor]) -> None:
+def fill(model: nn.Module, table: list[Entry], tensors: Mapping[str, Tensor], progress: Progress = iter) -> None:
     """Give Megatron's model the numbers of HuggingFace's tensors.
 
     Raises:
@@ -83,7 +94,7 @@ def fill(model: nn.Module, table: list[Entry], tensors: Mapping[str, Tensor]) ->
     """
     wanted = dict(model.named_parameters())
     with torch.no_grad():
-        for entry in table:
+        for entry in progress(table):
             if missing := [name for name in entry.theirs if name not in tensors]:
                 raise ConfigError(f"expected the tensors {', '.join(missing)}, found none", hint="download it whole")
             parameter, value = wanted.pop(entry.ours), entry.join([tensors[name] for name in entry.theirs])
@@ -103,11 +114,11 @@ def fill(model: nn.Module, table: list[Entry], tensors: Mapping[str, Tensor]) ->
                 )
 
 
-def read_out(model: nn.Module, table: list[Entry]) -> dict[str, Tensor]:
+def read_out(model: nn.Module, table: list[Entry], progress: Progress = iter) -> dict[str, Tensor]:
     """HuggingFace's tensors of Megatron's model."""
     parameters = dict(model.named_parameters())
     tensors: dict[str, Tensor] = {}
-    for entry in table:
+    for entry in progress(table):
         value = parameters[entry.ours].detach()
         parts = entry.split(value[: entry.rows] if entry.rows else value)
         tensors |= {
@@ -120,7 +131,10 @@ def read_out(model: nn.Module, table: list[Entry]) -> dict[str, Tensor]:
 def _their_model(config: Any, source: Path) -> Any:
     """HuggingFace's model with its weights, from safetensors files alone: other files run code when they are read."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers.utils import logging
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     kind = AutoModelForSeq2SeqLM if family(config) is ModelFamily.T5 else AutoModelForCausalLM
     try:
         return kind.from_pretrained(source, config=config, dtype="auto", use_safetensors=True, local_files_only=True)
