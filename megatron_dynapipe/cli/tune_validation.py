@@ -71,6 +71,7 @@ def validated(tuning: "Tuning", args: argparse.Namespace) -> "Tuning":
             path = Path(folder) / f"layout{number}.yaml"
             write_text(path, layout_file(tuning.layouts[number], tuning.settings[number], args))
             flags = [*words[1:], "--dynapipe-config", str(path), "--dynapipe-report-dir", f"{folder}/report{number}"]
+            flags += ["--dynapipe-unset", "save", "--dynapipe-unset", "load"]  # of run files: no checkpoint of a trial
             iterations = args.validate_iterations
             commands.append(training_command(words[0], flags, devices=args.devices, iterations=iterations))
         found = measure(

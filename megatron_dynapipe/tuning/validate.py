@@ -90,6 +90,7 @@ def training_command(script: str, flags: Sequence[str], *, devices: int, iterati
         raise ConfigError("expected validation runs without --save, got it", hint="a few iterations are no checkpoint")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
     own = ["--train-iters", str(iterations), "--log-interval", "1", "--eval-iters", "0", "--eval-interval", "1000000"]
+    own += ["--lr-decay-iters", "1000000"]  # Megatron takes no warm-up that is longer, and a run file's is
     return [*torchrun, script, *flags, *own]
 
 

@@ -1,37 +1,72 @@
-"""Every code block of the README and the quick starts is run, or parsed where it needs what is not here."""
+"""Every code block of the README and the quick starts is run, or held by what the table names."""
 
 import re
 import shlex
 import shutil
 import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from megatron_dynapipe.cli.main import UsageError, build_parser
-from tests.helpers.random_dataset import make_dataset
+from tests.docs.workspace import PROGRAM, ROOT, make_workspace
 
-ROOT = Path(__file__).parents[2]
 
-RUN, SLOW = "run", "run, slowly"
-BLOCKS: dict[str, tuple[str, ...]] = {
-    # One entry per block, in order: RUN, SLOW, or why it is only parsed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """A block that is run, with small run files, data and models (`workspace`).
+
+    Attributes:
+        swaps: words that need another machine, and what stands in their place.
+        after: a command behind the block, which ends what that leaves running.
+        slow: whether it runs in the slow suite alone.
+    """
+
+    swaps: tuple[tuple[str, str], ...] = ()
+    after: str = ""
+    slow: bool = True
+
+
+TWO_RANKS = ("--nproc-per-node 8", "--nproc-per-node 2")
+IN_SECONDS = ("--output costs.json", "--output costs.json --budget-minutes 0.2")
+SERVED = "--url-file store.url & until [ -s store.url ]; do sleep 0.2; done #"
+
+BLOCKS: dict[str, tuple[Runs | str, ...]] = {
+    # One entry per block, in order: how it runs, or why it is only parsed and what runs it instead.
     "README.md": (
-        "make demo and make test are what continuous integration and the other tests run",
+        "takes minutes and sets up; continuous integration runs make test, tests/test_setup.py the set-up",
         "installs packages; tests/installed and the wheels' own run hold its outcome",
-        "needs 8 GPUs",
+        Runs(swaps=(TWO_RANKS, ("--dynapipe-data DATASET", "--dynapipe-data data/mixture"))),
         "Python, a part of examples/any_module.py, which tests/examples runs",
-        "its files are the reader's; tests/cli and tests/data run each command",
-        "takes minutes; tests/cli/test_three_commands.py runs this way",
-        "needs a checkpoint of HuggingFace's; tests/integration/conversion runs it on small ones",
+        Runs(),
+        Runs(swaps=(IN_SECONDS,)),
+        Runs(),
     ),
-    "docs/quick-start/one-machine.md": ("installs packages", "installs packages", RUN, SLOW),
-    "docs/quick-start/gpus.md": ("needs a GPU", "needs 8 GPUs", "needs a GPU", "needs Docker and GPUs"),
-    "docs/quick-start/several-nodes.md": ("needs two nodes", "needs Slurm", "needs an address of this network"),
+    "docs/quick-start/one-machine.md": (
+        Runs(swaps=(("pip install .", "true"),), slow=False),
+        "sets up; tests/test_setup.py",
+        Runs(slow=False),
+        Runs(),
+    ),
+    "docs/quick-start/gpus.md": (
+        Runs(),
+        Runs(swaps=(TWO_RANKS, ("--train-iters 100 --lr-warmup-iters 10", "--train-iters 2 --lr-warmup-iters 1"))),
+        Runs(swaps=(IN_SECONDS, (" --budget-minutes 5", ""))),
+        "needs Docker and GPUs; tests/test_setup.py holds the file's requirements, nothing builds it",
+    ),
+    "docs/quick-start/several-nodes.md": (
+        "needs two nodes; tests/examples/test_network.py runs it in two network namespaces",
+        Runs(swaps=(("--nodes 4", "--nodes 1"),)),  # with stand-ins for Slurm's three commands
+        Runs(
+            swaps=(("10.0.0.1", "127.0.0.1"), ("--url-file store.url\n", SERVED + "\n")),
+            after=f"{PROGRAM} store stop --url-file store.url",
+            slow=False,
+        ),
+    ),
+    "docs/pretrained.md": (Runs(swaps=(TWO_RANKS,)),),
 }
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PROGRAM = "megatron-dynapipe"
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -43,7 +78,8 @@ CASES = [(page, index, how) for page, hows in BLOCKS.items() for index, how in e
 
 
 def test_the_table_has_every_block() -> None:
-    pages = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs/quick-start").glob("*.md")))]
+    quick = sorted((ROOT / "docs/quick-start").glob("*.md"))
+    pages = ["README.md", "docs/pretrained.md", *(str(path.relative_to(ROOT)) for path in quick)]
     assert {page: len(blocks(page)) for page in pages} == {page: len(BLOCKS.get(page, ())) for page in pages}
 
 
@@ -69,34 +105,29 @@ def commands(text: str) -> list[list[str]]:
 
 
 MARKED = [
-    pytest.param(page, index, marks=[pytest.mark.slow] if how == SLOW else [], id=f"{page}:{index}")
+    pytest.param(page, index, how, marks=[pytest.mark.slow] if how.slow else [], id=f"{page}:{index}")
     for page, index, how in CASES
-    if how in (RUN, SLOW)
+    if isinstance(how, Runs)
 ]
 
 
-@pytest.mark.parametrize(("page", "index"), MARKED)
-def test_a_block_runs(tmp_path: Path, page: str, index: int) -> None:
-    """In a folder with what a checkout has, this interpreter's programs, and a small dataset for the demo's."""
-    for name in ("benchmarks", "configs", "pretrain_gpt_multitask.py"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    make_dataset(tmp_path / ".demo" / "data")
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, module in ((PROGRAM, "megatron_dynapipe"), ("torchrun", "torch.distributed.run")):
-        program = programs / name
-        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n')
-        program.chmod(0o755)
-    environment = {"PATH": f"{programs}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("page", "index", "how"), MARKED)
+def test_a_block_runs(tmp_path: Path, page: str, index: int, how: Runs) -> None:
+    text = blocks(page)[index][1]
+    for given, instead in how.swaps:
+        assert given in text, f"the block has no {given!r} any more"
+        text = text.replace(given, instead, 1 if given.endswith("\n") else -1)
+    environment = make_workspace(tmp_path)
     bash = shutil.which("bash")
     assert bash is not None
     done = subprocess.run(
-        [bash, "-euo", "pipefail", "-c", blocks(page)[index][1]],
+        [bash, "-euo", "pipefail", "-c", f"{text}\n{how.after}"],
         cwd=tmp_path,
-        env=environment | {"OMP_NUM_THREADS": "1"},
+        env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=850,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

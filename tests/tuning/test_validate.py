@@ -72,6 +72,7 @@ def test_a_run_has_a_deadline_and_leaves_no_process(tmp_path: Path) -> None:
 def test_the_command() -> None:
     words = training_command("train.py", ["--seed", "1"], devices=4, iterations=5)
     assert words[words.index("--nproc-per-node") + 1] == "4" and words[words.index("--train-iters") + 1] == "5"
+    assert int(words[words.index("--lr-decay-iters") + 1]) > 500, "the warm-up of most run files"
     assert words.index("train.py") < words.index("--seed") < words.index("--train-iters")
     with pytest.raises(ConfigError, match="at least 2 iterations"):
         training_command("train.py", [], devices=1, iterations=1)

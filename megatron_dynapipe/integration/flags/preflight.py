@@ -29,12 +29,14 @@ def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInput
 
     Raises:
         ConfigError: the report folder cannot be written, or the model or a sample does not fit the memory limit.
+        ConfigError: the learning rate's warm-up outlasts training.
         ConfigError: the checkpoint to resume is of another model or vocabulary; there is no pretrained checkpoint.
         CostModelError: the cost model is of another model, or does not reach as far as the data.
         DataError: the dataset is damaged, of another tokenizer or vocabulary, or has samples that cannot be trained on.
     """
     _check_report_folder(settings.report_folder)
     _check_pretrained(args)
+    _check_warm_up(args)
     if (warning := store_address.password_warning()) and args.rank == 0:
         print(f"warning: {warning}", flush=True)
     check_tokenizer(settings.data, read_meta(settings.data))
@@ -85,6 +87,18 @@ def _check_pretrained(args: argparse.Namespace) -> None:
     raise ConfigError(
         f"expected Megatron's checkpoints in --pretrained-checkpoint {given}, found no {TRACKER} there",
         hint="name the folder that `megatron-dynapipe convert from-hf` wrote, or that a run's --save named",
+    )
+
+
+def _check_warm_up(args: argparse.Namespace) -> None:
+    """Of this Megatron says no more than an assertion, once the model is built."""
+    last = args.lr_decay_iters or args.train_iters
+    if args.lr_warmup_fraction is not None or last is None or args.lr_warmup_iters < last:
+        return
+    raise ConfigError(
+        f"expected a warm-up shorter than the {last} iterations of --lr-decay-iters (--train-iters without it), got "
+        f"--lr-warmup-iters {args.lr_warmup_iters}",
+        hint=f"for example --lr-warmup-iters {last // 10}",
     )
 
 
