@@ -26,14 +26,14 @@ SECTIONS = (
         "Throughput over the maximum length",
         "Global batches of 65,536 tokens (real: 32 samples). The longer samples may be, the more padding and packing "
         "waste. Packed rows whose attention is kept apart, which the paper did not compare with, come within a few "
-        "percent where a layout with one or two stages fits; the gap grows with stages and length. The real runs "
-        "shared their cores with other work, which halves speeds and spoils predictions; methods took turns, so ratios "
-        "hold.",
+        "percent where a layout with one or two stages fits; the gap grows with stages and length.",
         ("throughput-length-simulated", "throughput-length-real"),
     ),
     Section(
         "Throughput over the global batch size",
-        "Maximum length 2048 (real: 1536). Small global batches have few micro-batches to fill a pipeline with.",
+        "Maximum length 2048 (real: 1536). Small global batches have few micro-batches to fill a pipeline with. The "
+        "real runs shared their cores with other work, which halves speeds and spoils predictions; methods took turns, "
+        "so ratios hold.",
         ("throughput-batch-simulated", "throughput-batch-real"),
     ),
     Section(
