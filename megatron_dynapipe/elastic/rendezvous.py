@@ -32,7 +32,7 @@ def open_rendezvous(parameters: RendezvousParameters) -> DynamicRendezvousHandle
     """Connect to a rendezvous, or host it.
 
     Raises:
-        ConfigError: nobody answers, or the backend is none of c10d and etcd-v2.
+        ConfigError: nobody answers, the backend is none of c10d and etcd-v2, or a package is missing.
     """
     if _is_own_address(parameters):
         parameters.config.setdefault("is_host", "true")
@@ -42,6 +42,11 @@ def open_rendezvous(parameters: RendezvousParameters) -> DynamicRendezvousHandle
         raise ConfigError(
             f"expected a rendezvous at {parameters.endpoint}, and nobody answers there",
             hint="start `launch` on the machine of --rdzv-endpoint first; look at its name, port and firewall",
+        ) from error
+    except ImportError as error:
+        raise ConfigError(
+            f"the rendezvous backend {parameters.backend} needs a package that is missing: {error}",
+            hint="pip install python-etcd, or use --rdzv-backend c10d",
         ) from error
     except (RendezvousError, ValueError) as error:
         raise ConfigError(f"this rendezvous cannot be opened: {error}") from error

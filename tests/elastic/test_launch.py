@@ -172,6 +172,7 @@ BAD = {
     ),
     "no command": (["--preemption-command", "'"], "expected --preemption-command to be a command"),
     "no nodes": (["--nnodes", "3:2"], "expected --nnodes MIN:MAX with 1 ≤ MIN ≤ MAX, got 3:2"),
+    "no etcd": (["--rdzv-backend", "etcd-v2"], "pip install python-etcd"),
     "no factor": (["--exclude-slow", "0.5"], "expected --exclude-slow to be above 1, got 0.5"),
 }
 DAILY = ("no machine list", "no nodes")
