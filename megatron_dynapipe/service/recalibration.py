@@ -158,7 +158,7 @@ class Recalibrated:
         self._keys = keys
         self._deadline_s = deadline_s
         self._version = 0
-        self._planner = WithinRoom(settings, base, None)
+        self._planner = self._first = WithinRoom(settings, base, None)
 
     def planner(self, iteration: int) -> WithinRoom:
         """The planner of an iteration.
@@ -167,7 +167,10 @@ class Recalibrated:
             StoreTimeoutError: a rank has not published its passes in time.
             CostModelError: what came is not a list of passes, or not a cost model.
         """
-        if (version := self._rule.version(iteration)) != self._version:
+        version = self._rule.version(iteration)
+        if version == 0:  # also after later ones, where a store that has come back empty is filled again
+            return self._first
+        if version != self._version:
             measured = [self._measured(version, rank) for rank in range(self._rule.ranks)]
             room = min(
                 (each.tensor_room_bytes for each in measured if each.tensor_room_bytes is not None), default=None

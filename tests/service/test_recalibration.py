@@ -78,6 +78,17 @@ def test_planners_agree_on_a_version_that_one_of_them_makes() -> None:
     assert new.values[0].sum() == pytest.approx(3 * old.values[0].sum(), rel=0.05)
 
 
+def test_iterations_before_the_first_version_are_planned_again_as_they_were() -> None:
+    """Campaign: a store came back empty after version 1; planners waited for passes of version 0, which nobody sends."""
+    store = MemoryStore()
+    for rank in range(2):
+        store.put(KEYS.passes(1, rank), measured(passes(rank, slower=3.0)))
+    planners = recalibrated(store, deadline_s=0.05)
+    before, later = planners.planner(113).planner.digest, planners.planner(114).planner.digest
+    assert planners.planner(113).planner.digest == before != later
+    assert planners.planner(114).planner.digest == later
+
+
 def test_an_empty_version_is_the_model_itself() -> None:
     store = MemoryStore()
     for rank in range(2):
