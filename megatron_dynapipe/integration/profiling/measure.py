@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+import torch.distributed as dist
 
 from megatron_dynapipe.integration.profiling.layers import Forward, Part, Point
 from megatron_dynapipe.runtime.memory import PassMemory, pass_memory
@@ -77,7 +78,7 @@ def measure(
     """
     forward = part.prepare(point)
     memory = _of_one_layer(pass_memory(forward, _backward, platform.device), part.layers)  # the warm-up, too
-    in_flight = deque(forward() for _ in range(_in_flight(memory, platform.device) - 1))
+    in_flight = deque(forward() for _ in range(_in_flight(memory, platform.device, shared=shared) - 1))
     fewest, most = (SHARED_REPEATS, SHARED_REPEATS) if shared else (FEWEST_REPEATS, MOST_REPEATS)
     together = 1 if platform.device.type == "cpu" else fewest
     if together > 1:
@@ -117,10 +118,18 @@ def _of_one_layer(memory: PassMemory, layers: int) -> PassMemory:
     return PassMemory(stored_bytes=stored, peak_bytes=memory.peak_bytes - stored * (layers - 1))
 
 
-def _in_flight(memory: PassMemory, device: torch.device) -> int:
+def _in_flight(memory: PassMemory, device: torch.device, *, shared: bool) -> int:
     if device.type != "cpu":
         return 1
-    return min(max(BEYOND_CACHES_BYTES // max(memory.stored_bytes, 1), 1), MOST_IN_FLIGHT)
+    count = min(max(BEYOND_CACHES_BYTES // max(memory.stored_bytes, 1), 1), MOST_IN_FLIGHT)
+    return _fewest_of_ranks(count) if shared else count
+
+
+def _fewest_of_ranks(count: int) -> int:
+    """The least of all ranks' numbers: what a rank keeps of a head depends on which labels are its own."""
+    least = torch.tensor([count])
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least)
 
 
 def _time(

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_dynapipe.integration.profiling import measure as module
 from megatron_dynapipe.integration.profiling.layers import Forward, Part, Point
 from megatron_dynapipe.integration.profiling.measure import ThreadClock, clock_of, measure
 from megatron_dynapipe.runtime.memory import PassMemory
 from megatron_dynapipe.runtime.platform import CpuPlatform, Mark
+from tests.helpers.processes import run_ranks
 
 CPU = torch.device("cpu")
 KEPT_BYTES = 2 * (2 * 64) * 32 * 4
@@ -53,6 +55,7 @@ def test_passes_are_measured_with_others_in_flight(
     budget_bytes: int, in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BEYOND_CACHES_BYTES", budget_bytes)
+    monkeypatch.setattr(module, "_fewest_of_ranks", lambda count: count)
     counted = Counted(32)
     sample = measure(counted.part(), (2, 64), ThreadClock(), shared=True)
     assert sample.memory.stored_bytes == KEPT_BYTES
@@ -60,6 +63,31 @@ def test_passes_are_measured_with_others_in_flight(
     # Once for memory, then as many as are in flight before the repeats, whatever the clock says.
     assert counted.forwards == 1 + in_flight - 1 + module.SHARED_REPEATS
     assert sample.forward_ns > 0 and sample.backward_ns > 0
+
+
+def unequal(rank: int, world_size: int) -> int:
+    """How often a rank runs a shared part forward of which it keeps more than the other."""
+    dist.init_process_group("gloo")
+    module.BEYOND_CACHES_BYTES = 4 * KEPT_BYTES + 1
+    counted = Counted(32 * (rank + 1))
+
+    def prepare(point: Point) -> Forward:
+        forward = counted.prepare(point)
+
+        def together() -> torch.Tensor:
+            dist.all_reduce(torch.zeros(1))
+            return forward()
+
+        return together
+
+    measure(replace(counted.part(), prepare=prepare), (2, 64), ThreadClock(), shared=True)
+    dist.barrier()
+    return counted.forwards
+
+
+def test_ranks_that_keep_different_bytes_run_a_shared_part_equally_often() -> None:
+    """A head's ranks keep what their own labels take; a profile of two tensor-parallel ranks never ended."""
+    assert len(set(run_ranks(unequal, 2, deadline_s=120))) == 1
 
 
 def test_ranks_that_share_a_layer_wait_for_one_another() -> None:
