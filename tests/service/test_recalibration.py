@@ -79,7 +79,7 @@ def test_planners_agree_on_a_version_that_one_of_them_makes() -> None:
 
 
 def test_iterations_before_the_first_version_are_planned_again_as_they_were() -> None:
-    """Campaign: a store came back empty after version 1; planners waited for passes of version 0, which nobody sends."""
+    """Campaign: a store came back empty after version 1; planners waited for passes that nobody sends."""
     store = MemoryStore()
     for rank in range(2):
         store.put(KEYS.passes(1, rank), measured(passes(rank, slower=3.0)))
