@@ -56,6 +56,15 @@ def start_of_ranks() -> str:
     return "0" if Job.current() is not None else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
+def awaited(store: "Store", key: str, what: str, *, timeout_s: float, hint: str) -> str:
+    """The text under a key, once a rank has set it; raises ConfigError where none does within `timeout_s`."""
+    try:
+        store.wait([key], datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise ConfigError(f"waited {timeout_s:.0f} s for {what}", hint=hint) from error
+    return store.get(key).decode()
+
+
 def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
     """A text that rank 0 makes for all; without torchrun's store every rank makes it.
 
@@ -68,13 +77,8 @@ def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
     key = f"{name}/{start_of_ranks()}"
     if os.environ["RANK"] == "0":
         store.set(key, msgspec.json.encode(_made(make)).decode())
-    try:
-        store.wait([key], datetime.timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise ConfigError(
-            f"waited {timeout_s:.0f} s for rank 0's {name}", hint="a larger timeout_s allows more time"
-        ) from error
-    told = msgspec.json.decode(store.get(key), type=_Told)
+    text = awaited(store, key, f"rank 0's {name}", timeout_s=timeout_s, hint="a larger timeout_s allows more time")
+    told = msgspec.json.decode(text, type=_Told)
     if told.error:
         raise ConfigError(told.error, hint=told.hint)
     return told.text

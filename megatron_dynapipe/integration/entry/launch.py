@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_dynapipe.elastic.rounds import start_of_ranks
+from megatron_dynapipe.elastic.rounds import awaited, start_of_ranks
 from megatron_dynapipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,13 +92,8 @@ def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
             raise
         store.set(name, text)
         return text
-    try:
-        store.wait([name], datetime.timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise ConfigError(
-            f"waited {timeout_s:.0f} s for rank 0's {name}", hint="--dynapipe-timeout-s allows more time"
-        ) from error
-    text = store.get(name).decode()
+    hint = "--dynapipe-timeout-s allows more time"
+    text = awaited(store, name, f"rank 0's {name}", timeout_s=timeout_s, hint=hint)
     if text == _FAILED:
         leave_report_to_another_rank(2)
     return text
