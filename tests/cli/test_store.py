@@ -36,7 +36,7 @@ def started() -> Iterator[tuple[subprocess.Popen[str], str]]:
         yield process, process.stdout.readline().strip()
     finally:
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
 
 
 def test_inspect_says_what_is_held(
@@ -84,13 +84,13 @@ def test_status_goes_on_until_it_is_interrupted(started: tuple[subprocess.Popen[
         assert status.stdout is not None
         assert ["jobs" in status.stdout.readline() for _ in range(3)] == [True] * 3
         status.send_signal(signal.SIGINT)
-        assert status.wait(20) == 0
+        assert status.wait(120) == 0
 
 
 def test_stop_ends_the_server_and_the_command_that_started_it(started: tuple[subprocess.Popen[str], str]) -> None:
     process, url = started
     assert main.main(["store", "stop", url]) == 0
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=120) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -99,7 +99,7 @@ def test_interrupted_start_leaves_no_server(
 ) -> None:
     process, url = started
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 0
     assert err.splitlines()[-1] == "stopped"
     assert url not in err
@@ -131,7 +131,7 @@ def test_the_url_can_be_kept_out_of_ps(tmp_path: Path, capsys: pytest.CaptureFix
         assert main.main(["store", "inspect", "--url-file", str(file)]) == 0
         monkeypatch.setenv("DYNAPIPE_STORE_URL", file.read_text().strip())
         assert main.main(["store", "stop"]) == 0
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         assert process.stdout.read() == ""
     monkeypatch.delenv("DYNAPIPE_STORE_URL")
     assert main.main(["store", "stop"]) == 2

@@ -39,7 +39,7 @@ class Recorder:
         with self.called:
             self.fetched.append(iteration)
             self.called.notify_all()
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         return plan(iteration)
 
     def await_calls(self, count: int) -> None:
@@ -183,7 +183,7 @@ def test_closing_ends_a_wait(collator: Collator, recorder: Recorder) -> None:
     closer.start()
     error = iterator.await_next()
     recorder.gate.set()
-    closer.join(10)
+    closer.join(60)
     assert isinstance(error, DataError)
     assert "iterator closed while waiting for iteration 0" in str(error)
 

@@ -86,17 +86,17 @@ def running(settings: ServiceSettings, source: FakeSource, store: MemoryStore) -
         yield thread
     finally:
         store.close()
-        thread.join(10)
+        thread.join(60)
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def client(settings: ServiceSettings, store: MemoryStore, *, stage: int = 0, deadline_s: float = 10) -> PlanClient:
+def client(settings: ServiceSettings, store: MemoryStore, *, stage: int = 0, deadline_s: float = 60) -> PlanClient:
     return PlanClient(store, settings.keys, replica=0, stage=stage, deadline_s=deadline_s)
 
 
@@ -138,7 +138,7 @@ def test_planners_share_iterations_among_them(settings, store, planners: int) ->
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     planned = sorted(iteration for own in sources for _, iteration in own.planned)
     assert planned == list(range(9))
 
