@@ -11,12 +11,16 @@ iterations, so that stretches of N iterations with a save in their middle altern
 Printed: the ratio of the time with to the mean of the two times without around it, with its 95% interval over the pairs
 (Student's t); what a save takes beyond an iteration, and its size. `--async-save` goes on writing during the iterations
 after it, which are among those with. Five pairs of two tiny models take a few minutes.
+
+`--by-default N` trains N iterations of each model at the interval that `launch` finds by itself instead, and prints
+what share of the time saves have from the second one on: the iterations after them, less the median of all others.
 """
 
 import argparse
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -31,6 +35,7 @@ from nodes import ROOT, SMALL, TRAINING, lines_of
 WAYS = {"sync": (), "async": ("--async-save",)}
 # Two-sided 95% quantiles of Student's t by degrees of freedom; 1.96 beyond.
 QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+SAVED = re.compile(r"saving checkpoint at iteration +(\d+) to \S*non_persistent")
 HEAD = "| model | save | pairs | iteration, ms | a save, ms | size, MB | ratio low | ratio | ratio high |"
 
 
@@ -68,8 +73,11 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=50, help="iterations between saves, an even number (%(default)s)")
     parser.add_argument("--pairs", type=int, default=5, help="stretches with a save in each job (%(default)s)")
     parser.add_argument("--seconds", type=float, default=480, help="all jobs together may take (%(default)s)")
+    parser.add_argument("--by-default", type=int, metavar="N", help="train N iterations at the interval that is found")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.by_default is not None:
+        return by_default(options)
     jobs = [(model, save) for model in options.models.split(",") for save in options.saves.split(",")]
     print(f"{HEAD}\n{'|---' * (HEAD.count('|') - 1)}|", flush=True)
     costs = []
@@ -81,13 +89,50 @@ def main() -> int:
     return 0
 
 
+def by_default(options: argparse.Namespace) -> int:
+    """Print what saving costs at the interval that `launch` finds."""
+    models, found = options.models.split(","), []
+    print("| model | iterations | saved after | a save, ms | share |\n|---|---|---|---|---|", flush=True)
+    for model in models:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            train(options, model, (), folder, options.by_default, options.seconds / len(models), every=None)
+            at = {line.number: datetime.fromisoformat(line.time).timestamp() for line in lines_of(folder / "log")}
+            saves = [int(number) for number in SAVED.findall((folder / "log").read_text())]
+        saves = sorted(number for number in set(saves) if number + 1 in at)
+        if len(saves) < 3:
+            raise SystemExit(f"expected three saves within {options.by_default} iterations, got {saves}: train more")
+        save_ms, share = share_of(at, saves[1:])
+        row = {"model": model, "iterations": len(at), "saves": saves, "save_ms": save_ms, "share": share}
+        cells = [model, len(at), ", ".join(map(str, saves)), f"{save_ms:.0f}", f"{share:.2%}"]
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        found.append(row)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def share_of(at: dict[int, float], saves: list[int]) -> tuple[float, float]:
+    """A save's median time in ms, and the share of the time from before the first of `saves` to before the one after.
+
+    From the iteration after which the first is made until the last iteration before the next would be due.
+    """
+    apart = saves[-1] - saves[-2] if len(saves) > 1 else saves[0]
+    last = max(number for number in at if number <= saves[-1] + apart)
+    each = {number: at[number] - at[number - 1] for number in range(saves[0] + 1, last + 1)}
+    after = [number + 1 for number in saves]
+    without = median(seconds for number, seconds in each.items() if number not in after)
+    costs = [each[number] - without for number in after]
+    return median(costs) * 1000, sum(costs) / sum(each.values())
+
+
 def measure(options: argparse.Namespace, model: str, save: str, *, deadline_s: float) -> Cost:
     """Train one job, and compare its stretches."""
     every, pairs = options.every, options.pairs
     last = 2 * every * pairs + 3 * every // 2
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        train(options, model, WAYS[save], folder, last, deadline_s)
+        train(options, model, WAYS[save], folder, last, deadline_s, every=2 * every)
         at = {line.number: datetime.fromisoformat(line.time).timestamp() for line in lines_of(folder / "log")}
         saved = folder / "saved" / "non_persistent" / f"iter_{2 * every * pairs:07d}"
         size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
@@ -127,14 +172,22 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 
 def train(
-    options: argparse.Namespace, model: str, more: tuple[str, ...], folder: Path, last: int, deadline_s: float
+    options: argparse.Namespace,
+    model: str,
+    more: tuple[str, ...],
+    folder: Path,
+    last: int,
+    deadline_s: float,
+    *,
+    every: int | None,
 ) -> None:
     """One job; its log is FOLDER/log."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     words = [sys.executable, "-m", "megatron_dynapipe", "launch", "--nproc-per-node", str(options.ranks)]
-    words += ["--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1", "--emergency-every", str(2 * options.every)]
+    words += ["--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
+    words += [] if every is None else ["--emergency-every", str(every)]
     words += [f"pretrain_{model}_multitask.py", *SMALL[model].split(), *TRAINING.split()]
     words += ["--dynapipe-data", str(options.data), "--dynapipe-report-dir", str(folder / "report")]
     words += ["--save", str(folder / "saved"), "--exit-interval", str(last), *more]

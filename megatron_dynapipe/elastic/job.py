@@ -21,7 +21,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     Attributes:
         most_ranks: of the job, with all nodes there.
         wait_s: how long ranks wait for more of them where too few are there for any layout.
-        emergency_every: iterations between two checkpoints against a loss without notice; 0 saves none.
+        emergency_every: iterations between two checkpoints against a loss without notice; 0 saves none; None finds how
+            many keep within their share of the time (`pace`).
         exclude_slow: a rank that takes more than this factor of the median time for its passes leaves with its node at
             the next change; None only names it.
         slow_file: a rank that is too slow makes this file, for its agent.
@@ -31,7 +32,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     most_ranks: int
     wait_s: float
-    emergency_every: int
+    emergency_every: int | None
     exclude_slow: float | None
     slow_file: str
     trains_file: str | None = None

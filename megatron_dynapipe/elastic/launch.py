@@ -65,7 +65,7 @@ class LaunchSettings:
     machine_list: Path | None = None
     notice_every_s: float = 5
     node_name: str | None = None
-    emergency_every: int = 50
+    emergency_every: int | None = None
     exclude_slow: float | None = None
     events: Path | None = None
 

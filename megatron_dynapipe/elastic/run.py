@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -17,11 +18,10 @@ import torch
 
 from megatron_dynapipe.elastic import rounds
 from megatron_dynapipe.elastic.job import LEFT, Job, note, note_training
+from megatron_dynapipe.elastic.pace import SavePace
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.runtime.control_group import ControlGroup
 
-SAVE_EVERY = 50
-"""Iterations between two checkpoints where neither the script nor `launch` says."""
 _PREFIX = "iteration_"
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -46,7 +46,7 @@ class ElasticRun:
         folder: for checkpoints, which all nodes see. The last complete one is loaded and kept.
         pipeline: what is trained, over the ranks of the process group.
         save_every: iterations between two checkpoints; 0 saves on notice and at the end alone. By default what
-            `launch --emergency-every` says.
+            `launch --emergency-every` says, else 50, or as many as it takes for saving to be 2% of the time (`pace`).
         timeout_s: deadline of every exchange between ranks, longer than ranks are apart after a step or a save.
 
     Attributes:
@@ -61,8 +61,9 @@ class ElasticRun:
         self, folder: str | Path, pipeline: Saved, *, save_every: int | None = None, timeout_s: float = 300.0
     ) -> None:
         self._job = Job.current()
-        by_default = SAVE_EVERY if self._job is None else self._job.emergency_every
+        by_default = None if self._job is None else self._job.emergency_every
         self._every = by_default if save_every is None else save_every
+        self._pace, self._began = SavePace(), 0.0
         self._folder, self._pipeline = Path(folder), pipeline
         self._control = ControlGroup(timeout_s=timeout_s)
         self._heard, self._process, self._fresh = False, os.getpid(), True
@@ -78,6 +79,7 @@ class ElasticRun:
             until: iterations of the whole run.
         """
         while self.iteration < until:
+            self._began = time.monotonic()
             yield self.iteration
             self.iteration += 1
             self._after_iteration(is_last=self.iteration == until)
@@ -114,10 +116,24 @@ class ElasticRun:
         leaves = bool(self._control.start_sum(torch.tensor([int(self._heard)]))().item()) and not is_last
         if leaves:
             note("agreed")
-        if leaves or is_last or (self._every and self.iteration % self._every == 0):
+        self._pace.trained(time.monotonic() - self._began)
+        every = self._pace.every if self._every is None else self._every
+        if leaves or is_last:
             self.save()
+        elif every and self.iteration % every == 0:
+            self._save_in_time()
         if leaves:
             self._leave()
+
+    def _save_in_time(self) -> None:
+        """Save, and have rank 0 say how many iterations the next is away where nobody else does."""
+        began = time.monotonic()
+        self.save()
+        if self._every is not None:
+            return
+        if self._pace.saved(time.monotonic() - began) and self._control.rank == 0:
+            print(self._pace, flush=True)
+        self._pace.every = int(self._control.broadcast_text(str(self._pace.every)))
 
     def _leave(self) -> NoReturn:
         note("saved")

@@ -80,6 +80,14 @@ def test_the_cost_of_a_save_is_that_of_its_stretch_over_its_neighbours(monkeypat
     assert emergency.ratio(at, save=200, every=50) == pytest.approx(1 + 0.020 / without)
 
 
+def test_the_share_of_saves_is_what_the_iterations_after_them_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Iterations of 10 ms, those after a save 60 ms; the first save is left out."""
+    emergency, at = script(monkeypatch, "emergency"), {0: 0.0}
+    for number in range(1, 400):
+        at[number] = at[number - 1] + (0.060 if number - 1 in (50, 150, 250, 350) else 0.010)
+    assert emergency.share_of(at, [150, 250, 350]) == pytest.approx((50, 0.150 / (249 * 0.010 + 0.150)))
+
+
 def test_an_interval_is_students(monkeypatch: pytest.MonkeyPatch) -> None:
     emergency = script(monkeypatch, "emergency")
     assert emergency.interval([1.0, 1.02, 1.04]) == pytest.approx((1.02 - 0.04966, 1.02, 1.02 + 0.04966), abs=1e-4)

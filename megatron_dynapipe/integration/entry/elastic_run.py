@@ -25,9 +25,10 @@ import msgspec
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.elastic import rounds
 from megatron_dynapipe.elastic.job import LEFT, Job, note
+from megatron_dynapipe.elastic.pace import SAVE_EVERY
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.files import read_bounded, user_cache_folder
-from megatron_dynapipe.integration.entry import launch
+from megatron_dynapipe.integration.entry import emergency, launch
 from megatron_dynapipe.units import ModelFamily
 
 if TYPE_CHECKING:
@@ -59,7 +60,10 @@ def prepare(family: ModelFamily) -> None:
     if job is None:
         return
     _listen()
-    words = _words(job)
+    words = _words()
+    if job.emergency_every is None and not _saves_itself(words):
+        emergency.keep_pace()
+    words += _saving(words, job)
     timeout_s = float(config.value_of(words, "dynapipe-timeout-s", "300"))
 
     def decide() -> str:
@@ -122,8 +126,8 @@ def _listen() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
 
-def _words(job: Job) -> list[str]:
-    """The command line without a layout, with what makes it resume, reshard and leave on notice.
+def _words() -> list[str]:
+    """The command line without a layout, with what makes it resume.
 
     Raises:
         ConfigError: there is no folder for checkpoints, or they would be of a kind that has one layout.
@@ -148,7 +152,7 @@ def _words(job: Job) -> list[str]:
         )
     if int(config.value_of(words, "context-parallel-size", "1")) > 1:
         raise ConfigError("launch knows no layouts with context parallelism", hint="remove --context-parallel-size")
-    return [*words, *resuming(words, Path(saved)), *_saving(words, job)]
+    return [*words, *resuming(words, Path(saved))]
 
 
 def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
@@ -198,14 +202,18 @@ def remove_unfinished(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _saves_itself(words: Sequence[str]) -> bool:
+    return any(word.startswith("--non-persistent-") for word in words)
+
+
 def _saving(words: Sequence[str], job: Job) -> list[str]:
     """Flags by which every checkpoint can be loaded in every layout, on notice and every few iterations."""
     added = [HANDLER]
     if "--use-distributed-optimizer" in words:
         added += ["--dist-ckpt-optim-fully-reshardable"]
-    own = any(word.startswith("--non-persistent-") for word in words)
-    if job.emergency_every and not own:
-        added += ["--non-persistent-save-interval", str(job.emergency_every), "--non-persistent-ckpt-type", "global"]
+    every = SAVE_EVERY if job.emergency_every is None else job.emergency_every
+    if every and not _saves_itself(words):
+        added += ["--non-persistent-save-interval", str(every), "--non-persistent-ckpt-type", "global"]
     return added
 
 

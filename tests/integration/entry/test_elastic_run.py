@@ -57,12 +57,13 @@ def test_emergency_checkpoints_that_were_not_completed_are_removed(
     ("words", "every", "added"),
     [
         ([], 20, "--exit-signal-handler --non-persistent-save-interval 20 --non-persistent-ckpt-type global"),
+        ([], None, "--exit-signal-handler --non-persistent-save-interval 50 --non-persistent-ckpt-type global"),
         ([], 0, "--exit-signal-handler"),
         (["--non-persistent-save-interval", "7"], 20, "--exit-signal-handler"),
         (["--use-distributed-optimizer"], 0, "--exit-signal-handler --dist-ckpt-optim-fully-reshardable"),
     ],
 )
-def test_checkpoints_can_be_loaded_in_every_layout(words: list[str], every: int, added: str) -> None:
+def test_checkpoints_can_be_loaded_in_every_layout(words: list[str], every: int | None, added: str) -> None:
     assert " ".join(elastic_run._saving(words, msgspec.structs.replace(JOB, emergency_every=every))) == added
 
 
@@ -79,7 +80,7 @@ def test_what_cannot_be_resharded_is_refused(monkeypatch: pytest.MonkeyPatch, fl
     monkeypatch.setattr("sys.argv", ["pretrain_gpt_multitask.py", *flags])
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match=message):
-        elastic_run._words(JOB)
+        elastic_run._words()
 
 
 def test_nothing_happens_without_launch(monkeypatch: pytest.MonkeyPatch) -> None:
