@@ -34,7 +34,7 @@ def add_parser(subparsers: "SubParsers") -> None:
         type=_count,
         metavar="N",
         help="iterations between two checkpoints of which the last is kept, against losses without notice; 0: none"
-        " (default: 50, or as many as it takes for saving to be 2%% of the time)",
+        " (default: 50, doubled until saving is 2%% of the time or less)",
     )
     notice = parser.add_argument_group("notices that this node goes, besides SIGTERM and SIGUSR1")
     notice.add_argument("--notice-file", type=Path, metavar="FILE", help="once it exists")

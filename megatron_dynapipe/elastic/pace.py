@@ -1,18 +1,16 @@
 """How far apart checkpoints against losses without notice are: as near as their share of the time allows."""
 
-import math
 import statistics
 from collections import deque
 
 SAVE_EVERY = 50
-"""Iterations between two checkpoints at the least, and until the first has been timed."""
+"""Iterations between two checkpoints at the least, and until one has been timed."""
 SHARE = 0.02
 """Of a run's time, that saving may take."""
-_ROUND = 10
-"""Intervals are multiples of this, so that a log of them can be read."""
-_WORTH_CHANGING = 1.25
+_CLEARLY = 0.75
+"""Of the time that saving may take, what it would take at half the interval for it to be halved."""
 _SAVES = 5
-"""The latest ones count: the first also loads what it writes with."""
+"""The latest ones count."""
 
 
 class SavePace:
@@ -26,6 +24,7 @@ class SavePace:
         self.every = SAVE_EVERY
         self._iterations = deque[float](maxlen=SAVE_EVERY)
         self._saves = deque[float](maxlen=_SAVES)
+        self._is_first = True
 
     @property
     def iteration_s(self) -> float:
@@ -35,24 +34,29 @@ class SavePace:
     @property
     def save_s(self) -> float:
         """Median time of the last saves; 0 before the first."""
-        return statistics.median_low(self._saves) if self._saves else 0.0
+        return statistics.median_high(self._saves) if self._saves else 0.0
 
     def trained(self, seconds: float) -> None:
         """Take note of an iteration that nothing was saved in."""
         self._iterations.append(seconds)
 
     def saved(self, seconds: float) -> bool:
-        """Take note of a save; whether `every` is another from now on. Small changes are left out."""
+        """Take note of a save; whether `every` is another from now on.
+
+        It doubles and is halved: saves are after its multiples, and none comes right after another when it changes. A
+        run's first save does not count: it also loads and starts what it writes with, often for ten times its time.
+        """
+        is_first, self._is_first = self._is_first, False
+        if is_first or not self.iteration_s:
+            return False
         self._saves.append(seconds)
-        if not self.iteration_s:
-            return False
-        # saves / (iterations + saves) ≤ SHARE
-        enough = self.save_s * (1 / SHARE - 1) / self.iteration_s
-        every = max(SAVE_EVERY, math.ceil(enough / _ROUND) * _ROUND)
-        if every / _WORTH_CHANGING < self.every < every * _WORTH_CHANGING:
-            return False
-        self.every = every
-        return True
+        before = self.every
+        enough = self.save_s * (1 / SHARE - 1) / self.iteration_s  # saves / (iterations + saves) ≤ SHARE
+        while self.every < enough:
+            self.every *= 2
+        while self.every > SAVE_EVERY and enough < _CLEARLY * self.every / 2:
+            self.every //= 2
+        return self.every != before
 
     def __str__(self) -> str:
         share = self.save_s / (self.every * self.iteration_s + self.save_s)

@@ -46,7 +46,7 @@ class ElasticRun:
         folder: for checkpoints, which all nodes see. The last complete one is loaded and kept.
         pipeline: what is trained, over the ranks of the process group.
         save_every: iterations between two checkpoints; 0 saves on notice and at the end alone. By default what
-            `launch --emergency-every` says, else 50, or as many as it takes for saving to be 2% of the time (`pace`).
+            `launch --emergency-every` says, else 50, doubled until saving is 2% of the time (`pace`).
         timeout_s: deadline of every exchange between ranks, longer than ranks are apart after a step or a save.
 
     Attributes:

@@ -47,7 +47,7 @@ def train(args: SimpleNamespace, clock: Clock, iterations: int, save_s: float) -
 
 
 def test_long_saves_are_further_apart(args: SimpleNamespace, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(args, clock, 400, 0.4) == [50, 200, 400]
+    assert train(args, clock, 500, 0.4) == [50, 100, 200, 400]
     assert args.non_persistent_save_interval == 200
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 1 and "every 200 iterations from now on (2.0% of the time)" in said[0]
