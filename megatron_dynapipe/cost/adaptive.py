@@ -47,6 +47,11 @@ class AdaptiveGrid:
         self.infeasible.append(point)
         self._next = None
 
+    @property
+    def lacks_first(self) -> bool:
+        """Whether one of the points to begin with is neither measured nor ruled out."""
+        return any(point not in self.measured and not self._is_infeasible(point) for point in self._start)
+
     def next(self, *, longest_ms: float) -> tuple[Point, float] | None:
         """The point most worth measuring, and how much: expected error there times distance from what is measured.
 
@@ -64,7 +69,7 @@ class AdaptiveGrid:
         for point in self._start:
             if point not in self.measured and not self._is_infeasible(point):
                 return point, float("inf")
-        if not self.measured:
+        if not self.measured or longest_ms <= 0:
             return None
         forward, backward, shapes = self._fitted()
         left = [p for p in self._candidates if p not in self.measured and not self._is_infeasible(p)]

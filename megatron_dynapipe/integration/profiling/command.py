@@ -27,6 +27,8 @@ BUDGET_FOR_MEASURING = 0.9
 """Share of the budget; the rest is for starting, fitting and writing."""
 LOG_S = 10.0
 """Between two lines about progress where it is no terminal that they go to."""
+HURRIED_BUDGET_S = 60.0
+"""Below this, such as at the start of training, points are repeated less."""
 SHARE_OF_PACKED = 0.3
 """Of the time for measuring, that packed rows may take, beyond the fewest that a fit needs."""
 
@@ -65,6 +67,7 @@ def profile(
             platform=clock_of(setup.device, shared=tensor_parallel > 1),
             journal=journal,
             shared=tensor_parallel > 1,
+            hurried=budget_s < HURRIED_BUDGET_S,
         )
         links = measure_links(setup.device)
         sustain(setup.device)
@@ -120,6 +123,7 @@ def _packed(profiler: Profiler, setup: ProfileSetup, budget_s: float) -> dict[Re
         most_positions=profiler.most_positions,
         platform=profiler.platform,
         shared=profiler.shared,
+        hurried=profiler.hurried,
     )
     return packed.run(budget_s)
 

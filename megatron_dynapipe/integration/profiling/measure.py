@@ -24,6 +24,8 @@ from megatron_dynapipe.runtime.platform import CpuPlatform, DevicePlatform, Mark
 
 FEWEST_REPEATS = 3
 MOST_REPEATS = 15
+HURRIED_S = 0.05
+"""Long enough where time is short; on a CPU one pass that takes this long is measured once."""
 LONG_ENOUGH_S = 0.15
 """Repeating ends after this, with the fewest repeats done."""
 SHARED_REPEATS = 5
@@ -61,9 +63,7 @@ def clock_of(device: torch.device, *, shared: bool) -> DevicePlatform:
     return ThreadClock() if alone else platform_of(device)
 
 
-def measure(
-    part: Part, point: Point, platform: DevicePlatform, *, shared: bool, long_enough_s: float | None = None
-) -> Sample:
+def measure(part: Part, point: Point, platform: DevicePlatform, *, shared: bool, hurried: bool = False) -> Sample:
     """Measure a part at a point, in the recompute mode it is set to.
 
     Args:
@@ -71,7 +71,7 @@ def measure(
         point: where.
         platform: the device's clock.
         shared: ranks share the part, and all of them measure it together.
-        long_enough_s: repeating ends after this, with the fewest repeats done; None: `LONG_ENOUGH_S`.
+        hurried: time is too short to repeat much.
 
     Raises:
         torch.OutOfMemoryError: the device has too little memory for it.
@@ -79,11 +79,14 @@ def measure(
     forward = part.prepare(point)
     memory = _of_one_layer(pass_memory(forward, _backward, platform.device), part.layers)  # the warm-up, too
     in_flight = deque(forward() for _ in range(_in_flight(memory, platform.device, shared=shared) - 1))
+    on_cpu = platform.device.type == "cpu"
     fewest, most = (SHARED_REPEATS, SHARED_REPEATS) if shared else (FEWEST_REPEATS, MOST_REPEATS)
-    together = 1 if platform.device.type == "cpu" else fewest
+    together = 1 if on_cpu else fewest
+    if hurried and on_cpu and not shared:
+        fewest = 1
     if together > 1:
         _warm_up(forward, platform, passes=SHARED_WARM if shared else None)
-    end = time.perf_counter() + (LONG_ENOUGH_S if long_enough_s is None else long_enough_s)
+    end = time.perf_counter() + (HURRIED_S if hurried else LONG_ENOUGH_S)
     times: list[tuple[int, int]] = []
     while len(times) < fewest or (len(times) < most and time.perf_counter() < end):
         times += _time(forward, in_flight, platform, passes=together)

@@ -19,8 +19,14 @@ from megatron_dynapipe.cost.fit_packed import FEWEST_ROWS as FEWEST_TO_FIT
 from megatron_dynapipe.cost.fit_packed import PartTables, RowSample, fit_part, row_terms
 from megatron_dynapipe.cost.tabulate import Range
 from megatron_dynapipe.integration.profiling.layers import Forward, Lengths, Part
-from megatron_dynapipe.integration.profiling.measure import LONG_ENOUGH_S, Sample, measure
-from megatron_dynapipe.integration.profiling.profiler import communicable, largest_that_fits
+from megatron_dynapipe.integration.profiling.measure import Sample, measure
+from megatron_dynapipe.integration.profiling.ranks import (
+    Values,
+    at_once,
+    communicable,
+    largest_that_fits,
+    measured_by_ranks,
+)
 from megatron_dynapipe.runtime.platform import DevicePlatform
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute
 
@@ -41,8 +47,6 @@ _POSITIONS_OF_A_ROW = 512
 FEWEST_ROWS = 8
 """Of a part and mode that are measured at least, also beyond the budget; a decoder's six coefficients want them."""
 _RIDGE = 1e-4
-_PASSES_TIMES = 2
-"""Of the time repeats take, what warming up and filling the caches takes with them."""
 
 Tables = dict[str, dict[str, PartTables]]
 """[quantity][part] as in the cost model file."""
@@ -119,7 +123,8 @@ class PackedProfiler:
         within: the micro-batches that a run may ask for.
         most_positions: of one row that is measured.
         platform: the device's clock.
-        shared: whether ranks share the layers.
+        shared: whether ranks share the layers; if not, each measures rows of its own.
+        hurried: as in `measure`.
     """
 
     parts: Mapping[str, Part]
@@ -128,6 +133,7 @@ class PackedProfiler:
     most_positions: int
     platform: DevicePlatform
     shared: bool
+    hurried: bool = False
 
     def run(self, budget_s: float) -> dict[Recompute, Tables]:
         """Tables by mode, of the rows that the budget allows, and of `FEWEST_ROWS` of each part and mode at least.
@@ -136,13 +142,13 @@ class PackedProfiler:
         """
         end = time.monotonic() + budget_s
         surfaces = [_Surface(name, mode, self._wanted(name)) for name, mode in self._surfaces()]
-        each_s = budget_s / (_PASSES_TIMES * FEWEST_ROWS * len(surfaces))
+        turns = itertools.count()
         for done in itertools.count():
             open_ = [surface for surface in surfaces if surface.left]
             if not open_ or (done >= FEWEST_ROWS and not _all_go_on(end)):
                 break
-            for surface in open_:
-                self._measure_next(surface, min(each_s, LONG_ENOUGH_S))
+            for some in itertools.batched(open_, at_once(shared=self.shared)):
+                self._measure_next(some, next(turns))
         if any(len(surface.measured) < FEWEST_TO_FIT for surface in surfaces):
             return {}
         found = {(surface.name, surface.mode): surface.measured for surface in surfaces}
@@ -160,26 +166,30 @@ class PackedProfiler:
     def _wanted(self, name: str) -> list[Row]:
         return rows_of(name, self.within, self.most_positions)
 
-    def _measure_next(self, surface: "_Surface", long_enough_s: float) -> None:
-        """Measure a surface's next row; one that does not fit rules out all that are as long."""
-        row = surface.left.pop(0)
+    def _measure_next(self, surfaces: Sequence["_Surface"], turn: int) -> None:
+        """Measure the next row of each surface; one that does not fit rules out all that are as long."""
+        rows = [surface.left.pop(0) for surface in surfaces]
+        measures = [partial(self._values, *each) for each in zip(surfaces, rows, strict=True)]
+        found = measured_by_ranks(measures, turn=turn, shared=self.shared)
+        for surface, row, values in zip(surfaces, rows, found, strict=True):
+            if values is None:
+                surface.left = [other for other in surface.left if _positions(other) < _positions(row)]
+            else:
+                surface.measured.append((row, values))
+
+    def _values(self, surface: "_Surface", row: Row) -> Values | None:
         if surface.mode is not None:
             self.parts[surface.name].set_recompute(surface.mode)
-        run = partial(self._measure, row=row, long_enough_s=long_enough_s)
-        values = largest_that_fits(self.parts[surface.name], run)
-        if values is None:
-            surface.left = [other for other in surface.left if _positions(other) < _positions(row)]
-        else:
-            surface.measured.append((row, values))
+        return largest_that_fits(self.parts[surface.name], partial(self._measure, row=row), shared=self.shared)
 
-    def _measure(self, part: Part, row: Row, long_enough_s: float = LONG_ENOUGH_S) -> Sample:
+    def _measure(self, part: Part, row: Row) -> Sample:
         def prepare(_point: object) -> Forward:
             if part.prepare_row is not None:
                 return part.prepare_row(*row)
             return part.prepare((1, -(-sum(row.inputs) // 8) * 8))
 
         one = replace(part, prepare=prepare)
-        return measure(one, (), self.platform, shared=self.shared, long_enough_s=long_enough_s)
+        return measure(one, (), self.platform, shared=self.shared, hurried=self.hurried)
 
     def _tables(self, measured: Mapping[str, Sequence[tuple[Row, tuple[int, ...]]]]) -> Tables:
         tables: Tables = {"time_ms": {}, "stored_activation_mb": {}, "peak_activation_mb": {}}

@@ -1,9 +1,12 @@
-"""Measuring a model within a budget of time: one point after another, agreed by all ranks, until all is smooth."""
+"""Measuring a model within a budget of time: points that all ranks agree on, one after another, until all is smooth."""
 
+import heapq
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,7 +15,14 @@ from megatron_dynapipe.cost.adaptive import AdaptiveGrid
 from megatron_dynapipe.cost.tabulate import Range
 from megatron_dynapipe.integration.profiling.journal import Journal, Measurement
 from megatron_dynapipe.integration.profiling.layers import Part, Point
-from megatron_dynapipe.integration.profiling.measure import Sample, measure
+from megatron_dynapipe.integration.profiling.measure import measure
+from megatron_dynapipe.integration.profiling.ranks import (
+    Values,
+    at_once,
+    communicable,
+    largest_that_fits,
+    measured_by_ranks,
+)
 from megatron_dynapipe.runtime.platform import DevicePlatform
 from megatron_dynapipe.units import NS_PER_MS, Recompute
 
@@ -22,8 +32,12 @@ LONGEST_SHARE = 0.01
 """Of the budget, that one forward and backward may take; longer ones are extrapolated."""
 
 _STOP = -1
+_WORDS = 5
+"""Of a choice: index, dimensions, and up to three of these."""
 
 Surface = tuple[str, Recompute]
+Choice = tuple[int, Point]
+"""Number of a surface, and where it is measured."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +51,8 @@ class Profiler:
         most_positions: of one micro-batch that is measured.
         platform: the device's clock.
         journal: keeps the measurements; those found in it are not repeated.
-        shared: whether ranks share the layers.
+        shared: whether ranks share the layers; if not, each measures points of its own.
+        hurried: as in `measure`.
     """
 
     parts: Mapping[str, Part]
@@ -47,6 +62,7 @@ class Profiler:
     platform: DevicePlatform
     journal: Journal
     shared: bool = False
+    hurried: bool = False
     grids: dict[Surface, AdaptiveGrid] = field(default_factory=dict)
     measurements: list[Measurement] = field(default_factory=list)
 
@@ -61,48 +77,52 @@ class Profiler:
     def run(self, budget_s: float, *, seconds: Callable[[], float] = time.monotonic) -> Iterator[Measurement]:
         """Measure until the budget is spent or every surface is known well enough; each measurement as it is made."""
         end = seconds() + budget_s
-        surfaces = list(self.grids)
-        while True:
-            chosen = self._choose(budget_s) if seconds() < end or self._is_bare() else None
-            index, point = _agreed(None if chosen is None else (surfaces.index(chosen[0]), chosen[1]))
-            if index == _STOP:
+        for turn in itertools.count():
+            choices = _agreed(self._choose(budget_s) if seconds() < end or self._is_bare() else [])
+            if not choices:
                 return
-            name, mode = surfaces[index]
-            measurement = self._measure(name, mode, point)
-            self._note(measurement)
-            self.journal.add(measurement)
-            yield measurement
+            for measurement in self._measured(choices, turn):
+                self._note(measurement)
+                self.journal.add(measurement)
+                yield measurement
 
     def _is_bare(self) -> bool:
-        """Whether some surface has no point at all, so that no model could be made yet."""
-        return any(not grid.measured for grid in self.grids.values())
+        """Whether a surface lacks one of the points to begin with, without which a model would be a guess."""
+        return any(self._lacks(surface) for surface in self.grids)
 
-    def _choose(self, budget_s: float) -> tuple[Surface, Point] | None:
-        best: tuple[float, Surface, Point] | None = None
-        for surface, grid in self.grids.items():
-            found = grid.next(longest_ms=budget_s * 1e3 * LONGEST_SHARE / self.parts[surface[0]].layers)
-            enough = math.inf if surface[0] == "embedding" and grid.measured else SMOOTH_ENOUGH
-            if found is not None and found[1] >= enough and (best is None or found[1] > best[0]):
-                best = found[1], surface, found[0]
-        return None if best is None else (best[1], best[2])
+    def _lacks(self, surface: Surface) -> bool:
+        grid = self.grids[surface]
+        return not grid.measured if surface[0] == "embedding" else grid.lacks_first
 
-    def _measure(self, name: str, mode: Recompute, point: Point) -> Measurement:
+    def _choose(self, budget_s: float) -> list[Choice]:
+        """The points most worth measuring at the same time, of as many surfaces; first those to begin with."""
+        worth: list[tuple[float, int, Point]] = []
+        is_bare = self._is_bare()
+        for index, (surface, grid) in enumerate(self.grids.items()):
+            if is_bare and not self._lacks(surface):
+                continue  # what is next takes a fit
+            name, _ = surface
+            found = grid.next(longest_ms=budget_s * 1e3 * LONGEST_SHARE / self.parts[name].layers)
+            enough = math.inf if name == "embedding" and grid.measured else SMOOTH_ENOUGH
+            if found is not None and found[1] >= enough:
+                worth.append((found[1], -index, found[0]))
+        best = heapq.nlargest(at_once(shared=self.shared), worth)
+        return [(-index, point) for _, index, point in best]
+
+    def _measured(self, choices: Sequence[Choice], turn: int) -> list[Measurement]:
+        surfaces = list(self.grids)
+        measures = [partial(self._measure, *surfaces[index], point) for index, point in choices]
+        found = measured_by_ranks(measures, turn=turn, shared=self.shared)
+        return [
+            _measurement(*surfaces[index], point, values) for (index, point), values in zip(choices, found, strict=True)
+        ]
+
+    def _measure(self, name: str, mode: Recompute, point: Point) -> Values | None:
         part = self.parts[name]
         if name in ("encoder", "decoder"):
             part.set_recompute(mode)
-        values = largest_that_fits(part, lambda each: measure(each, point, self.platform, shared=self.shared))
-        if values is None:
-            return Measurement(part=name, recompute=mode, point=point, fits=False)
-        forward, backward, stored, peak = values
-        return Measurement(
-            part=name,
-            recompute=mode,
-            point=point,
-            forward_ns=forward,
-            backward_ns=backward,
-            stored_bytes=stored,
-            peak_bytes=peak,
-        )
+        run = partial(measure, point=point, platform=self.platform, shared=self.shared, hurried=self.hurried)
+        return largest_that_fits(part, run, shared=self.shared)
 
     def _note(self, measurement: Measurement) -> None:
         grid = self.grids.get((measurement.part, measurement.recompute))
@@ -116,45 +136,28 @@ class Profiler:
             grid.add_infeasible(measurement.point)
 
 
-def _agreed(choice: tuple[int, Point] | None) -> tuple[int, Point]:
-    """Rank 0's choice on all ranks: clocks differ, and layers shared by ranks must be run by all of them."""
-    words = torch.full((5,), _STOP, dtype=torch.int64)
-    if choice is not None:
-        index, point = choice
-        words[: len(point) + 2] = torch.tensor([index, len(point), *point])
+def _measurement(name: str, mode: Recompute, point: Point, values: Values | None) -> Measurement:
+    if values is None:
+        return Measurement(part=name, recompute=mode, point=point, fits=False)
+    forward, backward, stored, peak = values
+    return Measurement(
+        part=name,
+        recompute=mode,
+        point=point,
+        forward_ns=forward,
+        backward_ns=backward,
+        stored_bytes=stored,
+        peak_bytes=peak,
+    )
+
+
+def _agreed(choices: Sequence[Choice]) -> list[Choice]:
+    """Rank 0's choices on all ranks: clocks differ, and layers shared by ranks must be run by all of them."""
+    count = dist.get_world_size()
+    words = torch.full((count, _WORDS), _STOP, dtype=torch.int64)
+    for row, (index, point) in zip(words, choices, strict=False):
+        row[: len(point) + 2] = torch.tensor([index, len(point), *point])
     words = words.to(communicable())
     dist.broadcast(words, 0)
-    index, length, *rest = (int(word) for word in words.tolist())
-    return index, tuple(rest[: max(length, 0)])
-
-
-def largest_that_fits(part: Part, run: Callable[[Part], Sample]) -> tuple[int, ...] | None:
-    """What measuring the part gives over all ranks; with a single layer where several do not fit on one of them."""
-    for each in part.from_most_layers:
-        try:
-            sample: Sample | None = run(each)
-        except torch.OutOfMemoryError:
-            sample = None
-        values = over_ranks(sample)
-        if values is not None:
-            return values
-    return None
-
-
-def over_ranks(sample: Sample | None) -> tuple[int, ...] | None:
-    """Mean times and largest memory over the ranks; None where it did not fit on one of them."""
-    memory = None if sample is None else sample.memory
-    fits = torch.tensor([memory is not None], dtype=torch.int64, device=communicable())
-    dist.all_reduce(fits, op=dist.ReduceOp.MIN)
-    if not fits.item() or sample is None or memory is None:
-        return None
-    times = torch.tensor([sample.forward_ns, sample.backward_ns], device=communicable())
-    dist.all_reduce(times)
-    sizes = torch.tensor([memory.stored_bytes, memory.peak_bytes], device=communicable())
-    dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
-    return *(int(time) // dist.get_world_size() for time in times), *(int(size) for size in sizes)
-
-
-def communicable() -> torch.device:
-    """Where tensors of the default group live."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    rows = [[int(word) for word in row] for row in words.tolist()]
+    return [(row[0], tuple(row[2 : 2 + row[1]])) for row in rows if row[0] != _STOP]

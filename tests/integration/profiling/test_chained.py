@@ -1,13 +1,14 @@
 """Several layers measured together give one layer's costs, and one alone is measured where they do not fit."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from megatron_dynapipe.integration.profiling import profiler
 from megatron_dynapipe.integration.profiling.layers import Forward, Part
 from megatron_dynapipe.integration.profiling.measure import Sample
+from megatron_dynapipe.integration.profiling.ranks import largest_that_fits
 from megatron_dynapipe.runtime.memory import PassMemory
 from tests.helpers.processes import run_ranks
 from tests.integration.profiling.chained_ranks import compare
@@ -31,9 +32,7 @@ def test_layers_in_a_chain_cost_what_one_does(family: str) -> None:
         assert found[f"{name}, 3"] == found[f"{name}, 1"], "what has no layers is not chained"
 
 
-def test_one_layer_is_measured_where_several_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "over_ranks", lambda sample: sample and (sample.forward_ns,))
-
+def test_one_layer_is_measured_where_several_do_not_fit() -> None:
     def prepare(point: object) -> Forward:
         raise AssertionError("not run")
 
@@ -45,5 +44,5 @@ def test_one_layer_is_measured_where_several_do_not_fit(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("too much")
         return Sample(forward_ns=each.layers, backward_ns=0, memory=PassMemory(stored_bytes=0, peak_bytes=0))
 
-    fits = {most: profiler.largest_that_fits(part, lambda each, most=most: run(each, most=most)) for most in (4, 1, 0)}
-    assert fits == {4: (4,), 1: (1,), 0: None}
+    fits = {most: largest_that_fits(part, partial(run, most=most), shared=False) for most in (4, 1, 0)}
+    assert fits == {4: (4, 0, 0, 0), 1: (1, 0, 0, 0), 0: None}

@@ -1,0 +1,68 @@
+"""Ranks that share no layer measure points of their own; all of them know what was found."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dynapipe.integration.profiling.layers import Forward, Part
+from megatron_dynapipe.integration.profiling.measure import Sample
+from megatron_dynapipe.integration.profiling.ranks import at_once, largest_that_fits, measured_by_ranks
+from megatron_dynapipe.runtime.memory import PassMemory
+from tests.helpers.processes import run_ranks
+
+
+def _prepare(point: object) -> Forward:
+    raise AssertionError("not run")
+
+
+PART = Part(name="encoder", module=torch.nn.Identity(), prepare=_prepare)
+
+
+def in_turns(rank: int, world_size: int) -> dict[str, object]:
+    """What three calls give, the second of fewer points than ranks, and which points this rank ran."""
+    dist.init_process_group("gloo")
+    ran = []
+
+    def run(part: Part, *, point: int) -> Sample:
+        ran.append(point)
+        if point == 5:
+            raise torch.OutOfMemoryError("too much")
+        return Sample(forward_ns=point, backward_ns=rank, memory=PassMemory(stored_bytes=7, peak_bytes=8))
+
+    def measure(point: int) -> tuple[int, int, int, int] | None:
+        return largest_that_fits(PART, partial(run, point=point), shared=False)
+
+    points = [[1, 2], [3], [4, 5]]
+    found = [
+        measured_by_ranks([partial(measure, point) for point in some], turn=turn, shared=False)
+        for turn, some in enumerate(points)
+    ]
+    return {"at_once": at_once(shared=False), "found": found, "ran": ran}
+
+
+def together(rank: int, world_size: int, too_large_for: int) -> list[object]:
+    dist.init_process_group("gloo")
+
+    def run(part: Part) -> Sample:
+        if rank == too_large_for:
+            raise torch.OutOfMemoryError("too much")
+        memory = PassMemory(stored_bytes=10 * (rank + 1), peak_bytes=100 - rank)
+        return Sample(forward_ns=2 * rank, backward_ns=4, memory=memory)
+
+    measure = partial(largest_that_fits, PART, run, shared=True)
+    return [at_once(shared=True), *measured_by_ranks([measure], turn=0, shared=True)]
+
+
+def test_ranks_take_turns_and_all_know_what_was_found() -> None:
+    first, second = run_ranks(in_turns, 2)
+    expected = [[(1, 0, 7, 8), (2, 1, 7, 8)], [(3, 1, 7, 8)], [(4, 0, 7, 8), None]]
+    assert first["found"] == second["found"] == expected
+    assert first["at_once"] == 2
+    assert (first["ran"], second["ran"]) == ([1, 4], [2, 3, 5]), "in the second turn the other rank is the first"
+
+
+@pytest.mark.parametrize(("too_large_for", "found"), [(-1, (1, 4, 20, 100)), (1, None)])
+def test_ranks_that_share_a_layer_measure_it_together(too_large_for: int, found: object) -> None:
+    assert run_ranks(together, 2, {"too_large_for": too_large_for}) == [[1, found]] * 2
