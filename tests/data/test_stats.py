@@ -72,7 +72,7 @@ def test_command_prepare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main([*command, "--skip-empty"]) == 0
     captured = capsys.readouterr()
     assert captured.out.endswith("data: 2 tasks, 36 train, 2 valid, 2 test, vocabulary 300\n")
-    assert "1 samples were left out: empty" in captured.err
+    assert "1 sample was left out: empty" in captured.err
     assert main(["data", "prepare", "--output", str(tmp_path / "data")]) == 2
     assert "expected either files or --huggingface, or --mixture, got neither" in capsys.readouterr().err
     assert main([*command, "--huggingface", "name"]) == 2
@@ -92,7 +92,7 @@ def test_command_prepare_truncates_long_text(tmp_path: Path, capsys: pytest.Capt
     assert main(command) == 0
     captured = capsys.readouterr()
     assert "data: 50 tasks, " in captured.out
-    assert "were truncated" in captured.err and "1 samples were left out: empty" in captured.err
+    assert "were truncated" in captured.err and "1 sample was left out: empty" in captured.err
     found = [dataset_statistics(tmp_path / "data", split).total for split in ("train", "valid", "test")]
     assert max(total.input.max for total in found) == 2048 and sum(total.samples for total in found) == 102
 

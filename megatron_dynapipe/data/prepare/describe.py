@@ -117,7 +117,10 @@ def unchanged(meta: DatasetMeta, settings: PrepareSettings) -> Prepared:
 
 def notes(mixture: Mixture, meta: DatasetMeta) -> tuple[str, ...]:
     """What the user should know: samples left out, tasks with fewer samples than asked for."""
-    found = [f"{count} samples were left out: {reason.replace('_', ' ')}" for reason, count in meta.skipped.items()]
+    found = [
+        f"{f'{count} samples were' if count > 1 else '1 sample was'} left out: {reason.replace('_', ' ')}"
+        for reason, count in meta.skipped.items()
+    ]
     for spec in mixture.tasks:
         there = meta.read.get(spec.name or "", 0)
         if spec.name is not None and there < (spec.limit or 0):

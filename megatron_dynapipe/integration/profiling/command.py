@@ -132,10 +132,17 @@ def _measure(profiler: Profiler, budget_s: float, *, show: bool) -> None:
     """Run the profiler under a bar of seconds: what is left of it is the time left at most."""
     started, shown = time.monotonic(), 0.0
     layout = "{l_bar}{bar}| {n:.0f}/{total:.0f} s, {remaining} left{postfix}"
-    pause_s = 0.2 if sys.stderr.isatty() else LOG_S
-    with tqdm(
-        total=budget_s, disable=not show, file=sys.stderr, bar_format=layout, mininterval=pause_s, miniters=0
-    ) as bar:
+    pause_s, delay_s = (0.2, 0.0) if sys.stderr.isatty() else (LOG_S, LOG_S)
+    bar = tqdm(
+        total=budget_s,
+        disable=not show,
+        file=sys.stderr,
+        bar_format=layout,
+        mininterval=pause_s,
+        miniters=0,
+        delay=delay_s,
+    )
+    with bar:
         for count, measurement in enumerate(profiler.run(budget_s), start=len(profiler.journal.found) + 1):
             elapsed = min(time.monotonic() - started, budget_s)
             bar.update(elapsed - shown)
