@@ -1,6 +1,7 @@
 """The arguments that say which global batches are planned, and the batches that they name."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,15 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data-seed", type=int, metavar="N", help=f"of the sampler of --data: a run's --seed (default: {SEED})"
     )
-    parser.add_argument("--max-seq-len", type=positive, metavar="N", help="truncate longer inputs and targets")
+    parser.add_argument(
+        "--max-seq-len",
+        type=positive,
+        metavar="N",
+        help="truncate longer inputs and targets (default: those of --data as the run file of --model-config has it)",
+    )
+    parser.add_argument(
+        "--max-target-len", type=positive, metavar="N", help="truncate longer targets (default: as inputs)"
+    )
     parser.add_argument(
         "--limit", type=positive, metavar="K", help=f"only the first K batches (default: all; of --data {BATCHES})"
     )
@@ -51,20 +60,36 @@ def given_batches(args: argparse.Namespace) -> "list[NamedBatch]":
     from megatron_dynapipe.cli.batches import dataset_batches, read_batches
 
     if args.data is not None:
+        max_seq_len, max_target_len = _maximum_lengths(args)
         return dataset_batches(
             args.data,
             args.model,
             batches=args.limit or BATCHES,
             samples=args.global_batch_size or SAMPLES,
             seed=SEED if args.data_seed is None else args.data_seed,
-            max_seq_len=args.max_seq_len,
+            max_seq_len=max_seq_len,
+            max_target_len=max_target_len,
         )
     if args.global_batch_size is not None or args.data_seed is not None:
         raise ConfigError(
             "--global-batch-size and --data-seed go with --data, and --batches was given",
             hint="the batches of a file are planned as they stand there",
         )
-    return read_batches(args.batches, args.model, max_seq_len=args.max_seq_len)
+    return read_batches(
+        args.batches, args.model, max_seq_len=args.max_seq_len, max_target_len=args.max_target_len or args.max_seq_len
+    )
+
+
+def _maximum_lengths(args: argparse.Namespace) -> tuple[int | None, int | None]:
+    """To which a dataset's inputs and targets are truncated: as the flags say, else the run file."""
+    given = args.max_seq_len, args.max_target_len or args.max_seq_len
+    if given != (None, None):
+        return given
+    lengths: tuple[int | None, int | None] = getattr(args, "run_lengths", given)
+    if lengths != given:
+        said = " and ".join(str(length) for length in lengths if length is not None)
+        print(f"longer samples are truncated to {said} tokens, as {args.model_config} has it", file=sys.stderr)
+    return lengths
 
 
 def chosen_batches(args: argparse.Namespace) -> "list[NamedBatch]":

@@ -47,7 +47,14 @@ class NamedBatch(msgspec.Struct, frozen=True):
 
 
 def dataset_batches(
-    folder: Path, family: ModelFamily, *, batches: int, samples: int, seed: int, max_seq_len: int | None
+    folder: Path,
+    family: ModelFamily,
+    *,
+    batches: int,
+    samples: int,
+    seed: int,
+    max_seq_len: int | None = None,
+    max_target_len: int | None = None,
 ) -> list[NamedBatch]:
     """The first global batches of a dataset's training split, as a run with this seed draws them, tasks at their rates.
 
@@ -57,7 +64,8 @@ def dataset_batches(
         batches: how many.
         samples: of each batch.
         seed: of the sampler.
-        max_seq_len: longer inputs and targets are truncated to it (decoder-only: both together).
+        max_seq_len: longer inputs are truncated to it (decoder-only: with their targets).
+        max_target_len: longer targets are truncated to it.
 
     Raises:
         DataError: the dataset is missing or damaged.
@@ -66,8 +74,8 @@ def dataset_batches(
     from megatron_dynapipe.data.batches import dataset_sampler
 
     most: dict[str, Any] = {} if max_seq_len is None else {"max_input_length": max_seq_len}
-    if most and family is ModelFamily.T5:
-        most["max_target_length"] = most["max_input_length"]
+    if max_target_len is not None and family is ModelFamily.T5:
+        most["max_target_length"] = max_target_len
     sampler = dataset_sampler(folder, family, seed=seed, samples_per_iteration=samples, **most)
     longest = sampler.longest(2)
     has_targets = family is ModelFamily.T5
@@ -91,13 +99,16 @@ class _File(msgspec.Struct, frozen=True):
     batches: list[NamedBatch]
 
 
-def read_batches(path: Path, family: ModelFamily, *, max_seq_len: int | None = None) -> list[NamedBatch]:
+def read_batches(
+    path: Path, family: ModelFamily, *, max_seq_len: int | None = None, max_target_len: int | None = None
+) -> list[NamedBatch]:
     """The batches of a file that are of the given kind: with targets for T5, without for decoder-only models.
 
     Args:
         path: the file (`.gz`: compressed).
         family: kind of model.
-        max_seq_len: longer inputs and targets are truncated to it.
+        max_seq_len: longer inputs are truncated to it.
+        max_target_len: longer targets are truncated to it.
 
     Raises:
         DataError: no such file, not of this format, an id that is no name or not the only one, input and target of
@@ -119,7 +130,7 @@ def read_batches(path: Path, family: ModelFamily, *, max_seq_len: int | None = N
     if not chosen:
         kind = "with" if family is ModelFamily.T5 else "without"
         raise DataError(f"{path}: expected batches {kind} targets for a {family} model, found none")
-    return chosen if max_seq_len is None else [_truncated(batch, max_seq_len) for batch in chosen]
+    return [_truncated(batch, max_seq_len, max_target_len) for batch in chosen]
 
 
 def _check_ids(path: Path, batches: list[NamedBatch]) -> None:
@@ -136,11 +147,15 @@ def _check_ids(path: Path, batches: list[NamedBatch]) -> None:
         seen.add(batch.id)
 
 
-def _truncated(batch: NamedBatch, most: int) -> NamedBatch:
-    return msgspec.structs.replace(
-        batch,
-        input=[min(n, most) for n in batch.input],
-        target=None if batch.target is None else [min(n, most) for n in batch.target],
-        max_seq_len=min(batch.max_seq_len or most, most),
-        max_target_len=None if batch.max_target_len is None else min(batch.max_target_len, most),
-    )
+def _truncated(batch: NamedBatch, most_input: int | None, most_target: int | None) -> NamedBatch:
+    if most_input is not None:
+        known = batch.max_seq_len or most_input
+        batch = msgspec.structs.replace(
+            batch, input=[min(n, most_input) for n in batch.input], max_seq_len=min(known, most_input)
+        )
+    if most_target is not None and batch.target is not None:
+        known = batch.max_target_len or batch.max_seq_len or most_target
+        batch = msgspec.structs.replace(
+            batch, target=[min(n, most_target) for n in batch.target], max_target_len=min(known, most_target)
+        )
+    return batch

@@ -76,14 +76,14 @@ def _longest(args: argparse.Namespace, batch: "NamedBatch", batches: "list[Named
 
     if batch.max_seq_len is None:
         inputs = args.max_seq_len or max(max(each.input, default=1) for each in batches)
-        targets = args.max_seq_len or max(max(each.target or [0]) for each in batches)
+        targets = args.max_target_len or args.max_seq_len or max(max(each.target or [0]) for each in batches)
     else:
         inputs, targets = batch.max_seq_len, batch.max_target_len or batch.max_seq_len
         for name, most, lengths in (("max_seq_len", inputs, batch.input), ("max_target_len", targets, batch.target)):
             if (longest := max(lengths or [0])) > most:
                 raise DataError(
                     f"batch {batch.id}: expected samples of up to {name} = {most} tokens, got one of {longest}",
-                    hint="correct the batches file, or truncate with --max-seq-len",
+                    hint="correct the batches file, or truncate with --max-seq-len and --max-target-len",
                 )
     return Longest.of_tokens(args.model, inputs, 0 if args.model is ModelFamily.GPT else targets)
 

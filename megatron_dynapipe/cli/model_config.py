@@ -10,7 +10,7 @@ import yaml
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.units import ModelFamily, target_positions
 
 MOST_BYTES = 10_000_000
 
@@ -22,13 +22,20 @@ _DECODER = ("decoder_layers", "num_decoder_layers", "num_layers", "num_hidden_la
 
 
 class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's kind and sizes; `layers` of a GPT, the other two of a T5."""
+    """A model's kind and sizes; `layers` of a GPT, the other two of a T5.
+
+    Attributes:
+        max_seq_len, max_target_len: most tokens of an input (of a GPT, with its target), and of a target of a T5, as the
+            run file says; None where there is none.
+    """
 
     model: ModelFamily
     hidden_size: int
     layers: int | None = None
     encoder_layers: int | None = None
     decoder_layers: int | None = None
+    max_seq_len: int | None = None
+    max_target_len: int | None = None
 
 
 def take_model_config(args: argparse.Namespace) -> None:
@@ -37,9 +44,10 @@ def take_model_config(args: argparse.Namespace) -> None:
     if args.segments or args.model not in (None, sizes.model):
         kind = "segments" if args.segments else args.model
         raise ConfigError(f"expected a {kind} model in {args.model_config}, as --model says, got {sizes.model}")
-    for name, size in msgspec.structs.asdict(sizes).items():
+    for name in ("model", "hidden_size", "layers", "encoder_layers", "decoder_layers"):
         if getattr(args, name) is None:
-            setattr(args, name, size)
+            setattr(args, name, getattr(sizes, name))
+    args.run_lengths = (sizes.max_seq_len, sizes.max_target_len)
 
 
 def read_sizes(path: Path) -> ModelSizes:
@@ -68,8 +76,20 @@ def _of_run_file(given: Mapping[str, Any], path: Path) -> ModelSizes:
             hidden_size=hidden,
             encoder_layers=_size(given, ("encoder-num-layers", "num-layers"), path),
             decoder_layers=_size(given, ("decoder-num-layers", "num-layers"), path),
+            max_seq_len=_length(given, "seq-length", 0, path),
+            max_target_len=_length(given, "decoder-seq-length", -target_positions(ModelFamily.T5, 0), path),
         )
-    return ModelSizes(model=ModelFamily.GPT, hidden_size=hidden, layers=_size(given, ("num-layers",), path))
+    return ModelSizes(
+        model=ModelFamily.GPT,
+        hidden_size=hidden,
+        layers=_size(given, ("num-layers",), path),
+        max_seq_len=_length(given, "seq-length", 1, path),  # n tokens train n - 1 positions
+    )
+
+
+def _length(given: Mapping[str, Any], name: str, more: int, path: Path) -> int | None:
+    """The most tokens that fit the positions of a run; None where the file does not say."""
+    return max(_size(given, (name,), path) + more, 1) if given.get(name) is not None else None
 
 
 def _of_hugging_face(given: Mapping[str, Any], path: Path) -> ModelSizes:

@@ -305,7 +305,12 @@ def _with_auto_split(
     to_plan = [batch.global_batch(0) for batch in given_batches(args)]
     chosen_from = to_plan
     if args.split_from:
-        named = read_batches(args.split_from, args.model, max_seq_len=args.max_seq_len)
+        named = read_batches(
+            args.split_from,
+            args.model,
+            max_seq_len=args.max_seq_len,
+            max_target_len=args.max_target_len or args.max_seq_len,
+        )
         usual = median_high([batch.tokens for batch in to_plan])
         # How even stages are at the ends of a pipeline counts for more the fewer micro-batches there are.
         chosen_from = [part for batch in named for part in batch.global_batch(0).divided(max(usual, 1))]

@@ -129,6 +129,22 @@ def test_data_s_own_seed_and_truncation(dataset: Path, cost_file: Path, capsys: 
     assert max(times("--global-batch-size", "9", "--max-seq-len", "12")) < min(usual)
 
 
+def test_data_s_lengths_are_those_of_the_run_file(
+    dataset: Path, cost_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def times(*more: str) -> list[float]:
+        assert main(of_dataset(dataset, cost_file, "--limit", "2", "--json", *more)) == 0
+        return [batch["methods"]["dynapipe"]["ms"] for batch in report(capsys)["batches"]]
+
+    path = tmp_path / "run.yaml"
+    path.write_text("num-layers: 4\nhidden-size: 4096\nseq-length: 11\n")
+    expected = times("--max-seq-len", "12")
+    assert main(of_dataset(dataset, cost_file, "--limit", "2", "--model-config", str(path))) == 0
+    assert f"longer samples are truncated to 12 tokens, as {path} has it" in capsys.readouterr().err
+    assert times("--model-config", str(path)) == expected
+    assert times("--model-config", str(path), "--max-seq-len", "4096") == times() != expected
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -195,7 +195,8 @@ class Session:
     def _evaluated(self, iterator: Any, losses: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """The loss reports of an evaluation's iteration, with every task's, for Megatron and the records."""
         group = parallel_state.get_tensor_model_parallel_group() if self._shares_tasks else None
-        named = named_losses(losses, self._tasks, group=group)
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        named = named_losses(losses, self._tasks, group=group, replicas=replicas)
         own = getattr(iterator, "iterable", iterator)  # Megatron wraps what it is given, to run it again
         split = next(name for name, each in self._iterators.items() if each is own)
         self._recorder.add_evaluation(split, named)

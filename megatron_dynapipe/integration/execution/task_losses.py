@@ -59,15 +59,18 @@ def named_losses(
     tasks: Sequence[str],
     *,
     group: torch.distributed.ProcessGroup | None = None,
+    replicas: torch.distributed.ProcessGroup | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """The reports of an evaluation's micro-batches as one, with a loss for every task by its name.
+    """The reports of an evaluation's micro-batches as one, with a loss for every task of its samples, by its name.
 
-    Every rank names all tasks, whatever it has evaluated: Megatron reduces name after name.
+    Ranks name the same tasks, whichever of them they have evaluated: Megatron reduces name after name. One that none of
+    them has is left out: Megatron would log its loss as not a number.
 
     Args:
         reports: of each micro-batch; (sum, number) by name, which add up, or means, of which the mean is taken.
         tasks: all names.
         group: whose first rank alone knows the tasks, and tells the others.
+        replicas: over which Megatron reduces.
     """
     if not reports:
         return []
@@ -78,7 +81,11 @@ def named_losses(
             sums[: len(found)] += found
     if group is not None and len(tasks):
         torch.distributed.broadcast(sums, torch.distributed.get_global_rank(group, 0), group)
-    return [whole | {f"{LOSS_NAME} {task}": part for task, part in zip(tasks, sums, strict=True)}]
+    counts = sums[:, 1].clone()
+    if replicas is not None and len(tasks):
+        torch.distributed.all_reduce(counts, group=replicas)
+    parts = zip(tasks, sums, counts.tolist(), strict=True)
+    return [whole | {f"{LOSS_NAME} {task}": part for task, part, count in parts if count}]
 
 
 def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -5,6 +5,7 @@ import torch
 from megatron_dynapipe.integration.execution.step_functions import masked_loss
 from megatron_dynapipe.integration.execution.task_losses import BY_TASK, named_losses, with_task_sums
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
+from tests.helpers.processes import run_ranks
 
 
 def test_losses_by_name() -> None:
@@ -18,14 +19,28 @@ def test_losses_by_name() -> None:
         assert {name: part.tolist() for name, part in named.items()} == {
             LOSS_NAME: [16.0, 5.0],
             f"{LOSS_NAME} a": [15.0, 3.0],
-            f"{LOSS_NAME} b": [0.0, 0.0],
             f"{LOSS_NAME} c": [1.0, 2.0],
         }
 
 
-def test_without_micro_batches_every_task_is_named() -> None:
+def named_by_replicas(rank: int, world_size: int) -> dict[str, list[float]]:
+    """Two replicas with a sample each, of different tasks; a third task has none."""
+    torch.distributed.init_process_group("gloo")
+    tasks = torch.tensor([[2 * rank, 0]])
+    report = masked_loss(torch.tensor([[1.0, 0]]), torch.tensor([[4.0 + rank, 0]]), tasks)[2]
+    (named,) = named_losses([report], ["a", "b", "c"], replicas=torch.distributed.group.WORLD)
+    return {name: part.tolist() for name, part in named.items()}
+
+
+def test_replicas_name_the_tasks_that_one_of_them_has() -> None:
+    first, second = run_ranks(named_by_replicas, 2)
+    assert first == {LOSS_NAME: [4, 1], f"{LOSS_NAME} a": [4, 1], f"{LOSS_NAME} c": [0, 0]}
+    assert second == {LOSS_NAME: [5, 1], f"{LOSS_NAME} a": [0, 0], f"{LOSS_NAME} c": [5, 1]}
+
+
+def test_without_samples_no_task_is_named() -> None:
     (named,) = named_losses([{LOSS_NAME: torch.zeros(2)}], ["a", "b"])
-    assert list(named) == [LOSS_NAME, f"{LOSS_NAME} a", f"{LOSS_NAME} b"]
+    assert list(named) == [LOSS_NAME]
     assert named_losses([], ["a"]) == []
 
 
