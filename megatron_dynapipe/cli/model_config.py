@@ -25,8 +25,8 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     """A model's kind and sizes; `layers` of a GPT, the other two of a T5.
 
     Attributes:
-        max_seq_len, max_target_len: most tokens of an input (of a GPT, with its target), and of a target of a T5, as the
-            run file says; None where there is none.
+        max_seq_len, max_target_len: most tokens of an input (with a GPT, of its target too), and of a target of a T5;
+            None where no run file says so.
     """
 
     model: ModelFamily
