@@ -29,7 +29,7 @@ def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInput
 
     Raises:
         ConfigError: the report folder cannot be written, or the model or a sample does not fit the memory limit.
-        ConfigError: the learning rate's warm-up outlasts training.
+        ConfigError: the learning rate's warm-up outlasts training, or nothing says how often to evaluate.
         ConfigError: the checkpoint to resume is of another model or vocabulary; there is no pretrained checkpoint.
         CostModelError: the cost model is of another model, or does not reach as far as the data.
         DataError: the dataset is damaged, of another tokenizer or vocabulary, or has samples that cannot be trained on.
@@ -37,6 +37,7 @@ def check_run(args: argparse.Namespace, settings: RunSettings, inputs: PlanInput
     _check_report_folder(settings.report_folder)
     _check_pretrained(args)
     _check_warm_up(args)
+    _check_evaluation(args)
     if (warning := store_address.password_warning()) and args.rank == 0:
         print(f"warning: {warning}", flush=True)
     check_tokenizer(settings.data, read_meta(settings.data))
@@ -100,6 +101,15 @@ def _check_warm_up(args: argparse.Namespace) -> None:
         f"--lr-warmup-iters {args.lr_warmup_iters}",
         hint=f"for example --lr-warmup-iters {last // 10}",
     )
+
+
+def _check_evaluation(args: argparse.Namespace) -> None:
+    """Megatron divides by the interval, whether anything is evaluated or not, and ends in a TypeError without one."""
+    if args.eval_interval is None:
+        raise ConfigError(
+            "expected --eval-interval N, got none",
+            hint="for example --eval-interval 1000; with --eval-iters 0 nothing is evaluated",
+        )
 
 
 def _check_vocabulary(data: Path, vocabulary: int) -> None:
