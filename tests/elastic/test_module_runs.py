@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from megatron_dynapipe.elastic import module_layout
 from megatron_dynapipe.elastic.job import VARIABLE, Job
 from megatron_dynapipe.elastic.module_layout import ModuleLayout, choose_segments, layout_for
+from megatron_dynapipe.elastic.pace import SAVE_EVERY
 from megatron_dynapipe.elastic.run import ElasticRun
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError
 from megatron_dynapipe.tuning import tune_segments
@@ -129,6 +131,31 @@ def test_a_run_goes_on_in_another_layout_after_a_notice_to_one_rank(tmp_path: Pa
             assert list(found["losses"]) == list(range(began, end))
             assert list(found["losses"].values()) == pytest.approx(expected[began:end], abs=1e-5)
         assert [path.name for path in folder.iterdir()] == [f"iteration_{end:07d}"], "the last one alone is kept"
+
+
+def paced(rank: int, world_size: int, folder: str) -> tuple[list[int], int]:
+    """After which iterations a run saves that nobody tells when, and the interval at its end, from two on."""
+    _, pipeline = toy_pipeline(split_points=SPLITS[2])
+    run, saved = ElasticRun(folder, pipeline, timeout_s=60), []
+    run._pace.every, save = 2, run.save
+
+    def slow_save() -> None:
+        saved.append(run.iteration)
+        time.sleep(0.5)
+        save()
+
+    run.save = slow_save  # type: ignore[method-assign]
+    for iteration in run.iterations(7):
+        step_of(pipeline, iteration)
+    return saved, run._pace.every
+
+
+def test_ranks_agree_on_how_far_apart_saves_are(tmp_path: Path) -> None:
+    """The first save does not count; the second takes as long as many iterations, and the last is that of the end."""
+    first, second = run_ranks(paced, 2, {"folder": str(tmp_path / "run")})
+    assert first == second
+    saved, every = first
+    assert saved == [2, 4, 7] and every > SAVE_EVERY
 
 
 def another_model(rank: int, world_size: int, folder: str) -> list[str]:
