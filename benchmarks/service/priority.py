@@ -1,19 +1,25 @@
 """What a planner costs training where they share cores: without one, with one of training's priority, with a nice one.
 
-    python benchmarks/service/priority.py [--rounds 5] [--seconds 6] [--trainers CORES]
+    python benchmarks/service/priority.py [--rounds 40] [--seconds 1.5] [--trainers CORES]
 
 As many processes as there are cores play training: each multiplies matrices on one thread, and all wait for the slowest
-after each step, as ranks do. Meanwhile a planner plans without pause. The three cases take turns. Prints, per case, the
-median and the 95th percentile of a step, the slowdown of its mean, and the iterations planned.
+after each step, as ranks do. Two planners plan without pause when it is their turn, and are stopped otherwise:
+
+    round 0   none | as nice | nice 10        round 1   as nice | nice 10 | none        round 2   nice 10 | …
+
+Machines drift, so a case's steps are compared with those of the same round without a planner. Prints, per case, the
+median step, the median over rounds of the slowdown with its 95% interval (bootstrap), and the iterations planned.
 """
 
 import argparse
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -24,7 +30,7 @@ import numpy as np
 from jobs import service_settings, write_lengths
 
 from megatron_dynapipe.service import ServiceSettings, process
-from megatron_dynapipe.service.figures import REPORT_S, decode_figures
+from megatron_dynapipe.service.figures import decode_figures
 from megatron_dynapipe.store import PlanStore, StoreServer, open_store
 
 CASES = ("without a planner", "as nice as training", "nice 10")
@@ -32,53 +38,100 @@ SIZE, MULTIPLICATIONS = 192, 40
 PLANNER = "import sys, megatron_dynapipe.service.__main__ as planner; planner._NICE = 0; sys.exit(planner.main())"
 
 
-def train(barrier: Barrier, seconds: float, results: "multiprocessing.Queue[list[float]]") -> None:
-    """One rank: steps for so long, counted from the moment when all have started; their times in ms."""
-    matrix, times = np.full((SIZE, SIZE), 1 / SIZE), []
-    barrier.wait(300)
-    end = time.perf_counter() + seconds
+type Step = tuple[float, float]  # its end (time.monotonic) and what it took, in seconds
+
+
+def train(start: Barrier, barrier: Barrier, seconds: float, results: "multiprocessing.Queue[list[Step]]") -> None:
+    """One rank: steps for so long, counted from the moment when all have started."""
+    matrix, steps = np.full((SIZE, SIZE), 1 / SIZE), []
+    start.wait(300)
+    end = time.monotonic() + seconds
     with suppress(BrokenBarrierError):  # another one has come to the end
-        while (began := time.perf_counter()) < end:
+        while (began := time.monotonic()) < end:
             for _ in range(MULTIPLICATIONS):
                 matrix = matrix @ matrix
             barrier.wait(300)
-            times.append((time.perf_counter() - began) * 1e3)
+            steps.append((time.monotonic(), time.monotonic() - began))
     barrier.abort()
-    results.put(times)
+    results.put(steps)
 
 
-def steps(trainers: int, seconds: float) -> list[float]:
-    """Times of the steps of one rank; they end together."""
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(trainers), context.Queue()
-    processes = [context.Process(target=train, args=(barrier, seconds, results)) for _ in range(trainers)]
-    for each in processes:
-        each.start()
-    found = [results.get(timeout=300 + seconds) for _ in processes]
-    for each in processes:
-        each.join(60)
-    return found[0]
+class Turns:
+    """Planners that plan in their turn alone."""
 
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self._planners = {case: self._start(stack, folder, case) for case in CASES[1:]}
 
-def measure(case: str, folder: Path, options: argparse.Namespace) -> tuple[list[float], int]:
-    """Steps beside the planner of this case, and how many iterations it has planned meanwhile."""
-    if case == CASES[0]:
-        return steps(options.trainers, options.seconds), 0
-    with ExitStack() as stack:
+    def _start(self, stack: ExitStack, folder: Path, case: str) -> tuple[process.PlannerProcess, Callable[[], int]]:
         server = stack.enter_context(StoreServer())
         settings = service_settings(
             server.address, folder, layout=(4, 1, 4), layers=16, hidden=1024, samples=256, longest=1024,
             look_ahead=1_000_000,
         )  # fmt: skip
-        if case == CASES[1]:
-            stack.enter_context(patch.object(process, "_COMMAND", (sys.executable, "-P", "-c", PLANNER)))
-        stack.enter_context(process.PlannerProcess(settings, log_path=folder / "planner.log"))
+        with ExitStack() as only_here:
+            if case == CASES[1]:
+                only_here.enter_context(patch.object(process, "_COMMAND", (sys.executable, "-P", "-c", PLANNER)))
+            log = folder / f"{case}.log"
+            planner = stack.enter_context(process.PlannerProcess(settings, log_path=log))
         store = stack.enter_context(open_store(server.address, retention_s=None))
         store.wait_progress({settings.keys.done("train", 1): 0}, timeout_s=300, what="the first plans")
-        before = report_of(store, settings)
-        times = steps(options.trainers, options.seconds)
-        time.sleep(2 * REPORT_S)
-        return times, report_of(store, settings) - before
+        os.kill(planner.pid, signal.SIGSTOP)
+        stack.callback(lambda: os.kill(planner.pid, signal.SIGCONT))
+        return planner, lambda: report_of(store, settings)
+
+    def give(self, case: str, until: float) -> None:
+        """Let the case's planner plan until then."""
+        pids = [self._planners[case][0].pid] if case in self._planners else []
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(max(until - time.monotonic(), 0))
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+
+    def planned(self, case: str) -> int:
+        """Iterations, as the planner has reported them: it may be some seconds behind."""
+        return self._planners[case][1]() if case in self._planners else 0
+
+
+def measure(options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, list[float]]], dict[str, int]]:
+    """Steps in ms by case of every round, and the iterations that were planned."""
+    context = multiprocessing.get_context("spawn")
+    start, barrier = context.Barrier(options.trainers + 1), context.Barrier(options.trainers)
+    results = context.Queue()
+    whole = options.rounds * len(CASES) * options.seconds
+    trainers = [context.Process(target=train, args=(start, barrier, whole, results)) for _ in range(options.trainers)]
+    with ExitStack() as stack:
+        turns = Turns(stack, folder)
+        for each in trainers:
+            each.start()
+            stack.callback(each.kill)
+        turns_of_rounds = follow(start, turns, options)
+        steps = results.get(timeout=300)
+        planned = {case: turns.planned(case) for case in CASES}
+    return [
+        {
+            case: [took * 1e3 for at, took in steps if began <= at - took and at <= end]
+            for case, (began, end) in spans.items()
+        }
+        for spans in turns_of_rounds
+    ], planned
+
+
+def follow(start: Barrier, turns: Turns, options: argparse.Namespace) -> list[dict[str, tuple[float, float]]]:
+    """Give all turns while the trainers train; when each began and ended, by round."""
+    start.wait(300)
+    started = time.monotonic()
+    found = []
+    for number in range(options.rounds):
+        shift = number % len(CASES)
+        spans = {}
+        for place, case in enumerate((*CASES[shift:], *CASES[:shift])):
+            end = started + (number * len(CASES) + place + 1) * options.seconds
+            began = time.monotonic()
+            turns.give(case, end)
+            spans[case] = began, end
+        found.append(spans)
+    return found
 
 
 def report_of(store: PlanStore, settings: ServiceSettings) -> int:
@@ -88,28 +141,30 @@ def report_of(store: PlanStore, settings: ServiceSettings) -> int:
     return 0 if found is None else found.planned
 
 
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Median of some ratios between the bounds of its 95% interval, by bootstrap."""
+    drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return float(low), statistics.median(ratios), float(high)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=6)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a turn (%(default)s)")
     parser.add_argument("--trainers", type=int, default=os.cpu_count())
     options = parser.parse_args()
-    times: dict[str, list[float]] = {case: [] for case in CASES}
-    planned = dict.fromkeys(CASES, 0)
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # of the trainers, which start afresh
     with tempfile.TemporaryDirectory() as folder:
         write_lengths(Path(folder), samples=20_000, mean=256, longest=1024)
-        for _ in range(options.rounds):
-            for case in CASES:
-                found, count = measure(case, Path(folder), options)
-                times[case] += found
-                planned[case] += count
-    print("| planner | step, median | 95 % | slowdown of the mean | iterations planned |\n|---|---|---|---|---|")
-    alone = statistics.mean(times[CASES[0]])
-    for case, found in times.items():
-        middle, most = statistics.median(found), statistics.quantiles(found, n=20)[-1]
-        slower = statistics.mean(found) / alone
-        print(f"| {case} | {middle:.1f} ms | {most:.1f} ms | {slower:.2f} | {planned[case]} |")
-    print(f"\n{options.trainers} processes train; load of the machine {os.getloadavg()[0]:.1f}")
+        rounds, planned = measure(options, Path(folder))
+    full = [each for each in rounds if all(each.values())]
+    print("| planner | step, median | slowdown, median of rounds (95%) | iterations planned |\n|---|---|---|---|")
+    for case in CASES:
+        middle = statistics.median(step for each in full for step in each[case])
+        low, ratio, high = interval([statistics.mean(each[case]) / statistics.mean(each[CASES[0]]) for each in full])
+        print(f"| {case} | {middle:.1f} ms | {ratio:.3f} ({low:.3f}–{high:.3f}) | {planned[case]} |")
+    print(f"\n{options.trainers} processes train, {len(full)} rounds; load of the machine {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":
