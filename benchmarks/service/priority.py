@@ -9,6 +9,7 @@ after each step, as ranks do. Two planners plan without pause when it is their t
 
 Machines drift, so a case's steps are compared with those of the same round without a planner. Prints, per case, the
 median step, the median over rounds of the slowdown with its 95% interval (bootstrap), and the iterations planned.
+`--more` adds what planners could have instead: nice 19, and Linux's SCHED_IDLE.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -33,9 +34,11 @@ from megatron_dynapipe.service import ServiceSettings, process
 from megatron_dynapipe.service.figures import decode_figures
 from megatron_dynapipe.store import PlanStore, StoreServer, open_store
 
-CASES = ("without a planner", "as nice as training", "nice 10")
+ALONE, AS_IT_IS = "without a planner", "nice 10"
 SIZE, MULTIPLICATIONS = 192, 40
-PLANNER = "import sys, megatron_dynapipe.service.__main__ as planner; planner._NICE = 0; sys.exit(planner.main())"
+PLANNER = "import os, sys, megatron_dynapipe.service.__main__ as planner; {change}; sys.exit(planner.main())"
+CHANGES = {"as nice as training": "planner._NICE = 0", AS_IT_IS: "pass"}
+MORE = {"nice 19": "planner._NICE = 19", "SCHED_IDLE": "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"}
 
 
 type Step = tuple[float, float]  # its end (time.monotonic) and what it took, in seconds
@@ -59,19 +62,19 @@ def train(start: Barrier, barrier: Barrier, seconds: float, results: "multiproce
 class Turns:
     """Planners that plan in their turn alone."""
 
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
-        self._planners = {case: self._start(stack, folder, case) for case in CASES[1:]}
+    def __init__(self, stack: ExitStack, folder: Path, changes: Mapping[str, str]) -> None:
+        self._planners = {case: self._start(stack, folder / f"{case}.log", change) for case, change in changes.items()}
+        self.cases = ALONE, *changes
 
-    def _start(self, stack: ExitStack, folder: Path, case: str) -> tuple[process.PlannerProcess, Callable[[], int]]:
+    def _start(self, stack: ExitStack, log: Path, change: str) -> tuple[process.PlannerProcess, Callable[[], int]]:
         server = stack.enter_context(StoreServer())
         settings = service_settings(
-            server.address, folder, layout=(4, 1, 4), layers=16, hidden=1024, samples=256, longest=1024,
+            server.address, log.parent, layout=(4, 1, 4), layers=16, hidden=1024, samples=256, longest=1024,
             look_ahead=1_000_000,
         )  # fmt: skip
         with ExitStack() as only_here:
-            if case == CASES[1]:
-                only_here.enter_context(patch.object(process, "_COMMAND", (sys.executable, "-P", "-c", PLANNER)))
-            log = folder / f"{case}.log"
+            command = sys.executable, "-P", "-c", PLANNER.format(change=change)
+            only_here.enter_context(patch.object(process, "_COMMAND", command))
             planner = stack.enter_context(process.PlannerProcess(settings, log_path=log))
         store = stack.enter_context(open_store(server.address, retention_s=None))
         store.wait_progress({settings.keys.done("train", 1): 0}, timeout_s=300, what="the first plans")
@@ -93,21 +96,23 @@ class Turns:
         return self._planners[case][1]() if case in self._planners else 0
 
 
-def measure(options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, list[float]]], dict[str, int]]:
+def measure(
+    options: argparse.Namespace, folder: Path, changes: Mapping[str, str]
+) -> tuple[list[dict[str, list[float]]], dict[str, int]]:
     """Steps in ms by case of every round, and the iterations that were planned."""
     context = multiprocessing.get_context("spawn")
     start, barrier = context.Barrier(options.trainers + 1), context.Barrier(options.trainers)
     results = context.Queue()
-    whole = options.rounds * len(CASES) * options.seconds
+    whole = options.rounds * (1 + len(changes)) * options.seconds
     trainers = [context.Process(target=train, args=(start, barrier, whole, results)) for _ in range(options.trainers)]
     with ExitStack() as stack:
-        turns = Turns(stack, folder)
+        turns = Turns(stack, folder, changes)
         for each in trainers:
             each.start()
             stack.callback(each.kill)
         turns_of_rounds = follow(start, turns, options)
         steps = results.get(timeout=300)
-        planned = {case: turns.planned(case) for case in CASES}
+        planned = {case: turns.planned(case) for case in turns.cases}
     return [
         {
             case: [took * 1e3 for at, took in steps if began <= at - took and at <= end]
@@ -123,10 +128,10 @@ def follow(start: Barrier, turns: Turns, options: argparse.Namespace) -> list[di
     started = time.monotonic()
     found = []
     for number in range(options.rounds):
-        shift = number % len(CASES)
+        shift = number % len(turns.cases)
         spans = {}
-        for place, case in enumerate((*CASES[shift:], *CASES[:shift])):
-            end = started + (number * len(CASES) + place + 1) * options.seconds
+        for place, case in enumerate((*turns.cases[shift:], *turns.cases[:shift])):
+            end = started + (number * len(turns.cases) + place + 1) * options.seconds
             began = time.monotonic()
             turns.give(case, end)
             spans[case] = began, end
@@ -153,16 +158,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=1.5, help="of a turn (%(default)s)")
     parser.add_argument("--trainers", type=int, default=os.cpu_count())
+    parser.add_argument("--more", action="store_true", help="also other priorities than those of planners")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # of the trainers, which start afresh
     with tempfile.TemporaryDirectory() as folder:
         write_lengths(Path(folder), samples=20_000, mean=256, longest=1024)
-        rounds, planned = measure(options, Path(folder))
+        rounds, planned = measure(options, Path(folder), CHANGES | (MORE if options.more else {}))
     full = [each for each in rounds if all(each.values())]
     print("| planner | step, median | slowdown, median of rounds (95%) | iterations planned |\n|---|---|---|---|")
-    for case in CASES:
+    for case in planned:
         middle = statistics.median(step for each in full for step in each[case])
-        low, ratio, high = interval([statistics.mean(each[case]) / statistics.mean(each[CASES[0]]) for each in full])
+        low, ratio, high = interval([statistics.mean(each[case]) / statistics.mean(each[ALONE]) for each in full])
         print(f"| {case} | {middle:.1f} ms | {ratio:.3f} ({low:.3f}–{high:.3f}) | {planned[case]} |")
     print(f"\n{options.trainers} processes train, {len(full)} rounds; load of the machine {os.getloadavg()[0]:.1f}")
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -144,9 +145,9 @@ def paced(rank: int, world_size: int, folder: str) -> tuple[list[int], int]:
         time.sleep(0.5)
         save()
 
-    run.save = slow_save  # type: ignore[method-assign]
-    for iteration in run.iterations(7):
-        step_of(pipeline, iteration)
+    with patch.object(run, "save", slow_save):
+        for iteration in run.iterations(7):
+            step_of(pipeline, iteration)
     return saved, run._pace.every
 
 
