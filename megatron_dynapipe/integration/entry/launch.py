@@ -74,7 +74,7 @@ def _wait_for_rank_0(store: "Store") -> None:
 
 
 def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
-    """A text that rank 0 makes for all, inside the check of `start_together`; without a store every rank makes it.
+    """A text that rank 0 makes for all, in the check of `start_together` or later; without a store every rank makes it.
 
     Where rank 0 cannot make it, it raises; the others exit with status 2 and leave the report to it.
 
