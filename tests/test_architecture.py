@@ -34,8 +34,9 @@ def room(layer: int, *outside: str) -> Room:
 
 ROOMS = {
     "__init__": room(9),  # the package's face: loads what it offers when it is used
-    "errors": room(1),
-    "files": room(1),
+    "errors": room(0),
+    "files": room(0),
+    "outputs": room(1),
     "units": room(1),
     "extras": room(2),
     "megatron_version": room(2),
@@ -77,7 +78,7 @@ INTEGRATION = {
     "entry": 6,
 }
 """The rooms inside `integration/`, by layer."""
-TORCH_FREE = ("errors", "files", "units", "cost", "plan", "sampling", "planning", "tuning", "store", "service")
+TORCH_FREE = ("errors", "files", "outputs", "units", "cost", "plan", "sampling", "planning", "tuning", "store", "service")
 MODULES_OF_CPU_WITH_MEGATRON = 1
 
 

@@ -1,0 +1,158 @@
+"""Writing what a command makes without losing what it did not make.
+
+A file or folder appears whole under its name or not at all, and only what this package made is replaced: everything it
+writes says `dynapipe` in its first bytes, or comes with a rule of its own that recognises it.
+
+    notes.txt          a stranger: refused by name
+    plan.json          {"format": "dynapipe-…": replaced
+    link → elsewhere   the link stays, what it leads to is replaced
+"""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.files import open_regular
+
+_HEAD_BYTES = 4096
+
+
+def is_marked(head: bytes) -> bool:
+    """Whether a file that begins so was written by this package."""
+    return b"dynapipe" in head.lower()
+
+
+def check_replaceable(path: Path, *, mine: Callable[[bytes], bool] = is_marked) -> None:
+    """Before long work: that a file may be written under this name.
+
+    Args:
+        path: absent, or a file that may be replaced.
+        mine: whether a file with these first bytes may be; an empty one always may.
+
+    Raises:
+        ConfigError: what is there is not a file that this package wrote, or nothing can be written there.
+    """
+    target = path.resolve()
+    if target.exists():
+        try:
+            with os.fdopen(open_regular(target), "rb") as file:
+                head = file.read(_HEAD_BYTES)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}", hint="name another file") from error
+        if head and not mine(head):
+            raise ConfigError(
+                f"expected {path} to be absent or a file that this program wrote, it is another",
+                hint="name another file, or move that one away",
+            )
+    existing = next(each for each in (target, *target.parents) if each.exists())
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"cannot write {path}: {existing} is read-only", hint="name another file")
+
+
+def write_file(
+    path: Path, content: bytes | str, *, mine: Callable[[bytes], bool] = is_marked, mode: int | None = None
+) -> None:
+    """Put content under a name, whole or not at all, also when the machine stops; makes the folders above it.
+
+    Args:
+        path: where; a symbolic link stays one.
+        content: of the file.
+        mine: as `check_replaceable`.
+        mode: permissions; None keeps those of the file that is replaced, else as the process's umask.
+
+    Raises:
+        ConfigError: as `check_replaceable`, or the system refuses; the message names the path.
+    """
+    check_replaceable(path, mine=mine)
+    target = path.resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_bytes(target, content.encode() if isinstance(content, str) else content, mode=mode)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def replace_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
+    """Put bytes under the name of a file of ours, whole or not at all; its folder exists. Raises OSError."""
+    path = path.resolve()
+    with fresh_file(path, mode=mode) as fresh:
+        fresh.write_bytes(data)
+
+
+@contextlib.contextmanager
+def fresh_file(path: Path, *, mode: int | None = None) -> Iterator[Path]:
+    """An empty file beside `path` to write to, which takes its name once the block has succeeded, and goes if not.
+
+    Raises:
+        OSError: as writing does.
+    """
+    path = path.resolve()
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".unfinished", dir=path.parent)
+    os.close(descriptor)
+    fresh = Path(name)
+    try:
+        yield fresh
+        _sync(fresh)
+        fresh.chmod(_mode_for(path) if mode is None else mode)
+        fresh.replace(path)
+        _sync(path.parent)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def replace_folder(new: Path, path: Path, *, aside: Path) -> None:
+    """Give a finished folder its name; what had the name is renamed to `aside`, for the caller to delete.
+
+    Killed between the two renames, `aside` is what was there: `restore_folder` gives it back its name. All three are on
+    one file system. Raises OSError.
+    """
+    if path.exists():
+        path.rename(aside)
+    new.rename(path)
+    _sync(path.parent)
+
+
+def restore_folder(path: Path, *, aside: Path) -> None:
+    """Undo a `replace_folder` that was killed half-way. Raises OSError."""
+    if aside.exists() and not path.exists():
+        aside.rename(path)
+
+
+def strangers(folder: Path, mine: Collection[str]) -> list[str]:
+    """Files below a folder that are not in `mine` (paths relative to it), sorted; empty folders are not named."""
+    found = (Path(base, name).relative_to(folder) for base, _, names in os.walk(folder) for name in names)
+    return sorted(str(each) for each in found if str(each) not in mine)
+
+
+def delete_folder(folder: Path, mine: Collection[str]) -> None:
+    """Delete a folder's files that are named in `mine`, and folders that are empty then; strangers stay.
+
+    Raises:
+        OSError: a file cannot be deleted.
+    """
+    if folder.is_symlink():
+        return
+    for name in mine:
+        (folder / name).unlink(missing_ok=True)
+    for base, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):  # not empty
+            Path(base).rmdir()
+
+
+def _mode_for(path: Path) -> int:
+    if path.exists():
+        return path.stat().st_mode & 0o7777
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
