@@ -78,7 +78,10 @@ INTEGRATION = {
     "entry": 6,
 }
 """The rooms inside `integration/`, by layer."""
-TORCH_FREE = ("errors", "files", "outputs", "units", "cost", "plan", "sampling", "planning", "tuning", "store", "service")
+TORCH_FREE = (
+    *("errors", "files", "outputs", "units", "cost", "plan", "sampling"),
+    *("planning", "tuning", "store", "service"),
+)
 MODULES_OF_CPU_WITH_MEGATRON = 1
 
 
