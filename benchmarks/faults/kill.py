@@ -1,6 +1,6 @@
 """Kill -9 of a random rank at a random moment, resume from the last checkpoint, again and again: does the curve join?
 
-    python benchmarks/faults/kill.py --data .demo/data [--repetitions 20] [--family t5]
+    python -m benchmarks.faults.kill [--data DATASET] [--repetitions 20] [--family t5]
 
 A run that nobody disturbs gives the losses. A second one loses a rank, is resumed from its last checkpoint, loses
 another, and so on; after the last kill it is let to its end. Every line that it has logged must have the undisturbed
@@ -12,10 +12,7 @@ is killed; it is counted apart and ended here.
 """
 
 import argparse
-import os
 import random
-import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,20 +22,15 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).parents[2]
-LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ .*?lm loss: ([0-9.E+-]+)")
-SMALL = {
-    "t5": "--encoder-num-layers 2 --decoder-num-layers 2",
-    "gpt": "--num-layers 4",
-}
-COMMON = "--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --global-batch-size 16 --eval-iters 0"
+from benchmarks.common import DEMO_DATA
+from benchmarks.faults.runs import LAYERS, START_S, TOLERANCE, Run, lines, losses
+
 SAVE_INTERVAL = 3
 MOST_ITERATIONS = 6
 """A run is killed before it has trained more than this since its start; the first is left to its first checkpoint."""
-TOLERANCE = 1e-5
-"""Of a loss, relative: lines have seven digits, and a plan that measured times have changed rounds otherwise."""
 STOP_S = 60
 """What is left of a run must end within this after a kill."""
+WHOLE_S = 1200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,64 +54,32 @@ class Loss:
     writers: int
 
 
-def command(options: argparse.Namespace, folder: Path, extra: str = "") -> list[str]:
-    words = f"{SMALL[options.family]} {COMMON} --train-iters {iterations(options)} {extra}"
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        str(ROOT / f"pretrain_{options.family}_multitask.py"),
-        *("--dynapipe-config", str(ROOT / "configs" / f"demo_{options.family}.yaml")),
-        *("--dynapipe-data", str(options.data), "--dynapipe-report-dir", str(folder / "report")),
-        *words.split(),
-    ]
-
-
-def iterations(options: argparse.Namespace) -> int:
-    """Enough for every kill to come before the end, whatever the draws, and a few to join at the end."""
-    return int(options.repetitions * (MOST_ITERATIONS + 2) + SAVE_INTERVAL)
-
-
-def start(words: list[str], log: Path) -> subprocess.Popen:
-    with log.open("w") as file:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
-
-
-def lines(log: Path) -> list[tuple[int, float]]:
-    """What a run has logged so far: iterations and losses."""
-    return [(int(number), float(loss)) for number, loss in LINE.findall(log.read_text())]
-
-
 def last_checkpoint(saved: Path) -> int:
     """The iteration of the last complete one; 0 before the first."""
     tracker = saved / "latest_checkpointed_iteration.txt"
     return int(tracker.read_text()) if tracker.exists() else 0
 
 
-def run(words: list[str], log: Path) -> None:
-    if status := start(words, log).wait(timeout=1200):
-        raise SystemExit(f"expected a run to end by itself, got status {status}:\n{log.read_text()[-3000:]}")
-
-
-def lose_a_rank(words: list[str], log: Path, saved: Path, draw: random.Random) -> Loss:
-    """Start a run and kill a random rank at a random moment of one of its first iterations.
+def lose_a_rank(run: Run, saved: Path, draw: random.Random) -> Loss:
+    """Kill a random rank at a random moment of one of a run's first iterations.
 
     That moment may be one of a pass, a transfer, an optimizer step, or while a checkpoint is being saved.
     """
-    process = start(words, log)
     first = 0 if last_checkpoint(saved) else SAVE_INTERVAL
-    wait_for_lines(process, log, draw.randint(max(1, first), MOST_ITERATIONS))
+    wait_for_lines(run, draw.randint(max(1, first), MOST_ITERATIONS))
     while not last_checkpoint(saved):
         time.sleep(0.03)
     began = time.monotonic()
-    wait_for_lines(process, log, len(lines(log)) + 1)
+    wait_for_lines(run, len(lines(run.log)) + 1)
     time.sleep(draw.random() * (time.monotonic() - began))
-    family = psutil.Process(process.pid).children(recursive=True)
+    launcher = psutil.Process(run.process.pid)
+    family = launcher.children(recursive=True)
     ours = [p for p in family if not is_checkpoint_writer(p)]
-    ranks = [p for p in psutil.Process(process.pid).children() if "multitask.py" in " ".join(p.cmdline())]
+    ranks = [p for p in launcher.children() if "multitask.py" in " ".join(p.cmdline())]
     victim = draw.randrange(len(ranks))
     ranks[victim].kill()
-    killed, (after, _) = time.monotonic(), lines(log)[-1]
-    process.wait(timeout=STOP_S)
+    killed, (after, _) = time.monotonic(), lines(run.log)[-1]
+    run.process.wait(timeout=STOP_S)
     _, left = psutil.wait_procs(ours, timeout=STOP_S)
     stop_s = time.monotonic() - killed
     writers = [p for p in family if p not in ours and p.is_running()]
@@ -139,43 +99,26 @@ def is_checkpoint_writer(process: psutil.Process) -> bool:
     return "multiprocessing.spawn" in words or "multiprocessing.resource_tracker" in words
 
 
-def wait_for_lines(process: subprocess.Popen, log: Path, number: int) -> None:
-    deadline = time.monotonic() + 300
-    while len(lines(log)) < number:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"expected {number} iterations within 300 s, got:\n{log.read_text()[-3000:]}")
+def wait_for_lines(run: Run, number: int) -> None:
+    deadline = time.monotonic() + START_S
+    while len(lines(run.log)) < number:
+        if run.process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"expected {number} iterations within {START_S} s, got:\n{run.log.read_text()[-3000:]}")
         time.sleep(0.03)
-
-
-def losses(log: Path) -> dict[int, float]:
-    """Each iteration's loss. The second line after a start is Megatron's mean of the first two iterations."""
-    (first, one), (second, mean), *rest = lines(log)
-    return {first: one, second: 2 * mean - one, **dict(rest)}
-
-
-def parting(log: Path, expected: Mapping[int, float]) -> tuple[int, float]:
-    """How many lines a run has logged, and the largest relative distance of one from the undisturbed run's loss."""
-    distances = []
-    for place, (iteration, loss) in enumerate(lines(log)):
-        wanted = expected[iteration]
-        if place == 1:  # a mean of two iterations
-            wanted = (expected[iteration - 1] + wanted) / 2
-        distances.append(abs(loss / wanted - 1))
-    return len(distances), max(distances)
 
 
 def judge(log: Path, expected: Mapping[int, float], resumed_from: int) -> tuple[str, bool]:
     """In words, whether a run has gone on from its checkpoint as the undisturbed one did."""
-    count, distance = parting(log, expected)
-    goes_on = lines(log)[0][0] == resumed_from + 1
-    joins = goes_on and distance <= TOLERANCE
-    return f"{count} losses, within {distance:.0e}{'' if joins else ': PART'}", joins
+    found = losses(log)
+    distance = max(abs(loss / expected[iteration] - 1) for iteration, loss in found.items())
+    joins = min(found) == resumed_from + 1 and distance <= TOLERANCE
+    return f"{len(found)} losses, within {distance:.0e}{'' if joins else ': PART'}", joins
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=lambda path: Path(path).absolute(), required=True)
-    parser.add_argument("--family", choices=sorted(SMALL), default="t5")
+    parser.add_argument("--data", type=lambda path: Path(path).absolute(), default=DEMO_DATA)
+    parser.add_argument("--family", choices=sorted(LAYERS), default="t5")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the ranks and moments")
     options = parser.parse_args()
@@ -188,22 +131,24 @@ def main() -> int:
 
 def repeat(options: argparse.Namespace, folder: Path) -> int:
     """How many of the kills were survived as they should be; prints a row of the table for each."""
-    began = time.monotonic()
-    run(command(options, folder), folder / "whole.log")
-    print(f"undisturbed: {iterations(options)} iterations in {time.monotonic() - began:.0f} s", flush=True)
-    expected = losses(folder / "whole.log")
+    began, saved, draw = time.monotonic(), folder / "saved", random.Random(options.seed)
+    # Enough for every kill to come before the end, whatever the draws, and a few to join at the end.
+    iterations = options.repetitions * (MOST_ITERATIONS + 2) + SAVE_INTERVAL
+
+    def start(name: str, flags: str = "") -> Run:
+        return Run(folder / name, options.data, f"--train-iters {iterations} {flags}", family=options.family)
+
+    whole = start("whole")
+    finish(whole)
+    print(f"undisturbed: {iterations} iterations in {time.monotonic() - began:.0f} s", flush=True)
+    expected = losses(whole.log)
     print("| kill | rank | after iteration | stopped within | left | left by writers | resumed from | then logged |")
     print("|---|---|---|---|---|---|---|---|")
-    saved, draw = folder / "saved", random.Random(options.seed)
-    words = command(options, folder, f"--save {saved} --save-interval {SAVE_INTERVAL} --load {saved}")
     good, lost = 0, None
     for number in range(options.repetitions + 1):
-        log, following = folder / f"{number}.log", None
-        if number < options.repetitions:
-            following = lose_a_rank(words, log, saved, draw)
-        else:
-            run(words, log)
-        said, joins = judge(log, expected, 0 if lost is None else lost.saved)
+        run = start(str(number), f"--save {saved} --save-interval {SAVE_INTERVAL} --load {saved}")
+        following = lose_a_rank(run, saved, draw) if number < options.repetitions else finish(run)
+        said, joins = judge(run.log, expected, 0 if lost is None else lost.saved)
         if lost is not None:
             row = (number, lost.rank, lost.after, f"{lost.stop_s:.1f} s", lost.left, lost.writers, lost.saved, said)
             print(f"| {' | '.join(map(str, row))} |", flush=True)
@@ -212,6 +157,13 @@ def repeat(options: argparse.Namespace, folder: Path) -> int:
             raise SystemExit(f"expected a run without a kill to have the undisturbed run's losses, got {said}")
         lost = following
     return good
+
+
+def finish(run: Run) -> None:
+    """Let a run end by itself."""
+    _, trouble = run.end(status=0, within_s=WHOLE_S)
+    if trouble:
+        raise SystemExit(f"{trouble}:\n{run.log.read_text()[-3000:]}")
 
 
 if __name__ == "__main__":
