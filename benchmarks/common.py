@@ -10,11 +10,6 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-A100_COSTS = {
-    "gpt": ROOT / "benchmarks" / "data" / "a100" / "gpt_6.7b.json.gz",
-    "t5": ROOT / "benchmarks" / "data" / "a100" / "t5_11b.json.gz",
-}
-"""Published costs, by kind of model."""
 DEMO_DATA = ROOT / ".demo" / "data"
 DRAWS = 2000
 """Resampled pairs of an interval."""
