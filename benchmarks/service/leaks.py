@@ -1,6 +1,6 @@
 """100,000 iterations of tiny plans: no key left behind, no memory that grows, in server, planner or client.
 
-    python benchmarks/service/leaks.py [--iterations 100000]
+    python -m benchmarks.service.leaks [--iterations 100000]
 
 A real server, a planner process of one replica × two stages, and this process as both of its ranks. At every tenth of
 the way it prints the server's keys and memory, and the resident memory of planner and of this process. Exit status 1
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 import redis
-from jobs import service_settings, write_lengths
 
+from benchmarks.service.jobs import service_settings, write_lengths
 from megatron_dynapipe.service import PlanClient, PlannerProcess
 from megatron_dynapipe.store import StoreServer, open_store
 
