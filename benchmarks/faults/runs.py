@@ -13,9 +13,9 @@ import psutil
 from benchmarks.common import ROOT, environment, torchrun
 
 LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ .*?lm loss: ([0-9.E+-]+|nan)")
-LAYERS = {"t5": "--encoder-num-layers 2 --decoder-num-layers 2", "gpt": "--num-layers 4"}
 FLAGS = (
-    "--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --global-batch-size 16 --eval-iters 0 "
+    "--encoder-num-layers 2 --decoder-num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 "
+    "--global-batch-size 16 --eval-iters 0 "
     "--dynapipe-timeout-s 60 --dynapipe-calibrate 0"
 )
 TOLERANCE = 1e-5
@@ -46,14 +46,14 @@ def with_checksums(source: Path, folder: Path) -> Path:
 class Run:
     """A run of two stages under torchrun, whose output goes to `folder`/log."""
 
-    def __init__(self, folder: Path, data: Path, flags: str = "", *, family: str = "t5") -> None:
+    def __init__(self, folder: Path, data: Path, flags: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "log"
         words = [
-            *(*torchrun(2), str(ROOT / f"pretrain_{family}_multitask.py")),
-            *("--dynapipe-config", str(ROOT / "configs" / f"demo_{family}.yaml"), "--dynapipe-data", str(data)),
+            *(*torchrun(2), str(ROOT / "pretrain_t5_multitask.py")),
+            *("--dynapipe-config", str(ROOT / "configs" / "demo_t5.yaml"), "--dynapipe-data", str(data)),
             *("--dynapipe-report-dir", str(folder / "report")),
-            *f"{LAYERS[family]} {FLAGS} {flags}".split(),
+            *f"{FLAGS} {flags}".split(),
         ]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment())

@@ -1,6 +1,6 @@
 """How well times and memory are predicted.
 
-    python benchmarks/paper/accuracy.py --scale published|real
+    python -m benchmarks.paper.accuracy --scale published|real
 
 published: layers measured on A100s (`benchmarks/data/a100`): a random quarter of each table predicts the other points.
 real: the demo's models on this machine: a profile, then planned iterations over two stages, predicted against measured
@@ -8,16 +8,19 @@ real: the demo's models on this machine: a profile, then planned iterations over
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import charts
 import msgspec
-from output import ROOT, arguments, markdown, number, write
+
+from benchmarks import charts
+from benchmarks.common import ROOT, markdown, number, run_quietly
+from benchmarks.cost_accuracy.run import PUBLISHED, SEEDS
+from benchmarks.cost_accuracy.run import published as figures_of
+from benchmarks.paper.output import arguments, write
 
 QUANTITIES = {"time_ms": "time", "stored_activation_mb": "stored memory", "peak_activation_mb": "peak memory"}
 PHASES = {"as profiled": "as profiled", "learned": "after correction"}
@@ -55,10 +58,6 @@ def main() -> None:
 
 def published() -> list[Row]:
     """The fit on the published profiles, worst of five seeds."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "cost_accuracy"))
-    from run import PUBLISHED, SEEDS
-    from run import published as figures_of
-
     rows = []
     for name in PUBLISHED:
         figures = figures_of(ROOT / f"benchmarks/data/a100/{name}.json.gz", name)
@@ -73,9 +72,8 @@ def published() -> list[Row]:
 def measured(minutes: float) -> list[Row]:
     """What `cost_accuracy` finds on this machine."""
     with tempfile.TemporaryDirectory() as folder:
-        script = ROOT / "benchmarks" / "cost_accuracy" / "run.py"
-        command = [sys.executable, str(script), "--output", folder, "--minutes", str(minutes)]
-        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True, timeout=60 * (2 * minutes + 10))
+        command = [sys.executable, "-m", "benchmarks.cost_accuracy.run", "--output", folder, "--minutes", minutes]
+        run_quietly(command, timeout_s=60 * (2 * minutes + 10))
         figures = json.loads((Path(folder) / "figures.json").read_text())
     return [row for model in ("t5", "gpt") if model in figures for row in of_machine(model, figures[model])]
 

@@ -1,13 +1,14 @@
 """Write `docs/results.md` from the tables and charts in `docs/results`.
 
-python benchmarks/paper/page.py
+python -m benchmarks.paper.page
 """
 
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from output import RESULTS, ROOT
+from benchmarks.common import ROOT
+from benchmarks.paper.output import RESULTS
 
 WIDTH = 120
 
@@ -53,7 +54,7 @@ SECTIONS = (
         "Planning time",
         "Of one core; plans are made ahead of training by a process of its own. The published planner was timed on "
         "another machine.",
-        ("planning-time-simulated", "planning-time-real"),
+        ("planning-time-simulated",),
     ),
     Section(
         "Accuracy of predictions",

@@ -1,6 +1,6 @@
 """A dataset without a download: random tokens in tasks whose lengths have long tails, drawn from a seed.
 
-    python benchmarks/throughput/synthetic.py FOLDER [--samples 20000]
+    python -m benchmarks.throughput.synthetic FOLDER [--samples 20000]
 
 What training takes does not depend on which tokens it sees, so they are drawn evenly; lengths are log-normal around
 each task's medians, which lie as far apart as those of instruction mixtures do (classification, translation, questions

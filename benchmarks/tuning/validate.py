@@ -1,6 +1,6 @@
 """The choice of `tune` against measured training of every layout, on the ranks at hand.
 
-python benchmarks/tuning/validate.py --model gpt|t5 [--iterations 6] [--rounds 1] [--cases N] [--json FILE]
+    python -m benchmarks.tuning.validate --model gpt|t5 [--iterations 6] [--rounds 1] [--cases N] [--json FILE]
 
 The demo's model is profiled on two ranks, for tensor parallelism of 1 and of 2. Every case (layout × split × recompute
 × padded or packed micro-batches) is predicted by `megatron-dynapipe tune` on these costs and trained by the entry
@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.common import DEMO_DATA, ROOT, environment, run_quietly, say, torchrun
 from megatron_dynapipe.cost import CPU_RATES
 from megatron_dynapipe.tuning import Measured, measure, run_file, training_command
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 MEMORY_MB = 3000
 """Of a rank: more than any case needs."""
@@ -58,7 +57,7 @@ def main() -> int:
     """Print the table and what it comes to; 1 if an aim is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("gpt", "t5"), required=True)
-    parser.add_argument("--data", type=Path, default=ROOT / ".demo" / "data")
+    parser.add_argument("--data", type=Path, default=DEMO_DATA)
     parser.add_argument("--samples", type=int, default=32, help="of a global batch (%(default)s)")
     parser.add_argument("--iterations", type=int, default=6, help="the first does not count (%(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="times that each is trained (%(default)s)")
@@ -87,11 +86,10 @@ def profile(args: argparse.Namespace, path: Path, tensor: int) -> Path:
     if path.exists():
         return path
     say(f"profiling {args.model}, tensor parallelism {tensor}")
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    words += ["-m", "megatron_dynapipe", "profile", "--model", args.model, "--output", str(path)]
-    words += ["--tensor-parallel", str(tensor), "--budget-minutes", str(args.profile_minutes), "--"]
-    words += ["--dynapipe-config", str(config(args)), "--dynapipe-data", str(args.data)]
-    subprocess.run(words, env=environment(), stdout=subprocess.DEVNULL, check=True, timeout=1200)
+    command = [*torchrun(RANKS), "-m", "megatron_dynapipe", "profile", "--model", args.model, "--output", path]
+    command += ["--tensor-parallel", tensor, "--budget-minutes", args.profile_minutes, "--"]
+    command += ["--dynapipe-config", config(args), "--dynapipe-data", args.data]
+    run_quietly(command, timeout_s=1200)
     return path
 
 
@@ -175,16 +173,6 @@ def rank_correlation(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> 
     """Spearman's."""
     ranks = [values.argsort().argsort() for values in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
-
-
-def environment() -> dict[str, str]:
-    """One thread a process, of this checkout."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-def say(text: str) -> None:
-    """Progress, for a person."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
