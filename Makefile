@@ -5,6 +5,8 @@ SHELL := /bin/bash
 
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
+# Files of tests side by side, but for those that want the machine for themselves (marked `alone`).
+SIDE_BY_SIDE := -n $(or $(WORKERS),2) --dist loadfile
 # At the end of a demo: the same samples padded, packed into rows, and planned.
 COMPARE := $(PYTHON) benchmarks/throughput/run.py --demo
 # A link that leads nowhere is an error.
@@ -33,10 +35,12 @@ demo-gpt: setup
 	@$(COMPARE) --model gpt --cost-model .demo/report/gpt/cost-model-0.json -- $(SHARED)
 
 test: setup
-	$(PYTEST) tests -m "not slow and not gpu"
+	$(PYTEST) tests -m "not slow and not gpu and not alone" $(SIDE_BY_SIDE)
+	$(PYTEST) tests -m "alone and not slow and not gpu"
 
 test-full: setup
-	$(PYTEST) tests
+	$(PYTEST) tests -m "not alone" $(SIDE_BY_SIDE)
+	$(PYTEST) tests -m alone
 
 check: setup
 	$(PYTHON) -m ruff check .

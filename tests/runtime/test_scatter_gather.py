@@ -126,10 +126,9 @@ def exchange(*, rank: int, world_size: int, shapes: str, shards_from: int, dtype
     return {"right": right, "sent": counting.sent, "received": counting.received}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("shapes", "dtype"), [("even", "float32"), ("odd", "bfloat16"), ("empty and odd", "float32")])
 def test_what_arrives_is_what_was_sent_bit_by_bit(shapes, dtype):
-    arguments = {"shapes": shapes, "dtype": dtype, "shards_from": 0, "staged": False}
+    arguments = {"shapes": SHAPES[shapes], "dtype": dtype, "shards_from": 0, "staged": False}
     for result in run_ranks(exchange, 4, arguments):
         assert len(result["right"]) == 6 and all(result["right"])
 
