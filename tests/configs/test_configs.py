@@ -63,6 +63,7 @@ def parse_and_plan_all(*, rank: int, world_size: int, cases: list[dict]) -> list
 
 def parse_and_plan(config: str, gpus: int, data: str, batches: list[dict]) -> dict:
     """On a forked rank: the run file as torchrun would start it on `gpus` ranks, up to three plans."""
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
     from megatron.training import global_vars
 
     from megatron_dynapipe.integration.entry import runs
@@ -77,6 +78,7 @@ def parse_and_plan(config: str, gpus: int, data: str, batches: list[dict]) -> di
         sys.argv += ["--dynapipe-cluster", "configs/clusters/a100_40gb.yaml"]
     kind = ModelFamily("t5" if "t5" in Path(config).stem else "gpt")
     global_vars.destroy_global_vars()  # of the run file before
+    unset_num_microbatches_calculator()
     args = runs.parse(kind)
     args.iteration = args.consumed_valid_samples = 0
     inputs = plan_inputs(args, runs.arguments.RunSettings.from_args(args), kind, on_cpu=gpus <= 2)
