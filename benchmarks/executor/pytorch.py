@@ -35,18 +35,9 @@ class Block(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Blocks(nn.Module):
-    """Blocks one after another."""
-
-    def __init__(self, blocks: int, hidden: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Block(hidden) for _ in range(blocks)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def blocks(options: argparse.Namespace) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(options.hidden) for _ in range(options.layers)))
 
 
 def loss_fn(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
@@ -60,7 +51,7 @@ def runners(options: argparse.Namespace, device: torch.device) -> tuple[Callable
     rows = options.micro_batches * options.size
     x, target = torch.randn(2, rows, options.length, options.hidden, device=device)
 
-    theirs_module = nn.Sequential(*Blocks(options.layers, options.hidden).blocks[stage * per_stage :][:per_stage])
+    theirs_module = blocks(options)[stage * per_stage :][:per_stage]
     theirs_module.to(device)
     schedule = Schedule1F1B(
         PipelineStage(theirs_module, stage, stages, device),
@@ -80,13 +71,13 @@ def runners(options: argparse.Namespace, device: torch.device) -> tuple[Callable
             schedule.step()
         return sum(loss.item() for loss in losses) / x.numel()
 
-    points = [f"blocks.{k * per_stage}" for k in range(1, stages)]
-    model = Blocks(options.layers, options.hidden).to(device)
-    part = split_model(model, {"x": x[: options.size]}, split_points=points)
+    points = [str(k * per_stage) for k in range(1, stages)]
+    model = blocks(options).to(device)
+    part = split_model(model, {"input": x[: options.size]}, split_points=points)
     pipeline = Pipeline(part, None, loss_fn, micro_batches=options.micro_batches)
 
     def ours() -> float:
-        return float(pipeline.step({"x": x, "target": target}).loss)
+        return float(pipeline.step({"input": x, "target": target}).loss)
 
     return theirs, ours
 

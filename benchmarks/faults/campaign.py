@@ -54,16 +54,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0, help="of faults and pauses; the moments are the machine's")
     parser.add_argument("--iterations", type=int, default=100, help="of each run")
-    parser.add_argument(
-        "--undisturbed", type=Path, help="output of an undisturbed run, as long or longer; else one is run"
-    )
-    parser.add_argument("--keep", type=Path, help="folder for the output of runs that end otherwise")
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         data = with_checksums(options.data, Path(folder) / "data")
         flags = f"{SMALL} --train-iters {options.iterations} --dynapipe-lookahead {Scene.ahead}"
-        expected = undisturbed(Path(folder) / "undisturbed", data, flags, options)
+        expected = undisturbed(Path(folder) / "undisturbed", data, flags)
         print("| run | store | faults | ended | seconds | losses |\n|---|---|---|---|---|---|", flush=True)
         outcomes: dict[str, Counter[str]] = {name: Counter() for name in FAULTS}
         number = failed = 0
@@ -73,7 +69,7 @@ def main() -> int:
                 ended = play(scene, options.iterations, expected, began + options.minutes * 60)
                 report(number, scene, ended, outcomes)
                 if ended.trouble:
-                    keep(options.keep, number, scene)
+                    print(scene.run.log.read_text()[-3000:], file=sys.stderr)
             failed += bool(ended.trouble)
             number += 1
     print(f"\n{number} runs in {(time.monotonic() - began) / 60:.0f} minutes, {failed} ended as they should not\n")
@@ -81,16 +77,14 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def undisturbed(folder: Path, data: Path, flags: str, options: argparse.Namespace) -> dict[int, float]:
+def undisturbed(folder: Path, data: Path, flags: str) -> dict[int, float]:
     """The losses of a run that nobody disturbs."""
-    if options.undisturbed:
-        return losses(options.undisturbed)
     began = time.monotonic()
     run = Run(folder, data, flags)
     _, trouble = run.end(status=0, within_s=END_S)
     if trouble:
         raise SystemExit(f"{trouble} of the undisturbed run:\n{run.log.read_text()[-3000:]}")
-    print(f"undisturbed: {options.iterations} iterations in {time.monotonic() - began:.0f} s\n")
+    print(f"undisturbed: {max(losses(run.log))} iterations in {time.monotonic() - began:.0f} s\n")
     return losses(run.log)
 
 
@@ -199,17 +193,6 @@ def print_outcomes(outcomes: dict[str, Counter[str]]) -> None:
         good = f"{counts['equal losses']} | {counts['right error']}"
         bad = f" **otherwise: {counts['otherwise']}**" if counts["otherwise"] else ""
         print(f"| {name} | {what} | {sum(counts.values())} | {good}{bad} |")
-
-
-def keep(folder: Path | None, number: int, scene: Scene) -> None:
-    """The output of a run that has ended as it should not."""
-    text = scene.run.log.read_text()
-    print(text[-3000:], file=sys.stderr)
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"run-{number}.log").write_text(text)
-        for log in scene.report.glob("*.log"):
-            (folder / f"run-{number}-{log.name}").write_bytes(log.read_bytes())
 
 
 if __name__ == "__main__":
