@@ -5,7 +5,7 @@ SHELL := /bin/bash
 
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
-# Files of tests side by side, but for those that want the machine for themselves (marked `alone`).
+# Files of tests side by side, so that what a file's tests share is made once.
 SIDE_BY_SIDE := -n $(or $(WORKERS),2) --dist loadfile
 # At the end of a demo: the same samples padded, packed into rows, and planned.
 COMPARE := $(PYTHON) benchmarks/throughput/run.py --demo
@@ -35,12 +35,10 @@ demo-gpt: setup
 	@$(COMPARE) --model gpt --cost-model .demo/report/gpt/cost-model-0.json -- $(SHARED)
 
 test: setup
-	$(PYTEST) tests -m "not slow and not gpu and not alone" $(SIDE_BY_SIDE)
-	$(PYTEST) tests -m "alone and not slow and not gpu"
+	$(PYTEST) tests -m "not slow and not gpu" $(SIDE_BY_SIDE)
 
 test-full: setup
-	$(PYTEST) tests -m "not alone" $(SIDE_BY_SIDE)
-	$(PYTEST) tests -m alone
+	$(PYTEST) tests $(SIDE_BY_SIDE)
 
 check: setup
 	$(PYTHON) -m ruff check .
