@@ -108,10 +108,10 @@ def check_megatron(name: str) -> Check:
 
 def _known_content(folder: Path) -> str:
     """How the files that runs and patches touch are known; empty if they are not."""
-    from megatron_dynapipe.patching import State, load_all, survey
+    from megatron_dynapipe.patching import UNKNOWN, survey
 
-    found = survey(folder, load_all())
-    return "" if found.state in (State.MODIFIED, State.MISSING) else f"its files {found.state}"
+    found = survey(folder)[0]
+    return "" if found.named(*UNKNOWN) else f"its files {found.state}"
 
 
 def check_layers(name: str) -> Check:
