@@ -245,11 +245,12 @@ class _Stage:
             command = ["apply", "--3way", *(["--reverse"] if reverse else []), str(patch)]
             done = _git(self._folder, *command, **self._settings)
             if done.returncode:
-                lines = done.stderr.decode(errors="replace").splitlines()
-                failed = [line.removeprefix("error: ") for line in lines if "patch failed" in line]
+                output = done.stderr.decode(errors="replace").strip()
+                conflict = f"your changes of {self._name} conflict with it"
+                failed = [line.removeprefix("error: ") for line in output.splitlines() if "patch failed" in line]
+                reason = conflict if "with conflicts" in output else (failed or [output])[0]
                 raise PatchError(
-                    f"{patch.name}: {(failed or [f'your changes of {self._name} conflict with it'])[0]};"
-                    " nothing was changed",
+                    f"{patch.name}: {reason}; nothing was changed",
                     hint=f"apply the patches of {patch.parent} by hand: a run checks at its start that every call is"
                     " there. Three-way merges need a git history with the released file (git fetch --unshallow --tags)",
                 )
