@@ -72,6 +72,7 @@ show_progress() {  # pip's output as one line for each package of TOTAL
     while read -r line; do
         case $line in
             Collecting* | "Requirement already"*) count=$((count + 1)) ;;
+            Processing*) count=$((count + 1)) && say "  $count of $1: ${line##*/}" ;;
             Downloading* | "Using cached"*) say "  $count of $1: ${line#* }" ;;
             Installing*) say "  unpacking all of them, which takes minutes where torch is among them" ;;
         esac
