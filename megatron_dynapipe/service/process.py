@@ -6,16 +6,14 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-import megatron_dynapipe
 from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.processes import ChildLog, package_path, start, terminate
 from megatron_dynapipe.service.failure import PlannerFailure
 from megatron_dynapipe.service.loop import publish_failure
 from megatron_dynapipe.service.settings import ServiceSettings, encode_settings
-from megatron_dynapipe.store.child_log import ChildLog
 
 logger = logging.getLogger(__name__)
 
@@ -56,22 +54,9 @@ class PlannerProcess:
         return self
 
     def _start(self) -> subprocess.Popen[bytes]:
-        package_root = str(Path(megatron_dynapipe.__file__).parents[1])
-        paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        process = subprocess.Popen(
-            _COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=self._log.file,
-            stderr=subprocess.STDOUT,
-            # A planner is one thread of its own; the cores are training's.
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # a Ctrl-C in the terminal is for training to handle
-        )
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it died while starting: the watcher tells how
-            process.stdin.write(encode_settings(self._settings))
-            process.stdin.flush()
-        return process
+        # A planner is one thread of its own; the cores are training's.
+        env = os.environ | {"PYTHONPATH": package_path(), "OMP_NUM_THREADS": "1"}
+        return start(_COMMAND, log=self._log, stdin=encode_settings(self._settings), env=env)
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -92,15 +77,7 @@ class PlannerProcess:
         """End the process within some seconds; it may have ended already."""
         with self._lock:  # none is started from now on
             self._stopping.set()
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died with part of its settings unread
-            self._process.stdin.close()
-        self._process.terminate()  # a forked child of ours may still hold the pipe open
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        terminate(self._process, STOP_TIMEOUT_S)
         self._watcher.join(STOP_TIMEOUT_S)
         self._log.close()
 

