@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.service.failure import PlannerFailure
-from megatron_dynapipe.service.loop import PlannerLoop, publish_failure
+from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
+from megatron_dynapipe.service.loop import PlannerLoop
 from megatron_dynapipe.service.recalibration import Recalibrated
 from megatron_dynapipe.service.settings import ServiceSettings, decode_settings
 from megatron_dynapipe.service.source import IterationPlanner, PlannedSplits

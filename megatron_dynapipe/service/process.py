@@ -1,4 +1,9 @@
-"""Starting, watching and stopping a planner process from the process that trains."""
+"""Starting, watching and stopping planner processes from the process that trains.
+
+job of 3 planners on 2 nodes    planner 0    1    2    3: the stand-in, on rank 0's node
+node 0                                  0         2   (3)
+node 1                                       1
+"""
 
 import logging
 import os
@@ -6,13 +11,15 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+import msgspec
+
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.processes import ChildLog, package_path, start, terminate
-from megatron_dynapipe.service.failure import PlannerFailure
-from megatron_dynapipe.service.loop import publish_failure
+from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
 from megatron_dynapipe.service.settings import ServiceSettings, encode_settings
 
 logger = logging.getLogger(__name__)
@@ -113,3 +120,47 @@ class PlannerProcess:
             )
             self._process = self._start()
             return True
+
+
+class NodePlanners:
+    """Context manager on one process of each node: its planners, for as long as the block lasts.
+
+    Args:
+        settings: of every planner.
+        node, nodes: this node, and how many there are.
+        log_folder: where planner p logs to `planner-p.log`.
+    """
+
+    def __init__(self, settings: ServiceSettings, *, node: int, nodes: int, log_folder: Path) -> None:
+        self._settings = settings
+        self._node, self._nodes = node, nodes
+        self._log_folder = log_folder
+        self._processes = ExitStack()
+        self._lock = threading.Lock()
+        self._has_stand_in = False
+
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            undo.push(self._processes)
+            for planner in range(self._node, self._settings.planners, self._nodes):
+                self._start(planner)
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._has_stand_in = True  # none is started from now on
+        self._processes.close()
+
+    def start_stand_in(self) -> None:
+        """Start a planner that plans what is about to be late, once: the others may hang. Called from any thread."""
+        with self._lock:
+            if not self._has_stand_in:
+                self._has_stand_in = True
+                logger.warning("a plan is late: starting planner %d to help", self._settings.planners)
+                self._start(self._settings.planners)
+
+    def _start(self, planner: int) -> None:
+        settings = msgspec.structs.replace(self._settings, planner=planner)
+        log = self._log_folder / f"planner-{planner}.log"
+        self._processes.enter_context(PlannerProcess(settings, log_path=log))

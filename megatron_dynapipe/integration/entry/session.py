@@ -312,7 +312,7 @@ class Session:
             replica=replica,
             stage=self._stage,
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            metrics=MetricsWriter(platform, interval=self._metrics_interval, planners=supply.planner_metrics),
+            metrics=MetricsWriter(platform, interval=self._metrics_interval),
             maximum=self._longest,
             timeout_s=timeout_s,
             publisher=None if rule is None else self._publisher(rule, supply, rank),

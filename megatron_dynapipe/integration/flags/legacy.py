@@ -172,7 +172,7 @@ def add_arguments(group: "argparse._ArgumentGroup") -> None:
         "--dynapipe-prefetch-planner-num-workers",
         type=int,
         metavar="N",
-        help="planners per node (default: spare cores)",
+        help="planners per node (default: one in all)",
     )
     add(
         "--dynapipe-reserve-all-memory",
