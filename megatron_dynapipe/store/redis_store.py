@@ -81,7 +81,7 @@ class RedisStore:
     def put(self, key: str, value: bytes) -> None:
         """See `PlanStore.put`."""
         if not self.put_first(key, value):
-            _, held = self._read({key: "0-0"}, f"reading back {key}").get(key, ("", b""))
+            _, held = self._read({key: "0-0"}, f"reading back {key}").get(key, (0, b""))
             if held != value:
                 raise conflict_error(key, len(held), len(value))
 
@@ -126,12 +126,12 @@ class RedisStore:
     def read_progress(self, topics: Sequence[str]) -> dict[str, int]:
         """See `PlanStore.read_progress`."""
         found = self._read(dict.fromkeys(topics, "0-0"), "reading progress") if topics else {}
-        return {topic: int(entry_id.partition("-")[0]) for topic, (entry_id, _) in found.items()}
+        return {topic: progress for topic, (progress, _) in found.items()}
 
     def wait_progress(self, goals: Mapping[str, int], *, timeout_s: float, what: str) -> dict[str, int]:
         """See `PlanStore.wait_progress`."""
         found = self._wait({topic: f"{goal}-0" for topic, goal in goals.items()}, timeout_s, what)
-        return {topic: int(entry_id.partition("-")[0]) for topic, (entry_id, _) in found.items()}
+        return {topic: progress for topic, (progress, _) in found.items()}
 
     def renew(self, job: str) -> int:
         """Let every key of a job live for another retention; their number."""
@@ -177,15 +177,15 @@ class RedisStore:
             commands.append(("EXPIRE", key, self.retention_s))
         return commands
 
-    def _read(self, after: Mapping[str, str], doing: str) -> dict[str, tuple[str, bytes]]:
-        """(id, value) of the newest entry of each stream that has one beyond the id in `after`, at this moment."""
+    def _read(self, after: Mapping[str, str], doing: str) -> dict[str, tuple[int, bytes]]:
+        """(first half of its id, value) of the newest entry of each stream that has one beyond the id in `after`."""
         reply = self.server.request(
             doing, "XREAD", "COUNT", 1, "STREAMS", *after, *after.values(), reply_bytes=_reply_bytes(after)
         )
         return _entries(reply, doing)
 
-    def _wait(self, after: Mapping[str, str], timeout_s: float, what: str) -> dict[str, tuple[str, bytes]]:
-        """The same; blocks until there is one."""
+    def _wait(self, after: Mapping[str, str], timeout_s: float, what: str) -> dict[str, tuple[int, bytes]]:
+        """What `_read` returns; blocks until there is one."""
         check_wait(list(after), timeout_s)
 
         def reading(milliseconds: int) -> Command:
@@ -228,11 +228,11 @@ def _reply_bytes(streams: Mapping[str, str]) -> int:
     return REPLY_BYTES + len(streams) * MAX_VALUE_BYTES
 
 
-def _entries(reply: Any, doing: str) -> dict[str, tuple[str, bytes]]:
+def _entries(reply: Any, doing: str) -> dict[str, tuple[int, bytes]]:
     """What `XREAD` answers, [[stream, [[id, [field, value]]]], …], by stream."""
     try:
         return {
-            stream.decode(): (entry_id.decode(), cast(bytes, value))
+            stream.decode(): (int(entry_id.partition(b"-")[0]), cast(bytes, value))
             for stream, ((entry_id, (_, value)), *_) in reply or []
         }
     except (TypeError, ValueError, AttributeError) as error:

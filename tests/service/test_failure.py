@@ -10,11 +10,11 @@ from megatron_dynapipe.store import MemoryStore
 
 
 def test_the_first_failure_is_the_one_told(settings) -> None:
-    told, store = settings(), MemoryStore()
+    job, store = settings(), MemoryStore()
     for text in ("first", "second"):
-        publish_failure(store, told.keys, PlannerFailure.of(ValueError(text), planner=0, doing="testing"))
+        publish_failure(store, job.keys, PlannerFailure.of(ValueError(text), planner=0, doing="testing"))
     with pytest.raises(PlannerFailedError, match=r"failed while testing: ValueError: first\n"):
-        PlanClient(store, told.keys, replica=0, stage=0, deadline_s=60).fetch("train", 0)
+        PlanClient(store, job.keys, replica=0, stage=0, deadline_s=60).fetch("train", 0)
 
 
 def test_a_failure_that_cannot_be_published_is_logged(settings, caplog) -> None:
