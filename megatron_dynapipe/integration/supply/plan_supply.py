@@ -25,7 +25,7 @@ from megatron_dynapipe.data.spans import LossOn, SpanTable
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.integration.flags import placement
 from megatron_dynapipe.integration.flags.arguments import RunSettings
-from megatron_dynapipe.integration.supply.agreed_iterator import AgreedIterator
+from megatron_dynapipe.integration.supply.agreement import AgreedIterator
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import read_task_ids
 from megatron_dynapipe.service.client import PlanClient, Republisher
