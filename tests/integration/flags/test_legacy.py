@@ -11,7 +11,7 @@ from megatron_dynapipe.cost.format import Link, encode_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import arguments, legacy, placement
 from megatron_dynapipe.integration.flags import plan_inputs as inputs
-from megatron_dynapipe.store import StoreAddress, server
+from megatron_dynapipe.store import StoreAddress
 from tests.cost.models import gpt_file
 from tests.helpers.entry_scripts import reported, train
 from tests.helpers.random_dataset import make_dataset
@@ -242,15 +242,6 @@ def test_the_log_level_of_the_environment():
             legacy.set_log_level({"DYNAPIPE_DEBUG": "loud"})
     finally:
         log.setLevel(before)
-
-
-def test_a_server_on_the_path_is_used_where_the_wheel_is_absent(tmp_path, monkeypatch):
-    found = tmp_path / "redis-server"
-    found.write_text("#!/bin/sh\n")
-    found.chmod(0o755)
-    monkeypatch.setattr(server.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert server.find_server_binary() == found
 
 
 # Through an entry script: one line on rank 0, exit status 2, nothing launched.
