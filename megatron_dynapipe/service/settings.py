@@ -110,7 +110,6 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         idle_timeout_s: how long training may make no progress before the planner takes it for dead.
         inputs: what plans are made from.
         recalibration: when the cost model of the training split is corrected; None where it is not.
-        dump_folder: where every whole plan goes besides, as a file; None for nowhere.
     """
 
     store: StoreAddress
@@ -128,7 +127,6 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     idle_timeout_s: _Seconds = 6 * 3600.0
     inputs: PlanInputs
     recalibration: Recalibration | None = None
-    dump_folder: str | None = None
 
     @property
     def keys(self) -> PlanKeys:

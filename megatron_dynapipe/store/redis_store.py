@@ -50,7 +50,7 @@ class RedisStore:
 
     def __init__(
         self,
-        address: StoreAddress,
+        address: StoreAddress | str,
         *,
         retention_s: int | None = RETENTION_S,
         reply_timeout_s: float = REPLY_TIMEOUT_S,
@@ -60,7 +60,7 @@ class RedisStore:
         """Connect and greet the server, so that a wrong address or password fails here.
 
         Args:
-            address: where the server is.
+            address: where the server is, or its URL.
             retention_s: see above; None on a server that ends with its job.
             reply_timeout_s: a server that takes longer for a reply to a request that does not block is taken for dead.
             patience_s: how long a server that is gone may take to come back.
@@ -69,9 +69,11 @@ class RedisStore:
         Raises:
             StoreError: the server cannot be reached, refuses the password, or is one that cannot serve plans.
         """
-        self.address = address
+        self.address = address if isinstance(address, StoreAddress) else StoreAddress(address)
         self.retention_s = retention_s
-        self.server = Connections(address, reply_timeout_s=reply_timeout_s, patience_s=patience_s, is_known=is_known)
+        self.server = Connections(
+            self.address, reply_timeout_s=reply_timeout_s, patience_s=patience_s, is_known=is_known
+        )
 
     @property
     def interruptions(self) -> int:
@@ -206,22 +208,8 @@ class RedisStore:
         return number
 
 
-def open_store(
-    address: StoreAddress | str,
-    *,
-    retention_s: int | None = RETENTION_S,
-    reply_timeout_s: float = REPLY_TIMEOUT_S,
-    patience_s: float = 0.0,
-    is_known: bool = False,
-) -> RedisStore:
-    """Connect as `RedisStore` does; raises `StoreError` when it cannot be reached or refuses the password."""
-    return RedisStore(
-        address if isinstance(address, StoreAddress) else StoreAddress(address),
-        retention_s=retention_s,
-        reply_timeout_s=reply_timeout_s,
-        patience_s=patience_s,
-        is_known=is_known,
-    )
+open_store = RedisStore
+"""Connects to a store; a context manager. Raises `StoreError` as `RedisStore` does."""
 
 
 def _reply_bytes(streams: Mapping[str, str]) -> int:

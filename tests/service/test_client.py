@@ -3,7 +3,8 @@
 import time
 
 from megatron_dynapipe.service.client import Republisher
-from megatron_dynapipe.store import MemoryStore, StoreServer, open_store
+from megatron_dynapipe.store import StoreServer, open_store
+from tests.helpers.memory_store import MemoryStore
 
 
 def test_nothing_is_published_again_while_the_store_is_there() -> None:

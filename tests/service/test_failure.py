@@ -6,7 +6,7 @@ from megatron_dynapipe.errors import PlannerFailedError
 from megatron_dynapipe.service import PlanClient
 from megatron_dynapipe.service.failure import PlannerFailure, decode_failure
 from megatron_dynapipe.service.loop import publish_failure
-from megatron_dynapipe.store import MemoryStore
+from tests.helpers.memory_store import MemoryStore
 
 
 def test_the_first_failure_is_the_one_told(settings) -> None:

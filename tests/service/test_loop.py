@@ -19,8 +19,8 @@ from megatron_dynapipe.plan.codec import encode
 from megatron_dynapipe.plan.iteration import StageEntry, StagePlan, Totals
 from megatron_dynapipe.service import PlanClient, ServiceSettings
 from megatron_dynapipe.service.loop import PlannerLoop, SplitWindow
-from megatron_dynapipe.store import MemoryStore
 from megatron_dynapipe.units import ModelFamily
+from tests.helpers.memory_store import MemoryStore
 
 
 class FakeSource:

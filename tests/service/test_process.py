@@ -15,11 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.errors import PlannerFailedError
-from megatron_dynapipe.plan.codec import encode_entries
-from megatron_dynapipe.plan.dumps import dump_path, read_dump
-from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.service import NodePlanners, PlanClient, PlannerProcess, ServiceSettings
 from megatron_dynapipe.service.settings import encode_settings
 from megatron_dynapipe.service.source import PlannedSplits
@@ -44,33 +40,6 @@ def is_running(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return False
-
-
-@pytest.mark.parametrize("is_writable", [True, False])
-def test_whole_plans_are_dumped_where_that_is_wanted(settings, tmp_path: Path, capsys, is_writable: bool) -> None:
-    folder, log = tmp_path / "dumps", tmp_path / "log"
-    if not is_writable:
-        folder.write_text("a file where the folder should be")
-    job = msgspec.structs.replace(settings(iterations=3), dump_folder=str(folder))
-    here = PlannedSplits(job.inputs)
-    with PlannerProcess(job, log_path=log) as planner, open_store(job.store) as store:
-        rank = client(store, job, 1, 1)
-        for iteration in range(3):
-            entry = rank.fetch("train", iteration)
-            if is_writable:
-                plan = read_dump(dump_path(folder, "train", iteration))
-                assert encode_entries(plan) == here.entries("train", iteration)
-                assert StageEntry.of(plan, 1, 1, plan_digest=entry.plan_digest) == entry
-                assert main(["verify", str(dump_path(folder, "train", iteration))]) == 0
-            rank.announce("train", iteration)
-        assert rank.fetch("valid", 0).forward_only
-        planner.check()
-    assert (folder / "valid").is_dir() == is_writable
-    assert (f"cannot write plans to {folder}" in log.read_text()) != is_writable
-    if is_writable:
-        assert main(["show", str(dump_path(folder, "train", 2))]) == 0
-        said = capsys.readouterr().out
-        assert "tokens (input+target)" in said and "MB on virtual stages" in said
 
 
 def test_plans_arrive_ahead_of_training_and_are_the_same_here(settings) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from megatron_dynapipe.errors import StoreError, StoreTimeoutError
-from megatron_dynapipe.store import MemoryStore, PlanStore, StoreServer, open_store
+from megatron_dynapipe.store import PlanStore, StoreServer, open_store
+from tests.helpers.memory_store import MemoryStore
 
 type Later = Callable[..., None]
 

@@ -195,7 +195,6 @@ class PlanSupply:
             full_timeout_s=self._settings.timeout_s / 2,
             inputs=self._inputs,
             recalibration=self.recalibration,
-            dump_folder=None if self._settings.dump_folder is None else str(self._settings.dump_folder.absolute()),
         )
 
     def _start_planners(self, service: ServiceSettings) -> None:

@@ -1,4 +1,4 @@
-"""A plan store inside one process: the contract of `PlanStore` without a server, for tests and single-process tools."""
+"""A plan store inside one process: the contract of `PlanStore` without a server."""
 
 import threading
 import time
