@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 RESTARTS = 3
-"""A planner that was killed starts again so often: what kills it every time is told."""
+"""How often a planner that was killed starts again; then its end is an error."""
 _COMMAND = (sys.executable, "-P", "-m", "megatron_dynapipe.service")
 
 

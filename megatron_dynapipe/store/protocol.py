@@ -40,7 +40,7 @@ class PlanStore(Protocol):
     def wait_any(self, keys: Sequence[str], *, timeout_s: float, what: str) -> tuple[str, bytes]:
         """Block until one of `keys` exists; that key (the first in order, if several do) and its value.
 
-        The value stays for other readers. `what` says in words what is awaited; `StoreTimeoutError` repeats it.
+        The value stays for other readers. `what` names what is awaited, for the error of a wait in vain.
         """
 
     def delete(self, keys: Sequence[str]) -> None:

@@ -176,7 +176,7 @@ class StoreServer:
                 if "already in use" in self.log_tail():
                     return False
                 raise StoreError(f"the plan store server did not start; its log ends:\n{self.log_tail()}")
-            # Its own word, before anything is sent: on a port that was taken, the password would go to a stranger.
+            # Its log, before anything is sent: on a port that was taken, the password would go to another program.
             if _READY in self.log_tail():
                 open_store(self.address).close()
                 return True

@@ -9,7 +9,7 @@ from megatron_dynapipe.service.loop import publish_failure
 from tests.helpers.memory_store import MemoryStore
 
 
-def test_the_first_failure_is_the_one_told(settings) -> None:
+def test_the_first_failure_is_the_one_raised(settings) -> None:
     job, store = settings(), MemoryStore()
     for text in ("first", "second"):
         publish_failure(store, job.keys, PlannerFailure.of(ValueError(text), planner=0, doing="testing"))

@@ -92,7 +92,7 @@ def test_it_is_gone_after_a_block_that_failed(settings) -> None:
     assert not is_running(planner.pid)
 
 
-def test_a_planner_that_was_killed_is_told_to_a_waiting_rank(settings) -> None:
+def test_a_killed_planner_is_the_error_of_ranks_that_wait(settings) -> None:
     job = settings()
     with PlannerProcess(job, restarts=0) as planner, open_store(job.store) as store:
         client(store, job).fetch("train", 2)
@@ -181,7 +181,7 @@ def test_it_runs_below_training(settings) -> None:
         assert os.getpriority(os.PRIO_PROCESS, planner.pid) - os.getpriority(os.PRIO_PROCESS, 0) in range(1, 11)
 
 
-def test_sigterm_ends_it_and_is_told(settings) -> None:
+def test_sigterm_ends_it_and_is_an_error(settings) -> None:
     job = settings()
     with PlannerProcess(job) as planner, open_store(job.store) as store:
         client(store, job).fetch("train", 2)
@@ -201,7 +201,7 @@ def test_samples_that_are_too_long_are_told_with_a_traceback(settings) -> None:
             planner.check()
 
 
-def test_a_bug_in_starting_up_is_told_too(settings, tmp_path: Path) -> None:
+def test_a_bug_in_starting_up_is_an_error_too(settings, tmp_path: Path) -> None:
     for name in ("train.idx", "train.bin"):
         (tmp_path / name).mkdir()
     job = settings()

@@ -114,7 +114,7 @@ def test_a_short_wait_outlasts_a_server_that_is_stopped() -> None:
             store.wait_any(["dynapipe:k"], timeout_s=0.5, what="it")
 
 
-def test_a_server_that_stays_stopped_is_told_after_the_patience() -> None:
+def test_a_server_that_stays_stopped_is_an_error_after_the_patience() -> None:
     with StoreServer() as server, open_store(server.address, patience_s=2, reply_timeout_s=5) as store:
         process = psutil.Process(server_pid(server.address))
         process.suspend()
@@ -135,7 +135,7 @@ def test_a_server_that_is_known_may_be_out_of_reach_at_first() -> None:
             store.put("dynapipe:k", b"1")
 
 
-def test_a_server_that_is_gone_for_good_is_told_after_the_patience(tmp_path: Path) -> None:
+def test_a_server_that_is_gone_for_good_is_an_error_after_the_patience(tmp_path: Path) -> None:
     with StoreServer() as server:
         with open_store(server.address, patience_s=0.6) as store:
             server._stop()
