@@ -144,8 +144,8 @@ def check_store(name: str) -> Check:
     from megatron_dynapipe.store.server import StoreServer, find_server_binary
 
     with StoreServer() as server, open_store(server.address) as store:
-        store.put("doctor", b"plan")
-        store.wait_any(["doctor"], timeout_s=5.0, what="the bytes just written")
+        store.put("dynapipe:doctor", b"plan")
+        store.wait_any(["dynapipe:doctor"], timeout_s=5.0, what="the bytes just written")
     return Check(name=name, status="ok", found=f"a server starts and answers: {find_server_binary()}")
 
 
