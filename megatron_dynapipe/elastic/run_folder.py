@@ -33,7 +33,7 @@ _locks: dict[Path, int] = {}
 
 
 def lock_folder(folder: Path, *, wait_s: float) -> None:
-    """Let no other run save to a folder until this process and those that it forks have ended.
+    """Let no other run save to a folder until this process has ended.
 
     A file system without locks is named in the log. Locking a folder twice in one process does nothing.
 
@@ -73,6 +73,16 @@ def lock_folder(folder: Path, *, wait_s: float) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     _locks[path] = descriptor
+
+
+def _close_locks() -> None:
+    """In a forked process: what outlives a killed rank, such as a checkpoint's writer, must not keep its lock."""
+    for descriptor in _locks.values():
+        os.close(descriptor)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 class _Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -1,5 +1,7 @@
 """The folder of a run: what is deleted there, what a kill leaves, and who may save."""
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -145,17 +147,20 @@ def test_a_kill_at_any_step_loses_no_checkpoint(tmp_path: Path, iteration: int) 
 
 
 HOLDER = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from megatron_dynapipe.elastic.run_folder import lock_folder
 lock_folder(Path(sys.argv[1]), wait_s=0)
-print("held", flush=True)
-time.sleep(600)
+if os.fork():
+    print("held", flush=True)
+time.sleep(60)
 """
 
 
 def test_one_run_at_a_time_saves_to_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert holder.stdout is not None
     with holder, holder.stdout:
         assert holder.stdout.readline() == "held\n"
@@ -163,7 +168,8 @@ def test_one_run_at_a_time_saves_to_a_folder(tmp_path: Path, capsys: pytest.Capt
             lock_folder(tmp_path, wait_s=0.5)
         assert "waiting for process" in capsys.readouterr().out
         holder.kill()
-    lock_folder(tmp_path, wait_s=10)
+        lock_folder(tmp_path, wait_s=10)  # a process that it forked still runs
+        os.killpg(holder.pid, signal.SIGKILL)
     lock_folder(tmp_path, wait_s=0)
 
 
