@@ -18,8 +18,7 @@ from typing import NoReturn, Self
 import msgspec
 
 from megatron_dynapipe.cost import CostModel
-from megatron_dynapipe.elastic.agent_store import agent_store, from_rank_0
-from megatron_dynapipe.elastic.job import LEFT, Job
+from megatron_dynapipe.elastic.job import LEFT, Job, agent_store, from_rank_0
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.files import read_bounded, user_cache_folder
 from megatron_dynapipe.outputs import replace_bytes
@@ -84,41 +83,28 @@ class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
 
-class LayoutRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a choice for a Megatron model depends on besides costs and batches.
+def choose_for_megatron(
+    base: PlannerSettings, space: Space, most_ranks: int, cost_model: CostModel, batches: Sequence[GlobalBatch]
+) -> LayoutChoice:
+    """`choose` among the layouts of a Megatron model.
 
-    Attributes:
+    Args:
         base: the planner's settings of the model on one device.
-        ranks: that are there.
+        space: what the job's checkpoints can be loaded under, on as many devices as ranks are there.
         most_ranks: of the job, with all nodes there.
-        tensor_sizes: of tensor parallelism, those that the job's checkpoints can be loaded under.
-        distributed_optimizer: whether the job's checkpoints are of one.
-        global_batch_size: samples that replicas must divide; None where batches differ.
+        cost_model: of the model on these devices.
+        batches: by which layouts are judged.
+
+    Raises:
+        ConfigError: as `choose`.
     """
 
-    base: PlannerSettings
-    ranks: int
-    most_ranks: int
-    tensor_sizes: tuple[int, ...]
-    distributed_optimizer: bool
-    global_batch_size: int | None
-
-
-def choose_for_megatron(request: LayoutRequest, cost_model: CostModel, batches: Sequence[GlobalBatch]) -> LayoutChoice:
-    """`choose` among the layouts of a Megatron model."""
-
     def best(ranks: int) -> TunedLayout:
-        space = Space(
-            devices=ranks,
-            distributed_optimizer=request.distributed_optimizer,
-            tensor_sizes=request.tensor_sizes,
-            global_batch_size=request.global_batch_size,
-        )
-        return tune(request.base, cost_model, batches, space, top=1).layouts[0]
+        return tune(base, cost_model, batches, msgspec.structs.replace(space, devices=ranks), top=1).layouts[0]
 
     lengths = [each.tobytes() for batch in batches for each in (batch.input_lengths, batch.target_lengths)]
-    asked = [msgspec.json.encode(request), cost_model.digest.encode(), *lengths]
-    return choose(request.ranks, request.most_ranks, best, asked=asked)
+    asked = [msgspec.json.encode([base, space]), cost_model.digest.encode(), *lengths]
+    return choose(space.devices, most_ranks, best, asked=asked)
 
 
 def choose(

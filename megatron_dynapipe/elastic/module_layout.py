@@ -18,8 +18,7 @@ import msgspec
 
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.cost.segments import SegmentCosts
-from megatron_dynapipe.elastic.agent_store import says_first
-from megatron_dynapipe.elastic.job import CANNOT_START, Job
+from megatron_dynapipe.elastic.job import CANNOT_START, Job, says_first
 from megatron_dynapipe.elastic.layout import LayoutChoice, agree_on_layout, choose
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError
 from megatron_dynapipe.planning.segments import batch_of_positions

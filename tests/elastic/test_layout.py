@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.elastic import layout
-from megatron_dynapipe.elastic.layout import LayoutChoice, LayoutRequest, choose_for_megatron
+from megatron_dynapipe.elastic.layout import LayoutChoice, choose_for_megatron
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -19,19 +19,30 @@ from tests.planning.planner_cases import batch, cost_model
 GPT = ModelFamily.GPT
 COSTS = cost_model(GPT)
 BATCHES = [batch(GPT, 12)]
+BASE = PlannerSettings(
+    family=GPT,
+    encoder_layers=4,
+    decoder_layers=0,
+    hidden_size=128,
+    memory_limit_bytes=2 * 10**9,
+    schedule=ScheduleSettings(search_evaluations=10),
+)
+SPACE = Space(devices=1, distributed_optimizer=False, tensor_sizes=(1,), global_batch_size=12)
 
 
-def request(ranks: int, **changes: Any) -> LayoutRequest:
-    base = PlannerSettings(
-        family=GPT,
-        encoder_layers=4,
-        decoder_layers=0,
-        hidden_size=128,
-        memory_limit_bytes=changes.pop("memory_limit_bytes", 2 * 10**9),
-        schedule=ScheduleSettings(search_evaluations=10),
-    )
-    given = {"most_ranks": 8, "tensor_sizes": (1,), "distributed_optimizer": False, "global_batch_size": 12}
-    return LayoutRequest(base=base, ranks=ranks, **(given | changes))
+def chosen(
+    ranks: int,
+    *,
+    most_ranks: int = 8,
+    memory_limit_bytes: int = 2 * 10**9,
+    batches: Any = BATCHES,
+    network: Network | None = None,
+    **space: Any,
+) -> LayoutChoice:
+    base = msgspec.structs.replace(BASE, memory_limit_bytes=memory_limit_bytes)
+    if network is not None:
+        base = msgspec.structs.replace(base, network=network)
+    return choose_for_megatron(base, msgspec.structs.replace(SPACE, devices=ranks, **space), most_ranks, COSTS, batches)
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +54,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_best_layout_of_all_ranks_is_chosen(ranks: int) -> None:
-    choice = choose_for_megatron(request(ranks), COSTS, BATCHES)
-    space = Space(devices=ranks, distributed_optimizer=False, tensor_sizes=(1,), global_batch_size=12)
-    best = tune(request(ranks).base, COSTS, BATCHES, space, top=1).layouts[0]
+    choice = chosen(ranks)
+    best = tune(BASE, COSTS, BATCHES, msgspec.structs.replace(SPACE, devices=ranks), top=1).layouts[0]
     assert choice.ranks == choice.needed == ranks == choice.data_parallel * choice.pipeline_parallel
     assert choice.predicted_ms == best.predicted_ms and choice.reason == ""
 
 
 def test_ranks_that_no_layout_has_a_use_for_stand_by() -> None:
     """Five do not divide the batch, and are more stages than there are layers."""
-    choice = choose_for_megatron(request(5), COSTS, BATCHES)
+    choice = chosen(5)
     assert (choice.ranks, choice.needed) == (4, 4)
     assert choice.reason.startswith("5 ranks: ")
 
@@ -61,7 +71,7 @@ def test_too_few_ranks_are_told_how_many_are_needed() -> None:
     needed = {}
     for limit_mb in (8, 16, 32, 64):
         try:
-            needed[limit_mb] = choose_for_megatron(request(1, memory_limit_bytes=limit_mb * 10**6), COSTS, BATCHES)
+            needed[limit_mb] = chosen(1, memory_limit_bytes=limit_mb * 10**6)
         except ConfigError:
             continue
     waiting = [choice for choice in needed.values() if not choice.ranks]
@@ -72,34 +82,31 @@ def test_too_few_ranks_are_told_how_many_are_needed() -> None:
 
 def test_no_layout_at_all_is_an_error_that_says_why() -> None:
     with pytest.raises(ConfigError, match=r"no layout of up to 8 ranks fits \(2 ranks: "):
-        choose_for_megatron(request(2, memory_limit_bytes=10**5), COSTS, BATCHES)
+        chosen(2, memory_limit_bytes=10**5)
 
 
 def test_tensor_sizes_that_checkpoints_have_not_are_left_out() -> None:
-    alone = request(2, tensor_sizes=(2,), global_batch_size=None)
-    base = msgspec.structs.replace(alone.base, network=Network(devices_per_node=2))
-    choice = choose_for_megatron(msgspec.structs.replace(alone, base=base), COSTS, BATCHES)
-    assert choice.tensor_parallel == 2
-    assert choose_for_megatron(request(2), COSTS, BATCHES).tensor_parallel == 1
+    two = chosen(2, tensor_sizes=(2,), global_batch_size=None, network=Network(devices_per_node=2))
+    assert two.tensor_parallel == 2
+    assert chosen(2).tensor_parallel == 1
 
 
 def test_a_choice_is_kept_and_found_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = choose_for_megatron(request(2), COSTS, BATCHES)
+    first = chosen(2)
     (path,) = cache.iterdir()
     path.write_text("{}")
-    assert choose_for_megatron(request(2), COSTS, BATCHES) == first, "a damaged file is replaced"
+    assert chosen(2) == first, "a damaged file is replaced"
     assert msgspec.json.decode(path.read_bytes(), type=LayoutChoice) == first
     monkeypatch.setattr(layout, "tune", lambda *_, **__: pytest.fail("it has been chosen before"))
-    assert choose_for_megatron(request(2), COSTS, BATCHES) == first
+    assert chosen(2) == first
 
 
-@pytest.mark.parametrize("change", ["ranks", "batches", "most_ranks"])
-def test_another_request_is_not_answered_from_the_cache(cache: Path, change: str) -> None:
-    choose_for_megatron(request(2), COSTS, BATCHES)
-    if change == "batches":
-        choose_for_megatron(request(2), COSTS, [batch(GPT, 12, seed=1)])
-    else:
-        choose_for_megatron(msgspec.structs.replace(request(2), **{change: 3}), COSTS, BATCHES)
+@pytest.mark.parametrize(
+    "change", [{"ranks": 3}, {"batches": [batch(GPT, 12, seed=1)]}, {"most_ranks": 3}, {"global_batch_size": 6}]
+)
+def test_another_request_is_not_answered_from_the_cache(cache: Path, change: dict[str, Any]) -> None:
+    chosen(2)
+    chosen(**({"ranks": 2} | change))
     assert len(list(cache.glob("layout-*.json"))) == 2
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.elastic import orphans
-from megatron_dynapipe.elastic.agent_store import says_first
+from megatron_dynapipe.elastic.job import says_first
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import elastic_run, environment, launch
 from megatron_dynapipe.megatron_version import INSTALL_HINT, found_version

@@ -22,7 +22,7 @@ import torch
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.cost import TableCostModel
-from megatron_dynapipe.elastic.agent_store import from_rank_0
+from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.errors import CostModelError, DynaPipeError
 from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import launch

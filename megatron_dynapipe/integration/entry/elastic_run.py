@@ -22,18 +22,16 @@ from typing import Any, NoReturn
 import msgspec
 
 from megatron_dynapipe import config, cpu
+from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.elastic import orphans
 from megatron_dynapipe.elastic.job import LEFT, Job
-from megatron_dynapipe.elastic.layout import (
-    LayoutChoice,
-    LayoutRequest,
-    agree_on_layout,
-    announce_end,
-    choose_for_megatron,
-)
+from megatron_dynapipe.elastic.layout import LayoutChoice, agree_on_layout, announce_end, choose_for_megatron
 from megatron_dynapipe.elastic.run_folder import lock_folder
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.outputs import replace_bytes
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tuning import Space
 from megatron_dynapipe.units import ModelFamily
 
 LAYOUT_FLAGS = (
@@ -238,17 +236,17 @@ def _choose(family: ModelFamily, argv: Sequence[str], job: Job, timeout_s: float
     saved = Path(config.value_of(argv, "save", ""))
     _lock(saved, timeout_s)
     delete_unfinished(_emergency_folder(argv, saved))
+    ranks = int(os.environ["WORLD_SIZE"])
     with _one_rank(argv):
-        request, costs, batches = _request(family, job)
-    request = msgspec.structs.replace(request, ranks=int(os.environ["WORLD_SIZE"]))
+        base, space, costs, batches = _choices(family, job)
     try:
-        return choose_for_megatron(request, costs, batches)
+        return choose_for_megatron(base, msgspec.structs.replace(space, devices=ranks), job.most_ranks, costs, batches)
     except InfeasibleError as error:
         raise ConfigError(error.message, hint=error.hint) from error
 
 
-def _request(family: ModelFamily, job: Job) -> tuple[LayoutRequest, Any, list[Any]]:
-    """What is to be chosen, by which costs, for which batches: from the command line of one rank."""
+def _choices(family: ModelFamily, job: Job) -> tuple[PlannerSettings, Space, CostModel, list[GlobalBatch]]:
+    """What there is to choose from, by which costs, for which batches: from the command line of one rank."""
     from megatron_dynapipe.integration.entry import runs
     from megatron_dynapipe.integration.flags.arguments import RunSettings
     from megatron_dynapipe.integration.flags.plan_inputs import preview_inputs
@@ -258,16 +256,15 @@ def _request(family: ModelFamily, job: Job) -> tuple[LayoutRequest, Any, list[An
     settings = RunSettings.from_args(args)
     inputs = preview_inputs(args, settings, family, on_cpu=cpu.is_enabled())
     sampler = split_sampler(settings.data, inputs.splits[0])
-    request = LayoutRequest(
-        base=inputs.planner,
-        ranks=1,
-        most_ranks=job.most_ranks,
+    space = Space(
+        devices=1,
         tensor_sizes=_tensor_sizes(args, job.most_ranks),
         distributed_optimizer=args.use_distributed_optimizer,
         global_batch_size=None if args.tokens_per_global_batch else args.global_batch_size,
     )
     count = sampler.batches.count
-    return request, inputs.costs.load(), [sampler.batch(at) for at in range(min(BATCHES, count or BATCHES))]
+    batches = [sampler.batch(at) for at in range(min(BATCHES, count or BATCHES))]
+    return inputs.planner, space, inputs.costs.load(), batches
 
 
 def _tensor_sizes(args: argparse.Namespace, most: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_dynapipe.elastic.agent_store import agent_store, has_agent_store
+from megatron_dynapipe.elastic.job import agent_store, has_agent_store
 from megatron_dynapipe.errors import ConfigError
 
 if TYPE_CHECKING:

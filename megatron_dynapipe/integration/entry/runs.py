@@ -19,7 +19,7 @@ from megatron.training.arguments import add_megatron_arguments, parse_and_valida
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.meta import tokenizer_folder
-from megatron_dynapipe.elastic.agent_store import from_rank_0
+from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import calibration, elastic_run, launch
 from megatron_dynapipe.integration.entry.session import MakeBatch, Session

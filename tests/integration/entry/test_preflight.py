@@ -129,7 +129,7 @@ def test_a_loss_that_is_not_a_number_is_logged(skipped):
 
 
 def split_of_rank_0(*, rank: int, world_size: int, fails: bool) -> str:
-    from megatron_dynapipe.elastic.agent_store import from_rank_0
+    from megatron_dynapipe.elastic.job import from_rank_0
     from megatron_dynapipe.integration.entry import launch
 
     def make() -> str:

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dynapipe.elastic.agent_store import from_rank_0, says_first, start_of_ranks
-from megatron_dynapipe.elastic.job import Job
+from megatron_dynapipe.elastic.job import Job, from_rank_0, says_first, start_of_ranks
 from megatron_dynapipe.errors import CostModelError, DynaPipeError
 from tests.helpers.processes import run_ranks
 
