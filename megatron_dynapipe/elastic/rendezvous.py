@@ -59,10 +59,10 @@ def open_rendezvous(parameters: RendezvousParameters, command: Sequence[str]) ->
         ConfigError: nobody answers, the key cannot be read, or a package is missing.
     """
     job = "\0".join([parameters.run_id, Path(command[0]).name, *command[1:]])
-    key = hmac.digest(shared_key(), job.encode(), "sha256")
+    key = shared_key() if parameters.max_nodes > 1 else secrets.token_bytes()
     try:
         store, backend = _backend(parameters)
-        handler = create_handler(store, SignedBackend(backend, key), parameters)
+        handler = create_handler(store, SignedBackend(backend, hmac.digest(key, job.encode(), "sha256")), parameters)
     except RendezvousConnectionError as error:
         raise ConfigError(
             f"expected a rendezvous at {parameters.endpoint}, and nobody answers there",

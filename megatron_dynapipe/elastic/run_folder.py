@@ -11,11 +11,12 @@ iteration_0000002.removed         is being deleted
 import fcntl
 import itertools
 import os
+import re
 import shutil
 import socket
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -28,6 +29,8 @@ RECORD = ".dynapipe-run.json"
 _PREFIX = "iteration_"
 _MOST_BYTES = 10_000_000
 _POLL_S = 0.2
+_TORCH_FILE = re.compile(r"\.metadata|__\d+_\d+\.distcp")
+"""Of torch's checkpoints: rank 0 may not see other nodes' at once on a network file system."""
 _locks: dict[Path, int] = {}
 """Descriptors of the lock files that this process holds."""
 
@@ -85,6 +88,9 @@ def _close_locks() -> None:
 os.register_at_fork(after_in_child=_close_locks)
 
 
+_Waste = Annotated[str, msgspec.Meta(pattern=rf"^{_PREFIX}\d+\.(unfinished|replaced|removed)(-\d+)?\Z")]
+
+
 class _Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Folders that a run made.
 
@@ -92,13 +98,13 @@ class _Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         format: name and version of this form.
         files: of each complete checkpoint, relative to its folder.
         waste: names of folders that are deleted whole, should they exist.
-        aside: what a checkpoint is called while its iteration is saved again; empty if none is.
+        aside: what a checkpoint is called while its iteration is saved again; None if none is.
     """
 
     format: Literal["dynapipe-elastic-run/1"] = "dynapipe-elastic-run/1"
-    files: dict[str, list[str]] = {}
-    waste: list[str] = []
-    aside: str = ""
+    files: dict[Annotated[str, msgspec.Meta(pattern=rf"^{_PREFIX}\d+\Z")], list[str]] = {}
+    waste: list[_Waste] = []
+    aside: _Waste | None = None
 
 
 class RunFolder:
@@ -129,8 +135,6 @@ class RunFolder:
             pass
         except (msgspec.DecodeError, UnicodeDecodeError):
             print(f"cannot read {record}: nothing that is in {self.path} now is deleted", flush=True)
-        if aside := self._record.aside:
-            restore_folder(self.path / aside.partition(".")[0], aside=self.path / aside)
         self._sweep()
         return self._last()
 
@@ -170,7 +174,8 @@ class RunFolder:
         path, files = self.path / name, self._record.files.get(name)
         if files is None or path.is_symlink() or not path.is_dir():
             return False
-        if others := strangers(path, files):
+        others = [each for each in strangers(path, files) if not _TORCH_FILE.fullmatch(each)]
+        if others:
             print(f"{path} is kept: {others[0]} in it is not this run's", flush=True)
         return not others
 
@@ -179,13 +184,15 @@ class RunFolder:
         return next(each for each in names if not os.path.lexists(self.path / each))
 
     def _sweep(self) -> None:
-        """Delete what is waste."""
+        """Undo a replacement that was not completed, and delete what is waste."""
+        if aside := self._record.aside:
+            restore_folder(self.path / aside.partition(".")[0], aside=self.path / aside)
         for name in self._record.waste:
             path = self.path / name
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
         if self._record.waste or self._record.aside:
-            self._record.waste, self._record.aside = [], ""
+            self._record.waste, self._record.aside = [], None
             self._write()
 
     def _write(self) -> None:

@@ -50,6 +50,14 @@ def test_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
     assert {each.name for each in (tmp_path / "run").iterdir()} == {"iteration_0000004", LOCK, RECORD}
 
 
+def test_files_of_other_nodes_that_show_late_are_the_runs(tmp_path: Path) -> None:
+    folder, _ = opened(tmp_path)
+    save(folder, 2)
+    (tmp_path / "iteration_0000002" / "__3_0.distcp").touch()
+    save(folder, 4)
+    assert set(checkpoints(tmp_path)) == {"iteration_0000004"}
+
+
 def link(path: Path) -> None:
     path.rename(path.with_name("moved"))
     path.symlink_to("moved")
@@ -86,21 +94,23 @@ def contents(folder: Path) -> Any:
     return {each: each.read_bytes() for each in folder.rglob("*")}.items()
 
 
-@pytest.mark.parametrize("content", [b"", b"{}x", b"\xff", b'{"files": {"iteration_0000002": 1}}'])
+@pytest.mark.parametrize("content", [b"", b"{}x", b"\xff", b'{"waste": [""]}', b'{"waste": ["../user"]}'])
 def test_a_record_that_cannot_be_read_deletes_nothing(tmp_path: Path, content: bytes) -> None:
     folder, _ = opened(tmp_path)
     save(folder, 2)
     (tmp_path / RECORD).write_bytes(content)
+    user = tmp_path.with_name("user")
+    user.mkdir(exist_ok=True)
     folder, last = opened(tmp_path)
     assert last == "iteration_0000002"
     save(folder, 4)
     assert set(checkpoints(tmp_path)) == {"iteration_0000002", "iteration_0000004"}
     save(folder, 6)
-    assert set(checkpoints(tmp_path)) == {"iteration_0000002", "iteration_0000006"}
+    assert set(checkpoints(tmp_path)) == {"iteration_0000002", "iteration_0000006"} and user.exists()
 
 
-def kill_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise `Killed` before a step of the file system's, or in the middle of one that deletes a folder."""
+def fail_at(step: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise an error before a step of the file system's, or in the middle of one that deletes a folder."""
     left = [step]
 
     def counted(function: Callable[..., Any], *, is_tree: bool = False) -> Callable[..., Any]:
@@ -109,7 +119,7 @@ def kill_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
             if left[0] == 0:
                 for each in list(Path(path).iterdir())[:1] if is_tree else ():
                     each.unlink()
-                raise Killed
+                raise error
             return function(path, *more, **named)
 
         return call
@@ -120,27 +130,34 @@ def kill_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("iteration", [pytest.param(4, id="the same again"), pytest.param(6, id="the next")])
-def test_a_kill_at_any_step_loses_no_checkpoint(tmp_path: Path, iteration: int) -> None:
-    """Once the same iteration's old copy was deleted before the new one had its name."""
+@pytest.mark.parametrize("error", [Killed, OSError])
+def test_a_kill_or_an_error_at_any_step_loses_no_checkpoint(
+    tmp_path: Path, iteration: int, error: type[BaseException]
+) -> None:
+    """Once the old copy of the same iteration was deleted before the new one had its name."""
     for step in range(1, 100):
         path = tmp_path / str(step)
         folder, _ = opened(path)
         save(folder, 4, "old")
         with pytest.MonkeyPatch.context() as patched:
-            kill_at(step, patched)
+            fail_at(step, error, patched)
             try:
                 save(folder, iteration, "new")
-            except Killed:
-                is_killed = True
+            except error:
+                is_failed = True
             else:
-                is_killed = False
-        folder, last = opened(path)
-        found = checkpoints(path)
-        assert found[last] in ("old", "new"), f"killed at step {step}: {found}"
-        assert all(name == last or len(content) != 0 for name, content in found.items())
+                is_failed = False
+        if error is Killed:
+            folder, last = opened(path)
+            found = checkpoints(path)
+            assert found[last] in ("old", "new"), f"killed at step {step}: {found}"
+            assert all(found.values()), f"killed at step {step}: {found}"
+        else:
+            folder.begin(8)
+            assert set(checkpoints(path).values()) & {"old", "new"}, f"failed at step {step}: {checkpoints(path)}"
         save(folder, 8, "next")
-        assert checkpoints(path) == {"iteration_0000008": "next"}, f"killed at step {step}"
-        if not is_killed:
+        assert checkpoints(path) == {"iteration_0000008": "next"}, f"failed at step {step}"
+        if not is_failed:
             assert step > 5
             return
     pytest.fail("it never ended")

@@ -92,14 +92,14 @@ def lock_checkpoints(args: argparse.Namespace) -> None:
         ConfigError: on rank 0: another run does, or the folder cannot be written to.
     """
     if args.rank == 0 and args.save is not None:
-        _lock(Path(args.save), args.dynapipe_timeout_s)
+        _lock(args.save, args.dynapipe_timeout_s)
 
 
-def _lock(saved: Path, timeout_s: float) -> None:
-    if "://" in str(saved):  # an object store, through Megatron's multi-storage client
+def _lock(saved: str, timeout_s: float) -> None:
+    if "://" in saved:  # an object store, through Megatron's multi-storage client
         return
     try:
-        lock_folder(saved, wait_s=timeout_s * _LOCK_SHARE)
+        lock_folder(Path(saved), wait_s=timeout_s * _LOCK_SHARE)
     except OSError as error:
         raise ConfigError(
             f"cannot write checkpoints to {saved}: {error.strerror}", hint="give --save a folder of yours"
@@ -233,9 +233,9 @@ def _saving_flags(argv: Sequence[str], job: Job) -> list[str]:
 
 
 def _choose(family: ModelFamily, argv: Sequence[str], job: Job, timeout_s: float) -> LayoutChoice:
-    saved = Path(config.value_of(argv, "save", ""))
+    saved = config.value_of(argv, "save", "")
     _lock(saved, timeout_s)
-    delete_unfinished(_emergency_folder(argv, saved))
+    delete_unfinished(_emergency_folder(argv, Path(saved)))
     ranks = int(os.environ["WORLD_SIZE"])
     with _one_rank(argv):
         base, space, costs, batches = _choices(family, job)

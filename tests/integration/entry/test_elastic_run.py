@@ -1,10 +1,12 @@
 """What a rank makes of its command line under `launch`, and that plans of another layout are never read."""
 
+import argparse
 import contextlib
 import itertools
 import signal
+import subprocess
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -41,9 +43,9 @@ def test_a_job_resumes_what_it_has_saved_whatever_it_began_from(tmp_path: Path, 
         elastic_run.resuming([*argv, "--finetune"], tmp_path)
 
 
-def save_args(folder: Path, iteration: int) -> SimpleNamespace:
+def save_args(folder: Path, iteration: int) -> argparse.Namespace:
     """Megatron's arguments after an iteration of a run that saves emergency checkpoints every five, others every 50."""
-    return SimpleNamespace(
+    return argparse.Namespace(
         rank=0,
         curr_iteration=iteration - 1,
         save=str(folder),
@@ -85,6 +87,26 @@ def test_an_emergency_checkpoint_that_was_not_completed_is_deleted_and_no_other(
     elastic_run.delete_unfinished(folder)
     assert {path.name for path in folder.iterdir() if path.is_dir()} == KEPT - deleted
     elastic_run.delete_unfinished(tmp_path / "absent")
+
+
+def test_one_run_at_a_time_saves_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    holder = "import sys, time; from pathlib import Path; from megatron_dynapipe.elastic.run_folder import lock_folder"
+    holder += "; lock_folder(Path(sys.argv[1]), wait_s=0); print(flush=True); time.sleep(600)"
+    args = argparse.Namespace(rank=0, save=str(tmp_path / "saved"), dynapipe_timeout_s=0.5)
+    with subprocess.Popen([sys.executable, "-c", holder, args.save], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        with pytest.raises(ConfigError, match=rf"only run that saves to .*saved, process {other.pid} on .* holds"):
+            elastic_run.lock_checkpoints(args)
+        elastic_run.lock_checkpoints(argparse.Namespace(**vars(args) | {"rank": 1}))
+        other.kill()
+    elastic_run.lock_checkpoints(args)
+    for save in (None, "msc://bucket/saved"):
+        elastic_run.lock_checkpoints(argparse.Namespace(**vars(args) | {"save": save}))
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write checkpoints to .*file: "):
+        elastic_run.lock_checkpoints(argparse.Namespace(**vars(args) | {"save": str(tmp_path / "file")}))
 
 
 @pytest.mark.parametrize(
