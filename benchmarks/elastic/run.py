@@ -51,8 +51,8 @@ def main() -> int:
 
 def campaign(options: argparse.Namespace, folder: Path) -> dict:
     """Both runs; what is said of the disturbed one."""
-    words = options.only.split(",") if options.only else ROUND
-    events = [words[number % len(words)] for number in range(options.events)]
+    kinds = options.only.split(",") if options.only else ROUND
+    events = [kinds[number % len(kinds)] for number in range(options.events)]
     job = Job(model=options.model, data=options.data, nodes=options.nodes, every=options.every)
     print(f"{HEAD}\n{'|---' * (HEAD.count('|') - 1)}|", flush=True)
     rows: list[dict] = []
