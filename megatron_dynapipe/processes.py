@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 GUARD_TIMEOUT_S = 5.0
 """How long a guard waits for its program to end after SIGTERM."""
 _TAIL_BYTES = 64_000
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class ChildLog:
@@ -133,8 +133,17 @@ def package_path() -> str:
 
 def set_parent_death_signal(number: signal.Signals) -> None:
     """Let the kernel send this process a signal when the thread that started it ends; nothing but on Linux."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent dies; nothing but on Linux."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
 def main() -> None:

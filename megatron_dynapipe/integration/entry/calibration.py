@@ -22,6 +22,7 @@ import torch
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.cost import TableCostModel
+from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.errors import CostModelError, DynaPipeError
 from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import launch
@@ -69,7 +70,7 @@ def measured_costs(args: argparse.Namespace, family: ModelFamily, flags: Sequenc
         return _digest(path)
 
     timeout_s = args.dynapipe_timeout_s + args.dynapipe_calibrate + START_S
-    digest = launch.from_rank_0("calibration", measure, timeout_s=timeout_s)
+    digest = from_rank_0("calibration", measure, timeout_s=timeout_s)
     if not digest:
         return None
     if os.environ.get("RANK", "0") == "0" or not path.exists() or _digest(path) != digest:
@@ -172,9 +173,7 @@ def _run(command: Sequence[str], *, deadline_s: float) -> str | None:
 
 def _share(path: Path, timeout_s: float) -> None:
     """Rank 0's file, at the same place on this rank's node."""
-    data = launch.from_rank_0(
-        "calibration-file", lambda: path.read_text(encoding="utf-8"), timeout_s=timeout_s
-    ).encode()
+    data = from_rank_0("calibration-file", lambda: path.read_text(encoding="utf-8"), timeout_s=timeout_s).encode()
     TableCostModel.decode(data, origin="rank 0's measured costs")
     if path.exists() and path.read_bytes() == data:
         return

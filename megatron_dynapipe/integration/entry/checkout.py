@@ -14,8 +14,9 @@ import torch
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.meta import tokenizer_folder
+from megatron_dynapipe.elastic import orphans
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.entry import environment, parent_death
+from megatron_dynapipe.integration.entry import environment
 from megatron_dynapipe.integration.entry.bootstrap import reported
 from megatron_dynapipe.integration.flags import arguments, split_words
 from megatron_dynapipe.integration.flags.plan_inputs import train_iterations
@@ -53,7 +54,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """
     if not args.use_dynapipe:
         return
-    parent_death.end_with_launcher()
+    orphans.end_with_launcher()
     with reported():
         _check_device()
         compatibility.check_patches()

@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.elastic.job import Job, note, note_training
+from megatron_dynapipe.elastic.job import note_training
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.progress import progress_bar
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
@@ -39,7 +39,6 @@ from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check
 from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.integration.supply.recorder import Recorder
-from megatron_dynapipe.integration.supply.slow_ranks import SlowRanks
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.runtime import PipelineExecutor, Trace, platform_of, watched
@@ -139,7 +138,6 @@ class Session:
         Chunks of a rank share them; the schedule takes one item per iteration, whatever their number.
         """
         if not self._iterators:
-            note("loaded")
             self._start()
         return self._iterators["train"], self._iterators.get("valid"), self._iterators.get("test")
 
@@ -182,10 +180,9 @@ class Session:
             return self._evaluated(iterator, result.losses)
         add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
         if self._trained is None:
-            note_training(item.entry.iteration)
+            note_training()
         self._trained, self._trace = item, result.trace
         self._recorder.add(item, result.trace, result.losses)
-        self._slow_ranks.add(item, result.trace)
         self._move_bar()
         count_flops(item)
         self._iterators["train"].prepare()
@@ -277,7 +274,6 @@ class Session:
         self._control = ControlGroup(timeout_s=self._settings.timeout_s)
         inputs = self._with_model_state(self._control.run_on_all(self._make_inputs))
         check_same_run(self._control, self._settings, inputs)
-        self._slow_ranks = SlowRanks(self._control, Job.current())
         timeout_s = self._settings.timeout_s
         if self._settings.reserve_all_memory:
             limit = inputs.planner.memory_limit_bytes
