@@ -1,16 +1,11 @@
-"""The global batches of a dataset, as a run draws them: lengths alone, for planning without training."""
+"""The sampler of a dataset as a run has it, for planning without training."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from megatron_dynapipe.data.meta import DatasetMeta, read_meta
-from megatron_dynapipe.sampling import GlobalBatch, LengthTable, LongSamples, Sampler, SamplerSettings, read_task_ids
+from megatron_dynapipe.sampling import LengthTable, LongSamples, Sampler, SamplerSettings, read_task_ids
 from megatron_dynapipe.units import ModelFamily
-
-FORMAT = "dynapipe-batches/1"
 
 
 def dataset_sampler(folder: Path, family: ModelFamily, split: str = "train", **settings: Any) -> Sampler:
@@ -46,14 +41,3 @@ def dataset_sampler(folder: Path, family: ModelFamily, split: str = "train", **s
 def task_rates(meta: DatasetMeta) -> tuple[float, ...]:
     """How often each task is drawn in training, by its index; empty where by its size."""
     return tuple(meta.rates.get(task, 0.0) for task in meta.tasks) if meta.rates else ()
-
-
-def batches_file(batches: Iterable[GlobalBatch], family: ModelFamily) -> bytes:
-    """Batches in the form that `plan` and `compare` read: `dynapipe-batches/1`."""
-    rows = []
-    for batch in batches:
-        row: dict[str, Any] = {"id": f"b{batch.iteration}", "input": batch.input_lengths.tolist()}
-        if family is ModelFamily.T5:
-            row["target"] = batch.target_lengths.tolist()
-        rows.append(row)
-    return msgspec.json.encode({"format": FORMAT, "batches": rows}) + b"\n"

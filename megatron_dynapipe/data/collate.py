@@ -22,8 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_dynapipe.data.sample_rows import SampleRows, check_fits, put
-from megatron_dynapipe.data.segments import RowSegments
+from megatron_dynapipe.data.segments import RowSegments, SampleRows, check_fits, put
 from megatron_dynapipe.data.spans import LossOn, SpanTable, learned, truncated
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
