@@ -53,6 +53,7 @@ def dataset_batches(
     batches: int,
     samples: int,
     seed: int,
+    tokens: int | None = None,
     max_seq_len: int | None = None,
     max_target_len: int | None = None,
 ) -> list[NamedBatch]:
@@ -64,6 +65,7 @@ def dataset_batches(
         batches: how many.
         samples: of each batch.
         seed: of the sampler.
+        tokens: of each batch at most, in place of samples.
         max_seq_len: longer inputs are truncated to it (decoder-only: with their targets).
         max_target_len: longer targets are truncated to it.
 
@@ -76,7 +78,9 @@ def dataset_batches(
     most: dict[str, Any] = {} if max_seq_len is None else {"max_input_length": max_seq_len}
     if max_target_len is not None and family is ModelFamily.T5:
         most["max_target_length"] = max_target_len
-    sampler = dataset_sampler(folder, family, seed=seed, samples_per_iteration=samples, **most)
+    sampler = dataset_sampler(
+        folder, family, seed=seed, samples_per_iteration=samples, tokens_per_iteration=tokens, **most
+    )
     longest = sampler.longest(2)
     has_targets = family is ModelFamily.T5
     named = []

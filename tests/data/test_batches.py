@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dynapipe.cli.batches import dataset_batches
 from megatron_dynapipe.data.batches import dataset_sampler
 from megatron_dynapipe.sampling import LengthTable
 from megatron_dynapipe.units import ModelFamily
@@ -20,3 +21,13 @@ def test_an_epoch_is_every_sample(folder: Path) -> None:
     (batch,) = (dataset_sampler(folder, ModelFamily.T5, samples_per_iteration=64).batch(0),)
     assert sorted(batch.sample_ids.tolist()) == list(range(64))
     assert batch.input_lengths.tolist() == lengths.input[batch.sample_ids].tolist()
+
+
+@pytest.mark.parametrize("family", list(ModelFamily))
+def test_batches_by_tokens(folder: Path, family: ModelFamily) -> None:
+    """As a run with --tokens-per-global-batch draws them."""
+    found = dataset_batches(folder, family, batches=3, samples=64, seed=1, tokens=400)
+    assert [batch.id for batch in found] == [f"iteration-{at}" for at in range(3)]
+    for batch in found:
+        assert (batch.target is not None) == (family is ModelFamily.T5)
+        assert 300 < sum(batch.input) + sum(batch.target or []) <= 400

@@ -55,7 +55,7 @@ def status_of(reason: Skipped) -> int:
 
 @dataclass(slots=True)
 class _Samples:
-    """Samples while they are gathered: `ids` and `lengths` have an entry for every input and every target."""
+    """Samples while they are gathered: `ids` has an entry for every input and every target."""
 
     rows: list[int] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)
@@ -166,10 +166,10 @@ class Encoder:
 
     def _finished(self, block: Block, samples: _Samples) -> EncodedBlock:
         count = len(samples.rows)
-        lengths = np.fromiter(map(len, samples.ids), np.int32, 2 * count).reshape(count, 2)
-        flat = np.fromiter(itertools.chain.from_iterable(samples.ids), np.int64 if not count else np.int32)
-        statuses = self._statuses(block, samples, lengths)
-        flat, kept, spans = self._shortened(flat, lengths, statuses, samples.spans)
+        statuses = self._statuses(block, samples)
+        self._shorten(samples, statuses)
+        lengths = np.fromiter(map(len, samples.ids), "<i4", 2 * count).reshape(count, 2)
+        flat = np.fromiter(itertools.chain.from_iterable(samples.ids), np.int32)
         if int(flat.max(initial=0)) >= self._vocabulary_size or int(flat.min(initial=0)) < 0:
             raise DataError(
                 f"{block.file}: expected tokens in 0…{self._vocabulary_size - 1}, got {flat.max()}",
@@ -179,22 +179,24 @@ class Encoder:
         names = tuple(dict.fromkeys(samples.tasks))
         place = {name: at for at, name in enumerate(names)}
         data = tokens.tobytes()
-        ends = (np.cumsum(kept.sum(1)) * self._dtype.itemsize).tolist()
+        ends = (np.cumsum(lengths.sum(1)) * self._dtype.itemsize).tolist()
         checksums = [zlib.crc32(data[start:end]) for start, end in itertools.pairwise([0, *ends])]
         columns = {
             "tasks": np.fromiter((place[name] for name in samples.tasks), np.uint16, count),
-            "lengths": kept.astype("<i4"),
+            "lengths": lengths,
             "tokens": tokens,
             "checksums": np.array(checksums, "<u4"),
             "digests": np.array(samples.digests, "<u8"),
             "statuses": statuses,
-            "spans": np.array(spans, "<i8").reshape(-1, 3),
+            "spans": np.array(samples.spans, "<i8").reshape(-1, 3),
         }
         return EncodedBlock(names, count, columns)
 
-    def _statuses(self, block: Block, samples: _Samples, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+    def _statuses(self, block: Block, samples: _Samples) -> npt.NDArray[np.uint8]:
         """What becomes of each sample; raises DataError where that is an error."""
-        settings, statuses = self._settings, np.full(len(lengths), KEPT, np.uint8)
+        settings = self._settings
+        lengths = np.fromiter(map(len, samples.ids), np.int32, len(samples.ids)).reshape(-1, 2)
+        statuses = np.full(len(lengths), KEPT, np.uint8)
 
         def place(sample: int) -> str:
             return f"{block.file}, {block.unit} {samples.rows[sample]} (task {samples.tasks[sample]!r})"
@@ -212,33 +214,18 @@ class Encoder:
         statuses[long] = status_of(Skipped.TOO_LONG) if settings.long_samples is LongSamples.SKIP else TRUNCATED
         return statuses
 
-    def _shortened(
-        self,
-        flat: npt.NDArray[Any],
-        lengths: npt.NDArray[np.int32],
-        statuses: npt.NDArray[np.uint8],
-        spans: Sequence[tuple[int, int, int]],
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], list[tuple[int, int, int]]]:
-        """Tokens, lengths and spans without what is left out."""
-        changed = np.flatnonzero(statuses != KEPT)
-        if not changed.size:
-            return flat, lengths, list(spans)
-        kept, mask = lengths.copy(), np.ones(len(flat), np.bool_)
-        starts = np.cumsum(lengths.reshape(-1)) - lengths.reshape(-1)
+    def _shorten(self, samples: _Samples, statuses: npt.NDArray[np.uint8]) -> None:
+        """Take out the tokens of what is truncated or left out, and move spans accordingly."""
         ranges: dict[int, list[tuple[int, int]]] = {}
-        for sample in map(int, changed):
+        for sample in map(int, np.flatnonzero(statuses != KEPT)):
             for part, limit in enumerate(self._settings.limits):
-                start, length = int(starts[2 * sample + part]), int(lengths[sample, part])
-                chosen = length if limit is None else min(length, limit)
-                chosen = chosen if statuses[sample] == TRUNCATED else 0
-                kept[sample, part] = chosen
-                mask[start : start + length] = False
-                parts = kept_ranges(length, chosen, self._settings.truncate)
-                for first, end in parts:
-                    mask[start + first : start + end] = True
+                ids = samples.ids[2 * sample + part]
+                most = 0 if statuses[sample] != TRUNCATED else len(ids) if limit is None else limit
+                kept = kept_ranges(len(ids), min(len(ids), most), self._settings.truncate)
+                samples.ids[2 * sample + part] = [token for first, end in kept for token in ids[first:end]]
                 if part == 0:
-                    ranges[sample] = parts
-        return flat[mask], kept, [span for each in spans for span in _moved(each, ranges.get(each[0]))]
+                    ranges[sample] = kept
+        samples.spans = [span for each in samples.spans for span in _moved(each, ranges.get(each[0]))]
 
 
 def _moved(span: tuple[int, int, int], ranges: Sequence[tuple[int, int]] | None) -> list[tuple[int, int, int]]:

@@ -271,7 +271,7 @@ def _encoded(encoder: tuple[Any, ...], jobs: Iterable[tuple[Block, int]], worker
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise WorkerEndedError(
-            "expected the processes that tokenise to go on, one has ended",
+            "a process that tokenises has ended before its work was done",
             hint="its output is above; memory may have run out: try --workers 1. What is done is kept",
         ) from error
     finally:

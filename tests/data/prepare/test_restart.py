@@ -214,7 +214,7 @@ def test_a_process_that_ends(tmp_path: Path, source: Path, monkeypatch) -> None:
     with monkeypatch.context() as patched:
         real = staging.Staging.add
         patched.setattr(staging.Staging, "add", kill_one)
-        with pytest.raises(DataError, match="expected the processes that tokenise to go on, one has ended") as caught:
+        with pytest.raises(DataError, match="a process that tokenises has ended before its work") as caught:
             prepare(source, tmp_path / "data", workers=2)
     assert "--workers 1" in str(caught.value) and not multiprocessing.active_children()
     prepared = prepare(source, tmp_path / "data")
