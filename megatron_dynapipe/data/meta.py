@@ -94,6 +94,11 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _check_splits(self.samples)
 
     @property
+    def task_rates(self) -> tuple[float, ...]:
+        """How often each task is drawn in training, by its index; empty where by its size."""
+        return tuple(self.rates.get(task, 0.0) for task in self.tasks) if self.rates else ()
+
+    @property
     def split_samples(self) -> dict[str, int]:
         """Samples of each split."""
         return {split: sum(self.samples[split].values()) for split in SPLITS}

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe.cli.batches import dataset_batches
-from megatron_dynapipe.data.batches import dataset_sampler
 from megatron_dynapipe.sampling import LengthTable
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.random_dataset import make_dataset
@@ -18,9 +17,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_epoch_is_every_sample(folder: Path) -> None:
     lengths = LengthTable.read(folder, "train")
-    (batch,) = (dataset_sampler(folder, ModelFamily.T5, samples_per_iteration=64).batch(0),)
-    assert sorted(batch.sample_ids.tolist()) == list(range(64))
-    assert batch.input_lengths.tolist() == lengths.input[batch.sample_ids].tolist()
+    (batch,) = dataset_batches(folder, ModelFamily.T5, batches=1, samples=64, seed=1)
+    assert sorted(batch.input) == sorted(lengths.input.tolist())
+    assert sorted(zip(batch.input, batch.target or [], strict=True)) == sorted(
+        zip(lengths.input.tolist(), lengths.target.tolist(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("family", list(ModelFamily))
