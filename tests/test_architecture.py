@@ -50,9 +50,7 @@ ROOMS = {
     "tuning": room(4, "numpy"),
     # tqdm shows the progress of whatever a person waits for: in service, data, integration and cli.
     "service": room(4, "numpy", "tqdm"),
-    "data": room(
-        4, "numpy", "torch", "datasets", "jinja2", "matplotlib", "pyarrow", "tokenizers", "tqdm", "transformers", "yaml"
-    ),
+    "data": room(4, "numpy", "torch", "datasets", "jinja2", "pyarrow", "tokenizers", "tqdm", "transformers", "yaml"),
     "runtime": room(4, "torch"),
     "report": room(4, "numpy", "matplotlib", "plotly"),
     "cpu": room(5, "torch", "megatron"),

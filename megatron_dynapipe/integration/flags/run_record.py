@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from megatron_dynapipe.data.identity import check_files, folder_digest, whole_digest
+from megatron_dynapipe.data.identity import check_files, file_digest, folder_digest
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
@@ -96,10 +96,10 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
 def _tokenizer_digest(path: Path) -> str:
     """Of the file with a tokenizer's vocabulary; the settings beside it are written anew by every version."""
     if (path / "tokenizer.json").is_file():
-        return whole_digest(path / "tokenizer.json")
+        return file_digest(path / "tokenizer.json")
     if path.is_dir():
         return folder_digest(path)
-    return whole_digest(path) if path.is_file() else str(path)
+    return file_digest(path) if path.is_file() else str(path)
 
 
 class CheckpointRecords:
