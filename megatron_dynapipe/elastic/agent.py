@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from megatron_dynapipe.elastic import orphans, rendezvous
 from megatron_dynapipe.elastic.job import CANNOT_START, LEFT, note
-from megatron_dynapipe.elastic.watchdog import Watchdog
+from megatron_dynapipe.runtime.watchdog import Watchdog
 
 MOST_FRUITLESS = 5
 """Starts in a row that may fail before their first iteration: what they load or are given does not suit them."""

@@ -1,7 +1,7 @@
 """Shapes at a boundary, learned once: what a stage of the user's own receives and sends for a batch of given shapes.
 
     stage 0                         stage 1                          stage 2
-    runs without memory ──layout──► runs without memory ──layout──► runs without memory
+    runs without memory ──shapes──► runs without memory ──shapes──► runs without memory
 
 Both sides of a boundary know the micro-batch's own shapes, which all ranks of a pipeline have agreed on. Where all of
 them have met these shapes before, nothing is sent. Where any has not, it says so in the step's agreement, all tell each
@@ -10,12 +10,15 @@ can wait for a message that the other does not send, and none sends one that is 
 that on in place of a structure.
 """
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_dynapipe.errors import ConfigError, ExecutionError
 from megatron_dynapipe.modules.boundary import Boundary
@@ -157,6 +160,39 @@ def structure_of(value: Any) -> Structure:
         f"a stage returns a {type(value).__name__}, which cannot cross to the next one",
         hint="return tensors, numbers, strings, and tuples, lists and dicts of them",
     )
+
+
+def output_structure(
+    module: nn.Module,
+    batch: Mapping[str, Any],
+    device: torch.device,
+    *,
+    received: Structure | None = None,
+    autocast: torch.dtype | None = None,
+) -> Structure:
+    """What a module returns, found on tensors without memory.
+
+    Args:
+        module: a stage's.
+        batch: its arguments by name.
+        device: where the module is.
+        received: its first argument, if it gets one of the stage before it.
+        autocast: dtype that operations are cast to, if any.
+    """
+    with contextlib.ExitStack() as stack:
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if autocast is not None:
+            stack.enter_context(torch.autocast(device.type, autocast))
+        given = {k: torch.empty_like(v, device=device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        metas = [] if received is None else tensors_in(received)
+        empty = [
+            torch.empty(m.shape, dtype=getattr(torch, m.dtype), device=device, requires_grad=m.differentiable)
+            for m in metas
+        ]
+        first = () if received is None else (fill(received, empty),)
+        held = [*module.named_parameters(), *module.named_buffers()]
+        weights: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held}
+        return structure_of(torch.func.functional_call(module, weights, first, given))
 
 
 def tensors_in(structure: Structure | None) -> list[TensorMeta]:

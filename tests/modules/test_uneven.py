@@ -7,7 +7,8 @@ from torch import nn
 
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.modules.uneven import UnevenPipeline, shared_rows, slices, stage_of_plan
+from megatron_dynapipe.modules.uneven import UnevenPipeline, stage_of_plan
+from megatron_dynapipe.runtime.sliced import shared_rows, slices
 from megatron_dynapipe.tuning import Cluster, Layer, LayerProfile, orchestrate
 from tests.helpers.processes import run_ranks
 

@@ -86,7 +86,7 @@ def test_the_first_field_in_which_ranks_differ_is_the_same_on_all():
 def _plans(*, rank: int, world_size: int) -> list[str]:
     def agree(control, plan: str) -> str:
         try:
-            control.start_agreement(None, plan=plan, what="iteration 4").wait()
+            control.start_agreement(None, plan=plan, what="iteration 4").settle()
         except PlanError as error:
             return error.message
         return "agreed"

@@ -10,10 +10,10 @@ from megatron.core import parallel_state
 
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.execution.process_groups import connect, tensor_group
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.runtime import HostStagedTransport, ScatterGatherTransport, TorchTransport, Transport
 from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.runtime.process_groups import PipelineGroups, backend_of, group_of_each, make_groups, warm_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,49 @@ def open_transport(
         which = "where that is faster" if settings.scatter_gather is ScatterGather.AUTO else "all of them"
         _say(control, f"messages between stages are divided over {size} tensor-parallel ranks, {which}")
     return StageTransport(ranks=groups.ranks, stage=stage, transport=transport)
+
+
+def connect(
+    control: ControlGroup, *, chunks: int, device: torch.device, timeout_s: float, staged: bool = False
+) -> PipelineGroups:
+    """Find the pipelines of the job, make the groups of all of them, and warm up this rank's.
+
+    Every rank calls it, at the same point.
+
+    Args:
+        control: by which ranks tell each other their pipelines.
+        chunks: virtual stages per rank.
+        device: where transfers take place.
+        timeout_s: deadline of every operation.
+        staged: messages go through the host, whatever the device.
+    """
+    if staged:
+        device = torch.device("cpu")
+    mine = torch.tensor(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
+    pipelines = sorted({tuple(int(rank) for rank in ranks) for ranks in control.gather(mine)})
+    groups = make_groups(pipelines, chunks=chunks, backend=backend_of(device), timeout_s=timeout_s)
+    assert groups is not None, "every rank is in a pipeline"
+    warm_up(groups, device)
+    return groups
+
+
+def tensor_group(control: ControlGroup, *, device: torch.device, timeout_s: float) -> dist.ProcessGroup:
+    """The tensor-parallel ranks of this one's stage, as a group that carries nothing but gathers; warmed up.
+
+    Every rank calls it, at the same point: all of them make all the groups, in one order.
+
+    Args:
+        control: by which ranks tell each other who they are parallel with.
+        device: where gathers take place.
+        timeout_s: deadline of every gather.
+    """
+    mine = torch.tensor(dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()))
+    stages = sorted({tuple(int(rank) for rank in ranks) for ranks in control.gather(mine)})
+    group = group_of_each(stages, backend=backend_of(device), timeout_s=timeout_s)
+    assert group is not None, "messages are divided over several ranks"
+    gathered = torch.zeros(group.size(), device=device)
+    dist.all_gather_into_tensor(gathered, gathered[:1].clone(), group=group)
+    return group
 
 
 def share_a_device(control: ControlGroup, device: torch.device) -> bool:

@@ -5,7 +5,7 @@ from typing import Self
 
 from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
 from megatron_dynapipe.errors import DynaPipeError
-from megatron_dynapipe.runtime.control_group import Agreement, ControlGroup
+from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 
 
 class AgreedIterator:
@@ -30,7 +30,7 @@ class AgreedIterator:
         self._control = control
         self._next_iteration = first_iteration
         self._announce = announce
-        self._agreement: Agreement | None = None
+        self._agreement: StepAgreement | None = None
 
     def __iter__(self) -> Self:
         return self
@@ -45,7 +45,7 @@ class AgreedIterator:
         self.prepare()
         assert self._agreement is not None
         agreement, self._agreement = self._agreement, None
-        agreement.wait()
+        agreement.settle()
         self._next_iteration += 1
         return next(self._planned)
 
