@@ -4,7 +4,6 @@ sum over replicas ──► sum over copies of shared weights ──► divide b
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,18 +12,6 @@ from torch.amp.grad_scaler import GradScaler
 from megatron_dynapipe.runtime.shared_weights import SharedWeights
 
 _BUCKET_BYTES = 64_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """Of all gradients of the job; not finite where any of them is not."""
-
-    value: float
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether every gradient is a number."""
-        return self.value == self.value and self.value != float("inf")
 
 
 class Gradients:
@@ -79,8 +66,8 @@ class Gradients:
             torch._foreach_mul_(gradients, 1 / divisor)
 
     @torch.no_grad()
-    def norm(self) -> Norm:
-        """The norm over all stages, every weight counted once."""
+    def norm(self) -> float:
+        """The norm over all stages, every weight counted once; not finite where any gradient is not."""
         counts = (lambda _: True) if self._shared is None else self._shared.counts
         mine = [p.grad for p in self.parameters if p.grad is not None and counts(p)]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -88,15 +75,11 @@ class Gradients:
             total += torch.stack([norm.double() for norm in torch._foreach_norm(mine)]).square().sum()
         if self._stages is not None:
             dist.all_reduce(total, group=self._stages)
-        return Norm(float(total.sqrt()))
+        return float(total.sqrt())
 
-    @torch.no_grad()
-    def clip(self, norm: Norm, max_norm: float) -> None:
-        """Scale all gradients so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
-        factor = max_norm / (norm.value + 1e-6)
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if gradients and factor < 1:
-            torch._foreach_mul_(gradients, factor)
+    def clip(self, norm: float, max_norm: float) -> None:
+        """Scale all gradients, whose norm is `norm`, so that it is at most `max_norm`."""
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, torch.tensor(norm, device=self._device))
 
     def _sum_over_replicas(self, group: dist.ProcessGroup) -> None:
         """A weight that got a gradient on any replica has one on all; one that got none anywhere keeps none."""

@@ -6,6 +6,7 @@ for batch in batches:
     loss, overflow = pipeline.step(batch)
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.boundary import Part, signature
 from megatron_dynapipe.modules.checkpoint import load_checkpoint, save_checkpoint
-from megatron_dynapipe.modules.gradients import Gradients, LossScale, Norm
+from megatron_dynapipe.modules.gradients import Gradients, LossScale
 from megatron_dynapipe.modules.inputs import Batch, batch_rows, split_batch
 from megatron_dynapipe.modules.planner import ModulePlanner
 from megatron_dynapipe.modules.ranks import start_agreement
@@ -115,7 +116,7 @@ class Pipeline:
         self._max_norm, self._schedule = max_norm, schedule
         self.loss_scale = (loss_scale or GradScaler("cpu")) if precision == "fp16" else None
         self._scale = None if self.loss_scale is None else LossScale(self.loss_scale)
-        self.norm: Norm | None = None
+        self.norm: float | None = None
         self.trace: Trace | None = None
         if tensor_shapes is not None:
             part.use_shapes(tensor_shapes)
@@ -304,7 +305,7 @@ class Pipeline:
         self.norm = None
         if self._max_norm is not None or self._scale is not None:
             self.norm = self._gradients.norm()
-        overflow = self._scale is not None and self.norm is not None and not self.norm.is_finite
+        overflow = self._scale is not None and self.norm is not None and not math.isfinite(self.norm)
         if self._scale is not None:
             self._scale.update(overflow=overflow)
         if overflow:

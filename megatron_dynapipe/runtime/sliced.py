@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_dynapipe.plan.instructions import Channel, Instruction, RecvStart, SendStart
-from megatron_dynapipe.runtime.transfer import Transport, Work
+from megatron_dynapipe.runtime.transfer import JoinedWork, Transport, Work
 
 
 def slices(rows: int, replicas: int) -> list[range]:
@@ -63,26 +63,15 @@ class SlicedTransport:
     def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start sending this rank's slice; see `Transport`."""
         pieces = self._pieces(stage)
-        return _Together([self._transport.start_send(channel, to, [t[part] for t in tensors]) for to, part in pieces])
+        return JoinedWork([self._transport.start_send(channel, to, [t[part] for t in tensors]) for to, part in pieces])
 
     def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start receiving this rank's slice, every piece in its place; see `Transport`."""
         pieces = self._pieces(stage)
-        return _Together([self._transport.start_recv(channel, of, [t[part] for t in tensors]) for of, part in pieces])
+        return JoinedWork([self._transport.start_recv(channel, of, [t[part] for t in tensors]) for of, part in pieces])
 
     def _pieces(self, stage: int) -> list[tuple[int, slice]]:
         """Ranks of another stage, and which of this rank's rows each of them holds of the next message."""
         rows, ranks = self._rows.popleft(), self._stages[stage]
         mine = slices(rows, self._replicas)[self._replica]
         return [(ranks[at], part) for at, part in shared_rows(mine, slices(rows, len(ranks)))]
-
-
-class _Together:
-    """Several transfers as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()

@@ -142,7 +142,8 @@ class StepRunner:
             trace = self._executor.execute(step.plan, pass_handlers(context))
         if agreement is not None:
             agreement.settle()
-        step.finish(totals)
+        if not step.forward_only:
+            step.finish(totals)
         loss, count = totals.wait()
         return StepTotals(loss=loss, count=count, trace=trace)
 

@@ -54,32 +54,52 @@ class TorchTransport:
     def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start sending; see `Transport`."""
         group, places = self._groups[channel]
-        return _Works([dist.isend(t, group=group, group_dst=places[stage]) for t in tensors], self._wait_for(tensors))
+        return self._joined(tensors, lambda tensor: dist.isend(tensor, group=group, group_dst=places[stage]))
 
     def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start receiving; see `Transport`."""
         group, places = self._groups[channel]
-        return _Works([dist.irecv(t, group=group, group_src=places[stage]) for t in tensors], self._wait_for(tensors))
+        return self._joined(tensors, lambda tensor: dist.irecv(tensor, group=group, group_src=places[stage]))
 
-    def _wait_for(self, tensors: Sequence[torch.Tensor]) -> datetime.timedelta | None:
-        return None if tensors and tensors[0].is_cuda else self._deadline
+    def _joined(self, tensors: Sequence[torch.Tensor], start: Callable[[torch.Tensor], dist.Work | None]) -> Work:
+        deadline = None if tensors and tensors[0].is_cuda else self._deadline
+        return JoinedWork([_TorchWork(start(tensor), deadline) for tensor in tensors])
 
 
-class _Works:
-    """Several torch works as one; keeps a hold of nothing but the works."""
+class _TorchWork:
+    """One of torch's works, with the deadline of its wait; none for NCCL's."""
 
-    def __init__(self, works: Sequence[dist.Work | None], deadline: datetime.timedelta | None) -> None:
-        self._works = works
-        self._deadline = deadline
+    def __init__(self, work: dist.Work | None, deadline: datetime.timedelta | None) -> None:
+        assert work is not None, "this rank is in the group of the channel"
+        self._work, self._deadline = work, deadline
 
     def wait(self) -> None:
-        """Wait for all of them in turn."""
+        if self._deadline is None:
+            self._work.wait()
+        else:
+            self._work.wait(self._deadline)
+
+
+class JoinedWork:
+    """Transfers as one, which holds what must live until they are done.
+
+    Args:
+        works: waited for in turn.
+        keep: tensors that are being sent.
+        then: called once all are done.
+    """
+
+    def __init__(
+        self, works: Sequence[Work], *, keep: Sequence[torch.Tensor] = (), then: Callable[[], None] | None = None
+    ) -> None:
+        self._works, self._keep, self._then = works, keep, then
+
+    def wait(self) -> None:
+        """Wait for all of them."""
         for work in self._works:
-            assert work is not None, "this rank is in the group of the channel"
-            if self._deadline is None:
-                work.wait()
-            else:
-                work.wait(self._deadline)
+            work.wait()
+        if self._then is not None:
+            self._then()
 
 
 class HostStagedTransport:
@@ -104,40 +124,18 @@ class HostStagedTransport:
             copy.copy_(tensor, non_blocking=True)
         if tensors and tensors[0].is_cuda:
             torch.cuda.current_stream(tensors[0].device).synchronize()
-        return _StagedSend(self._transport.start_send(channel, stage, copies), copies)
+        return JoinedWork([self._transport.start_send(channel, stage, copies)], keep=copies)
 
     def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start receiving on the host; see `Transport`."""
         copies = [_host_tensor(tensor) for tensor in tensors]
-        return _StagedReceive(self._transport.start_recv(channel, stage, copies), copies, tensors)
 
+        def to_device() -> None:
+            # PyTorch's allocator of pinned memory keeps a copy's memory until the device has read it.
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy, non_blocking=True)
 
-class _StagedSend:
-    """A send of copies, which live until they are sent."""
-
-    def __init__(self, work: Work, copies: Sequence[torch.Tensor]) -> None:
-        self._work = work
-        self._copies = copies
-
-    def wait(self) -> None:
-        self._work.wait()
-
-
-class _StagedReceive:
-    """A receive into copies, and the tensors that they are copied to.
-
-    PyTorch's allocator of pinned memory keeps a copy's memory until the device has read it, so nothing waits for that.
-    """
-
-    def __init__(self, work: Work, copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-        self._work = work
-        self._copies = copies
-        self._tensors = tensors
-
-    def wait(self) -> None:
-        self._work.wait()
-        for tensor, copy in zip(self._tensors, self._copies, strict=True):
-            tensor.copy_(copy, non_blocking=True)
+        return JoinedWork([self._transport.start_recv(channel, stage, copies)], then=to_device)
 
 
 def _host_tensor(tensor: torch.Tensor) -> torch.Tensor:
