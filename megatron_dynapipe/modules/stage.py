@@ -14,13 +14,8 @@ from megatron_dynapipe.modules.boundary import Part, Specialization, signature
 from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.shapes import (
-    Items,
     ShapeTracker,
     Structure,
-    TensorMeta,
-    boundary_of,
-    fill,
-    flatten,
     output_structure,
 )
 from megatron_dynapipe.plan.instructions import TensorShape
@@ -145,9 +140,9 @@ class Stage(Part):
             received, sent = self.tracker.known(self._key(batch, autocast))
         stage, boundaries = self.stage, {}
         if stage and received is not None:
-            boundaries[stage - 1] = boundary_of(received)
+            boundaries[stage - 1] = received.boundary()
         if stage < self.stages - 1 and sent is not None:
-            boundaries[stage] = boundary_of(sent)
+            boundaries[stage] = sent.boundary()
         return Specialization(
             boundaries=boundaries,
             runs={stage: partial(self._run, received, sent)},
@@ -162,9 +157,9 @@ class Stage(Part):
         batch: Batch,
         device: torch.device,
     ) -> Any:
-        first = () if received is None or not self.stage else (fill(received, list(tensors)),)
+        first = () if received is None or not self.stage else (received.fill(tensors),)
         output = self._module[0](*first, **{name: batch[name] for name in self._arguments if name in batch})
-        return output if sent is None or self.stage == self.stages - 1 else flatten(output, sent)
+        return output if sent is None or self.stage == self.stages - 1 else sent.flatten(output)
 
     def _run_without_memory(
         self, batch: Batch, autocast: torch.dtype | None, received: Structure | None
@@ -207,6 +202,6 @@ class Stage(Part):
 
 def _given(shapes: Sequence[TensorShape], autocast: torch.dtype | None) -> Structure:
     """The structure of tensors whose shapes the user gives: one alone, or a tuple."""
-    name = str(autocast or torch.float32).removeprefix("torch.")
-    metas = tuple(TensorMeta(tuple(shape), name, True) for shape in shapes)
-    return metas[0] if len(metas) == 1 else Items("tuple", metas)
+    dtype = autocast or torch.float32
+    tensors = [torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=True) for shape in shapes]
+    return Structure.of(tensors[0] if len(tensors) == 1 else tuple(tensors))

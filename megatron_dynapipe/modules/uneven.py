@@ -13,6 +13,7 @@ memory: for models that need no such stages, `Pipeline` sends from the device.
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import torch
@@ -25,7 +26,7 @@ from megatron_dynapipe.modules.gradients import Gradients
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.modules.ranks import start_agreement
 from megatron_dynapipe.modules.runner import ModuleRunner, ModuleStage
-from megatron_dynapipe.modules.shapes import TensorMeta, boundary_of, output_structure
+from megatron_dynapipe.modules.shapes import Structure, TensorMeta, output_structure
 from megatron_dynapipe.runtime import HostStagedTransport, PendingTotals, SlicedTransport, TorchTransport, Transport
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.process_groups import group_of_each, make_groups
@@ -76,7 +77,7 @@ class UnevenPipeline:
         self.replica = self._stages[self.stage].index(rank)
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._control = ControlGroup(timeout_s=timeout_s)
-        self._crossing: dict[bytes, Sequence[TensorMeta]] = {}
+        self._crossing: dict[bytes, Sequence[Structure]] = {}
         replicas = group_of_each(self._stages, backend="gloo", timeout_s=timeout_s)
         self._gradients = Gradients(module, self._device, replicas=replicas)
         groups = make_groups([range(world)], chunks=1, backend="gloo", timeout_s=timeout_s)
@@ -117,7 +118,7 @@ class UnevenPipeline:
         agreement.settle()
         key = agreement.identities[self._stages[0][0]]
         if key not in self._crossing:
-            self._learn(key, inputs, rows)
+            self._learn(key, inputs, rows[0])
         self._gradients.zero()
         specialized = [self._specialize(key, count) for count in rows]
         plan = self._runner.fill_list(specialized, "1f1b")
@@ -152,10 +153,10 @@ class UnevenPipeline:
 
     def _specialize(self, key: bytes, rows: int) -> Specialization:
         """How a unit runs on this rank."""
-        metas, stage = self._crossing[key], self.stage
-        near = [boundary for boundary in (stage - 1, stage) if 0 <= boundary < len(metas)]
+        crossing, stage = self._crossing[key], self.stage
+        near = [boundary for boundary in (stage - 1, stage) if 0 <= boundary < len(crossing)]
         return Specialization(
-            boundaries={at: boundary_of(_with_rows(metas[at], len(self._mine(rows)))) for at in near},
+            boundaries={at: _with_rows(crossing[at], len(self._mine(rows))).boundary() for at in near},
             runs={stage: self._forward},
             keys={stage: () if stage else ("inputs",)},
         )
@@ -166,36 +167,43 @@ class UnevenPipeline:
         output: torch.Tensor = self.module(*received) if self.stage else self.module(batch["inputs"])
         return output if self.stage == len(self._stages) - 1 else (output,)
 
-    def _learn(self, key: bytes, inputs: torch.Tensor, rows: Sequence[int]) -> None:
-        """What crosses every boundary, stage after stage; all ranks call it."""
+    def _learn(self, key: bytes, inputs: torch.Tensor, rows: int) -> None:
+        """What crosses every boundary, stage after stage; all ranks call it.
+
+        Args:
+            key: of the batch's shape.
+            inputs: read by the first stage.
+            rows: of the unit by which it is found out.
+        """
         if len(self._crossing) >= _MOST_SHAPES:
             self._crossing.clear()
-        metas = [TensorMeta(tuple(inputs.shape), str(inputs.dtype).removeprefix("torch."), False)]
+        crossing = [Structure.of(inputs)]
         for stage in range(len(self._stages) - 1):
-            text = self._control.run_on_all(lambda at=stage: self._sent(at, metas[-1], rows[0]))  # type: ignore[misc]
-            told = self._control.broadcast_text(text, source=self._stages[stage][0])
-            metas.append(msgspec.json.decode(told, type=TensorMeta))
-        self._crossing[key] = metas[1:]
+            sent = self._control.run_on_all(partial(self._sent, stage, crossing[-1], rows))
+            text = self._control.broadcast_text(sent, source=self._stages[stage][0])
+            crossing.append(msgspec.json.decode(text, type=Structure))
+        self._crossing[key] = crossing[1:]
 
-    def _sent(self, stage: int, received: TensorMeta, rows: int) -> str:
+    def _sent(self, stage: int, received: Structure, rows: int) -> str:
         """On the ranks of a stage, what it returns for what it receives; raises ConfigError if that cannot cross."""
         if stage != self.stage:
             return ""
         mine = len(self._mine(rows))
         sent = output_structure(self.module, {}, self._device, received=_with_rows(received, mine))
-        if not isinstance(sent, TensorMeta) or sent.shape[:1] != (mine,) or not sent.dtype.startswith(_FLOATING):
-            raise ConfigError(
-                f"expected stage {stage} to return one floating tensor of {mine} samples, as many as it takes, "
-                f"got {sent}"
-            )
-        return msgspec.json.encode(msgspec.structs.replace(sent, differentiable=True)).decode()
+        match sent.leaves:
+            case (TensorMeta(shape=(samples, *_), dtype=dtype),) if samples == mine and "float" in dtype:
+                return msgspec.json.encode(sent).decode()
+        raise ConfigError(
+            f"expected stage {stage} to return one floating tensor of {mine} samples, as many as it takes, got "
+            f"{sent.leaves}"
+        )
 
 
-_FLOATING = ("float", "bfloat")
-
-
-def _with_rows(meta: TensorMeta, rows: int) -> TensorMeta:
-    return msgspec.structs.replace(meta, shape=(rows, *meta.shape[1:]))
+def _with_rows(structure: Structure, rows: int) -> Structure:
+    """One tensor, of a slice with so many samples, whose gradient is sent back."""
+    (meta,) = structure.tensors
+    resized = msgspec.structs.replace(meta, shape=(rows, *meta.shape[1:]), differentiable="float" in meta.dtype)
+    return Structure(structure.spec, (resized,))
 
 
 def stage_of_plan(layers: Sequence[nn.Module], plan_stages: Sequence[tuple[int, int]], stage: int) -> nn.Sequential:

@@ -28,7 +28,7 @@ from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
-from megatron_dynapipe.integration.execution.transport import open_transport
+from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.execution.warm_up import warm_up
 from megatron_dynapipe.integration.hooks import fused_kernels, optimizer_patches
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
@@ -38,7 +38,7 @@ from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.runtime import StepRunner, Trace
+from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
@@ -121,25 +121,11 @@ class MegatronPipeline:
         optimizer_patches.apply()
         fused_kernels.fuse_adam(optimizer)
         self._control = ControlGroup(timeout_s=timeout_s)
-        link = open_transport(self._control, planner.settings, device=self._device, timeout_s=timeout_s)
-        self._runner = StepRunner(
-            link.transport,
-            self._device,
-            stage=link.stage,
-            stages=len(link.ranks),
-            chunks=len(models),
-            dtype=self._dtype,
-            deadline_s=timeout_s,
-            control=self._control,
+        self._runner = open_runner(
+            self._control, planner.settings, device=self._device, dtype=self._dtype, timeout_s=timeout_s, adds_up=True
         )
         self._replica = parallel_state.get_data_parallel_rank()
-        self._state = MicroBatchContext(
-            models,
-            seed=seed,
-            replica=self._replica,
-            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            stage=link.stage,
-        )
+        self._state = MicroBatchContext(models, seed=seed)
         self._required, self._tokens = required_fields_of(models), tokens
         self.iteration = first_iteration
         self._configure()

@@ -29,7 +29,7 @@ from megatron_dynapipe.integration.execution.forward_backward import run_iterati
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep, PrepareMicroBatch
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.task_losses import named_losses
-from megatron_dynapipe.integration.execution.transport import open_transport
+from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.flags.model_state import StateBytes
@@ -43,7 +43,7 @@ from megatron_dynapipe.integration.supply.same_run import check_same_run
 from megatron_dynapipe.integration.supply.slow_ranks import SlowRanks
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import RunRecord
-from megatron_dynapipe.runtime import StepRunner, Trace, platform_of
+from megatron_dynapipe.runtime import Trace, platform_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import memory_counts, reserve, tensor_room_bytes
 from megatron_dynapipe.service.recalibration import Recalibration
@@ -220,13 +220,7 @@ class Session:
     def _prepare(self, models: Sequence[torch.nn.Module], item: PlannedIteration) -> PrepareMicroBatch:
         """Sets the model chunks for each micro-batch of an iteration."""
         if self._context is None:
-            self._context = MicroBatchContext(
-                models,
-                seed=self._seed,
-                replica=parallel_state.get_data_parallel_rank(),
-                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-                stage=self._stage,
-            )
+            self._context = MicroBatchContext(models, seed=self._seed)
         state, entry = self._context, item.entry
 
         def prepare(index: int) -> None:
@@ -280,18 +274,11 @@ class Session:
         if self._settings.reserve_all_memory:
             limit = inputs.planner.memory_limit_bytes
             self._control.run_on_all(lambda: reserve(limit, self._device))
-        link = open_transport(self._control, inputs.planner, device=self._device, timeout_s=timeout_s)
-        self._stage, self._stages = link.stage, len(link.ranks)
-        self._runner = StepRunner(
-            link.transport,
-            self._device,
-            stage=self._stage,
-            stages=self._stages,
-            chunks=inputs.planner.chunks,
-            dtype=self._dtype,
-            deadline_s=timeout_s,
+        self._runner = open_runner(
+            self._control, inputs.planner, device=self._device, dtype=self._dtype, timeout_s=timeout_s, adds_up=False
         )
         self._resources.callback(self._runner.close)
+        self._stage, self._stages = self._runner.stage, self._runner.stages
         supply = self._resources.enter_context(PlanSupply(self._settings, self._control, inputs, device=self._device))
         names = read_meta(self._settings.data).tasks
         self._tasks = names if len(names) > 1 else ()

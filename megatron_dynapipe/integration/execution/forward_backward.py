@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_dynapipe.integration.execution.megatron_stage import (
@@ -20,12 +19,10 @@ from megatron_dynapipe.integration.execution.megatron_stage import (
     MegatronStage,
     PrepareMicroBatch,
 )
-from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.hooks.timers import without_timers
-from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.runtime import PendingTotals, Step, StepRunner, StepTotals
+from megatron_dynapipe.runtime import Step, StepRunner, StepTotals
 from megatron_dynapipe.runtime.control_group import StepAgreement
 
 
@@ -64,7 +61,6 @@ def run_iteration(
     if not forward_only:
         runner.warm_up(warm_up)
     config = get_model_config(models[0])
-    is_last = runner.stage == runner.stages - 1
     reduction = _GradientReduction(
         config,
         models,
@@ -77,30 +73,20 @@ def run_iteration(
         models,
         forward_step,
         load,
-        is_last=is_last,
+        is_last=runner.stage == runner.stages - 1,
         prepare=prepare,
         before_backward=reduction.before_backward,
     )
-
-    def finish(_: PendingTotals) -> None:
-        if config.finalize_model_grads_func is not None:
-            config.finalize_model_grads_func(
-                list(models),
-                stage.tokens.to(torch.int) if config.calculate_per_token_loss else None,
-                pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-                force_all_reduce=force_all_reduce,
-            )
-            reduce_shared_gradients(models)
-
-    around = _passes(config, models, plan.instructions, reduction)
-    step = Step(plan=plan, model=stage, forward_only=forward_only, around=around, finish=finish)
+    step = Step(
+        plan=plan,
+        model=stage,
+        forward_only=forward_only,
+        around=_passes(config, models, plan.instructions, reduction),
+        finish=lambda _: stage.finalize(force_all_reduce=force_all_reduce),
+    )
     with _timed(config.timers, "forward-backward", barrier=config.barrier_with_L1_time):
-        result = runner.run(step)
-    losses = stage.losses
-    if is_last and not losses:
-        # The loop reduces the last stages' reports over the replicas: one without work must not be missing.
-        losses = [{LOSS_NAME: torch.zeros(2, device=runner.device)}]
-    return result, losses
+        totals = runner.run(step)
+    return totals, stage.reports()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
+from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
 from megatron_dynapipe.plan.instructions import Backward, Forward
 
 DeviceBatch = Mapping[str, Any]
@@ -36,9 +37,6 @@ class MegatronStage:
         prepare: called with the micro-batch before each of its passes (`MicroBatchContext.begin`).
         before_backward: called with each backward pass before it runs (overlapped gradient reduction).
 
-    Attributes:
-        losses: the loss function's report of each micro-batch, on the last stage.
-        tokens: the number of target tokens so far, on the last stage.
     """
 
     def __init__(
@@ -56,11 +54,11 @@ class MegatronStage:
         self._forward_step = forward_step
         self._is_last = is_last
         self._prepare, self._before_backward = prepare, before_backward
-        self._groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._device = next(models[0].parameters()).device
-        self.losses: list[dict[str, torch.Tensor]] = []
+        self._losses: list[dict[str, torch.Tensor]] = []
         # On the device from the start: moving it there later would wait for all passes.
-        self.tokens = torch.zeros([], dtype=torch.int, device=self._device)
+        self._tokens = torch.zeros([], dtype=torch.int, device=self._device)
 
     def begin_pass(self, instruction: Forward | Backward) -> None:
         """Set recomputation and the random state; let the last backward pass reduce gradients."""
@@ -87,12 +85,12 @@ class MegatronStage:
             vp_stage=getattr(model, "vp_stage", None),
             collect_non_loss_data=False,
             num_microbatches=1,  # unused: the loss is a sum over tokens
-            forward_data_store=self.losses,
+            forward_data_store=self._losses,
             cp_group_size=self._groups.cp.size(),
             is_last_stage=is_last,
         )
         set_input_tensor([None])  # the model must not keep what was received, nor the graph behind it
-        self.tokens = self.tokens + tokens
+        self._tokens = self._tokens + tokens
         return output if is_last or isinstance(output, tuple | list) else (output,)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -105,6 +103,26 @@ class MegatronStage:
         """Sums of the reports, on one of the tensor-parallel ranks that hold the same."""
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         if self._groups.tp.rank() == 0:
-            for report in self.losses:
+            for report in self._losses:
                 total += report[LOSS_NAME]
         return total
+
+    def finalize(self, *, force_all_reduce: bool) -> None:
+        """Hand the gradients to Megatron's finalisation, then sum them over the copies of shared weights."""
+        if self._config.finalize_model_grads_func is not None:
+            self._config.finalize_model_grads_func(
+                list(self._models),
+                self._tokens.to(torch.int) if self._config.calculate_per_token_loss else None,
+                pg_collection=self._groups,
+                force_all_reduce=force_all_reduce,
+            )
+            reduce_shared_gradients(self._models)
+
+    def reports(self) -> list[dict[str, torch.Tensor]]:
+        """The loss function's report of each micro-batch, on the last stage.
+
+        Megatron's loop reduces them over the replicas, so one without micro-batches must not be missing.
+        """
+        if self._is_last and not self._losses:
+            return [{LOSS_NAME: torch.zeros(2, device=self._device)}]
+        return self._losses

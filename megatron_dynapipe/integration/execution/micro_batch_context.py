@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, is_graph_safe_cuda_rng_tracker
 from megatron.core.transformer.attention import Attention
@@ -30,21 +31,18 @@ class MicroBatchContext:
     Args:
         models: this rank's model chunks.
         seed: of the run.
-        replica: data-parallel replica of this rank.
-        tensor_rank: tensor-parallel rank of this rank.
-        stage: pipeline stage of this rank.
 
     Raises:
         ConfigError: the models were built with something that cannot be set for a micro-batch.
     """
 
-    def __init__(self, models: Sequence[nn.Module], *, seed: int, replica: int, tensor_rank: int, stage: int) -> None:
+    def __init__(self, models: Sequence[nn.Module], *, seed: int) -> None:
         rotate_by_sample(models)
         add_up_weight_gradients(models)
         self._recompute = RecomputeSwitch(models)
         self._randomness: LayerRandomness | None = None
         if has_dropout(get_model_config(models[0])):
-            self._randomness = LayerRandomness(models, seed=seed, replica=replica, tensor_rank=tensor_rank, stage=stage)
+            self._randomness = LayerRandomness(models, seed=seed)
 
     def begin(self, iteration: int, micro_batch: int, mode: Recompute) -> None:
         """Set the modules for a forward or backward pass of this micro-batch."""
@@ -128,22 +126,20 @@ class LayerRandomness:
     Args:
         models: this rank's model chunks, the first stage's first one first.
         seed: of the run.
-        replica: data-parallel replica of this rank.
-        tensor_rank: tensor-parallel rank of this rank.
-        stage: pipeline stage of this rank.
 
     Raises:
         ConfigError: Megatron's random states live in CUDA graphs, where they cannot be set.
     """
 
-    def __init__(self, models: Sequence[nn.Module], *, seed: int, replica: int, tensor_rank: int, stage: int) -> None:
+    def __init__(self, models: Sequence[nn.Module], *, seed: int) -> None:
         if is_graph_safe_cuda_rng_tracker(get_cuda_rng_tracker()):
             raise ConfigError(
                 "DynaPipe sets the random state of every layer, which it cannot where CUDA graphs hold it",
                 hint="remove --te-rng-tracker and the flags of CUDA graphs, or train without dropout",
             )
-        self._identity = (seed, replica)
-        self._tensor_rank = tensor_rank
+        self._identity = (seed, parallel_state.get_data_parallel_rank())
+        self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
         self._pass = (0, 0)
         self._embedded = 0
         for chunk, model in enumerate(models):
