@@ -39,7 +39,7 @@ from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.runtime import Trace
-from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
+from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 
@@ -191,7 +191,7 @@ class MegatronPipeline:
             forward_only: no backward passes.
             force_all_reduce: whole gradients on every replica, also with the distributed optimizer.
         """
-        plan, agreement = self._agree(batch, plan, forward_only=forward_only)
+        plan = self._agreed(batch, plan, forward_only=forward_only)
         replica = plan.replicas[self._replica]
         collate = Collator(required=self._required, reader=_Reader(batch), special=self._tokens)
 
@@ -206,7 +206,6 @@ class MegatronPipeline:
             lambda index: self._make_batch(collate(index, replica.micro_batches[index], self._family), self._device),
             prepare=prepare,
             warm_up=lambda: self.warm_up(plan),
-            agreement=agreement,
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
         )
@@ -221,22 +220,17 @@ class MegatronPipeline:
             trace=result.trace,
         )
 
-    def _agree(
-        self, batch: Sequence[Sample], plan: IterationPlan | None, *, forward_only: bool
-    ) -> tuple[IterationPlan, StepAgreement]:
-        """The plan to run, and the start of all ranks' agreement on it; raises on all of them where one has none."""
+    def _agreed(self, batch: Sequence[Sample], plan: IterationPlan | None, *, forward_only: bool) -> IterationPlan:
+        """The plan to run, the same on all ranks; raises on all of them where one has none."""
         error: Exception | None = None
         try:
             plan = plan or self.plan(batch, forward_only=forward_only)
         except Exception as raised:  # noqa: BLE001  (whatever it is, the other ranks must raise too)
             error = raised
-        agreement = self._control.start_agreement(
-            error, plan="" if plan is None else digest(plan), what=f"iteration {self.iteration}"
-        )
-        if plan is None:
-            agreement.settle()
+        identity = "" if plan is None else digest(plan)
+        self._control.start_agreement(error, plan=identity, what=f"iteration {self.iteration}").settle()
         assert plan is not None, "without a plan the agreement raises"
-        return plan, agreement
+        return plan
 
     def warm_up(self, plan: IterationPlan) -> None:
         """Run a small micro-batch under each mode of recomputation, so that no list meets a kernel not yet loaded.

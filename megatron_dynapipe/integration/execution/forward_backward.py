@@ -23,7 +23,6 @@ from megatron_dynapipe.integration.hooks.timers import without_timers
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import Step, StepRunner, StepTotals
-from megatron_dynapipe.runtime.control_group import StepAgreement
 
 
 def run_iteration(
@@ -35,13 +34,13 @@ def run_iteration(
     *,
     prepare: PrepareMicroBatch = lambda _: None,
     warm_up: Callable[[], None] = lambda: None,
-    agreement: StepAgreement | None = None,
     forward_only: bool = False,
     force_all_reduce: bool = False,
 ) -> tuple[StepTotals, list[dict[str, torch.Tensor]]]:
     """Run a stage's plan and hand the gradients to Megatron's finalisation; with the last stage's loss reports.
 
-    A replica without micro-batches takes part in the reductions with zeros.
+    A replica without micro-batches takes part in the reductions with zeros. All ranks have agreed on the iteration
+    before: passes communicate among tensor-parallel ranks and replicas.
 
     Args:
         runner: of this rank.
@@ -51,13 +50,9 @@ def run_iteration(
         load: makes a micro-batch's device tensors.
         prepare: called with the micro-batch before each of its passes (`MicroBatchContext.begin`).
         warm_up: runs the models before the first training step on a GPU (`warm_up`).
-        agreement: of all ranks on this iteration, if they have not agreed before. It is settled before any pass:
-            passes communicate among tensor-parallel ranks and replicas.
         forward_only: an evaluation.
         force_all_reduce: whole gradients on every replica, also with the distributed optimizer.
     """
-    if agreement is not None:
-        agreement.settle()
     if not forward_only:
         runner.warm_up(warm_up)
     config = get_model_config(models[0])
