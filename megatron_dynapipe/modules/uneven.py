@@ -127,7 +127,7 @@ class UnevenPipeline:
 
         def finish(totals: PendingTotals) -> None:
             _, count = totals.wait()
-            self._gradients.reduce(count)
+            self._gradients.reduce(count or 1.0)
 
         totals = self._runner.run(plan, stage, agreement=agreement, finish=finish)
         if self._optimizer is not None:
