@@ -95,7 +95,7 @@ def _agree(control, plan: str) -> str:
 def _same_run(*, rank: int, world_size: int, folders: list[str], seeds: list[int]) -> str:
     import argparse
 
-    from megatron_dynapipe.integration.supply.same_run import check_same_run
+    from megatron_dynapipe.integration.supply.agreement import check_same_run
 
     def check(control) -> str:
         sampler = SamplerSettings(

@@ -40,14 +40,14 @@ def check_megatron() -> None:
         UnsupportedMegatronError: something of it is not there.
     """
     try:
-        from megatron_dynapipe.integration.hooks import behaviour
+        from megatron_dynapipe.integration.hooks import compatibility
     except ImportError as error:
         if not (error.name or "").startswith("megatron."):
             raise
         raise UnsupportedMegatronError(
             f"Megatron {found_version()} lacks what planned runs rely on: {error}", hint=INSTALL_HINT
         ) from error
-    behaviour.check()
+    compatibility.check()
 
 
 @contextlib.contextmanager

@@ -1,11 +1,10 @@
 """A rank does not outlive its launcher, however that one ends."""
 
-import ctypes
 import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+from megatron_dynapipe.processes import set_parent_death_signal
 
 
 def end_with_launcher() -> None:
@@ -19,6 +18,6 @@ def end_with_launcher() -> None:
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    set_parent_death_signal(signal.SIGTERM)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)

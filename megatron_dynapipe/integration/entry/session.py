@@ -35,11 +35,10 @@ from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.flags.model_state import StateBytes
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.hooks.timers import add_times
-from megatron_dynapipe.integration.supply.agreed_iterator import AgreedIterator
+from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.integration.supply.recorder import Recorder
-from megatron_dynapipe.integration.supply.same_run import check_same_run
 from megatron_dynapipe.integration.supply.slow_ranks import SlowRanks
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import RunRecord
@@ -303,9 +302,7 @@ class Session:
             replica=replica,
             stage=self._stage,
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            metrics=MetricsWriter(
-                platform_of(self._device), interval=self._metrics_interval, planners=supply.planner_metrics
-            ),
+            metrics=MetricsWriter(platform_of(self._device), interval=self._metrics_interval),
             maximum=self._longest,
             timeout_s=timeout_s,
             publisher=None if rule is None else self._publisher(rule, supply, rank),

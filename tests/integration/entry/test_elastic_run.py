@@ -17,8 +17,9 @@ from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.client import PlanClient
 from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs, SplitSettings
-from megatron_dynapipe.store import MemoryStore, PlanKeys
+from megatron_dynapipe.store import PlanKeys
 from megatron_dynapipe.units import ModelFamily
+from tests.helpers.memory_store import MemoryStore
 
 JOB = Job(most_ranks=4, wait_s=60, emergency_every=20, exclude_slow=None, slow_file="/nowhere/slow")
 WORDS = ["--lr", "1e-3", "--save", "saved", "--save-interval", "100"]

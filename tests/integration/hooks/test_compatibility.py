@@ -8,11 +8,11 @@ import pytest
 from megatron_dynapipe import megatron_version
 from megatron_dynapipe.errors import UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import bootstrap
-from megatron_dynapipe.integration.hooks import behaviour
-from megatron_dynapipe.integration.hooks.behaviour import Call, Name
+from megatron_dynapipe.integration.hooks import compatibility
+from megatron_dynapipe.integration.hooks.compatibility import Call, Name
 from tests.helpers.processes import run_ranks
 
-SCHEDULES = behaviour.SCHEDULES
+SCHEDULES = compatibility.SCHEDULES
 
 
 def check(rank: int, world_size: int, lost: tuple[str, str] | None, extra: str) -> str:
@@ -24,11 +24,11 @@ def check(rank: int, world_size: int, lost: tuple[str, str] | None, extra: str) 
     if lost:
         delattr(importlib.import_module(lost[0]), lost[1])
     if extra:
-        behaviour.megatron_folders = lambda: [__import__("pathlib").Path(extra) / "megatron"]
+        compatibility.megatron_folders = lambda: [__import__("pathlib").Path(extra) / "megatron"]
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            behaviour.check()
+            compatibility.check()
     except UnsupportedMegatronError as error:
         return f"{error}"
     return said.getvalue()
@@ -39,7 +39,7 @@ def test_the_installed_megatron_passes_without_a_word():
 
 
 def test_what_is_missing_is_named():
-    (said,) = run_ranks(check, 1, {"lost": (behaviour.TRAINING, "train_step"), "extra": ""})
+    (said,) = run_ranks(check, 1, {"lost": (compatibility.TRAINING, "train_step"), "extra": ""})
     assert "lacks what planned runs rely on: no train_step in megatron.training.training\n" in said
     assert "hint: pip install 'megatron-core[training]==" in said
 
@@ -53,7 +53,7 @@ def wrapped(rank: int, world_size: int) -> list[str]:
     from megatron.training import training
 
     training.training_log = lambda *arguments: None
-    return behaviour.missing_calls(behaviour.CALLS)
+    return compatibility.missing_calls(compatibility.CALLS)
 
 
 def test_a_megatron_of_no_known_release_is_named_and_accepted(tmp_path):
@@ -67,7 +67,7 @@ def test_a_megatron_of_no_known_release_is_named_and_accepted(tmp_path):
 
 
 def examples(rank: int, world_size: int) -> dict[str, object]:
-    training = behaviour.TRAINING
+    training = compatibility.TRAINING
     rows = {
         "there": Name(SCHEDULES, "get_forward_backward_func", ("pp_size",)),
         "no parameter": Name(SCHEDULES, "get_forward_backward_func", ("pp_size", "planets")),
@@ -79,8 +79,8 @@ def examples(rank: int, world_size: int) -> dict[str, object]:
         "not called": [Call(training, "train", "no_such_function")],
         "nowhere": [Call(training, "no_such_function", "train_step")],
     }
-    found: dict[str, object] = {name: behaviour.missing_name(row) for name, row in rows.items()}
-    return found | {name: behaviour.missing_calls(rows) for name, rows in calls.items()}
+    found: dict[str, object] = {name: compatibility.missing_name(row) for name, row in rows.items()}
+    return found | {name: compatibility.missing_calls(rows) for name, rows in calls.items()}
 
 
 def test_names_parameters_and_calls():
@@ -100,7 +100,7 @@ def test_names_parameters_and_calls():
 
 def patches(rank: int, world_size: int) -> str:
     try:
-        behaviour.check_patches()
+        compatibility.check_patches()
     except UnsupportedMegatronError as error:
         return str(error)
     return ""
@@ -108,7 +108,7 @@ def patches(rank: int, world_size: int) -> str:
 
 def test_an_unpatched_megatron_lacks_every_call_of_the_patches():
     (said,) = run_ranks(patches, 1)
-    assert said.count("calls no ") == len(behaviour.PATCHES)
+    assert said.count("calls no ") == len(compatibility.PATCHES)
     assert "--check` says what each file is" in said
 
 
@@ -133,4 +133,4 @@ def test_a_module_that_an_old_megatron_lacks_is_one_error(lacking, raised, monke
 def test_a_missing_megatron_is_refused(monkeypatch):
     monkeypatch.setattr(megatron_version, "find_version", lambda: None)
     with pytest.raises(UnsupportedMegatronError, match="expected megatron-core, found none"):
-        behaviour.check.__wrapped__()
+        compatibility.check.__wrapped__()

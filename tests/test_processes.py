@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.store.child_log import ChildLog
+from megatron_dynapipe.processes import ChildLog
 
 
 def print_lines(log: ChildLog, first: int, count: int) -> None:

@@ -1,7 +1,7 @@
-"""What a run relies on of Megatron, checked when it starts: the rule for what is accepted, whatever version it says.
+"""Whether this Megatron has what a run relies on, checked when it starts, whatever version it says.
 
     names      functions that are replaced or called, with the parameters that are passed
-    calls      the calls through which Megatron's loop comes to them
+    calls      the calls in Megatron's loop that lead to them
     patches    in a patched checkout, every call that the patches add
 
 A Megatron whose files are of no known release is accepted if all of this is there, and named in one line.
@@ -19,6 +19,7 @@ from typing import Any
 from megatron_dynapipe.errors import PatchError, UnsupportedMegatronError
 from megatron_dynapipe.integration.hooks import gloo_reductions, optimizer_patches, replacements
 from megatron_dynapipe.megatron_version import INSTALL_HINT, found_version, megatron_folders
+from megatron_dynapipe.patching import UNKNOWN, survey
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 TRAINING = "megatron.training.training"
@@ -167,11 +168,8 @@ def _place() -> str:
 
 def _unknown_files() -> str:
     """The touched files that are of no known release; empty if all are known."""
-    from megatron_dynapipe.patching import State, load_all, survey
-
     folders = megatron_folders()
     try:
-        found = survey(folders[0].parent, load_all()) if folders else None
+        return ", ".join(survey(folders[0].parent)[0].named(*UNKNOWN)) if folders else ""
     except PatchError as error:
         return error.message
-    return "" if found is None else ", ".join(found.named(State.MODIFIED, State.MISSING))

@@ -1,4 +1,4 @@
-"""A plan store inside one process: the contract of `PlanStore` without a server, for tests and single-process tools."""
+"""A plan store inside one process: the contract of `PlanStore` without a server."""
 
 import threading
 import time
@@ -14,8 +14,6 @@ class MemoryStore:
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._progress: dict[str, int] = {}
-        self._latest: dict[str, bytes] = {}
-        self._claims: dict[str, tuple[bytes, float]] = {}
         self.interruptions = 0
         self._changed = threading.Condition()
         self._closed = False
@@ -42,28 +40,6 @@ class MemoryStore:
         for key, value in items:
             self.put(key, value)
 
-    def put_latest(self, key: str, value: bytes) -> None:
-        """See `PlanStore.put_latest`."""
-        with self._changed:
-            self._check_open()
-            self._latest[key] = bytes(value)
-
-    def read_latest(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See `PlanStore.read_latest`."""
-        with self._changed:
-            self._check_open()
-            return [self._latest.get(key) for key in keys]
-
-    def claim(self, key: str, owner: bytes, *, lease_s: float) -> bool:
-        """See `PlanStore.claim`."""
-        with self._changed:
-            self._check_open()
-            holder, end = self._claims.get(key, (owner, 0.0))
-            if end <= time.monotonic():
-                holder = owner
-                self._claims[key] = owner, time.monotonic() + lease_s
-            return holder == owner
-
     def wait_any(self, keys: Sequence[str], *, timeout_s: float, what: str) -> tuple[str, bytes]:
         """See `PlanStore.wait_any`."""
 
@@ -78,9 +54,7 @@ class MemoryStore:
             self._check_open()
             for key in keys:
                 self._values.pop(key, None)
-                self._claims.pop(key, None)
                 self._progress.pop(key, None)
-                self._latest.pop(key, None)
 
     def announce(self, topic: str, value: int) -> None:
         """See `PlanStore.announce`."""

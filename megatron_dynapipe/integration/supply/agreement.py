@@ -1,11 +1,47 @@
-"""Planned iterations that begin on all ranks together, or on none."""
+"""What all ranks agree on: that they train the same run, and that an iteration begins on all of them or on none."""
 
+import functools
+import os
 from collections.abc import Callable
 from typing import Self
 
+from megatron_dynapipe.data.identity import check_files
 from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
-from megatron_dynapipe.errors import DynaPipeError
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.errors import ConfigError, DataError, DynaPipeError
+from megatron_dynapipe.integration.flags.arguments import RunSettings
+from megatron_dynapipe.integration.flags.run_record import settings_fields
 from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
+from megatron_dynapipe.service.settings import PlanInputs
+
+
+def check_same_run(control: ControlGroup, settings: RunSettings, inputs: PlanInputs) -> dict[str, str]:
+    """Hold every rank's settings, and every node's dataset, against the other ranks'; the digests of its files.
+
+    The first rank of each node reads the files.
+
+    Raises:
+        ConfigError: settings differ; names the field.
+        DataError: a file of the dataset differs between nodes, or from its manifest; names the file.
+    """
+    if (found := control.find_difference(settings_fields(inputs))) is not None:
+        raise ConfigError(
+            f"expected the same settings on all ranks: {found}",
+            hint="start every node with the same flags, run file, cost model and version of this package",
+        )
+    files = control.run_on_all(functools.partial(_dataset_files, settings, inputs))
+    if (found := control.find_difference(files)) is not None:
+        raise DataError(
+            f"expected the same dataset on all nodes: the digest of {found}",
+            hint=f"copy one dataset folder to {settings.data} of every node; `megatron-dynapipe data verify` checks it",
+        )
+    return files
+
+
+def _dataset_files(settings: RunSettings, inputs: PlanInputs) -> dict[str, str]:
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        return {}
+    return check_files(settings.data, [split.name for split in inputs.splits], read_meta(settings.data).files)
 
 
 class AgreedIterator:
