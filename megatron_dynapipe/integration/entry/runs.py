@@ -23,10 +23,9 @@ from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import calibration, elastic_run, launch
 from megatron_dynapipe.integration.entry.session import MakeBatch, Session
+from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
-from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.step_functions import (
-    StepFunction,
     check_losses,
     gpt_batch,
     gpt_step,
@@ -77,7 +76,7 @@ class Run:
     args: argparse.Namespace
     session: Session
     model_provider: ModelProvider
-    forward_step: StepFunction
+    forward_step: ForwardStep
     embedding_ranks: EmbeddingRanks | None = None
     position_embedding_ranks: EmbeddingRanks | None = None
 

@@ -11,7 +11,7 @@ from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError, DynaPipeError
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.flags.run_record import settings_fields
-from megatron_dynapipe.runtime.control_group import Agreement, ControlGroup
+from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 from megatron_dynapipe.service.settings import PlanInputs
 
 
@@ -66,7 +66,7 @@ class AgreedIterator:
         self._control = control
         self._next_iteration = first_iteration
         self._announce = announce
-        self._agreement: Agreement | None = None
+        self._agreement: StepAgreement | None = None
 
     def __iter__(self) -> Self:
         return self
@@ -81,7 +81,7 @@ class AgreedIterator:
         self.prepare()
         assert self._agreement is not None
         agreement, self._agreement = self._agreement, None
-        agreement.wait()
+        agreement.settle()
         self._next_iteration += 1
         return next(self._planned)
 
