@@ -19,7 +19,6 @@ from pathlib import Path
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan import codec
 from megatron_dynapipe.service.failure import decode_failure
-from megatron_dynapipe.service.figures import decode_figures
 from tests.helpers.plans import make_plan
 
 SPARE_BYTES = 1 << 30
@@ -63,7 +62,6 @@ def changed(data: bytes, others: list[bytes], choose: random.Random) -> bytes:
 def outcome(data: bytes) -> str:
     """How an input ends; whatever is raised besides the project's own error is a finding."""
     decode_failure(data).to_error()
-    decode_figures(data)
     ended = "refused"
     for decode in (codec.decode_entry, codec.decode_plan):
         try:

@@ -13,8 +13,7 @@ from tests.helpers.layouts.compare import assert_close, deviation, gradients_of,
 from tests.helpers.layouts.layout import ALL, MIXED, Layout, on_ranks, reference, table
 
 LAYOUTS = {
-    # model x tensor x stages x replicas, then what else; a * marks the core that runs every day: each
-    # kind of parallelism, both optimizers, uneven stages, every mode of recomputation, packed rows, relative positions
+    # model x tensor x stages x replicas, then what else; a * marks the core that runs every day
     "gpt 1x1x1": Layout(family="gpt"),
     "gpt 1x1x1, recompute mixed": Layout(family="gpt", recompute=MIXED),
     "gpt 1x2x1, recompute mixed": Layout(family="gpt", stages=2, recompute=MIXED),
@@ -53,7 +52,7 @@ LAYOUTS = {
     "gpt 1x8x1, recompute mixed": Layout(family="gpt", depth=8, stages=8, recompute=MIXED),
     "gpt 1x8x1, layers 2+1+1+1+1+1+2+1": Layout(family="gpt", depth=10, stages=8, split=(2, 1, 1, 1, 1, 1, 2, 1)),
     "gpt 1x5x1, two chunks": Layout(family="gpt", depth=10, stages=5, chunks=2),
-    "gpt 2x2x1, sequence parallel, recompute mixed": Layout(
+    "gpt 2x2x1, sequence parallel, recompute mixed *": Layout(
         family="gpt", tensor=2, stages=2, sequence=True, recompute=MIXED
     ),
     "gpt 2x2x1, sequence parallel, two chunks": Layout(family="gpt", tensor=2, stages=2, chunks=2, sequence=True),
@@ -70,11 +69,11 @@ LAYOUTS = {
     ),
     "t5 1x4x1": Layout(family="t5", stages=4),
     "t5 1x3x1, layers 1+2+1 *": Layout(family="t5", stages=3, split=(1, 2, 1)),
-    "t5 1x2x1, two chunks, recompute mixed": Layout(family="t5", stages=2, chunks=2, recompute=MIXED),
+    "t5 1x2x1, two chunks, recompute mixed *": Layout(family="t5", stages=2, chunks=2, recompute=MIXED),
     "t5 2x2x2, two chunks, distributed optimizer": Layout(
         family="t5", tensor=2, stages=2, replicas=2, chunks=2, distributed_optimizer=True
     ),
-    "t5 2x2x1, sequence parallel, recompute mixed *": Layout(
+    "t5 2x2x1, sequence parallel, recompute mixed": Layout(
         family="t5", tensor=2, stages=2, sequence=True, recompute=MIXED
     ),
     "t5 1x2x2, relative positions, recompute mixed *": Layout(
@@ -120,8 +119,8 @@ PACKED = {
         family="gpt", tensor=2, stages=2, replicas=2, rows="mixed", distributed_optimizer=True, overlap=True
     ),
     "t5 1x1x1, packed, recompute mixed": Layout(family="t5", rows="packed", recompute=MIXED),
-    "t5 1x2x1, packed *": Layout(family="t5", stages=2, rows="packed"),
-    "t5 1x2x2, rows mixed, rotary positions, recompute mixed": Layout(
+    "t5 1x2x1, packed": Layout(family="t5", stages=2, rows="packed"),
+    "t5 1x2x2, rows mixed, rotary positions, recompute mixed *": Layout(
         family="t5", stages=2, replicas=2, positions="rope", rows="mixed", recompute=MIXED, layer_overhead_us=0.0
     ),
     "t5 1x2x1, packed, relative positions, recompute mixed": Layout(
