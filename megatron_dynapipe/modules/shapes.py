@@ -157,7 +157,7 @@ class ShapeTracker:
                 failures.append(failed)
                 continue
             received_here = said[ranks.stage - 1] if ranks.stage else None
-            self._known[key] = received_here, said[ranks.stage]  # type: ignore[assignment]  # none is a text
+            self._known[key] = received_here, said[ranks.stage]
             self.learned += 1
         self._forget(keys)
         if failures:
