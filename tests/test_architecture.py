@@ -37,6 +37,7 @@ ROOMS = {
     "errors": room(0),
     "files": room(0),
     "outputs": room(1),
+    "processes": room(0),
     "units": room(1),
     "extras": room(2),
     "megatron_version": room(2),
@@ -77,7 +78,7 @@ INTEGRATION = {
 }
 """The rooms inside `integration/`, by layer."""
 TORCH_FREE = (
-    *("errors", "files", "outputs", "units", "cost", "plan", "sampling"),
+    *("errors", "files", "outputs", "processes", "units", "cost", "plan", "sampling"),
     *("planning", "tuning", "store", "service"),
 )
 MODULES_OF_CPU_WITH_MEGATRON = 1
