@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from megatron_dynapipe import config, cpu
+from megatron_dynapipe import config
 from megatron_dynapipe.elastic import rounds
 from megatron_dynapipe.elastic.job import LEFT, Job, note
 from megatron_dynapipe.elastic.pace import SAVE_EVERY
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.files import read_bounded, user_cache_folder
-from megatron_dynapipe.integration.entry import emergency, launch
+from megatron_dynapipe.integration.entry import emergency, failure, launch
 from megatron_dynapipe.units import ModelFamily
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LAYOUT_FLAGS = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"),
     *("--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-layout", "--dynapipe-layers-per-stage"),
-    *("--dynapipe-layer-to-device", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
 )
 """Flags that take one value and are chosen here; what the user gives of them has no effect."""
 HANDLER = "--exit-signal-handler"
@@ -94,8 +94,6 @@ def status() -> Iterator[None]:
 
 def _leave() -> NoReturn:
     """End at once: taking down an interpreter with this many modules takes a second, for which all others wait."""
-    from megatron_dynapipe.integration.entry import failure
-
     for helper in multiprocessing.active_children():  # Megatron's checkpoint writer has one
         helper.terminate()
     failure.leave(LEFT)
@@ -132,12 +130,9 @@ def _words() -> list[str]:
     Raises:
         ConfigError: there is no folder for checkpoints, or they would be of a kind that has one layout.
     """
-    from megatron.training.arguments import add_megatron_arguments
+    from megatron_dynapipe.integration.flags import command_line
 
-    from megatron_dynapipe.integration.flags import arguments
-
-    parser = arguments.add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    words = config.expand(sys.argv[1:], arguments.switches(parser))
+    words = command_line.expanded(sys.argv[1:])
     if os.environ["RANK"] == "0" and (given := [word for word in words if word.partition("=")[0] in LAYOUT_FLAGS]):
         print(f"without effect under launch, which chooses the layout: {', '.join(given)}", flush=True)
     words = without(words, LAYOUT_FLAGS)
@@ -169,7 +164,7 @@ def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 def resuming(words: Sequence[str], saved: Path) -> list[str]:
     """Flags that resume what this job has saved, whatever it first began from; none before it has."""
-    from megatron_dynapipe.integration.flags.run_record import TRACKER
+    from megatron_dynapipe.integration.flags.checks import TRACKER
 
     if not any((folder / TRACKER).exists() for folder in (saved, _emergency_folder(words, saved))):
         return []
@@ -190,7 +185,7 @@ def remove_unfinished(folder: Path) -> None:
 
     Megatron keeps the one of the highest iteration, complete or not, and removes the others before it saves again.
     """
-    from megatron_dynapipe.integration.flags.run_record import TRACKER
+    from megatron_dynapipe.integration.flags.checks import TRACKER
 
     try:
         complete = int(read_bounded(folder / TRACKER, most_bytes=100))
@@ -240,21 +235,19 @@ def _choose(family: ModelFamily, words: Sequence[str], job: Job) -> "Choice":
 def _question(family: ModelFamily, job: Job) -> "tuple[Question, Any, list[Any]]":
     """What is to be chosen, by which costs, for which batches: from the command line of one rank."""
     from megatron_dynapipe.elastic.layout import Question
-    from megatron_dynapipe.integration.entry import runs
-    from megatron_dynapipe.integration.flags.arguments import RunSettings
-    from megatron_dynapipe.integration.flags.plan_inputs import preview_inputs
+    from megatron_dynapipe.integration.flags import command_line
+    from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
     from megatron_dynapipe.service.source import split_sampler
 
-    args = runs.parse(family)
-    settings = RunSettings.from_args(args)
-    inputs = preview_inputs(args, settings, family, on_cpu=cpu.is_enabled())
-    sampler = split_sampler(settings.data, inputs.splits[0])
+    args, run = command_line.parse(family, sys.argv[1:])
+    inputs = plan_inputs(run)
+    sampler = split_sampler(run.data, inputs.splits[0])
     question = Question(
         base=inputs.planner,
         ranks=1,
         most_ranks=job.most_ranks,
         tensor_sizes=_tensor_sizes(args, job.most_ranks),
-        distributed_optimizer=args.use_distributed_optimizer,
+        distributed_optimizer=run.parallel.distributed_optimizer,
         global_batch_size=None if args.tokens_per_global_batch else args.global_batch_size,
     )
     count = sampler.batches.count
