@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from megatron_dynapipe.integration.flags.megatron import TABLE
 
 from megatron_dynapipe.cli.main import build_parser
 from megatron_dynapipe.integration.flags import arguments
-from megatron_dynapipe.integration.flags.megatron import TABLE
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -6,6 +6,7 @@ Giving one stops the run in one line. Those of the same name and meaning as here
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from megatron_dynapipe.errors import ConfigError
 
@@ -100,7 +101,7 @@ def check(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: names the first one, and what to give in its place.
     """
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in pairwise([*arguments, ""]):
         flag, equals, value = argument.partition("=")
         if (instead := FLAGS.get(flag)) is not None:
             raise ConfigError(f"{flag} is not taken: {instead}")
