@@ -194,6 +194,7 @@ class Bench:
 def _plan_inputs(setup: Any) -> Any:
     """What the run's plans are made from."""
     from megatron_dynapipe.integration.flags.arguments import RunSettings
+
     from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
 
     run = setup.args

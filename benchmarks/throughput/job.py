@@ -21,8 +21,9 @@ class Job:
     """A method's pipeline on this rank, and the batches that it runs."""
 
     def __init__(self, spec: Spec, setup: Any) -> None:
-        from megatron_dynapipe.data.meta import open_split, read_meta
         from megatron_dynapipe.integration.flags.arguments import RunSettings
+
+        from megatron_dynapipe.data.meta import open_split, read_meta
         from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
         from megatron_dynapipe.runtime.control_group import ControlGroup
         from megatron_dynapipe.sampling import LengthTable, Sampler
@@ -156,6 +157,7 @@ class Job:
 def divide_memory(run: Any, jobs: int) -> None:
     """Give each of so many jobs on the same GPUs its part of the memory, unless the run says how much it may use."""
     from megatron_dynapipe.integration.flags.clusters import cluster_of
+
     from megatron_dynapipe.integration.flags.plan_inputs import device_memory_bytes
     from megatron_dynapipe.units import BYTES_PER_MB
 
