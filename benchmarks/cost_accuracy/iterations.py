@@ -193,14 +193,11 @@ class Bench:
 
 def _plan_inputs(setup: Any) -> Any:
     """What the run's plans are made from."""
-    from megatron_dynapipe.integration.flags.arguments import RunSettings
-
+    from megatron_dynapipe.integration.flags.from_megatron import run_config
     from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
 
-    run = setup.args
-    run.iteration = run.consumed_valid_samples = run.eval_iters = 0
-    run.train_iters = 10**6
-    return plan_inputs(run, RunSettings.from_args(run), setup.family, on_cpu=setup.device.type == "cpu")
+    setup.args.train_iters, setup.args.eval_iters = 10**6, 0
+    return plan_inputs(run_config(setup.args, setup.family))
 
 
 def _model(setup: Any) -> tuple[Any, Any]:
@@ -210,11 +207,10 @@ def _model(setup: Any) -> tuple[Any, Any]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.utils import get_model_config
 
-    from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider, t5_split
-    from megatron_dynapipe.units import ModelFamily
+    from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 
     run = setup.args
-    provide = t5_provider(run, t5_split(run)) if setup.family is ModelFamily.T5 else gpt_provider(run)
+    provide = gpt_provider(setup.model) if setup.split is None else t5_provider(setup.model, setup.split)
     module = provide(
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
     ).to(device=setup.device, dtype=run.params_dtype)
