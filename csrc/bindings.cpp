@@ -369,7 +369,7 @@ NB_MODULE(_native, module) {
                       std::vector<PackedMode>, const Ints&, const Ints&, int64_t, const Ints&,
                       int64_t, const Matrix&, int64_t, bool, bool, int64_t, const Array<bool, 1>&,
                       const Array<bool, 1>&, const Array<double, 1>&, const Array<double, 1>&, int64_t, bool,
-                      std::vector<StageValues>, int64_t, int64_t>(),
+                      std::vector<StageValues>>(),
              "inputs"_a.noconvert(), "targets"_a.noconvert(), "input_positions"_a.noconvert(),
              "target_positions"_a.noconvert(), "may_pad"_a, "may_pack"_a, "modes"_a.noconvert(),
              "packed"_a.noconvert(), "encoder_layers"_a.noconvert(),
