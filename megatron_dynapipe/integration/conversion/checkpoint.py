@@ -15,11 +15,11 @@ from torch import nn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.conversion.families import Flags
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 from megatron_dynapipe.units import ModelFamily
 
-TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """Megatron's name of a checkpoint that no training run has saved: it brings weights alone."""
 

@@ -164,7 +164,7 @@ def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 def resuming(words: Sequence[str], saved: Path) -> list[str]:
     """Flags that resume what this job has saved, whatever it first began from; none before it has."""
-    from megatron_dynapipe.integration.flags.checks import TRACKER
+    from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 
     if not any((folder / TRACKER).exists() for folder in (saved, _emergency_folder(words, saved))):
         return []
@@ -185,7 +185,7 @@ def remove_unfinished(folder: Path) -> None:
 
     Megatron keeps the one of the highest iteration, complete or not, and removes the others before it saves again.
     """
-    from megatron_dynapipe.integration.flags.checks import TRACKER
+    from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 
     try:
         complete = int(read_bounded(folder / TRACKER, most_bytes=100))

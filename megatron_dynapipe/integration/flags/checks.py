@@ -15,11 +15,10 @@ from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import machine, megatron_flags
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
 
-TRACKER = "latest_checkpointed_iteration.txt"
-"""Megatron's, in the folder of checkpoints: the iteration of the last complete one."""
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 """Of Megatron's `--recompute-modules`, those that can be switched for each micro-batch."""
 _ABOVE_ZERO = ("lookahead", "timeout_s", "device_memory_limit")

@@ -11,6 +11,7 @@ from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags.batch_layout import Layouts
 from megatron_dynapipe.integration.flags.machine import PlannerCount
+from megatron_dynapipe.integration.flags.run_record import CheckpointConfig
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.sampling import SamplerSettings, TruncationSide
@@ -61,36 +62,6 @@ class TrainingConfig:
     evaluation: SamplerSettings
     evaluation_iterations: int
     most_samples: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointConfig:
-    """Where checkpoints are saved and loaded, and what one must hold to go on from it.
-
-    Attributes:
-        save, load: Megatron's folders.
-        step: the iteration to load; None for the last.
-        non_persistent: whether Megatron saves checkpoints in between that every layout can load.
-        non_persistent_folder: where; None for a folder inside `save`.
-        allows_other_data: whether the data may be other than the checkpoint's.
-        weights: arguments that decide which weights a model has and what they mean.
-        tokenizer: the vocabulary's file or folder.
-    """
-
-    save: Path | None
-    load: Path | None
-    step: int | None
-    non_persistent: bool
-    non_persistent_folder: Path | None
-    allows_other_data: bool
-    weights: Mapping[str, str]
-    tokenizer: Path
-
-    def emergency_folder(self, checkpoints: Path) -> Path | None:
-        """Where Megatron saves non-persistent checkpoints that every layout can load; None if it saves none."""
-        if not self.non_persistent:
-            return None
-        return self.non_persistent_folder or checkpoints / "non_persistent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

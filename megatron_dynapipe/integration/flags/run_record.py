@@ -9,8 +9,9 @@ another layout, split, plan    fine, and named in one line
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -18,13 +19,45 @@ from megatron_dynapipe.data.identity import check_files, folder_digest, whole_di
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.integration.flags.checks import TRACKER
-from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.service.settings import PlanInputs
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.integration.flags.run_config import RunConfig
 
 NAME = "dynapipe.json"
 _OF_A_START = (".first_iteration", ".iterations", ".model_state_bytes")
 _MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Where checkpoints are saved and loaded, and what one must hold to go on from it.
+
+    Attributes:
+        save, load: Megatron's folders.
+        step: the iteration to load; None for the last.
+        non_persistent: whether Megatron saves checkpoints in between that every layout can load.
+        non_persistent_folder: where; None for a folder inside `save`.
+        allows_other_data: whether the data may be other than the checkpoint's.
+        weights: arguments that decide which weights a model has and what they mean.
+        tokenizer: the vocabulary's file or folder.
+    """
+
+    save: Path | None
+    load: Path | None
+    step: int | None
+    non_persistent: bool
+    non_persistent_folder: Path | None
+    allows_other_data: bool
+    weights: Mapping[str, str]
+    tokenizer: Path
+
+    def emergency_folder(self, checkpoints: Path) -> Path | None:
+        """Where Megatron saves non-persistent checkpoints that every layout can load; None if it saves none."""
+        if not self.non_persistent:
+            return None
+        return self.non_persistent_folder or checkpoints / "non_persistent"
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +78,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, str]
 
 
-def record_of(run: RunConfig, inputs: PlanInputs) -> RunRecord:
+def record_of(run: "RunConfig", inputs: PlanInputs) -> RunRecord:
     """The record of a run that is about to start; raises DataError where its dataset cannot be read."""
     meta = read_meta(run.data)
     model = {**run.checkpoints.weights, "family": run.family.value, "vocabulary size": str(meta.vocabulary_size)}
@@ -121,7 +154,7 @@ class CheckpointRecords:
             return None
 
 
-def checkpoint_records(run: RunConfig, inputs: PlanInputs) -> list[CheckpointRecords]:
+def checkpoint_records(run: "RunConfig", inputs: PlanInputs) -> list[CheckpointRecords]:
     """What puts a run's record into the checkpoints that it saves, lasting and not; empty where it saves none."""
     own = run.checkpoints.save
     if own is None:

@@ -6,9 +6,14 @@ import msgspec
 import pytest
 
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.integration.flags.checks import TRACKER
-from megatron_dynapipe.integration.flags.run_config import CheckpointConfig
-from megatron_dynapipe.integration.flags.run_record import NAME, CheckpointRecords, RunRecord, check_resumed
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.flags.run_record import (
+    NAME,
+    CheckpointConfig,
+    CheckpointRecords,
+    RunRecord,
+    check_resumed,
+)
 
 RECORD = RunRecord(
     model={"hidden_size": "32", "vocabulary size": "4096"},
