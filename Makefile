@@ -1,10 +1,13 @@
-# The commands of this project; each sets up first (.venv, pinned packages, demo data), which is skipped when up to date.
+# The commands of this project; each sets up first (.venv, pinned packages, demo data), which is skipped when up to date;
+# the demos without the packages of tests, checkers and documents.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-gpt test test-full check docs clean
+.PHONY: help setup setup-run demo demo-gpt test test-full check docs clean
 
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
+# Files of tests side by side, so that what a file's tests share is made once.
+SIDE_BY_SIDE := -n $(or $(WORKERS),2) --dist loadfile
 # At the end of a demo: the same samples padded, packed into rows, and planned.
 COMPARE := $(PYTHON) benchmarks/throughput/run.py --demo
 # A link that leads nowhere is an error.
@@ -24,19 +27,22 @@ help:
 setup:
 	@scripts/setup.sh
 
-demo: setup
+setup-run:
+	@scripts/setup.sh run
+
+demo: setup-run
 	@$(TRAIN) pretrain_t5_multitask.py --dynapipe-config configs/demo_t5.yaml $(SHARED)
 	@$(COMPARE) --model t5 --cost-model .demo/report/t5/cost-model-0.json -- $(SHARED)
 
-demo-gpt: setup
+demo-gpt: setup-run
 	@$(TRAIN) pretrain_gpt_multitask.py --dynapipe-config configs/demo_gpt.yaml $(SHARED)
 	@$(COMPARE) --model gpt --cost-model .demo/report/gpt/cost-model-0.json -- $(SHARED)
 
 test: setup
-	$(PYTEST) tests -m "not slow and not gpu"
+	$(PYTEST) tests -m "not slow and not gpu" $(SIDE_BY_SIDE)
 
 test-full: setup
-	$(PYTEST) tests
+	$(PYTEST) tests $(SIDE_BY_SIDE)
 
 check: setup
 	$(PYTHON) -m ruff check .

@@ -1,6 +1,6 @@
 """A dataset without a download: random tokens in tasks whose lengths have long tails, drawn from a seed.
 
-    python benchmarks/throughput/synthetic.py FOLDER [--samples 20000]
+    python -m benchmarks.throughput.synthetic FOLDER [--samples 20000]
 
 What training takes does not depend on which tokens it sees, so they are drawn evenly; lengths are log-normal around
 each task's medians, which lie as far apart as those of instruction mixtures do (classification, translation, questions
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dynapipe.data.indexed import IndexedWriter
+from megatron_dynapipe.data.indexed import write_samples
 from megatron_dynapipe.data.meta import DatasetMeta, read_meta, write_meta
 
 TASKS = {
@@ -60,7 +60,8 @@ def make(
     """
     source = SOURCE.format(seed=seed)
     if folder.exists():
-        _check(folder, source, samples, vocabulary, longest)
+        if (found := read_meta(folder).source) != source:
+            raise SystemExit(f"expected a dataset of {source} at {folder}, found one of {found}; name another folder")
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -90,24 +91,13 @@ def make(
     return folder
 
 
-def _check(folder: Path, source: str, samples: int, vocabulary: int, longest: tuple[int, int]) -> None:
-    """Stop where the dataset there is not the one asked for."""
-    meta = read_meta(folder)
-    found = (meta.source, sum(meta.samples["train"].values()), meta.vocabulary_size)
-    found += (meta.max_input_length, meta.max_target_length)
-    if found != (wanted := (source, samples, vocabulary, *longest)):
-        raise SystemExit(f"expected a dataset of {wanted} at {folder}, found one of {found}; name another folder")
-
-
 def _write(
     folder: Path, split: str, samples: int, vocabulary: int, longest: tuple[int, int], draw: np.random.Generator
 ) -> dict[str, int]:
     """One split's files; its samples by task."""
     tasks, lengths = lengths_of(samples, longest=longest, draw=draw)
-    with IndexedWriter(folder / split, vocabulary) as writer:
-        for inputs, targets in lengths.tolist():
-            tokens = draw.integers(SPECIAL, vocabulary, inputs + targets).tolist()
-            writer.add(tokens[:inputs], tokens[inputs:])
+    drawn = ((ends[0], draw.integers(SPECIAL, vocabulary, sum(ends)).tolist()) for ends in lengths.tolist())
+    write_samples(folder / split, ((tokens[:inputs], tokens[inputs:]) for inputs, tokens in drawn), vocabulary)
     np.save(folder / f"{split}.tasks.npy", tasks)
     return {name: int((tasks == place).sum()) for place, name in enumerate(TASKS)}
 

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_dynapipe import config, cpu
+from megatron_dynapipe.elastic import orphans
 from megatron_dynapipe.errors import UnsupportedMegatronError
-from megatron_dynapipe.integration.entry import elastic_run, parent_death
+from megatron_dynapipe.integration.entry import elastic_run
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.megatron_version import INSTALL_HINT, found_version
 
@@ -28,7 +29,7 @@ def run(main: Callable[[], None], *, device: cpu.Device | None = None) -> None:
         main: the run.
         device: to run on; that of `--dynapipe-device` if None.
     """
-    parent_death.end_with_launcher()
+    orphans.end_with_launcher()
     with reported():
         wanted = device or config.value_of(sys.argv[1:], "dynapipe-device", "auto")
         prepare_environment(sys.argv[1:], wanted)  # before anything asks for a device
@@ -47,14 +48,14 @@ def check_megatron() -> None:
         UnsupportedMegatronError: something of it is not there.
     """
     try:
-        from megatron_dynapipe.integration.hooks import behaviour
+        from megatron_dynapipe.integration.hooks import compatibility
     except ImportError as error:
         if not (error.name or "").startswith("megatron."):
             raise
         raise UnsupportedMegatronError(
             f"Megatron {found_version()} lacks what planned runs rely on: {error}", hint=INSTALL_HINT
         ) from error
-    behaviour.check()
+    compatibility.check()
 
 
 def environment(*, tensor_parallel: int, capability: int, environ: Mapping[str, str]) -> dict[str, str]:

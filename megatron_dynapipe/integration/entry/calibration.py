@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from megatron_dynapipe.cost import TableCostModel
+from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.errors import CostModelError, DynaPipeError
 from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import launch
@@ -27,10 +28,9 @@ from megatron_dynapipe.integration.flags.machine import local_world_size
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.repredict import repredicted_ns
+from megatron_dynapipe.processes import ChildLog, package_path, start_guarded
 from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs
 from megatron_dynapipe.service.source import split_sampler
-from megatron_dynapipe.store import guard
-from megatron_dynapipe.store.child_log import ChildLog
 from megatron_dynapipe.units import NS_PER_MS
 
 START_S = 120.0
@@ -59,7 +59,7 @@ def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
         return _digest(path)
 
     timeout_s = run.timeout_s + run.calibrate_s + START_S
-    digest = launch.from_rank_0("calibration", measure, timeout_s=timeout_s)
+    digest = from_rank_0("calibration", measure, timeout_s=timeout_s)
     if not digest:
         return None
     if os.environ.get("RANK", "0") == "0" or not path.exists() or _digest(path) != digest:
@@ -146,26 +146,13 @@ def _run(command: Sequence[str], *, deadline_s: float) -> str | None:
     log = ChildLog()
     ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    root = str(Path(__file__).parents[3])
-    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__],
-        stdin=subprocess.PIPE,
-        stdout=log.file,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
+    process = start_guarded(command, log=log, env=environment | {"PYTHONPATH": package_path()})
     try:
-        process.stdin.write(json.dumps({"command": list(command), "stdin": ""}).encode() + b"\n")
-        process.stdin.flush()
         status = process.wait(deadline_s)
     except subprocess.TimeoutExpired:
         return f"not done after {deadline_s:.0f} s"
-    except BrokenPipeError:
-        status = process.wait()
     finally:
+        assert process.stdin is not None
         process.stdin.close()  # ends what still runs
         last = [line for line in log.tail(200).splitlines() if "error: " in line or "Error: " in line]
         log.close()
@@ -174,9 +161,7 @@ def _run(command: Sequence[str], *, deadline_s: float) -> str | None:
 
 def _share(path: Path, timeout_s: float) -> None:
     """Rank 0's file, at the same place on this rank's node."""
-    data = launch.from_rank_0(
-        "calibration-file", lambda: path.read_text(encoding="utf-8"), timeout_s=timeout_s
-    ).encode()
+    data = from_rank_0("calibration-file", lambda: path.read_text(encoding="utf-8"), timeout_s=timeout_s).encode()
     TableCostModel.decode(data, origin="rank 0's measured costs")
     if path.exists() and path.read_bytes() == data:
         return

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_dynapipe import config, cpu
+from megatron_dynapipe.elastic import orphans
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.entry import parent_death
 from megatron_dynapipe.integration.entry.bootstrap import prepare_environment
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.integration.flags import command_line, fork
-from megatron_dynapipe.integration.hooks import active_run, behaviour, optimizer_patches
+from megatron_dynapipe.integration.hooks import active_run, compatibility, optimizer_patches
 from megatron_dynapipe.units import ModelFamily
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ def check_arguments(args: argparse.Namespace) -> None:
     """
     if not args.use_dynapipe:
         return
-    parent_death.end_with_launcher()
+    orphans.end_with_launcher()
     with reported():
         _check_device()
-        behaviour.check_patches()
-        behaviour.check()
+        compatibility.check_patches()
+        compatibility.check()
         optimizer_patches.apply()
         _check_model_flags()
         _check_timers(args, on_cpu=cpu.is_enabled())

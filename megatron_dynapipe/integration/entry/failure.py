@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from megatron_dynapipe.elastic.job import says_first
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import launch
 
@@ -44,7 +45,7 @@ def _report(error: DynaPipeError, prefix: str) -> None:
     more = [f"hint: {error.hint}"] if error.hint is not None else []
     more += getattr(error, "__notes__", ())
     rest = "\n".join(more)
-    if rest and not launch.says_first(rest):
+    if rest and not says_first(rest):
         rest = ""  # another rank has the same error
     print(f"{prefix}error: {error.message}" + f"\n{rest}" * bool(rest), file=sys.stderr, flush=True)
     launch.write_error_file(str(error))

@@ -14,11 +14,12 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_dynapipe import config
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
+from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.integration.entry import calibration, elastic_run, launch
 from megatron_dynapipe.integration.entry.session import Session
+from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
-from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep
-from megatron_dynapipe.integration.execution.step_functions import StepFunction, gpt_batch, gpt_step, t5_batch, t5_step
+from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
 from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import megatron_layout
@@ -52,7 +53,7 @@ class Run:
     args: argparse.Namespace
     session: Session
     model_provider: ModelProvider
-    forward_step: StepFunction
+    forward_step: ForwardStep
     embedding_ranks: EmbeddingRanks | None = None
     position_embedding_ranks: EmbeddingRanks | None = None
 
@@ -133,6 +134,7 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
 def _preflight(run: RunConfig) -> None:
     if launch.checks_for_all():
         check_run(run, plan_inputs(run))
+    elastic_run.lock_checkpoints(run)
 
 
 def _plan_layer_split(run: RunConfig) -> RunConfig:
@@ -141,7 +143,7 @@ def _plan_layer_split(run: RunConfig) -> RunConfig:
     def choose() -> str:
         return ",".join(map(str, chosen_layer_split(run)))
 
-    split = launch.from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
+    split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
     if run.rank == 0:
         print(f"layers per stage: {split}", flush=True)
     return run.with_layers_per_stage([int(layers) for layers in split.split(",")])

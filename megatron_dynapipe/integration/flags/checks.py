@@ -21,7 +21,7 @@ from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, tar
 
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 """Of Megatron's `--recompute-modules`, those that can be switched for each micro-batch."""
-_ABOVE_ZERO = ("lookahead", "timeout_s", "device_memory_limit")
+_ABOVE_ZERO = ("lookahead", "planners", "timeout_s", "device_memory_limit")
 
 
 def check(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> None:

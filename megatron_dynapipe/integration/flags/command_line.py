@@ -200,6 +200,7 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
 def _add_run_flags(add: Callable[..., Any]) -> None:
     """Plans on their way to ranks, waits, records."""
     add("--dynapipe-lookahead", type=int, default=8, metavar="N", help="iterations planned ahead of training")
+    add("--dynapipe-planners", type=int, metavar="N", help="planner processes on each node (default: one in all)")
     add("--dynapipe-timeout-s", type=float, default=300.0, metavar="S", help="deadline of every wait (default 300)")
     add(
         "--dynapipe-store-url-file",

@@ -40,7 +40,7 @@ FLAGS: Mapping[str, str] = {
         "what a micro-batch may take follows from the simulated schedule; to leave more room, lower"
         " --dynapipe-device-memory-limit"
     ),
-    "--dynapipe-prefetch-planner-num-workers": "leave it out: a job starts as many planners as its training needs",
+    "--dynapipe-prefetch-planner-num-workers": "--dynapipe-planners N, processes on each node",
     "--dynapipe-prefetch-listener-num-workers": (
         "each rank fetches its plans in one thread; --dynapipe-lookahead sets how many iterations are planned ahead"
     ),

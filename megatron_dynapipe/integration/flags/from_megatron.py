@@ -12,7 +12,6 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.cost import ScatterGather
-from megatron_dynapipe.data.batches import task_rates
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import layer_split, machine
@@ -71,7 +70,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily) -> RunConfig:
         loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
         store=find_address(None, args.dynapipe_store_url_file, os.environ),
         store_bind=args.dynapipe_store_bind,
-        planners=machine.planner_count(look_ahead=args.dynapipe_lookahead),
+        planners=1 if args.dynapipe_planners is None else args.dynapipe_planners * machine.nodes(),
         ahead=args.dynapipe_lookahead,
         timeout_s=args.dynapipe_timeout_s,
         cost_model=args.dynapipe_cost_model,
@@ -177,7 +176,7 @@ def _training(args: argparse.Namespace, family: ModelFamily) -> TrainingConfig:
 def training_sampler(args: argparse.Namespace, family: ModelFamily) -> SamplerSettings:
     """What decides the samples of training iterations: the flags, and the dataset's mixture."""
     changes: dict[str, Any] = {
-        "task_rates": task_rates(read_meta(args.dynapipe_data)),
+        "task_rates": read_meta(args.dynapipe_data).task_rates,
         "tokens_per_iteration": args.tokens_per_global_batch,
         "last_batch": LastBatch(args.dynapipe_last_batch),
         "epochs": args.train_epochs,

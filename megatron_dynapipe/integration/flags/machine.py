@@ -5,7 +5,6 @@ limit or links of a flag or measured by the cost model's file   >   cluster file
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -145,20 +144,3 @@ def device_memory_bytes(cluster: Cluster | None, *, on_cpu: bool) -> int:
             "this host does not say how much memory it has", hint="pass --dynapipe-device-memory-limit MB"
         ) from error
     return int(host / local_world_size() * MEMORY_SHARE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerCount:
-    """Planner processes of a whole job: those that it begins with, and those that it may have."""
-
-    first: int
-    most: int
-
-
-def planner_count(*, look_ahead: int) -> PlannerCount:
-    """How many planners a job has: it begins with one, and may come to one per core that no rank needs.
-
-    There are never more than iterations to plan ahead. A second is always allowed, to take over from one that hangs.
-    """
-    spare = len(os.sched_getaffinity(0)) - local_world_size()
-    return PlannerCount(first=1, most=max(min(max(spare, 1) * nodes(), look_ahead), 2))

@@ -10,7 +10,6 @@ from megatron_dynapipe.config import Cluster
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags.batch_layout import Layouts
-from megatron_dynapipe.integration.flags.machine import PlannerCount
 from megatron_dynapipe.integration.flags.run_record import CheckpointConfig
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.layers import T5Split
@@ -115,7 +114,7 @@ class RunConfig:
     loss_on: LossOn | None
     store: StoreAddress | None
     store_bind: str
-    planners: PlannerCount
+    planners: int
     ahead: int
     timeout_s: float
     cost_model: Path | None

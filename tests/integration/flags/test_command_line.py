@@ -15,7 +15,6 @@ import pytest
 
 from megatron_dynapipe.errors import ConfigError, DynaPipeError
 from megatron_dynapipe.integration.flags import command_line
-from megatron_dynapipe.store import server
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.entry_scripts import reported, train, words
 from tests.helpers.processes import run_ranks
@@ -25,8 +24,9 @@ OURS = """
 --dynapipe-activation --dynapipe-allow-other-data --dynapipe-attention --dynapipe-calibrate --dynapipe-cluster
 --dynapipe-config --dynapipe-cost-model --dynapipe-data --dynapipe-device --dynapipe-device-memory-limit
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
---dynapipe-lookahead --dynapipe-loss --dynapipe-recalibrate --dynapipe-report-dir --dynapipe-reserve-all-memory
---dynapipe-scatter-gather --dynapipe-store-bind --dynapipe-store-url-file --dynapipe-timeout-s --dynapipe-truncate
+--dynapipe-lookahead --dynapipe-loss --dynapipe-planners --dynapipe-recalibrate --dynapipe-report-dir
+--dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-store-bind --dynapipe-store-url-file
+--dynapipe-timeout-s --dynapipe-truncate
 --dynapipe-unset --use-dynapipe
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
@@ -80,6 +80,7 @@ REFUSED = {
     "--dynapipe-timeout-s nan": "expected --dynapipe-timeout-s above 0, got nan",
     "--dynapipe-calibrate -1": "expected --dynapipe-calibrate of at least 0, got -1.0",
     "--dynapipe-lookahead 0": "expected --dynapipe-lookahead above 0, got 0",
+    "--dynapipe-planners 0": "expected --dynapipe-planners above 0, got 0",
     "--dynapipe-lookahead many": "invalid int value: 'many'",
     "--dynapipe-limit-rc-type some": "--dynapipe-limit-rc-type to name some of none,selective,full, got 'some'",
     "--dynapipe-layers-per-stage 3;1": "expected --dynapipe-layers-per-stage as 5,3, auto or equal, got '3;1'",
@@ -139,6 +140,8 @@ VALUES = [
     ("--train-iters 2 --dynapipe-device-memory-limit 36000", "memory_limit_bytes", "36000000000"),
     ("--train-iters 2 --recompute-activations", "recompute", "(<Recompute.SELECTIVE: 'selective'>,)"),
     ("--train-iters 2 --dynapipe-limit-rc-type full", "recompute", "(<Recompute.FULL: 'full'>,)"),
+    ("--train-iters 2", "planners", "1"),
+    ("--train-iters 2 --dynapipe-planners 3", "planners", "3"),
     ("--train-iters 7", "training.iterations", "7"),
     ("--train-samples 50", "training.iterations", "3"),
     ("--train-epochs 3", "training.iterations", "12"),
@@ -183,14 +186,3 @@ def test_a_pickled_cost_model_is_refused_unread(data: Path, tmp_path: Path) -> N
     case = ["gpt", f"--train-iters 2 --dynapipe-cost-model {pickled}"]
     ((message,),) = run_ranks(parse_each, 1, {"data": str(data), "cases": [case]}, deadline_s=60)
     assert "is a pickle" in message and "dynapipe-cost-model/1" in message
-
-
-def test_a_server_on_the_path_is_used_where_the_wheel_is_absent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = tmp_path / "redis-server"
-    found.write_text("#!/bin/sh\n")
-    found.chmod(0o755)
-    monkeypatch.setattr(server.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert server.find_server_binary() == found

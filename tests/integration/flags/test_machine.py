@@ -132,23 +132,3 @@ def test_ranks_do_not_share_a_gpu_over_nccl(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="a GPU for each of this node's 4 ranks, got 2: nccl does not") as caught:
         machine.device_index(1, devices=2, backend="nccl")
     assert "--distributed-backend gloo" in str(caught.value.hint)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "cores", "look_ahead", "most"),
-    [
-        (1, 8, 8, 4),  # four ranks leave four cores
-        (4, 12, 8, 8),  # never more than can be planned ahead: not 32
-        (1, 4, 8, 2),  # a second one takes over where the first hangs
-        (3, 4, 8, 3),
-        (2, 64, 1, 2),
-    ],
-)
-def test_a_job_begins_with_one_planner(
-    monkeypatch: pytest.MonkeyPatch, nodes: int, cores: int, look_ahead: int, most: int
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setenv("WORLD_SIZE", str(4 * nodes))
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(cores)))
-    count = machine.planner_count(look_ahead=look_ahead)
-    assert (count.first, count.most) == (1, most)
