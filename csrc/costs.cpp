@@ -51,7 +51,6 @@ bool CostCache::interpolate_kind(const BySize& by_size, size_t kind, const Axis:
 }
 
 Summary CostCache::summarize(const BySize& by_size, int64_t size) {
-    if (!problem_.allows_size(size)) return {0, 0, 0, true};
     const Axis::Cell cell = by_size.sizes_->cell(size);
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
         StageCosts at;
@@ -88,8 +87,7 @@ const CostRow& CostCache::row(size_t mode, const Shape& shape) {
 }
 
 void CostCache::compute(const BySize& by_size, const Shape& shape, CostRow& row) {
-    if (by_size.stage_costs_.empty() || !by_size.sizes_->covers(shape.size) ||
-        !problem_.allows_size(shape.size)) {
+    if (by_size.stage_costs_.empty() || !by_size.sizes_->covers(shape.size)) {
         by_kind_.clear();
     } else {
         const Axis::Cell cell = by_size.sizes_->cell(shape.size);

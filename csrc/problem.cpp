@@ -37,12 +37,6 @@ void PipelineShape::check() const {
     for (int64_t bytes : model_state) require(bytes >= 0 && bytes <= kMostBytes, "model state from 0 to 2^60");
 }
 
-bool Problem::allows_size(int64_t size) const {
-    int64_t step = 1;
-    while (sizes_per_octave && size / step >= 2 * sizes_per_octave) step *= 2;
-    return size % step == 0;
-}
-
 bool Problem::allows(size_t option, size_t other) const {
     const auto held = in_flight.begin() + option * stages(), more = in_flight.begin() + other * stages();
     return std::equal(held, held + stages(), more, std::less_equal<>());

@@ -32,11 +32,8 @@ struct Problem {
     Links links;
     std::vector<int64_t> in_flight;  // [options][stages] micro-batches that a stage holds at once
     int64_t replicas;
-    int64_t row_multiple = 8;      // positions of packed rows are rounded up to it
-    int64_t sizes_per_octave = 0;  // sizes of padded micro-batches from one to its double; 0 allows any
+    static constexpr int64_t row_multiple = 8;  // positions of packed rows are rounded up to it
 
-    // Whether a padded micro-batch may have so many samples (planning/buckets.py).
-    bool allows_size(int64_t size) const;
     size_t samples() const { return inputs.size(); }
     size_t stages() const { return pipeline.stages; }
     size_t chunks() const { return pipeline.chunks; }

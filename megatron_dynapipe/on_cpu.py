@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import bootstrap
+from megatron_dynapipe.integration.entry.failure import reported
 
 
 def main() -> None:
@@ -35,6 +36,6 @@ def check_script() -> None:
 
 
 if __name__ == "__main__":
-    with bootstrap.reported():
+    with reported():
         check_script()
     bootstrap.run(main, device="cpu")

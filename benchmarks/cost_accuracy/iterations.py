@@ -194,13 +194,11 @@ class Bench:
 
 def _plan_inputs(setup: Any) -> Any:
     """What the run's plans are made from."""
-    from megatron_dynapipe.integration.flags.arguments import RunSettings
+    from megatron_dynapipe.integration.flags.from_megatron import run_config
     from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
 
-    run = setup.args
-    run.iteration = run.consumed_valid_samples = run.eval_iters = 0
-    run.train_iters = 10**6
-    return plan_inputs(run, RunSettings.from_args(run), setup.family, on_cpu=setup.device.type == "cpu")
+    setup.args.train_iters, setup.args.eval_iters = 10**6, 0
+    return plan_inputs(run_config(setup.args, setup.family))
 
 
 def _planned(plan: Any, stage: int, element_bytes: int) -> tuple[int, int]:

@@ -22,20 +22,19 @@ class Job:
 
     def __init__(self, spec: Spec, setup: Any) -> None:
         from megatron_dynapipe.data.meta import open_split, read_meta
-        from megatron_dynapipe.integration.flags.arguments import RunSettings
+        from megatron_dynapipe.integration.flags.from_megatron import run_config
         from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
         from megatron_dynapipe.runtime.control_group import ControlGroup
         from megatron_dynapipe.sampling import LengthTable, Sampler
 
         method = (METHODS | ABLATIONS)[spec.method]
         run = setup.args
-        run.iteration = run.consumed_valid_samples = run.eval_iters = 0
-        run.train_iters = 10**6
+        run.train_iters, run.eval_iters = 10**6, 0
         on_cpu = setup.device.type == "cpu"
         if spec.jobs_per_device > 1 and not on_cpu:
-            divide_memory(run, spec.jobs_per_device)
-        self._setup, self._settings = setup, RunSettings.from_args(run)
-        inputs = plan_inputs(run, self._settings, setup.family, on_cpu=on_cpu)
+            divide_memory(setup, spec.jobs_per_device)
+        self._setup, self._config = setup, run_config(run, setup.family)
+        inputs = plan_inputs(self._config)
         longest = (run.seq_length, run.decoder_seq_length or 0)
         # A target's start and end tokens take positions, and a decoder-only row's last token none.
         self._row = (longest[0], longest[1] - 2) if longest[1] else (longest[0] + 1, 0)
@@ -71,9 +70,7 @@ class Job:
         if command.get("split"):
             from megatron_dynapipe.integration.flags.plan_inputs import chosen_layer_split
 
-            on_cpu = self._setup.device.type == "cpu"
-            split = chosen_layer_split(self._setup.args, self._settings, self._setup.family, on_cpu=on_cpu)
-            return {"layers_per_stage": list(split)}
+            return {"layers_per_stage": list(chosen_layer_split(self._config))}
         return self._run(int(command["batch"]))
 
     def _run(self, number: int) -> dict[str, Any]:
@@ -153,12 +150,12 @@ class Job:
         return int(line.split()[1]) * 1024
 
 
-def divide_memory(run: Any, jobs: int) -> None:
+def divide_memory(setup: Any, jobs: int) -> None:
     """Give each of so many jobs on the same GPUs its part of the memory, unless the run says how much it may use."""
-    from megatron_dynapipe.integration.flags.clusters import cluster_of
-    from megatron_dynapipe.integration.flags.plan_inputs import device_memory_bytes
+    from megatron_dynapipe.integration.flags.machine import cluster_of, device_memory_bytes
     from megatron_dynapipe.units import BYTES_PER_MB
 
+    run = setup.args
     if run.dynapipe_device_memory_limit is None:
-        whole = device_memory_bytes(cluster_of(run, on_cpu=False), on_cpu=False)
+        whole = device_memory_bytes(cluster_of(run.dynapipe_cluster, device=setup.device), on_cpu=False)
         run.dynapipe_device_memory_limit = whole / jobs / BYTES_PER_MB

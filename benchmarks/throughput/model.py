@@ -8,14 +8,12 @@ def build(setup: Any) -> tuple[Any, Any]:
     """The stage of this rank, wrapped by Megatron, and its optimizer."""
     from megatron.core import parallel_state
 
-    from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider, t5_split
-    from megatron_dynapipe.units import ModelFamily
+    from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 
-    run = setup.args
-    provide = t5_provider(run, t5_split(run)) if setup.family is ModelFamily.T5 else gpt_provider(run)
+    provide = gpt_provider(setup.model) if setup.split is None else t5_provider(setup.model, setup.split)
     module = provide(
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
-    ).to(device=setup.device, dtype=run.params_dtype)
+    ).to(device=setup.device, dtype=setup.model.dtype)
     return wrapped(setup, module)
 
 

@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.throughput.job import Job
 from benchmarks.throughput.methods import STOCK, Spec
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.integration.entry import environment
+from megatron_dynapipe.integration.entry import bootstrap
 
 cpu.quieten()
 
@@ -25,7 +25,7 @@ def main() -> None:
     """Run the commands of the driver until it closes the connection."""
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Spec)
     device = config.value_of(spec.flags, "dynapipe-device", "auto")
-    environment.prepare([*spec.flags, "--tensor-model-parallel-size", str(spec.tensor_parallel)], device)
+    bootstrap.prepare_environment([*spec.flags, "--tensor-model-parallel-size", str(spec.tensor_parallel)], device)
     cpu.enable(device)  # type: ignore[arg-type]
     from megatron_dynapipe.integration.profiling.setup import prepared
     from megatron_dynapipe.units import ModelFamily

@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches, positive
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from msgspec import UnsetType
-
     from megatron_dynapipe.cost import CostModel, Network
     from megatron_dynapipe.cost.format import Link
-    from megatron_dynapipe.planning.buckets import ShapeBuckets
     from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.planning.settings import PlannerSettings
 
@@ -78,7 +75,6 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, models: Sequence[st
         default="auto",
         help="samples of a micro-batch padded, packed into one row, or whichever is faster (default: auto)",
     )
-    _add_bucket_arguments(parser)
     parser.add_argument("--devices-per-node", type=positive, default=8, metavar="N")
     _add_transfer_arguments(parser)
     parser.add_argument(
@@ -95,25 +91,6 @@ def _segments(models: Sequence[str]) -> str:
     """What the help says of models of segments, where there may be any."""
     where = "; segments: any module, divided where its cost model says (layers and sizes are not given)"
     return where if SEGMENTS in models else ""
-
-
-def _add_bucket_arguments(parser: argparse.ArgumentParser) -> None:
-    """What shapes of micro-batches may be."""
-    for name, of in (("length", "lengths of padded micro-batches"), ("row", "positions of packed rows")):
-        parser.add_argument(
-            f"--{name}-multiple",
-            type=positive,
-            default=LENGTH_MULTIPLE,
-            metavar="N",
-            help=f"{of} are rounded up to it, so that fewer shapes occur (default {LENGTH_MULTIPLE})",
-        )
-    parser.add_argument(
-        "--sizes-per-octave",
-        type=_count,
-        default=0,
-        metavar="N",
-        help="sizes of padded micro-batches from one to its double: 1, 2, 4, 8 (default 0: any)",
-    )
 
 
 def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -193,7 +170,6 @@ def complete_model(args: argparse.Namespace) -> None:
 
 def _of_segments(args: argparse.Namespace, schedule: str | None) -> "tuple[CostModel, PlannerSettings]":
     """Segments evened out over the stages by their costs."""
-    import msgspec
 
     from megatron_dynapipe.cost.segments import SegmentCosts
     from megatron_dynapipe.planning.segments import even_split_of_costs, segment_settings
@@ -212,7 +188,7 @@ def _of_segments(args: argparse.Namespace, schedule: str | None) -> "tuple[CostM
         network=network_of(args, costs.links),
         schedule=schedule_of(args, schedule),
     )
-    return costs.of_stages(stage_of), msgspec.structs.replace(settings, buckets=_buckets(args))
+    return costs.of_stages(stage_of), settings
 
 
 def planner_settings(
@@ -248,7 +224,6 @@ def planner_settings(
         scatter_gather=ScatterGather(args.scatter_gather),
         schedule=schedule_of(args, schedule),
         transfers=TransferRules(receive_ahead=args.receive_ahead, ordered_starts=args.ordered_starts),
-        buckets=_buckets(args),
     )
     return _with_auto_split(args, settings, cost_model) if split == "auto" else settings
 
@@ -265,19 +240,6 @@ def network_of(args: argparse.Namespace, links: "Mapping[str, Link]") -> "Networ
         intra_node_latency_us=args.intra_node_latency_us,
         inter_node_latency_us=args.inter_node_latency_us,
     )
-
-
-def _buckets(args: argparse.Namespace) -> "ShapeBuckets | UnsetType":
-    import msgspec
-
-    from megatron_dynapipe.planning.buckets import ANY_SHAPE, ShapeBuckets
-
-    made = ShapeBuckets(
-        length_multiple=args.length_multiple,
-        row_multiple=args.row_multiple,
-        sizes_per_octave=args.sizes_per_octave,
-    )
-    return msgspec.UNSET if made == ANY_SHAPE else made
 
 
 def schedule_of(args: argparse.Namespace, method: str | None = None) -> "ScheduleSettings":

@@ -40,8 +40,6 @@ class BatchProblem:
         receive_ahead: int = -1,
         ordered_starts: bool = False,
         of_stages: Sequence[npt.NDArray[np.int64]] = (),
-        row_multiple: int = 8,
-        sizes_per_octave: int = 0,
     ) -> None: ...
     def partition(
         self, *, orders: Sequence[_Ints], improve: bool

@@ -146,8 +146,7 @@ class Planner:
                 f"expected at least one sample for each of {self.settings.data_parallel} replicas, got {len(batch)}",
                 hint="use larger global batches or fewer data-parallel replicas",
             )
-        multiple = self.settings.shape_buckets.length_multiple
-        samples = Samples.of(batch, self.settings.family, multiple=multiple)
+        samples = Samples.of(batch, self.settings.family)
         chosen = self.settings.partition
         if chosen.algorithm is PartitionAlgorithm.PADDING:
             return samples.padded(chosen.padded_input_length, chosen.padded_target_length)
@@ -173,7 +172,6 @@ class Planner:
             forward_only=forward_only,
             peak_covers_backward=self._peak_covers_backward,
             transfers=s.transfers,
-            buckets=s.shape_buckets,
         )
 
     def in_flight_options(self) -> IntArray:

@@ -18,7 +18,6 @@ from megatron_dynapipe.cost import LayerTables, Links, PipelineLayout
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules
-from megatron_dynapipe.planning.buckets import ANY_SHAPE, ShapeBuckets
 from megatron_dynapipe.planning.native import core
 from megatron_dynapipe.units import BatchLayout, Shape, round_up
 
@@ -55,7 +54,6 @@ class BatchProblem:
         forward_only: no backward runs and nothing is kept for it.
         peak_covers_backward: as in `ScheduleProblem`.
         transfers: when transfers are started, and what a start waits for.
-        buckets: what shapes may be; inputs and targets are in its steps already.
     """
 
     inputs: IntArray
@@ -74,7 +72,6 @@ class BatchProblem:
     forward_only: bool = False
     peak_covers_backward: bool = False
     transfers: TransferRules = GLOO_RULES
-    buckets: ShapeBuckets = ANY_SHAPE
 
     @cached_property
     def native(self) -> core.BatchProblem:
@@ -110,8 +107,6 @@ class BatchProblem:
                 gbps=self.links.gbps.ravel(),
                 of_stages=[np.ascontiguousarray(t.of_stages) for t in self.modes if t.of_stages is not None],
                 **native_rules(self.transfers),
-                row_multiple=self.buckets.row_multiple,
-                sizes_per_octave=self.buckets.sizes_per_octave,
             )
         except ValueError as error:
             raise PlanningError(f"the batch cannot be planned: {error}") from error
@@ -120,7 +115,7 @@ class BatchProblem:
         """The shape of a micro-batch of these samples."""
         if layout is BatchLayout.PACKED:
             both = (self.input_positions[members], self.target_positions[members])
-            return Shape(1, *(round_up(int(positions.sum()), self.buckets.row_multiple) for positions in both))
+            return Shape(1, *(round_up(int(positions.sum())) for positions in both))
         return Shape(len(members), int(self.inputs[members].max()), int(self.targets[members].max()))
 
     def costs_of(

@@ -32,8 +32,8 @@ class Samples:
     targets: IntArray
 
     @classmethod
-    def of(cls, batch: GlobalBatch, family: ModelFamily, *, multiple: int = LENGTH_MULTIPLE) -> Self:
-        """Round the batch's lengths up to padded positions, a multiple of `multiple`.
+    def of(cls, batch: GlobalBatch, family: ModelFamily) -> Self:
+        """Round the batch's lengths up to padded positions, multiples of `LENGTH_MULTIPLE`.
 
         Raises:
             DataError: an input, or a T5's target, is empty.
@@ -56,8 +56,8 @@ class Samples:
             target_tokens=target_tokens,
             input_positions=inputs,
             target_positions=targets,
-            inputs=round_up_all(inputs, multiple),
-            targets=round_up_all(targets, multiple),
+            inputs=round_up_all(inputs),
+            targets=round_up_all(targets),
         )
 
     def padded(self, input_length: int | None, target_length: int | None) -> Self:

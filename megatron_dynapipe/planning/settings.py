@@ -8,7 +8,6 @@ from megatron_dynapipe.cost import Links, Network, PipelineLayout, ScatterGather
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.planning.baselines import PartitionSettings
-from megatron_dynapipe.planning.buckets import ANY_SHAPE, ShapeBuckets
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
 
@@ -39,8 +38,6 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         partition: how micro-batches are made.
         schedule: how passes are ordered.
         transfers: when transfers are started, and what a start waits for.
-        buckets: what shapes of micro-batches may be; unset allows what `ShapeBuckets` does by default, and leaves the
-            settings' digest as it was before there were any.
     """
 
     family: ModelFamily
@@ -64,7 +61,6 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     partition: PartitionSettings = PartitionSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     transfers: TransferRules = TransferRules()
-    buckets: ShapeBuckets | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if not self.recompute or len(set(self.recompute)) != len(self.recompute):
@@ -98,11 +94,6 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"expected layers for {self.pipeline_parallel} × {self.chunks} virtual stages, got a layer split of "
                 f"{self.layout.virtual_stages}"
             )
-
-    @property
-    def shape_buckets(self) -> ShapeBuckets:
-        """What shapes may be."""
-        return ANY_SHAPE if isinstance(self.buckets, msgspec.UnsetType) else self.buckets
 
     @property
     def layout(self) -> PipelineLayout:

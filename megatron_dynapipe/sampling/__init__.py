@@ -1,6 +1,6 @@
 """Which samples an iteration holds: lengths on disk, maximum lengths, mixture, sampler. No text, no torch."""
 
-from megatron_dynapipe.sampling.batches import Batches, LastBatch, RampUp
+from megatron_dynapipe.sampling.batches import Batches, LastBatch
 from megatron_dynapipe.sampling.lengths import LengthTable, read_task_ids
 from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples, TruncationSide
 from megatron_dynapipe.sampling.sampler import GlobalBatch, Sampler, SamplerSettings, long_by_task
@@ -12,7 +12,6 @@ __all__ = [
     "LengthTable",
     "LongSampleReport",
     "LongSamples",
-    "RampUp",
     "Sampler",
     "SamplerSettings",
     "TruncationSide",

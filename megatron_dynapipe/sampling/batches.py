@@ -1,4 +1,4 @@
-"""Which part of the stream of samples each iteration takes: by samples, growing at first, or by tokens.
+"""Which part of the stream of samples each iteration takes: by samples or by tokens.
 
     epoch 0               epoch 1
     ├─────┼─────┼───┊─────┼─────┼────            continue: a batch goes on into the next epoch
@@ -14,7 +14,6 @@ from array import array
 from collections.abc import Callable
 from itertools import pairwise
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -31,39 +30,6 @@ class LastBatch(enum.StrEnum):
     DROP = "drop"
 
 
-class RampUp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A batch size that grows, by the rule of Megatron's `--rampup-batch-size` (up to 0.18).
-
-    Attributes:
-        start: samples of the first batch.
-        increment: by which it grows each time.
-        samples: during which it grows, in equal steps, up to the full size.
-    """
-
-    start: int
-    increment: int
-    samples: int
-
-    def size(self, full: int, consumed: int) -> int:
-        """Samples of the batch after `consumed` ones."""
-        steps = (full - self.start) // self.increment
-        if steps == 0 or consumed > self.samples:
-            return full
-        return min(self.start + int(consumed / (self.samples / steps)) * self.increment, full)
-
-    def check(self, full: int) -> None:
-        """Raises ConfigError unless whole steps lead from the start to the full size."""
-        if not (0 < self.start <= full and self.increment > 0 and self.samples >= 0):
-            raise ConfigError(
-                f"expected a ramp-up from 1…{full} samples by at least 1 over at least 0 samples, got {self.start},"
-                f" {self.increment} and {self.samples}"
-            )
-        if (full - self.start) % self.increment:
-            raise ConfigError(
-                f"expected a batch size that grows from {self.start} to {full} by whole steps of {self.increment}"
-            )
-
-
 class Batches:
     """The place of every iteration in the stream.
 
@@ -72,7 +38,6 @@ class Batches:
         samples: of a batch; or
         tokens: of a batch at most, with
         lengths: tokens of the samples at places `first` … `stop - 1` of the stream.
-        ramp_up: how the number of samples grows at first.
         last: what becomes of an epoch's end.
         epochs: after which the stream ends; None for never.
 
@@ -87,23 +52,18 @@ class Batches:
         samples: int | None = None,
         tokens: int | None = None,
         lengths: Callable[[int, int], npt.NDArray[np.int64]] | None = None,
-        ramp_up: RampUp | None = None,
         last: LastBatch = LastBatch.CONTINUE,
         epochs: int | None = None,
     ) -> None:
         if (samples is None) == (tokens is None):
             raise ConfigError("expected batches of samples or of tokens, and not both")
         self._per_epoch, self._samples, self._tokens, self._lengths = per_epoch, samples, tokens, lengths
-        self._ramp_up, self._last = ramp_up, last
+        self._last = last
         self._end = None if epochs is None else epochs * per_epoch
         # First and last place of every batch so far, where they are found one after another.
         self._firsts, self._stops = array("q"), array("q")
-        self._next = self._consumed = 0
+        self._next = 0
         self._full = False
-        if ramp_up is not None:
-            if samples is None:
-                raise ConfigError("expected a ramp-up of batches of samples, got batches of tokens")
-            ramp_up.check(samples)
         if last is LastBatch.DROP and samples is not None and samples > per_epoch:
             raise ConfigError(
                 f"expected an epoch of at least one batch of {samples} samples, it has {per_epoch}",
@@ -139,7 +99,6 @@ class Batches:
     def _is_plain(self) -> bool:
         return (
             self._samples is not None
-            and self._ramp_up is None
             and self._end is None
             and (self._last is LastBatch.CONTINUE or self._per_epoch % self._samples == 0)
         )
@@ -164,8 +123,7 @@ class Batches:
 
     def _find_by_samples(self) -> None:
         assert self._samples is not None
-        size = self._samples if self._ramp_up is None else self._ramp_up.size(self._samples, self._consumed)
-        stop, limit = self._next + size, self._limit()
+        stop, limit = self._next + self._samples, self._limit()
         self._close(stop if limit is None else min(stop, limit), is_short=limit is not None and stop > limit)
 
     def _find_by_tokens(self) -> None:
@@ -191,7 +149,6 @@ class Batches:
         if not dropped:
             self._firsts.append(self._next)
             self._stops.append(stop)
-            self._consumed += stop - self._next
         self._next = stop
 
     @property

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.sampling.batches import Batches, LastBatch, RampUp
+from megatron_dynapipe.sampling.batches import Batches, LastBatch
 from megatron_dynapipe.sampling.lengths import LengthTable
 from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples, apply_maximum
 from megatron_dynapipe.sampling.orders import Order, ShuffledEpochs, TaskDraws, TaskRows, draws_of_rates
@@ -31,7 +31,6 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             small tasks are seen more often (and large ones not wholly in every epoch).
         task_rates: how often each task is drawn, by its index; empty for as often as it has samples.
         tokens_per_iteration: tokens (input and target) of one global batch at most, in place of a number of samples.
-        ramp_up: how the number of samples grows at first.
         last_batch: what becomes of an epoch's end that does not fill a batch.
         epochs: after which no samples come; None for never.
     """
@@ -45,7 +44,6 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     mixture_temperature: float = 1.0
     task_rates: tuple[float, ...] = ()
     tokens_per_iteration: int | None = None
-    ramp_up: RampUp | None = None
     last_batch: LastBatch = LastBatch.CONTINUE
     epochs: int | None = None
 
@@ -160,7 +158,6 @@ class Sampler:
             samples=settings.samples_per_iteration if settings.tokens_per_iteration is None else None,
             tokens=settings.tokens_per_iteration,
             lengths=self._tokens,
-            ramp_up=settings.ramp_up,
             last=settings.last_batch,
             epochs=settings.epochs,
         )

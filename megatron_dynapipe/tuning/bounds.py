@@ -26,7 +26,7 @@ from megatron_dynapipe.cost.tables import at_point
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import BatchLayout
+from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout
 
 Reals = npt.NDArray[np.float64]
 
@@ -62,7 +62,7 @@ def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBa
     floor = np.full(len(_KINDS), np.inf)
     for tables in modes:
         if pads or tables.packed is None:
-            floor = np.minimum(floor, _floor(tables, samples, settings.shape_buckets.row_multiple if packs else 1))
+            floor = np.minimum(floor, _floor(tables, samples, LENGTH_MULTIPLE if packs else 1))
         if packs and tables.packed is not None:
             floor = np.minimum(floor, _packed_floor(tables.packed))
     # By whichever positions packed rows are charged: inputs, targets, or both.

@@ -2,14 +2,15 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import yaml
 
 from megatron_dynapipe.cli.main import main
+from megatron_dynapipe.config import read_cluster
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
@@ -66,23 +67,24 @@ def parse_and_plan(config: str, gpus: int, data: str, batches: list[dict]) -> di
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
     from megatron.training import global_vars
 
-    from megatron_dynapipe.integration.entry import runs
+    from megatron_dynapipe.integration.flags import command_line
     from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
     from megatron_dynapipe.planning.planner import Planner
+    from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.sampling import GlobalBatch
     from megatron_dynapipe.units import ModelFamily
 
     os.environ |= {"WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(min(gpus, 8)), "RANK": "0"}
-    sys.argv = ["pretrain", "--dynapipe-config", config, "--dynapipe-data", data, "--dynapipe-disable-mb-permutation"]
+    argv = ["--dynapipe-config", config, "--dynapipe-data", data]
     if gpus > 2:
-        sys.argv += ["--dynapipe-cluster", "configs/clusters/a100_40gb.yaml"]
+        argv += ["--dynapipe-cluster", "configs/clusters/a100_40gb.yaml"]
     kind = ModelFamily("t5" if "t5" in Path(config).stem else "gpt")
     global_vars.destroy_global_vars()  # of the run file before
     unset_num_microbatches_calculator()
-    args = runs.parse(kind)
-    args.iteration = args.consumed_valid_samples = 0
-    inputs = plan_inputs(args, runs.arguments.RunSettings.from_args(args), kind, on_cpu=gpus <= 2)
-    planner = Planner(inputs.planner, inputs.costs.load())
+    args, run = command_line.parse(kind, argv)
+    inputs = plan_inputs(run)
+    quickly = msgspec.structs.replace(inputs.planner, schedule=ScheduleSettings(search_evaluations=0))
+    planner = Planner(quickly, inputs.costs.load())
     needed = []
     longest = (args.seq_length, (args.decoder_seq_length or 2) - 2)
     for index, batch in enumerate(batches):
@@ -139,20 +141,8 @@ def test_a_config_parses_and_its_plans_fit_the_device(path, planned):
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_a_cluster_file_describes_a_device(path):
-    keys = yaml.safe_load(path.read_text())
-    links = [f"dynapipe-{where}-node-{what}" for where in ("intra", "inter") for what in ("bw", "lat")]
-    assert sorted(keys) == sorted(["dynapipe-device-memory-limit", *links])
-    assert 0.5 < keys["dynapipe-device-memory-limit"] / DEVICE_MB[path.stem] < 0.95
-
-
-def test_a_cluster_file_may_follow_a_model_file():
-    """As a run file, too: the second one's memory counts."""
-    from megatron_dynapipe import config
-
-    switches = {name: isinstance(value, bool) for path in (CONFIGS[-1], *CLUSTERS) for name, value in keys_of(path)}
-    words = ["--dynapipe-config", str(CONFIGS[-1]), "--dynapipe-config", str(CLUSTERS[-1])]
-    flags = config.expand(words, switches)
-    assert flags[flags.index("--dynapipe-device-memory-limit") + 1] == "127000"
+    cluster = read_cluster(path)
+    assert 0.5 < cluster.memory_limit_bytes / 1e6 / DEVICE_MB[path.stem] < 0.95
 
 
 @pytest.mark.slow

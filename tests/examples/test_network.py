@@ -18,7 +18,7 @@ LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ .*?lm loss: ([0-9.E+-]+|nan)")
 FLAGS = (
     "--encoder-num-layers 2 --decoder-num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 "
     "--global-batch-size 16 --eval-iters 0 --train-iters 12 --dynapipe-calibrate 0 --dynapipe-lookahead 2 "
-    "--dynapipe-timeout-s 100 --dynapipe-prefetch-planner-num-workers 1"
+    "--dynapipe-timeout-s 100"
 )
 START_S, END_S, CUT_S = 200, 150, 5
 

@@ -91,9 +91,9 @@ def test_a_staged_t5_trains_in_a_patched_checkout(patched, data, tmp_path):
 
 
 def test_a_bad_flag_ends_a_patched_run_with_one_line(patched, data, tmp_path):
-    flags = f"{SMALL['gpt']} {COMMON} --train-iters 2 --use-dynapipe --dynapipe-inter-node-bw 0"
+    flags = f"{SMALL['gpt']} {COMMON} --train-iters 2 --use-dynapipe --dynapipe-lookahead 0"
     (said,) = launch(BY_HAND, patched, f"{flags} --dynapipe-data {data}", tmp_path, ranks=1, status=2)
-    assert said.strip().splitlines()[-1] == "error: expected --dynapipe-inter-node-bw above 0, got 0.0"
+    assert said.strip().splitlines()[-1] == "error: expected --dynapipe-lookahead above 0, got 0"
 
 
 def test_without_a_gpu_a_patched_run_says_how_to_try_it(patched, data, tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.sampling import batches as batches_module
-from megatron_dynapipe.sampling.batches import Batches, LastBatch, RampUp, token_batches
+from megatron_dynapipe.sampling.batches import Batches, LastBatch, token_batches
 from megatron_dynapipe.sampling.orders import TaskDraws, TaskRows, draws_of_rates
 
 
@@ -76,22 +76,11 @@ def test_without_an_end() -> None:
     assert Batches(10, samples=4, last=LastBatch.KEEP).bounds(5) == (18, 20)
 
 
-def test_ramp_up() -> None:
-    """From 4 to 24 samples in five steps over 100 samples: a step after every 20."""
-    made = Batches(1000, samples=24, ramp_up=RampUp(start=4, increment=4, samples=100))
-    bounds = [made.bounds(iteration) for iteration in range(14)]
-    assert [stop - first for first, stop in bounds] == [4] * 5 + [8] * 3 + [12] * 2 + [16, 20, 24, 24]
-    assert all(one[1] == two[0] for one, two in pairwise(bounds))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({}, "expected batches of samples or of tokens"),
         ({"samples": 2, "tokens": 2}, "expected batches of samples or of tokens"),
-        ({"tokens": 2, "ramp_up": RampUp(start=1, increment=1, samples=1)}, "got batches of tokens"),
-        ({"samples": 8, "ramp_up": RampUp(start=1, increment=2, samples=1)}, "by whole steps of 2"),
-        ({"samples": 8, "ramp_up": RampUp(start=9, increment=1, samples=1)}, "expected a ramp-up from 1…8"),
     ],
 )
 def test_bad_sizes(arguments: dict[str, object], message: str) -> None:

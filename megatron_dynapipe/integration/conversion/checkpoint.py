@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from torch import nn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.conversion.families import Flags
-from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider, t5_split
-from megatron_dynapipe.integration.profiling.setup import prepared
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
+from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 from megatron_dynapipe.units import ModelFamily
 
-TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """Megatron's name of a checkpoint that no training run has saved: it brings weights alone."""
 
@@ -38,26 +37,26 @@ def whole_model(flags: Flags, family: ModelFamily, vocabulary: int, dtype: torch
     Raises:
         ConfigError: Megatron refuses the flags.
     """
-    words = [word for name, value in flags.items() for word in _words(name, value)]
-    words += {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, [])
+    arguments = [argument for name, value in flags.items() for argument in _as_arguments(name, value)]
+    arguments += {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, [])
     try:
-        with prepared(words, family, vocabulary=vocabulary) as setup:
-            yield _build(setup.args, family).eval()
+        with prepared(arguments, family, vocabulary=vocabulary) as setup:
+            yield _build(setup).eval()
     finally:  # Megatron's arguments are global: a process that converts several models has each one's in turn
         destroy_global_vars()
         unset_num_microbatches_calculator()
 
 
-def _words(name: str, value: str | int | float | bool) -> list[str]:
+def _as_arguments(name: str, value: str | int | float | bool) -> list[str]:
     if isinstance(value, bool):
         return [f"--{name}"] if value else []
     return [f"--{name}", str(value)]
 
 
-def _build(args: Namespace, family: ModelFamily) -> nn.Module:
-    provide = t5_provider(args, t5_split(args)) if family is ModelFamily.T5 else gpt_provider(args)
+def _build(setup: ProfileSetup) -> nn.Module:
+    provide = gpt_provider(setup.model) if setup.split is None else t5_provider(setup.model, setup.split)
     model: nn.Module = provide(pre_process=True, post_process=True)
-    return model.to(args.params_dtype)
+    return model.to(setup.model.dtype)
 
 
 def save(model: nn.Module, folder: Path) -> Path:

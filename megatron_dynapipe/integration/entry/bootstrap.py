@@ -1,19 +1,25 @@
-"""What happens before Megatron is imported, and what a user sees when a run cannot start or go on.
+"""What happens before Megatron is imported: the device is chosen, and what is read once of the environment is set.
 
 Imports no Megatron: on a machine without a GPU, the CPU platform must be active before Megatron's modules are imported.
+Asks torch for no device before the environment is set: that may load the driver, which reads some of it.
 """
 
-import contextlib
+import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.elastic import orphans
-from megatron_dynapipe.elastic.job import says_first
-from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
-from megatron_dynapipe.integration.entry import elastic_run, environment, launch
+from megatron_dynapipe.errors import UnsupportedMegatronError
+from megatron_dynapipe.integration.entry import elastic_run
+from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.megatron_version import INSTALL_HINT, found_version
+
+BLACKWELL = 10
+"""Major compute capability from which Megatron allows several hardware queues with tensor parallelism."""
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The older and the newer name of one setting; PyTorch reads the older first."""
 
 
 def run(main: Callable[[], None], *, device: cpu.Device | None = None) -> None:
@@ -26,7 +32,7 @@ def run(main: Callable[[], None], *, device: cpu.Device | None = None) -> None:
     orphans.end_with_launcher()
     with reported():
         wanted = device or config.value_of(sys.argv[1:], "dynapipe-device", "auto")
-        environment.prepare(sys.argv[1:], wanted)  # before anything asks for a device
+        prepare_environment(sys.argv[1:], wanted)  # before anything asks for a device
         cpu.quieten()
         if cpu.enable(wanted):  # type: ignore[arg-type]  # enable() checks the name
             cpu.silence_prints()
@@ -52,31 +58,70 @@ def check_megatron() -> None:
     compatibility.check()
 
 
-@contextlib.contextmanager
-def reported() -> Iterator[None]:
-    """A `DynaPipeError` of the block ends the process with a message and no traceback. Also a decorator.
+def environment(*, tensor_parallel: int, capability: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What a planned run wants set, without what is set already.
 
-    Exit status 2 means that the run could not start as it was asked to, 1 that it failed later. What keeps a run from
-    starting is the same on all ranks, or agreed on by them: one rank prints it.
+    Args:
+        tensor_parallel: ranks that a layer is sharded over.
+        capability: major compute capability of the devices.
+        environ: the environment as given.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    one_queue = tensor_parallel > 1 and capability < BLACKWELL  # Megatron asserts it
+    wanted = {
+        # A kernel that is loaded at its first use may wait for the device, on which a receive waits for a peer.
+        "CUDA_MODULE_LOADING": "EAGER",
+        # One queue makes launches wait for each other across streams; the default of 8 does from nine streams on.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1" if one_queue else "32",
+        # A pending receive occupies a thread block per channel; NVLink would get 16 or more for messages of a few MB.
+        "NCCL_MAX_P2P_NCHANNELS": "8",
+        # Micro-batches of many shapes fragment segments of fixed sizes.
+        ALLOCATOR[1]: "expandable_segments:True",
+    }
+    if ALLOCATOR[0] in environ:
+        del wanted[ALLOCATOR[1]]
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def prepare_environment(
+    arguments: Sequence[str], device: str, *, capabilities: Callable[[], list[int]] | None = None
+) -> None:
+    """Set the variables for a run on GPUs, and say on rank 0 which; nothing happens where there is none.
+
+    Args:
+        arguments: the command line, with its run files.
+        device: of `--dynapipe-device`.
+        capabilities: gives each device's major compute capability; asks the driver's management library if None.
+    """
+    found = [] if device == "cpu" else (capabilities or _capabilities)()
+    if not found:
+        return
+    given = config.value_of(arguments, "tensor-model-parallel-size", "1")
+    tensor_parallel = int(given) if given.isdecimal() else 1  # what is no number is reported with all other flags
+    chosen = environment(tensor_parallel=tensor_parallel, capability=min(found), environ=os.environ)
+    os.environ.update(chosen)
+    if chosen and os.environ.get("RANK", "0") == "0":
+        print(f"environment: set {' '.join(f'{name}={value}' for name, value in chosen.items())}", flush=True)
+
+
+def _capabilities() -> list[int]:
+    """Each device's major compute capability, by NVML, which makes no CUDA context; empty without a driver."""
     try:
-        yield
-    except (ConfigError, CostModelError, DataError, UnsupportedMegatronError) as error:
-        if not (launch.reports_for_all() or getattr(error, launch.REPORTED_HERE, False)):
-            launch.leave_report_to_another_rank(2)
-        _report(error, "" if rank == 0 else f"[rank {rank}] ")
-        sys.exit(2)
-    except DynaPipeError as error:
-        _report(error, f"[rank {rank}] ")
-        sys.exit(1)
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2() != 0:
+        return []
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return []
+        return [major for index in range(count.value) if (major := _capability(nvml, index))]
+    finally:
+        nvml.nvmlShutdown()
 
 
-def _report(error: DynaPipeError, prefix: str) -> None:
-    more = [f"hint: {error.hint}"] if error.hint is not None else []
-    more += getattr(error, "__notes__", ())
-    told = "\n".join(more)
-    if told and not says_first(told):
-        told = ""  # another rank has the same error
-    print(f"{prefix}error: {error.message}" + f"\n{told}" * bool(told), file=sys.stderr, flush=True)
-    launch.write_error_file(str(error))
+def _capability(nvml: ctypes.CDLL, index: int) -> int:
+    handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+    failed = failed or nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    return 0 if failed else major.value

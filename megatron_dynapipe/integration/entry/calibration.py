@@ -5,7 +5,6 @@ computing and before any of them holds a device. The file is kept under the user
 next run of the same model, machine and versions; it reaches other nodes over torchrun's store.
 """
 
-import argparse
 import hashlib
 import importlib.metadata
 import json
@@ -20,56 +19,46 @@ from pathlib import Path
 
 import torch
 
-from megatron_dynapipe import cpu
 from megatron_dynapipe.cost import TableCostModel
 from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.errors import CostModelError, DynaPipeError
 from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import launch
-from megatron_dynapipe.integration.flags.arguments import RunSettings, recompute_modes
+from megatron_dynapipe.integration.flags.machine import local_world_size
+from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.repredict import repredicted_ns
 from megatron_dynapipe.processes import ChildLog, package_path, start_guarded
 from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs
 from megatron_dynapipe.service.source import split_sampler
-from megatron_dynapipe.units import NS_PER_MS, ModelFamily
+from megatron_dynapipe.units import NS_PER_MS
 
 START_S = 120.0
 """Beyond the seconds that were asked for, what a profile may take to start and to end."""
 _MOST_PROCESSES = 8
-_SHAPE = (
-    *("hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_query_groups", "swiglu"),
-    "dynapipe_activation",
-    *("seq_length", "decoder_seq_length", "max_position_embeddings", "padded_vocab_size", "global_batch_size"),
-    *("normalization", "position_embedding_type", "add_bias_linear", "untie_embeddings_and_output_weights"),
-    *("tensor_model_parallel_size", "sequence_parallel", "params_dtype", "transformer_impl", "dynapipe_attention"),
-    *("attention_dropout", "hidden_dropout", "accumulate_allreduce_grads_in_fp32", "attention_backend"),
-)
-"""Of Megatron's arguments, those that layers' costs depend on."""
 
 
-def measured_costs(args: argparse.Namespace, family: ModelFamily, flags: Sequence[str]) -> Path | None:
+def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
     """The cost model file of this run's model on this machine, measured now or before; None where that cannot be.
 
     What keeps it from that is printed. Call it on every rank, inside the check of `launch.start_together`.
 
     Args:
-        args: Megatron's, checked.
-        family: kind of model.
+        run: the run.
         flags: the run's command line as given.
     """
     if launch.ranks_stand_alone():
         if os.environ["RANK"] == "0":
             print("the model's layers are not measured: this takes ranks that torchrun started", flush=True)
         return None
-    path = user_cache_folder() / f"costs-{_identity(args, family)}.json"
+    path = user_cache_folder() / f"costs-{_identity(run)}.json"
 
     def measure() -> str:
-        if not path.exists() and not _profile(args, family, flags, path):
+        if not path.exists() and not _profile(run, flags, path):
             return ""
         return _digest(path)
 
-    timeout_s = args.dynapipe_timeout_s + args.dynapipe_calibrate + START_S
+    timeout_s = run.timeout_s + run.calibrate_s + START_S
     digest = from_rank_0("calibration", measure, timeout_s=timeout_s)
     if not digest:
         return None
@@ -99,17 +88,16 @@ def gain(inputs: PlanInputs, computed: CostFile | AnalyticCosts) -> str:
     )
 
 
-def _identity(args: argparse.Namespace, family: ModelFamily) -> str:
+def _identity(run: RunConfig) -> str:
     """A digest of all that the costs depend on."""
-    on_cpu = cpu.is_enabled()
-    held = {name: str(getattr(args, name, None)) for name in _SHAPE}
-    held |= {
-        "family": family.value,
-        "recompute": ",".join(recompute_modes(args)),
-        "device": _processor() if on_cpu else torch.cuda.get_device_name(args.local_rank or 0),
-        "processes": str(_processes(args)),
+    held = {
+        **run.layer_costs,
+        "family": run.family.value,
+        "recompute": ",".join(run.recompute),
+        "device": _processor() if run.on_cpu else torch.cuda.get_device_name(run.device),
+        "processes": str(_processes(run)),
         "threads": os.environ.get("OMP_NUM_THREADS", "1"),
-        "seconds": str(args.dynapipe_calibrate),
+        "seconds": str(run.calibrate_s),
     }
     held |= {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "megatron-dynapipe")}
     return hashlib.blake2b(json.dumps(held, sort_keys=True).encode(), digest_size=12).hexdigest()
@@ -121,16 +109,16 @@ def _processor() -> str:
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
-def _processes(args: argparse.Namespace) -> int:
+def _processes(run: RunConfig) -> int:
     """As many as the node has ranks, in whole tensor-parallel groups: so they share its memory as in training."""
-    shared: int = args.tensor_model_parallel_size
-    ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), max(_MOST_PROCESSES, shared))
+    shared = run.parallel.tensor
+    ranks = min(local_world_size(), max(_MOST_PROCESSES, shared))
     return max(ranks // shared, 1) * shared
 
 
-def _profile(args: argparse.Namespace, family: ModelFamily, flags: Sequence[str], path: Path) -> bool:
+def _profile(run: RunConfig, flags: Sequence[str], path: Path) -> bool:
     """Measure into `path`; whether that worked. If not, says why."""
-    seconds = args.dynapipe_calibrate
+    seconds = run.calibrate_s
     print(
         f"measuring the model's layers for {seconds:.0f} s (kept for later runs; --dynapipe-calibrate 0: not)",
         flush=True,
@@ -140,10 +128,10 @@ def _profile(args: argparse.Namespace, family: ModelFamily, flags: Sequence[str]
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".measuring-") as folder:
         output = Path(folder) / path.name
         command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(_processes(args)), "-m", "megatron_dynapipe", "profile"]
-        command += ["--model", family.value, "--output", str(output), "--budget-minutes", f"{seconds / 60:.3f}"]
-        command += ["--recompute", ",".join(recompute_modes(args))]
-        command += ["--tensor-parallel", str(args.tensor_model_parallel_size), "--", *flags]
+        command += ["--nproc-per-node", str(_processes(run)), "-m", "megatron_dynapipe", "profile"]
+        command += ["--model", run.family.value, "--output", str(output), "--budget-minutes", f"{seconds / 60:.3f}"]
+        command += ["--recompute", ",".join(run.recompute)]
+        command += ["--tensor-parallel", str(run.parallel.tensor), "--", *flags]
         failure = _run(command, deadline_s=seconds + START_S)
         if failure is None and output.exists():
             output.replace(path)
@@ -195,6 +183,6 @@ def _digest(path: Path) -> str:
         raise CostModelError(error.message, hint=f"remove {path}: it is measured again") from error
 
 
-def record(path: Path, settings: RunSettings) -> None:
+def record(path: Path, report_folder: Path) -> None:
     """Leave a copy among the run's records, as version 0 of its cost model."""
-    (settings.report_folder / "cost-model-0.json").write_bytes(path.read_bytes())
+    (report_folder / "cost-model-0.json").write_bytes(path.read_bytes())

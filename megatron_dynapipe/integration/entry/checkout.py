@@ -6,6 +6,7 @@ themselves (`runs`). Nothing of Megatron is imported before it is needed: its ow
 
 import argparse
 import atexit
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.data.meta import tokenizer_folder
 from megatron_dynapipe.elastic import orphans
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.entry import environment
-from megatron_dynapipe.integration.entry.bootstrap import reported
-from megatron_dynapipe.integration.flags import arguments, split_words
-from megatron_dynapipe.integration.flags.plan_inputs import train_iterations
+from megatron_dynapipe.integration.entry.bootstrap import prepare_environment
+from megatron_dynapipe.integration.entry.failure import reported
+from megatron_dynapipe.integration.flags import command_line, fork
 from megatron_dynapipe.integration.hooks import active_run, compatibility, optimizer_patches
 from megatron_dynapipe.units import ModelFamily
 
@@ -35,15 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     With `--use-dynapipe` Megatron's defaults become those of a planned run, and bad flags end it with one line.
     """
-    arguments.add_flags(parser)
+    command_line.add_flags(parser)
     with reported():
-        sys.argv[1:] = config.expand(sys.argv[1:], arguments.switches(parser))
+        sys.argv[1:] = config.expand(sys.argv[1:], command_line.switches(parser))
+        if "--use-dynapipe" in sys.argv[1:]:
+            fork.check(sys.argv[1:], os.environ)
     if "--use-dynapipe" in sys.argv[1:]:
-        arguments.add_arguments(parser)
+        command_line.add_arguments(parser)
         parser.error = reported()(parser.error)  # type: ignore[method-assign]
-        if cpu.is_enabled():
-            cpu.set_args_defaults(parser)
-        environment.prepare(sys.argv[1:], "cpu" if cpu.is_enabled() else "auto")
+        prepare_environment(sys.argv[1:], "cpu" if cpu.is_enabled() else "auto")
     return parser
 
 
@@ -60,13 +59,9 @@ def check_arguments(args: argparse.Namespace) -> None:
         compatibility.check_patches()
         compatibility.check()
         optimizer_patches.apply()
-        settings = arguments.check(args, ModelFamily.GPT)
-        _check_model_flags(args)
+        _check_model_flags()
         _check_timers(args, on_cpu=cpu.is_enabled())
-        if (iterations := train_iterations(args, settings, ModelFamily.GPT)) is not None:
-            args.train_iters = iterations
-        if args.tokenizer_model is None:
-            args.tokenizer_model = str(tokenizer_folder(settings.data))
+        command_line.settle(args, ModelFamily.GPT)
 
 
 def _check_device() -> None:
@@ -79,9 +74,9 @@ def _check_device() -> None:
         )
 
 
-def _check_model_flags(args: argparse.Namespace) -> None:
+def _check_model_flags() -> None:
     """Refuse flags of this project's models: a patched checkout builds its own."""
-    given = {word.partition("=")[0] for word in sys.argv[1:]}
+    given = {argument.partition("=")[0] for argument in sys.argv[1:]}
     for flag, instead in (
         ("--dynapipe-attention", "leave it out"),
         ("--dynapipe-activation", "leave it out"),
@@ -91,11 +86,6 @@ def _check_model_flags(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"{flag} is not supported in a patched checkout, which builds its own model", hint=instead
             )
-    if split_words.layer_split_words(args, ModelFamily.GPT):
-        raise ConfigError(
-            "--dynapipe-layer-to-device cannot split the model of a patched checkout unequally",
-            hint="pass --pipeline-model-parallel-layout",
-        )
 
 
 def _check_timers(args: argparse.Namespace, *, on_cpu: bool) -> None:

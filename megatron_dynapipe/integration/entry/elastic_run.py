@@ -17,27 +17,31 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from megatron_dynapipe import config, cpu
+from megatron_dynapipe import config
 from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.elastic import orphans
 from megatron_dynapipe.elastic.job import LEFT, Job
 from megatron_dynapipe.elastic.layout import LayoutChoice, agree_on_layout, announce_end, choose_for_megatron
 from megatron_dynapipe.elastic.run_folder import lock_folder
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
+from megatron_dynapipe.integration.entry import failure
 from megatron_dynapipe.outputs import replace_bytes
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tuning import Space
 from megatron_dynapipe.units import ModelFamily
 
+if TYPE_CHECKING:
+    from megatron_dynapipe.integration.flags.run_config import RunConfig
+
 LAYOUT_FLAGS = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"),
     *("--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-layout", "--dynapipe-layers-per-stage"),
-    *("--dynapipe-layer-to-device", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
 )
 """Flags that take one value and are chosen here; what the user gives of them has no effect."""
 HANDLER = "--exit-signal-handler"
@@ -85,18 +89,18 @@ def status() -> Iterator[None]:
         announce_end()
 
 
-def lock_checkpoints(args: argparse.Namespace) -> None:
+def lock_checkpoints(run: "RunConfig") -> None:
     """Let this run alone save to `--save` until rank 0 ends, and to its folder of emergency checkpoints.
 
     Raises:
         ConfigError: on rank 0: another run does, or the folder cannot be written to.
     """
-    if args.rank == 0 and args.save is not None:
-        _lock(args.save, args.dynapipe_timeout_s)
+    if run.rank == 0 and run.checkpoints.save is not None:
+        _lock(str(run.checkpoints.save), run.timeout_s)
 
 
 def _lock(saved: str, timeout_s: float) -> None:
-    if "://" in saved:  # an object store, through Megatron's multi-storage client
+    if ":/" in saved:  # the URL of an object store, through Megatron's multi-storage client
         return
     try:
         lock_folder(Path(saved), wait_s=timeout_s * _LOCK_SHARE)
@@ -108,8 +112,6 @@ def _lock(saved: str, timeout_s: float) -> None:
 
 def _leave() -> NoReturn:
     """End at once: taking down an interpreter with this many modules takes a second, for which all others wait."""
-    from megatron_dynapipe.integration.entry import failure
-
     for helper in multiprocessing.active_children():  # Megatron's checkpoint writer has one
         helper.terminate()
     failure.leave(LEFT)
@@ -169,12 +171,9 @@ def _resumable_flags() -> list[str]:
     Raises:
         ConfigError: there is no folder for checkpoints, or they would be of a kind that has one layout.
     """
-    from megatron.training.arguments import add_megatron_arguments
+    from megatron_dynapipe.integration.flags import command_line
 
-    from megatron_dynapipe.integration.flags import arguments
-
-    parser = arguments.add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    argv = config.expand(sys.argv[1:], arguments.switches(parser))
+    argv = command_line.expanded(sys.argv[1:])
     if os.environ["RANK"] == "0" and (given := [each for each in argv if each.partition("=")[0] in LAYOUT_FLAGS]):
         print(f"without effect under launch, which chooses the layout: {', '.join(given)}", flush=True)
     argv = without(argv, LAYOUT_FLAGS)
@@ -206,7 +205,7 @@ def without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 def resuming(argv: Sequence[str], saved: Path) -> list[str]:
     """Flags that resume what this job has saved, whatever it first began from; none before it has."""
-    from megatron_dynapipe.integration.flags.run_record import TRACKER
+    from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 
     if not any((folder / TRACKER).exists() for folder in (saved, _emergency_folder(argv, saved))):
         return []
@@ -247,19 +246,17 @@ def _choose(family: ModelFamily, argv: Sequence[str], job: Job, timeout_s: float
 
 def _choices(family: ModelFamily, job: Job) -> tuple[PlannerSettings, Space, CostModel, list[GlobalBatch]]:
     """What there is to choose from, by which costs, for which batches: from the command line of one rank."""
-    from megatron_dynapipe.integration.entry import runs
-    from megatron_dynapipe.integration.flags.arguments import RunSettings
-    from megatron_dynapipe.integration.flags.plan_inputs import preview_inputs
+    from megatron_dynapipe.integration.flags import command_line
+    from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
     from megatron_dynapipe.service.source import split_sampler
 
-    args = runs.parse(family)
-    settings = RunSettings.from_args(args)
-    inputs = preview_inputs(args, settings, family, on_cpu=cpu.is_enabled())
-    sampler = split_sampler(settings.data, inputs.splits[0])
+    args, run = command_line.parse(family, sys.argv[1:])
+    inputs = plan_inputs(run)
+    sampler = split_sampler(run.data, inputs.splits[0])
     space = Space(
         devices=1,
         tensor_sizes=_tensor_sizes(args, job.most_ranks),
-        distributed_optimizer=args.use_distributed_optimizer,
+        distributed_optimizer=run.parallel.distributed_optimizer,
         global_batch_size=None if args.tokens_per_global_batch else args.global_batch_size,
     )
     count = sampler.batches.count

@@ -13,12 +13,42 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from megatron_dynapipe.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.elastic.job import says_first
+from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import launch
-from megatron_dynapipe.integration.entry.bootstrap import reported
 
 FIRST_FAILURE = "dynapipe/first_failure"
 """Key of the process groups' store: the first failure of the job, in one line."""
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """A `DynaPipeError` of the block ends the process with a message and no traceback. Also a decorator.
+
+    Exit status 2 means that the run could not start as it was asked to, 1 that it failed later. What keeps a run from
+    starting is the same on all ranks, or agreed on by them: one rank prints it.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        yield
+    except (ConfigError, CostModelError, DataError, UnsupportedMegatronError) as error:
+        if not (launch.reports_for_all() or getattr(error, launch.REPORTED_HERE, False)):
+            launch.leave_report_to_another_rank(2)
+        _report(error, "" if rank == 0 else f"[rank {rank}] ")
+        sys.exit(2)
+    except DynaPipeError as error:
+        _report(error, f"[rank {rank}] ")
+        sys.exit(1)
+
+
+def _report(error: DynaPipeError, prefix: str) -> None:
+    more = [f"hint: {error.hint}"] if error.hint is not None else []
+    more += getattr(error, "__notes__", ())
+    rest = "\n".join(more)
+    if rest and not says_first(rest):
+        rest = ""  # another rank has the same error
+    print(f"{prefix}error: {error.message}" + f"\n{rest}" * bool(rest), file=sys.stderr, flush=True)
+    launch.write_error_file(str(error))
 
 
 @contextlib.contextmanager
@@ -31,7 +61,7 @@ def process_groups() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        status = _told(error)
+        status = _print_error(error)
         if status == 0:
             _destroy()
             raise
@@ -47,11 +77,11 @@ def _destroy() -> None:
         dist.destroy_process_group()
 
 
-def _told(error: BaseException) -> int:
+def _print_error(error: BaseException) -> int:
     """Print an error of this rank; the exit status."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    error = _in_our_words(error)
+    error = _explained(error)
     _name_first_failure(error)
     try:
         with reported():
@@ -64,18 +94,18 @@ def _told(error: BaseException) -> int:
         return 1
 
 
-def _in_our_words(error: BaseException) -> BaseException:
+def _explained(error: BaseException) -> BaseException:
     """An error of Megatron's that its users meet and that has a way out; others as they are."""
     if isinstance(error, AssertionError) and "OptimizerParamScheduler: class input value" in str(error):
         found = re.search(r"value (\S+) and checkpoint ?value (\S+) for (.+) do not match", str(error))
         mine, saved, name = found.groups() if found else ("another", "its own", "a value")
-        told = ConfigError(
+        explained = ConfigError(
             f"expected the checkpoint's {name}, {saved}, got {mine}",
             hint="--override-opt-param-scheduler trains on with the values of this command line (another --train-iters"
             " or --lr), --use-checkpoint-opt-param-scheduler with the checkpoint's",
         )
-        told.__cause__ = error
-        return told
+        explained.__cause__ = error
+        return explained
     return error
 
 

@@ -1,15 +1,17 @@
 """One run on this rank: plan supply, executor, records; a context manager.
 
-    with Session(args, family, …) as session, replacements.installed(session):
+    with Session(run, …) as session, replacements.installed(session):
         pretrain(…, session.datasets, …)
 
 Everything is started when Megatron asks for its datasets: by then the process groups exist and a checkpoint has told
 where training resumes. Ranks start things in the same order, and a failure on one is raised on all.
 """
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -18,27 +20,30 @@ import msgspec
 import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
+from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
 
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.elastic.job import note_training
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.entry.progress import progress_bar
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep, PrepareMicroBatch
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
+from megatron_dynapipe.integration.execution.step_functions import check_losses
 from megatron_dynapipe.integration.execution.task_losses import named_losses
 from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
-from megatron_dynapipe.integration.flags.arguments import RunSettings
-from megatron_dynapipe.integration.flags.model_state import StateBytes
+from megatron_dynapipe.integration.flags.plan_inputs import Progress, plan_inputs
+from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.flags.run_record import CheckpointRecords, checkpoint_records
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
-from megatron_dynapipe.integration.supply.recorder import Recorder
+from megatron_dynapipe.integration.supply.recorder import Place, Recorder, Reports
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.runtime import Trace, platform_of
@@ -57,19 +62,11 @@ class Session:
     """A run on this rank.
 
     Args:
-        settings: what was asked for.
-        inputs: makes what plans are made from; called once Megatron knows where training resumes.
+        run: what was asked for.
+        progress: Megatron's counters; called once Megatron knows where training resumes.
         required_fields: which tensors this rank's stage reads; called once the pipeline exists.
         make_batch: host tensors to what the step function takes.
         wrap_step: makes of Megatron's step function the one that is called.
-        dtype: of the tensors that cross stage boundaries.
-        device: this rank's device.
-        state: what a parameter's copies take; None leaves a model's memory to the cost model.
-        seed: of dropouts.
-        save_record: puts what a checkpoint says of its run into the last one; called on rank 0 as training goes on.
-        check_losses: called with the last stage's loss reports of each iteration.
-        metrics_interval: iterations between two whose numbers are given to Megatron's writers.
-        shares_tasks: whether the first tensor-parallel rank alone knows the samples' tasks, as in a patched checkout.
 
     Attributes:
         shape: of the micro-batch whose pass is running.
@@ -77,34 +74,20 @@ class Session:
 
     def __init__(
         self,
-        settings: RunSettings,
+        run: RunConfig,
         *,
-        inputs: Callable[[], PlanInputs],
+        progress: Callable[[], Progress],
         required_fields: Callable[[], RequiredFields],
         make_batch: MakeBatch,
-        wrap_step: Callable[[ForwardStep], ForwardStep],
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int,
-        metrics_interval: int,
-        state: StateBytes | None = None,
-        save_record: Callable[[], None] = lambda: None,
-        check_losses: Callable[[Sequence[dict[str, torch.Tensor]]], None] = lambda _: None,
-        shares_tasks: bool = False,
+        wrap_step: Callable[[ForwardStep], ForwardStep] = lambda step: step,
     ) -> None:
-        self._settings = settings
-        self._make_inputs = inputs
+        self._run = run
+        self._progress = progress
         self._required_fields = required_fields
         self._make_batch = make_batch
         self._wrap_step = wrap_step
-        self._dtype = dtype
-        self._device = device
-        self._seed = seed
-        self._metrics_interval = metrics_interval
-        self._state = state
-        self._save_record = save_record
-        self._check_losses = check_losses
-        self._shares_tasks = shares_tasks
+        self._device = run.device
+        self._records: Sequence[CheckpointRecords] = ()
         self._modules: list[torch.nn.Module] = []
         self._context: MicroBatchContext | None = None
         self._resources = ExitStack()
@@ -128,7 +111,8 @@ class Session:
         """After Megatron may have saved one, between iterations or at the end."""
         if self._iterators and self._control.rank == 0:
             try:
-                self._save_record()
+                for records in self._records:
+                    records.update()
             except OSError as error:
                 logger.warning("cannot write what the last checkpoint was trained on: %s", error)
 
@@ -172,7 +156,8 @@ class Session:
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
         )
-        self._check_losses(losses)
+        if self._run.checks_losses and not self._run.in_checkout:
+            check_losses(losses)
         if forward_only:
             return self._evaluated(iterator, losses)
         add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
@@ -187,7 +172,8 @@ class Session:
 
     def _evaluated(self, iterator: Any, losses: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """The loss reports of an evaluation's iteration, with every task's, for Megatron and the records."""
-        group = parallel_state.get_tensor_model_parallel_group() if self._shares_tasks else None
+        # In a patched checkout the first tensor-parallel rank alone knows the samples' tasks.
+        group = parallel_state.get_tensor_model_parallel_group() if self._run.in_checkout else None
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         named = named_losses(losses, self._tasks, group=group, replicas=replicas)
         own = getattr(iterator, "iterable", iterator)  # Megatron wraps what it is given, to run it again
@@ -210,13 +196,13 @@ class Session:
             required=self._required,
             stage=self._stage,
             longest=self._longest,
-            dtype=self._dtype,
+            dtype=self._run.model.state_dtype,
         )
 
     def _prepare(self, models: Sequence[torch.nn.Module], item: PlannedIteration) -> PrepareMicroBatch:
         """Sets the model chunks for each micro-batch of an iteration."""
         if self._context is None:
-            self._context = MicroBatchContext(models, seed=self._seed)
+            self._context = MicroBatchContext(models, seed=self._run.training.seed)
         state, entry = self._context, item.entry
 
         def prepare(index: int) -> None:
@@ -262,56 +248,60 @@ class Session:
             print(summary, flush=True)
 
     def _start(self) -> None:
-        self._control = ControlGroup(timeout_s=self._settings.timeout_s)
-        inputs = self._with_model_state(self._control.run_on_all(self._make_inputs))
-        check_same_run(self._control, self._settings, inputs)
-        timeout_s = self._settings.timeout_s
-        if self._settings.reserve_all_memory:
+        run, timeout_s = self._run, self._run.timeout_s
+        self._control = ControlGroup(timeout_s=timeout_s)
+        inputs = self._with_model_state(self._control.run_on_all(lambda: plan_inputs(run, self._progress())))
+        check_same_run(self._control, run, inputs)
+        if self._control.rank == 0:
+            self._records = checkpoint_records(run, inputs)
+        if run.reserves_all_memory:
             limit = inputs.planner.memory_limit_bytes
             self._control.run_on_all(lambda: reserve(limit, self._device))
+        dtype = run.model.state_dtype
         self._runner = open_runner(
-            self._control, inputs.planner, device=self._device, dtype=self._dtype, timeout_s=timeout_s, adds_up=False
+            self._control, inputs.planner, device=self._device, dtype=dtype, timeout_s=timeout_s, adds_up=False
         )
         self._resources.callback(self._runner.close)
         self._stage, self._stages = self._runner.stage, self._runner.stages
-        supply = self._resources.enter_context(PlanSupply(self._settings, self._control, inputs, device=self._device))
-        names = read_meta(self._settings.data).tasks
+        supply = self._resources.enter_context(PlanSupply(run, self._control, inputs, device=self._device))
+        names = read_meta(run.data).tasks
         self._tasks = names if len(names) > 1 else ()
-        replica, rank = parallel_state.get_data_parallel_rank(), self._control.rank
         self._planner, self._longest = inputs.planner, _maximum(inputs)
         self._is_computed = isinstance(inputs.costs, AnalyticCosts)
         required = self._required = self._required_fields()
+        replica = parallel_state.get_data_parallel_rank()
         for split in inputs.splits:
             iterator = supply.iterator(split, required=required, replica=replica, stage=self._stage)
             self._iterators[split.name] = iterator
-        if rank == torch.distributed.get_world_size() - 1:  # it prints Megatron's log
+        if self._control.rank == torch.distributed.get_world_size() - 1:  # it prints Megatron's log
             train = inputs.splits[0]
             bar = progress_bar(first=train.first_iteration, iterations=train.iterations or 0)
             self._move_bar = self._resources.enter_context(bar)
-        rule = supply.recalibration
-        self._recorder = Recorder(
-            folder=self._settings.report_folder,
-            store=supply.store,
-            keys=supply.keys,
-            rank=rank,
-            world_size=torch.distributed.get_world_size(),
-            replica=replica,
-            stage=self._stage,
-            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            metrics=MetricsWriter(platform_of(self._device), interval=self._metrics_interval),
-            maximum=self._longest,
-            timeout_s=timeout_s,
-            publisher=None if rule is None else self._publisher(rule, supply, rank),
-            memory=functools.partial(memory_counts, self._device),
-            run=RunRecord(
+        self._recorder = self._record(supply)
+
+    def _record(self, supply: PlanSupply) -> Recorder:
+        """What keeps this rank's records."""
+        run, rank = self._run, self._control.rank
+        return Recorder(
+            run.report_folder,
+            Place(
+                rank=rank,
+                replica=parallel_state.get_data_parallel_rank(),
+                stage=self._stage,
+                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            ),
+            RunRecord(
                 world_size=torch.distributed.get_world_size(),
                 stages=self._stages,
-                memory_limit_bytes=inputs.planner.memory_limit_bytes,
-                model_state_bytes=inputs.planner.model_state_bytes or (),
+                memory_limit_bytes=self._planner.memory_limit_bytes,
+                model_state_bytes=self._planner.model_state_bytes or (),
                 maximum=self._longest,
             ),
-            page_every=self._settings.report_every,
-            reserves_all=self._settings.reserve_all_memory,
+            Reports(supply.store, supply.keys, timeout_s=run.timeout_s),
+            metrics=MetricsWriter(platform_of(self._device), interval=run.metrics_interval),
+            publisher=None if supply.recalibration is None else self._publisher(supply.recalibration, supply, rank),
+            memory=functools.partial(memory_counts, self._device),
+            reserves_all=run.reserves_all_memory,
         )
 
     def _publisher(self, rule: Recalibration, supply: PlanSupply, rank: int) -> PassPublisher:
@@ -331,9 +321,7 @@ class Session:
 
     def _with_model_state(self, inputs: PlanInputs) -> PlanInputs:
         """The inputs with the model state that was counted on every pipeline rank: the most of any replica's."""
-        if self._state is None:
-            return inputs
-        mine = [parallel_state.get_pipeline_model_parallel_rank(), self._state.total(self._modules)]
+        mine = [parallel_state.get_pipeline_model_parallel_rank(), self._run.state.total(self._modules)]
         held = [0] * inputs.planner.pipeline_parallel
         for stage, size in (values.tolist() for values in self._control.gather(torch.tensor(mine))):
             held[stage] = max(held[stage], size)
@@ -351,3 +339,23 @@ def _maximum(inputs: PlanInputs) -> Shape:
     return Shape(
         1, input_positions(family, sampler.max_input_length), target_positions(family, sampler.max_target_length)
     )
+
+
+@contextlib.contextmanager
+def progress_bar(*, first: int, iterations: int) -> Iterator[Callable[[], object]]:
+    """A bar of training iterations on stdout, where that is a terminal; the call that moves it on.
+
+    What is printed while it is there goes above it.
+
+    Args:
+        first: iterations that were trained before, by the run that is resumed.
+        iterations: those of this run.
+    """
+    if not sys.stdout.isatty():
+        yield lambda: None
+        return
+    # The bar and the lines in one file: tqdm takes a bar away for a line of its own file alone.
+    screen = sys.stdout
+    bar = tqdm(total=first + iterations, initial=first, desc="training", unit="it", file=screen, dynamic_ncols=True)
+    with bar, contextlib.redirect_stdout(DummyTqdmFile(screen)):
+        yield bar.update

@@ -16,11 +16,10 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.checks import RECOMPUTE_MODULES
 from megatron_dynapipe.integration.models.packed_rows import rotate_by_sample
 from megatron_dynapipe.units import Recompute
 
-SELECTIVE_MODULES = ("core_attn", "mlp")
-"""Of Megatron's `--recompute-modules`, those that can be switched while training."""
 _TENSOR_PARALLEL_STATE = "model-parallel-rng"
 """Megatron's name of the state that differs between tensor-parallel ranks."""
 
@@ -87,9 +86,9 @@ class RecomputeSwitch:
         self._layers = [module for module in modules if isinstance(module, TransformerLayer)]
         self._mode: Recompute | None = None
         wanted = {name for config in self._configs for name in config.recompute_modules or ("core_attn",)}
-        if fixed := wanted - set(SELECTIVE_MODULES):
+        if fixed := wanted - set(RECOMPUTE_MODULES):
             raise ConfigError(
-                f"expected --recompute-modules among {', '.join(SELECTIVE_MODULES)}, got {', '.join(sorted(fixed))}: "
+                f"expected --recompute-modules among {', '.join(RECOMPUTE_MODULES)}, got {', '.join(sorted(fixed))}: "
                 "plans choose recomputation for each micro-batch, and these are fixed when the model is built"
             )
         self._attention = "core_attn" in wanted

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.planning.baselines import PartitionAlgorithm
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 
 FLAG = "--dynapipe-layout"
@@ -41,17 +40,6 @@ class Layouts:
         return " or ".join(self.allowed) + (", whichever a plan finds faster" if len(self.allowed) > 1 else "")
 
 
-def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flag."""
-    group.add_argument(
-        FLAG,
-        choices=[choice.value for choice in LayoutChoice],
-        default=LayoutChoice.AUTO.value,
-        help="micro-batches of padded rows, of samples packed into one row that do not attend to each other, or"
-        " whichever plans find faster (default, where a kernel serves)",
-    )
-
-
 def batch_layouts(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Layouts:
     """The layouts that a run's flags ask for and its model takes.
 
@@ -65,8 +53,6 @@ def batch_layouts(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool
     """
     choice = LayoutChoice(args.dynapipe_layout)
     if choice is LayoutChoice.PADDED:
-        if args.dynapipe_enable_packing:
-            raise ConfigError(f"expected --dynapipe-enable-packing or {FLAG} padded, got both")
         return Layouts(allowed=(BatchLayout.PADDED,))
     impossible = _first(_cannot_pack(args, on_cpu=on_cpu))
     if choice is LayoutChoice.PACKED:
@@ -99,10 +85,6 @@ def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bo
         ),
         (engine and relative, "Transformer Engine's attention over packed rows has no biases"),
         (engine and not _is_half(args), "Transformer Engine's attention over packed rows is for fp16 and bf16"),
-        (
-            args.dynapipe_partition_algo != PartitionAlgorithm.DP,
-            f"--dynapipe-partition-algo {args.dynapipe_partition_algo} pads",
-        ),
     )
 
 

@@ -1,22 +1,85 @@
-"""How many layers Megatron's flags put on each virtual stage."""
+"""How many layers the flags put on each virtual stage: ours, Megatron's, or a split that is planned."""
 
 import argparse
+import os
+from collections.abc import Sequence
 
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.training.argument_utils import core_transformer_config_from_args
 
+from megatron_dynapipe.cost import even_split
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.units import ModelFamily
+
+AUTO, EQUAL = "auto", "equal"
+"""Splits of layers that are not numbers. `auto` gives way to flags that say more."""
+
+
+def layers_per_stage(given: str | None) -> tuple[int, ...] | None:
+    """Layers of each virtual stage as `--dynapipe-layers-per-stage` gives them; None for an equal or a planned split.
+
+    Raises:
+        ConfigError: not numbers of layers.
+    """
+    if given in (None, AUTO, EQUAL):
+        return None
+    numbers = given.split(",")
+    if not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
+        raise ConfigError(f"expected --dynapipe-layers-per-stage as 5,3, auto or equal, got {given!r}")
+    return tuple(int(number) for number in numbers)
+
+
+def megatron_layout(split: Sequence[int]) -> str:
+    """Layers per virtual stage in the letters of `--pipeline-model-parallel-layout`: (2, 1) is "Ett|tL"."""
+    stages = ["t" * layers for layers in split]
+    return f"E{'|'.join(stages)}L"
+
+
+def settle(args: argparse.Namespace, family: ModelFamily) -> None:
+    """Let Megatron's parsed flags, before it checks them, say of layers what ours say.
+
+    A GPT's layers per stage become Megatron's `--pipeline-model-parallel-layout`; a split that is yet to be planned
+    begins even, and one that other flags keep from being planned is equal for all that ours says.
+
+    Raises:
+        ConfigError: another flag splits the layers too, or there are no numbers of layers.
+    """
+    given, layout = args.dynapipe_layers_per_stage, args.pipeline_model_parallel_layout
+    if given == AUTO and (obstacle := obstacle_to_auto(args)) is not None:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"layers per stage: not planned (auto), since there is {obstacle}", flush=True)
+        given = args.dynapipe_layers_per_stage = EQUAL
+    split = layers_per_stage(given)
+    if split is not None and layout is not None:
+        raise ConfigError(
+            f"expected --dynapipe-layers-per-stage {given} or --pipeline-model-parallel-layout {layout}, got both",
+            hint="remove one of them",
+        )
+    if given == AUTO:
+        split = even_split(args.num_layers, args.pipeline_model_parallel_size) if family is ModelFamily.GPT else None
+    if family is ModelFamily.GPT and split is not None:
+        args.pipeline_model_parallel_layout = megatron_layout(split)
+
+
+def obstacle_to_auto(args: argparse.Namespace) -> str | None:
+    """The flag by which a planned split gives way, as it was given; None where the split can be planned."""
+    others = (
+        *("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"),
+        *("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers"),
+        *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
+        "account_for_loss_in_pipeline_split",
+    )
+    return next((f"--{name.replace('_', '-')} {getattr(args, name)}" for name in others if getattr(args, name)), None)
 
 
 def gpt_layers_per_stage(args: argparse.Namespace) -> tuple[int, ...]:
-    """A GPT's layers per virtual stage in model order, as Megatron's flags say.
+    """A GPT's layers per virtual stage in model order, as Megatron's checked flags say.
 
     These are `--num-layers-per-virtual-pipeline-stage`, `--num-virtual-stages-per-pipeline-rank`,
     `--pipeline-model-parallel-layout`, `--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers`,
-    `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`. Called once Megatron's
-    process groups exist: it looks at them.
+    `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`.
     """
     config = core_transformer_config_from_args(args)
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
@@ -33,7 +96,7 @@ def gpt_layers_per_stage(args: argparse.Namespace) -> tuple[int, ...]:
 def take_t5_layout(args: argparse.Namespace) -> None:
     """Make a T5's `--pipeline-model-parallel-layout` ours: "Ett|t*4L" means 2 and 4 layers, in model order.
 
-    Megatron would hold it against one stack's depth. Its other flags of uneven splits count from a decoder's ends, of
+    Megatron would compare it with one stack's depth. Its other flags of uneven splits count from a decoder's ends, of
     which a T5 has none in the middle of a pipeline.
 
     Raises:

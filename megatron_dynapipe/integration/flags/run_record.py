@@ -8,10 +8,10 @@ other data                     refused, unless --dynapipe-allow-other-data (or M
 another layout, split, plan    fine, and named in one line
 """
 
-import argparse
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -19,22 +19,45 @@ from megatron_dynapipe.data.identity import check_files, file_digest, folder_dig
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.integration.flags.arguments import RunSettings
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.service.settings import PlanInputs
 
-NAME = "dynapipe.json"
-TRACKER = "latest_checkpointed_iteration.txt"
-"""Megatron's, in the folder of checkpoints: the iteration of the last complete one."""
+if TYPE_CHECKING:
+    from megatron_dynapipe.integration.flags.run_config import RunConfig
 
-_MODEL = (
-    "num_layers", "encoder_num_layers", "decoder_num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
-    "kv_channels", "num_query_groups", "position_embedding_type", "normalization", "swiglu", "add_bias_linear",
-    "dynapipe_activation",
-    "untie_embeddings_and_output_weights", "relative_attention_num_buckets", "relative_attention_max_distance",
-)  # fmt: skip
-"""Megatron's arguments, by destination, that decide which weights a model has and what they mean."""
+NAME = "dynapipe.json"
 _OF_A_START = (".first_iteration", ".iterations", ".model_state_bytes")
 _MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Where checkpoints are saved and loaded, and what one must hold to go on from it.
+
+    Attributes:
+        save, load: Megatron's folders.
+        step: the iteration to load; None for the last.
+        non_persistent: whether Megatron saves checkpoints in between that every layout can load.
+        non_persistent_folder: where; None for a folder inside `save`.
+        allows_other_data: whether the data may be other than the checkpoint's.
+        weights: arguments that decide which weights a model has and what they mean.
+        tokenizer: the vocabulary's file or folder.
+    """
+
+    save: Path | None
+    load: Path | None
+    step: int | None
+    non_persistent: bool
+    non_persistent_folder: Path | None
+    allows_other_data: bool
+    weights: Mapping[str, str]
+    tokenizer: Path
+
+    def emergency_folder(self, checkpoints: Path) -> Path | None:
+        """Where Megatron saves non-persistent checkpoints that every layout can load; None if it saves none."""
+        if not self.non_persistent:
+            return None
+        return self.non_persistent_folder or checkpoints / "non_persistent"
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,21 +78,17 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, str]
 
 
-def record_of(args: argparse.Namespace, settings: RunSettings, inputs: PlanInputs) -> RunRecord:
+def record_of(run: "RunConfig", inputs: PlanInputs) -> RunRecord:
     """The record of a run that is about to start; raises DataError where its dataset cannot be read."""
-    meta = read_meta(settings.data)
-    model = {name: str(getattr(args, name)) for name in _MODEL if getattr(args, name, None) is not None}
-    model["family"] = inputs.planner.family.value
-    model["vocabulary size"] = str(meta.vocabulary_size)
-    if model.get("position_embedding_type") == "learned_absolute":
-        model["max_position_embeddings"] = str(args.max_position_embeddings)
+    meta = read_meta(run.data)
+    model = {**run.checkpoints.weights, "family": run.family.value, "vocabulary size": str(meta.vocabulary_size)}
     splits = [split.name for split in inputs.splits]
     files = {name: file.quick for name, file in meta.files.items() if name.partition(".")[0] in splits}
     fields = settings_fields(inputs).items()
     return RunRecord(
         model=model,
-        tokenizer=_tokenizer_digest(Path(str(args.tokenizer_model))),
-        dataset=files or check_files(settings.data, splits, {}),
+        tokenizer=_tokenizer_digest(run.checkpoints.tokenizer),
+        dataset=files or check_files(run.data, splits, {}),
         settings={name: value for name, value in fields if not name.endswith(_OF_A_START)},
     )
 
@@ -135,11 +154,13 @@ class CheckpointRecords:
             return None
 
 
-def non_persistent_folder(args: argparse.Namespace, checkpoints: Path) -> Path | None:
-    """Where Megatron saves non-persistent checkpoints that every layout can load; None if it saves none."""
-    if getattr(args, "non_persistent_ckpt_type", None) != "global":
-        return None
-    return Path(args.non_persistent_global_ckpt_dir or checkpoints / "non_persistent")
+def checkpoint_records(run: "RunConfig", inputs: PlanInputs) -> list[CheckpointRecords]:
+    """What puts a run's record into the checkpoints that it saves, lasting and not; empty where it saves none."""
+    own = run.checkpoints.save
+    if own is None:
+        return []
+    record, emergency = record_of(run, inputs), run.checkpoints.emergency_folder(own)
+    return [CheckpointRecords(folder, record) for folder in (own, emergency) if folder is not None]
 
 
 def checkpoint_of(checkpoints: Path, iteration: int | None) -> Path | None:
@@ -155,26 +176,26 @@ def last_iteration(checkpoints: Path, tracker: str = TRACKER) -> int | None:
         return None
 
 
-def _resumed(args: argparse.Namespace) -> Path | None:
+def _resumed(checkpoints: CheckpointConfig) -> Path | None:
     """The folder of the checkpoint that Megatron is going to load; None if there is none."""
-    if args.load is None:
+    own, step = checkpoints.load, checkpoints.step
+    if own is None:
         return None
-    step, own = getattr(args, "ckpt_step", None), Path(args.load)
-    other = non_persistent_folder(args, own)
+    other = checkpoints.emergency_folder(own)
     last, found = None if other is None else last_iteration(other), step or last_iteration(own)
     if other is not None and last is not None and last >= (found or 0):
         return checkpoint_of(other, last)
     return checkpoint_of(own, found)
 
 
-def check_resumed(args: argparse.Namespace, record: RunRecord) -> str | None:
-    """Hold a run against the checkpoint that it resumes; what to tell the user, if anything.
+def check_resumed(checkpoints: CheckpointConfig, record: RunRecord) -> str | None:
+    """Compare a run with the checkpoint that it resumes; what to tell the user, if anything.
 
     Raises:
         ConfigError: the checkpoint is of another model or vocabulary, or its record cannot be read.
         DataError: it was trained on other data.
     """
-    folder = _resumed(args)
+    folder = _resumed(checkpoints)
     if folder is None or not folder.is_dir():
         return None
     saved = _read_record(folder / NAME)
@@ -187,7 +208,7 @@ def check_resumed(args: argparse.Namespace, record: RunRecord) -> str | None:
             hint="resume with the flags and the tokenizer that it was trained with, or leave --load out",
         )
     data = _differences(saved.dataset, record.dataset)
-    if data and not (args.dynapipe_allow_other_data or args.finetune):
+    if data and not checkpoints.allows_other_data:
         raise DataError(
             f"expected the data that the checkpoint {folder} was trained on, got {_named(data)}",
             hint="give --dynapipe-data that dataset, or pass --dynapipe-allow-other-data to go on with this one",

@@ -10,9 +10,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron_dynapipe.cost.format import encode_file
-from megatron_dynapipe.cost.tabulate import Range
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.profiling.journal import Journal
 from megatron_dynapipe.integration.profiling.layers import build_parts
 from megatron_dynapipe.integration.profiling.measure import clock_of, sustain
@@ -21,7 +19,7 @@ from megatron_dynapipe.integration.profiling.profiler import Profiler
 from megatron_dynapipe.integration.profiling.result import cost_file, describe, identity, verdict
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 from megatron_dynapipe.runtime.links import measure_links
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.units import ModelFamily, Recompute
 
 BUDGET_FOR_MEASURING = 0.9
 """Share of the budget; the rest is for starting, fitting and writing."""
@@ -60,9 +58,9 @@ def profile(
         partial = output.with_name(output.name + ".partial") if is_first else None
         journal = Journal(partial, identity(setup, provenance))
         profiler = Profiler(
-            parts=build_parts(setup.args, setup.family, setup.device),
+            parts=build_parts(setup.model, setup.device, tensor_parallel=tensor_parallel),
             modes=modes,
-            within=_range(setup),
+            within=setup.within,
             most_positions=most_positions,
             platform=clock_of(setup.device, shared=tensor_parallel > 1),
             journal=journal,
@@ -101,20 +99,9 @@ def _modes(names: Sequence[str]) -> list[Recompute]:
         raise ConfigError(f"expected recompute modes of none, selective, full, got {','.join(names)}") from None
 
 
-def _range(setup: ProfileSetup) -> Range:
-    """The micro-batches that the run's own flags allow."""
-    t5 = setup.family is ModelFamily.T5
-    return Range(
-        size=setup.args.global_batch_size,
-        input_length=setup.args.seq_length,
-        target_length=setup.args.decoder_seq_length if t5 else 0,
-    )
-
-
 def _packed(profiler: Profiler, setup: ProfileSetup, budget_s: float) -> dict[Recompute, Tables]:
     """Tables of packed rows by mode; none where the model takes none, or memory holds too few."""
-    layouts = batch_layouts(setup.args, setup.family, on_cpu=setup.device.type == "cpu")
-    if BatchLayout.PACKED not in layouts.allowed:
+    if not setup.packs:
         return {}
     packed = PackedProfiler(
         parts=profiler.parts,

@@ -5,7 +5,6 @@ gradients are added to `main_grad` by hooks, as Megatron's data-parallel wrapper
 """
 
 import copy
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,8 +20,7 @@ from torch import Tensor
 from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.data.segments import RowSegments
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
-from megatron_dynapipe.integration.flags.plan_inputs import state_dtype
-from megatron_dynapipe.integration.models.activation import model_config
+from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.packed_rows import (
     DeviceSegments,
@@ -32,7 +30,7 @@ from megatron_dynapipe.integration.models.packed_rows import (
     self_row,
 )
 from megatron_dynapipe.integration.models.padded_rows import decoder_rows, encoder_rows
-from megatron_dynapipe.integration.models.providers import gpt_provider, gpt_takes_mask, t5_options
+from megatron_dynapipe.integration.models.providers import gpt_provider
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, T5StageInputs
 from megatron_dynapipe.units import ModelFamily, Recompute, round_up
 
@@ -82,36 +80,31 @@ class Part:
 
 
 def build_parts(
-    args: Namespace, family: ModelFamily, device: torch.device, *, chained: int | None = None
+    model: ModelConfig, device: torch.device, *, chained: int | None = None, tensor_parallel: int = 1
 ) -> Mapping[str, Part]:
-    """The parts of the model that Megatron's arguments describe, by name, in training mode on `device`.
+    """The parts of a model by name, in training mode on `device`.
 
     Args:
-        args: Megatron's.
-        family: kind of model.
+        model: whose layers are measured.
         device: where they are measured.
         chained: layers that are measured together; None takes `CHAINED_ON_CUDA` there, and one on a CPU, where no time
             passes before an operation.
+        tensor_parallel: ranks that share a layer.
     """
     if chained is None:
         chained = CHAINED_ON_CUDA if device.type == "cuda" else 1
-    config = model_config(args)
+    config = model.transformer_config()
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    build = _t5_parts if family is ModelFamily.T5 else _gpt_parts
-    parts = {part.name: part for part in build(args, config, groups, chained)}
+    build = _t5_parts if model.family is ModelFamily.T5 else _gpt_parts
+    make = _Inputs(model, device, tensor_parallel)
+    parts = {part.name: part for part in build(model, config, groups, chained, make)}
     if chained > 1:
-        single = {part.name: part for part in build(args, config, groups, 1)}
+        single = {part.name: part for part in build(model, config, groups, 1, make)}
         parts |= {name: replace(part, alone=single[name]) for name, part in parts.items() if part.layers > 1}
     for part in (each for chain in parts.values() for each in chain.from_most_layers):
-        part.module.to(device=device, dtype=args.params_dtype).train()
-        accumulate_gradients(part.module, gradient_dtype(args))
+        part.module.to(device=device, dtype=model.dtype).train()
+        accumulate_gradients(part.module, model.gradient_dtype)
     return parts
-
-
-def gradient_dtype(args: Namespace) -> torch.dtype:
-    """Type of the buffer that training adds gradients up in: fp32 in bf16 training too, if not asked otherwise."""
-    dtype: torch.dtype = args.params_dtype
-    return torch.float32 if args.accumulate_allreduce_grads_in_fp32 else dtype
 
 
 def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -133,19 +126,20 @@ def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = No
             parameter.register_post_accumulate_grad_hook(accumulate)
 
 
-def _t5_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCollection, chained: int) -> list[Part]:
+def _t5_parts(
+    model: ModelConfig, config: TransformerConfig, groups: ProcessGroupCollection, chained: int, make: "_Inputs"
+) -> list[Part]:
     """Stages of a T5: inner ones of three and three, with `chained` layers and nothing else, and the whole of 1 + 1."""
     inner, whole = T5Split.of(3 * chained, 3 * chained, 6), T5Split.of(1, 1, 1)
     build = partial(
         T5Stage,
         config,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        options=t5_options(args),
+        vocab_size=model.vocabulary,
+        max_sequence_length=model.max_positions,
+        options=model.t5,
         pg_collection=groups,
     )
     encoder, decoder, ends = build(split=inner, stage=1), build(split=inner, stage=4), build(split=whole, stage=0)
-    make = _Inputs(args, next(encoder.parameters()))
 
     def run_encoder(point: Point) -> Forward:
         b, s = point
@@ -219,19 +213,20 @@ def _decoder_row(decoder: T5Stage, make: "_Inputs") -> Callable[[Lengths, Length
     return run
 
 
-def _gpt_parts(args: Namespace, config: TransformerConfig, groups: ProcessGroupCollection, chained: int) -> list[Part]:
+def _gpt_parts(
+    model: ModelConfig, config: TransformerConfig, groups: ProcessGroupCollection, chained: int, make: "_Inputs"
+) -> list[Part]:
     """A GPT of `chained` layers without its ends, and its ends with a layer that is not run."""
-    provide = partial(gpt_provider(args), pg_collection=groups)
+    provide = partial(gpt_provider(model), pg_collection=groups)
     layer: GPTModel = provide(config=_of_layers(config, chained), pre_process=False, post_process=False)
     ends: GPTModel = provide(config=_of_layers(config, 1))
-    make = _Inputs(args, next(layer.parameters()))
     rotate_by_sample([layer])
 
     def run_layer(point: Point) -> Forward:
         b, s = point
         state = make.state(s, b)
         positions = torch.arange(s, device=state.device).expand(b, -1)
-        mask = causal_mask(s, state.device) if gpt_takes_mask(args) else None
+        mask = causal_mask(s, state.device) if model.takes_mask else None
 
         def forward() -> Tensor:
             layer.set_input_tensor(state)
@@ -302,28 +297,28 @@ def _embedding(embedding: torch.nn.Module, make: "_Inputs") -> Callable[[Point],
 
 
 class _Inputs:
-    """Random inputs of the shapes that layers take, beside a parameter, whose device they share."""
+    """Random inputs of the shapes that layers take."""
 
-    def __init__(self, args: Namespace, beside: Tensor) -> None:
-        self._args = args
-        self._beside = beside
-        self.row_format = RowFormat.of(args)
+    def __init__(self, model: ModelConfig, device: torch.device, tensor_parallel: int) -> None:
+        self._model = model
+        self._device = device
+        self._ways = tensor_parallel if model.sequence_parallel else 1
+        self.row_format = model.row_format
 
     def state(self, length: int, size: int) -> Tensor:
         """[length, size, hidden] that a gradient is wanted of; this rank's part under sequence parallelism."""
-        ways = self._args.tensor_model_parallel_size if self._args.sequence_parallel else 1
-        shape = (length // ways, size, self._args.hidden_size)
-        return torch.randn(shape, dtype=state_dtype(self._args), device=self._beside.device).requires_grad_()
+        shape = (length // self._ways, size, self._model.hidden)
+        return torch.randn(shape, dtype=self._model.state_dtype, device=self._device).requires_grad_()
 
     def tokens(self, size: int, length: int) -> Tensor:
         """[size, length] of the vocabulary."""
-        return torch.randint(self._args.padded_vocab_size, (size, length), device=self._beside.device)
+        return torch.randint(self._model.vocabulary, (size, length), device=self._device)
 
     def row(self, lengths: Lengths) -> DeviceSegments:
         """The segments of samples of these positions, and of the row's tail."""
         starts = tuple(accumulate(lengths, initial=0))
         host = RowSegments.of(starts, round_up(starts[-1]))
-        device = self._beside.device
+        device = self._device
         return DeviceSegments(host=host, offsets=host.offsets.to(device), positions=host.positions.to(device))
 
     def encoder_batch(self, b: int, s: int) -> T5StageInputs:
@@ -342,4 +337,4 @@ class _Inputs:
 
     def _lengths(self, size: int, length: int) -> Tensor:
         """[size]: no padding, which costs the same."""
-        return torch.full((size,), length, device=self._beside.device)
+        return torch.full((size,), length, device=self._device)

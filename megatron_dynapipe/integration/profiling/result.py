@@ -4,7 +4,6 @@ import datetime
 import importlib.metadata
 import json
 import platform
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def cost_file(
     Raises:
         CostModelError: something was not measured at all.
     """
-    args, t5 = setup.args, setup.family is ModelFamily.T5
+    t5 = setup.family is ModelFamily.T5
     state = {
         name: parts[name].parameters * _STATE_BYTES / BYTES_PER_MB
         for name in ("embedding", "encoder", *(["decoder"] if t5 else []))
@@ -81,7 +80,7 @@ def cost_file(
         }
     file = CostFile(
         format=PACKED_FORMAT if packed else FORMAT,
-        name=f"{setup.family}_h{args.hidden_size}_{provenance['device']}".replace(" ", "-"),
+        name=f"{setup.family}_h{setup.model.hidden}_{provenance['device']}".replace(" ", "-"),
         source="measured by `megatron-dynapipe profile`",
         device=str(provenance["device"]),
         units=UNITS,
@@ -116,14 +115,14 @@ def verdict(file: CostFile, path: Path) -> str:
 
 def describe(setup: ProfileSetup) -> Provenance:
     """Machine and versions of the measurement; the same on all ranks."""
-    args, cuda = setup.args, setup.device.type == "cuda"
+    model, cuda = setup.model, setup.device.type == "cuda"
     device = torch.cuda.get_device_name(setup.device) if cuda else _processor()
-    attention = args.dynapipe_attention if args.transformer_impl == "local" else args.attention_backend.name
+    attention = setup.args.attention_backend.name if model.transformer_engine else model.attention.value
     return {
         "device": device,
-        "dtype": str(args.params_dtype).removeprefix("torch."),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "attention": attention,
-        "transformer_impl": args.transformer_impl,
+        "transformer_impl": model.transformer_impl,
         "ranks": torch.distributed.get_world_size(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
@@ -140,16 +139,16 @@ def identity(setup: ProfileSetup, provenance: Provenance) -> str:
 
 
 def _model(setup: ProfileSetup) -> dict[str, str | int | bool]:
-    args: Namespace = setup.args
+    model = setup.model
     return {
-        "type": setup.family.value,
-        "hidden": args.hidden_size,
-        "heads": args.num_attention_heads,
-        "kv_channels": args.kv_channels,
-        "ffn": args.ffn_hidden_size,
-        "vocabulary": args.padded_vocab_size,
-        "sequence_parallel": args.sequence_parallel,
-        "dropout": bool(args.hidden_dropout or args.attention_dropout),
+        "type": model.family.value,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_channels": model.kv_channels,
+        "ffn": model.ffn,
+        "vocabulary": model.vocabulary,
+        "sequence_parallel": model.sequence_parallel,
+        "dropout": model.dropout,
     }
 
 
@@ -184,9 +183,9 @@ def _packed_entry(tables: PackedTables, setup: ProfileSetup) -> PackedEntry:
 
 def _position_mb(setup: ProfileSetup) -> float:
     """What a position's state takes on a rank."""
-    args = setup.args
-    shards = setup.tensor_parallel if args.sequence_parallel else 1
-    return float(args.hidden_size * args.params_dtype.itemsize / shards / BYTES_PER_MB)
+    model = setup.model
+    shards = setup.tensor_parallel if model.sequence_parallel else 1
+    return float(model.hidden * model.dtype.itemsize / shards / BYTES_PER_MB)
 
 
 def _infeasible(measurements: Sequence[Measurement], mode: Recompute) -> dict[str, list[tuple[int, ...]]]:

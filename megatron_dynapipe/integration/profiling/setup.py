@@ -12,17 +12,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
 from torch._C._distributed_c10d import HashStore
 
-from megatron_dynapipe import config, cpu
+from megatron_dynapipe import cpu
+from megatron_dynapipe.cost.tabulate import Range
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import arguments, placement
+from megatron_dynapipe.integration.flags import checks, command_line, from_megatron, layer_split, machine
+from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
+from megatron_dynapipe.integration.flags.run_config import t5_split
 from megatron_dynapipe.integration.hooks import fused_kernels
-from megatron_dynapipe.integration.models import flags as model_flags
-from megatron_dynapipe.integration.models.providers import t5_split
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.integration.models.config import ModelConfig
+from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.units import BatchLayout, ModelFamily
 
 _OTHER_LAYOUTS = (
     "--dynapipe-layers-per-stage",
@@ -38,16 +40,27 @@ class ProfileSetup:
     """What is measured, and where.
 
     Attributes:
-        args: Megatron's arguments of the run, on this many pipeline stages.
-        family: kind of model.
+        args: Megatron's namespace of the run, on this many pipeline stages; for Megatron alone.
+        model: whose layers are measured.
+        split: how a T5 is cut; None for a GPT.
+        within: the micro-batches that the run's own flags allow.
+        packs: whether micro-batches may be packed rows.
         device: this rank's.
         tensor_parallel: ranks that share a layer.
     """
 
     args: argparse.Namespace
-    family: ModelFamily
+    model: ModelConfig
+    split: T5Split | None
+    within: Range
+    packs: bool
     device: torch.device
     tensor_parallel: int
+
+    @property
+    def family(self) -> ModelFamily:
+        """Kind of model."""
+        return self.model.family
 
 
 @contextlib.contextmanager
@@ -83,6 +96,36 @@ def prepared(
     if layers_per_stage is not None:
         layout += ["--dynapipe-layers-per-stage", ",".join(map(str, layers_per_stage))]
     args = _parse(flags, family, layout, world // ranks, vocabulary)
+    device = _start(args, world)
+    try:
+        embeddings, split = {}, _t5_split(args, family)
+        if split is not None:
+            embeddings["get_embedding_ranks"] = split.embedding_ranks
+            embeddings["get_position_embedding_ranks"] = split.position_embedding_ranks
+        parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, **embeddings)
+        model_parallel_cuda_manual_seed(args.seed)
+        fused_kernels.apply()  # layers as training has them
+        yield ProfileSetup(
+            args=args,
+            model=from_megatron.model_config(args, family),
+            split=split,
+            within=Range(
+                size=args.global_batch_size,
+                input_length=args.seq_length,
+                target_length=args.decoder_seq_length if family is ModelFamily.T5 else 0,
+            ),
+            packs=BatchLayout.PACKED in batch_layouts(args, family, on_cpu=device.type == "cpu").allowed,
+            device=device,
+            tensor_parallel=tensor_parallel,
+        )
+    finally:
+        fused_kernels.revert()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _start(args: argparse.Namespace, world: int) -> torch.device:
+    """Make the process group of all ranks; this rank's device, made current."""
     device, backend = torch.device("cpu"), "gloo"
     if cpu.is_enabled():
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as torchrun starts ranks
@@ -90,60 +133,54 @@ def prepared(
         backend = args.distributed_backend
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         devices = torch.cuda.device_count()
-        device = torch.device("cuda", placement.device_index(local_rank, devices=devices, backend=backend))
+        device = torch.device("cuda", machine.device_index(local_rank, devices=devices, backend=backend))
         torch.cuda.set_device(device)
     if world == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend)
-    try:
-        embeddings = {}
-        if family is ModelFamily.T5:
-            split = t5_split(args)
-            embeddings["get_embedding_ranks"] = split.embedding_ranks
-            embeddings["get_position_embedding_ranks"] = split.position_embedding_ranks
-        parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, **embeddings)
-        model_parallel_cuda_manual_seed(args.seed)
-        fused_kernels.apply()  # layers as training has them
-        yield ProfileSetup(args=args, family=family, device=device, tensor_parallel=tensor_parallel)
-    finally:
-        fused_kernels.revert()
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    return device
 
 
 def _parse(
     flags: Sequence[str], family: ModelFamily, layout: Sequence[str], replicas: int, vocabulary: int | None
 ) -> argparse.Namespace:
-    parser = _extend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    words = _without(config.expand(flags, arguments.switches(parser)), _OTHER_LAYOUTS)
-    words += layout
-    early = parser.parse_args(words)
-    batch = max(early.global_batch_size or 1, replicas)
-    words += ["--global-batch-size", str(batch - batch % replicas)]
-    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary or _vocabulary(early))]
-    words += model_flags.words_for_megatron(early, family)
-    kept, sys.argv = sys.argv, [sys.argv[0], *words]
+    def settle(args: argparse.Namespace) -> None:
+        checks.check_model(args, family)
+        batch = max(args.global_batch_size or 1, replicas)
+        args.global_batch_size = batch - batch % replicas
+        args.tokenizer_type, args.tokenizer_model = "NullTokenizer", None
+        args.vocab_size = vocabulary or _vocabulary(args)
+        layer_split.settle(args, family)
+
+    given = [*_without(command_line.expanded(flags), _OTHER_LAYOUTS), *layout]
+    kept = sys.argv[1:]
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # a thousand lines of arguments
-            args: argparse.Namespace = parse_and_validate_args(extra_args_provider=_extend)
+            args = command_line.megatron_arguments(given, settle)
     finally:
-        sys.argv = kept
-    model_flags.restore(args, early)
+        sys.argv[1:] = kept
     if args.padded_vocab_size is None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     return args
 
 
-def _without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+def _t5_split(args: argparse.Namespace, family: ModelFamily) -> T5Split | None:
+    if family is ModelFamily.GPT:
+        return None
+    model, parallel = from_megatron.model_config(args, family), from_megatron.parallel_config(args, family)
+    return t5_split(model, parallel)
+
+
+def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
     """The command line without some flags and their values."""
     kept, dropping = [], False
-    for word in words:
-        if word.startswith("--"):
-            dropping = word.partition("=")[0] in flags
+    for argument in arguments:
+        if argument.startswith("--"):
+            dropping = argument.partition("=")[0] in flags
         if not dropping:
-            kept.append(word)
+            kept.append(argument)
     return kept
 
 
@@ -154,8 +191,3 @@ def _vocabulary(args: argparse.Namespace) -> int:
             hint="pass --vocabulary N, or --dynapipe-data DIR after --",
         )
     return read_meta(args.dynapipe_data).vocabulary_size
-
-
-def _extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    arguments.add_arguments(parser)
-    return cpu.set_args_defaults(parser) if cpu.is_enabled() else parser

@@ -9,13 +9,13 @@ from megatron_dynapipe.data.identity import check_files
 from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError, DynaPipeError
-from megatron_dynapipe.integration.flags.arguments import RunSettings
+from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.flags.run_record import settings_fields
 from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 from megatron_dynapipe.service.settings import PlanInputs
 
 
-def check_same_run(control: ControlGroup, settings: RunSettings, inputs: PlanInputs) -> dict[str, str]:
+def check_same_run(control: ControlGroup, settings: RunConfig, inputs: PlanInputs) -> dict[str, str]:
     """Hold every rank's settings, and every node's dataset, against the other ranks'; the digests of its files.
 
     The first rank of each node reads the files.
@@ -38,7 +38,7 @@ def check_same_run(control: ControlGroup, settings: RunSettings, inputs: PlanInp
     return files
 
 
-def _dataset_files(settings: RunSettings, inputs: PlanInputs) -> dict[str, str]:
+def _dataset_files(settings: RunConfig, inputs: PlanInputs) -> dict[str, str]:
     if int(os.environ.get("LOCAL_RANK", "0")) != 0:
         return {}
     return check_files(settings.data, [split.name for split in inputs.splits], read_meta(settings.data).files)

@@ -23,8 +23,8 @@ from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.pinning import pinning
 from megatron_dynapipe.data.spans import LossOn, SpanTable
 from megatron_dynapipe.errors import StoreError
-from megatron_dynapipe.integration.flags import placement
-from megatron_dynapipe.integration.flags.arguments import RunSettings
+from megatron_dynapipe.integration.flags import machine
+from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import read_task_ids
@@ -75,9 +75,7 @@ class PlanSupply:
     store: PlanStore
     keys: PlanKeys
 
-    def __init__(
-        self, settings: RunSettings, control: ControlGroup, inputs: PlanInputs, *, device: torch.device
-    ) -> None:
+    def __init__(self, settings: RunConfig, control: ControlGroup, inputs: PlanInputs, *, device: torch.device) -> None:
         self._device = device
         self._settings = settings
         self._control = control
@@ -190,7 +188,6 @@ class PlanSupply:
             look_ahead=self._settings.ahead,
             retention_s=launch.retention_s,
             reply_timeout_s=self._settings.timeout_s,
-            look_ahead_bytes=self._settings.ahead_bytes,
             patience_s=min(self._settings.timeout_s / 2, _PATIENCE_S),
             full_timeout_s=self._settings.timeout_s / 2,
             inputs=self._inputs,
@@ -204,8 +201,8 @@ class PlanSupply:
         self._settings.report_folder.mkdir(parents=True, exist_ok=True)
         planners = NodePlanners(
             service,
-            node=placement.node_of(self._control.rank),
-            nodes=placement.nodes(torch.distributed.get_world_size()),
+            node=machine.node_of(self._control.rank),
+            nodes=machine.nodes(),
             log_folder=self._settings.report_folder,
         )
         self._start_stand_in = self._resources.enter_context(planners).start_stand_in

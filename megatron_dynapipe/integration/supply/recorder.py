@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,11 +11,9 @@ import torch
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter
 from megatron_dynapipe.integration.supply.calibration import PassPublisher
-from megatron_dynapipe.integration.supply.live_page import LivePage
 from megatron_dynapipe.integration.supply.stage_record import EvaluationLosses, HostLosses, stage_record
 from megatron_dynapipe.plan.idle import MUCH_IDLE
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.report.page import PAGE
 from megatron_dynapipe.report.panel import Panel
 from megatron_dynapipe.report.records import (
     IterationRecord,
@@ -32,7 +31,33 @@ from megatron_dynapipe.report.trace import write_trace
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.memory import MemoryCounts
 from megatron_dynapipe.store import PlanKeys, PlanStore
-from megatron_dynapipe.units import BatchLayout, Shape, in_mb
+from megatron_dynapipe.units import BatchLayout, in_mb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank is in the job.
+
+    Attributes:
+        rank: of this process.
+        replica: data-parallel replica.
+        stage: pipeline stage.
+        tensor_rank: tensor-parallel rank; one rank of a stage speaks for it.
+    """
+
+    rank: int
+    replica: int
+    stage: int
+    tensor_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """By what records reach rank 0 from nodes that share no folder with it, and how long rank 0 waits for a rank's."""
+
+    store: PlanStore
+    keys: PlanKeys
+    timeout_s: float
 
 
 class Recorder:
@@ -46,67 +71,44 @@ class Recorder:
 
     Args:
         folder: where records and pictures go; the records of an earlier run are replaced.
-        store: by which records reach rank 0 from nodes that share no folder with it.
-        keys: names in it.
-        rank: of this process.
-        world_size: number of ranks.
-        replica: data-parallel replica of this rank.
-        stage: pipeline stage of this rank.
-        tensor_rank: tensor-parallel rank of this rank; one rank of a stage speaks for it.
+        place: of this rank.
+        run: what all iterations have in common; rank 0 records it.
+        reports: takes records to rank 0.
         metrics: takes what Megatron's writers are given.
-        maximum: the lengths that a run without planning would pad every sample to.
-        timeout_s: how long rank 0 waits for a rank's records.
         publisher: takes the measured passes, where the cost model is calibrated by them.
         memory: what the device's allocator has counted; None where none counts.
-        run: what all iterations have in common; rank 0 records it.
-        page_every: iterations between two pages of the run; 0 writes none.
         reserves_all: the allocator was given the plan's limit ahead of tensors, so that fragments cannot be told.
     """
 
     def __init__(
         self,
-        *,
         folder: Path,
-        store: PlanStore,
-        keys: PlanKeys,
-        rank: int,
-        world_size: int,
-        replica: int,
-        stage: int,
-        tensor_rank: int,
+        place: Place,
+        run: RunRecord,
+        reports: Reports,
+        *,
         metrics: MetricsWriter,
-        maximum: Shape,
-        timeout_s: float,
         publisher: PassPublisher | None = None,
         memory: Callable[[], MemoryCounts | None] = lambda: None,
-        run: RunRecord | None = None,
-        page_every: int = 0,
         reserves_all: bool = False,
     ) -> None:
         self._folder = folder
-        self._store = store
-        self._keys = keys
-        self._rank = rank
-        self._world_size = world_size
-        self._replica = replica
-        self._stage = stage
-        self._tensor_rank = tensor_rank
+        self._place = place
+        self._run = run
+        self._reports = reports
         self._metrics = metrics
-        self._maximum = maximum
-        self._timeout_s = timeout_s
         self._publisher = publisher
         self._memory = memory
         self._reserves_all = reserves_all
         self._peaks: MemoryCounts | None = None
         self._retries = 0
-        self._run = run
+        self._has_run = False
         self._latest: tuple[PlannedIteration, Trace, HostLosses] | None = None
         self._end_ns: int | None = None
         self._last_iteration: int | None = None
         self._evaluations = EvaluationLosses()
-        self._file = RecordFile(folder / f"rank-{rank}.jsonl")
+        self._file = RecordFile(folder / f"rank-{place.rank}.jsonl")
         self._has_warned = False
-        self._page = LivePage(folder, every=page_every if rank == 0 else 0)
 
     def add(self, item: PlannedIteration, trace: Trace, losses: Sequence[Mapping[str, torch.Tensor]] = ()) -> None:
         """Keep an iteration that has been issued to the device, and the last stage's loss reports of it."""
@@ -116,7 +118,7 @@ class Recorder:
 
     def add_evaluation(self, split: str, losses: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Keep the last stage's loss reports of an iteration of an evaluation; empty elsewhere."""
-        if self._tensor_rank == 0:
+        if self._place.tensor_rank == 0:
             self._evaluations.add(split, losses)
 
     def cost_version(self, iteration: int) -> int:
@@ -129,9 +131,9 @@ class Recorder:
         own = b""
         with self._never_failing("read this rank's records"):
             own = self._file.read()
-        if self._rank != 0:
+        if self._place.rank != 0:
             with self._never_failing("hand in this rank's records"):
-                self._store.put(self._keys.report(self._rank), own or b"\n")
+                self._reports.store.put(self._reports.keys.report(self._place.rank), own or b"\n")
             return None
         if self._publisher is not None and self._last_iteration is not None:
             with self._never_failing("save the versions of the cost model"):
@@ -139,14 +141,10 @@ class Recorder:
         summary = None
         with self._never_failing("gather the records of all ranks"):
             records = decode_records(own, origin=str(self._file.path))
-            for rank in range(1, self._world_size):
+            for rank in range(1, self._run.world_size):
                 records += self._records(rank)
             summary = self._summary(records)
-        page = f"page of the run: `megatron-dynapipe report {self._folder}` writes it"
-        with self._never_failing("write the page of the run"):
-            if self._page.finish():
-                page = f"page of the run: {self._folder / PAGE}"
-        return summary and f"{summary}\n{page}"
+        return summary and f"{summary}\npage of the run: `megatron-dynapipe report {self._folder}` writes it"
 
     @contextlib.contextmanager
     def _never_failing(self, doing: str) -> Iterator[None]:
@@ -156,7 +154,8 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - a full disk, a picture that cannot be drawn, a store that is gone
             if not self._has_warned:
                 print(
-                    f"warning: rank {self._rank} cannot {doing}, and goes on without: {type(error).__name__}: {error}",
+                    f"warning: rank {self._place.rank} cannot {doing}, and goes on without:"
+                    f" {type(error).__name__}: {error}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -194,29 +193,28 @@ class Recorder:
     ) -> None:
         self._say_retries(memory)
         self._metrics.write(item, events)
-        if self._tensor_rank != 0:
+        if self._place.tensor_rank != 0:
             return
         records: list[IterationRecord | StageRecord] = []
-        if self._stage == 0:
+        if self._place.stage == 0:
             records.append(_iteration_record(item, events, version, memory))
-        if self._run is not None and self._rank == 0:
+        if not self._has_run and self._place.rank == 0:
             self._file.add_run(self._run)
-            self._run = None
+            self._has_run = True
         records.append(stage_record(item, events, losses.read(), memory, previous_end_ns=self._end_ns))
         self._end_ns = events[-1].end_ns if events else None
         self._file.add_iteration(*records)
         if last or self._file.wants_timeline(item.entry.iteration):
             timeline = TimelineRecord(
                 iteration=item.entry.iteration,
-                replica=self._replica,
-                stage=self._stage,
+                replica=self._place.replica,
+                stage=self._place.stage,
                 planned=item.entry.stage_plan.predicted,
                 measured=tuple(events),
             )
             self._file.add_timeline(timeline)
         if memory is not None:
             self._count_memory(memory, last=last)
-        self._page.after(item.entry.iteration)
 
     def _count_memory(self, memory: MemoryCounts, *, last: bool) -> None:
         """Keep the run's peaks, and hand them in at its end; nothing where memory was reserved ahead."""
@@ -225,7 +223,7 @@ class Recorder:
         peaks = self._peaks = memory if self._peaks is None else self._peaks.with_peaks_of(memory)
         if last:
             record = MemoryRecord(
-                rank=self._rank,
+                rank=self._place.rank,
                 allocated_bytes=peaks.allocated_bytes,
                 reserved_bytes=peaks.reserved_bytes,
                 retries=peaks.retries,
@@ -239,16 +237,18 @@ class Recorder:
         self._retries = memory.retries
         held, used = in_mb(memory.reserved_bytes, memory.allocated_bytes)
         print(
-            f"warning: rank {self._rank}'s allocator has given its cache back {memory.retries} times to find memory,"
-            f" holding {held} for tensors of {used}; each time waits for the device: lower"
+            f"warning: rank {self._place.rank}'s allocator has given its cache back {memory.retries} times to find"
+            f" memory, holding {held} for tensors of {used}; each time waits for the device: lower"
             " --dynapipe-device-memory-limit, or add --dynapipe-reserve-all-memory",
             file=sys.stderr,
             flush=True,
         )
 
     def _records(self, rank: int) -> list[Record]:
-        key = self._keys.report(rank)
-        data = self._store.wait_any([key], timeout_s=self._timeout_s, what=f"the records of rank {rank}")[1].lstrip()
+        key = self._reports.keys.report(rank)
+        data = self._reports.store.wait_any(
+            [key], timeout_s=self._reports.timeout_s, what=f"the records of rank {rank}"
+        )[1].lstrip()
         path = self._folder / f"rank-{rank}.jsonl"
         with self._never_failing(f"write the records of rank {rank}"):
             path.write_bytes(data)
@@ -266,7 +266,7 @@ class Recorder:
             panels = _panels([r for r in timelines if r.iteration == last])
             pictures = self._draw(panels)
         memory = [record for record in records if isinstance(record, MemoryRecord)]
-        summary = summarise(iterations, maximum=self._maximum, pictures=pictures, memory=memory)
+        summary = summarise(iterations, maximum=self._run.maximum, pictures=pictures, memory=memory)
         return format_summary(summary) + _idle_hint(panels)
 
     def _draw(self, panels: Sequence[Panel]) -> list[Path]:

@@ -1,6 +1,5 @@
 """Measured costs without a file: found again, shared, and done without where they cannot be measured."""
 
-import argparse
 import contextlib
 import io
 from pathlib import Path
@@ -20,12 +19,16 @@ def on_a_rank(rank: int, world_size: int, call: str, **arguments: Any) -> Any:
     return globals()[call](**arguments)
 
 
-def run_args(**changes: Any) -> argparse.Namespace:
-    held = {
-        "dynapipe_calibrate": 1.0, "dynapipe_timeout_s": 30.0, "tensor_model_parallel_size": 1, "hidden_size": 32,
-        "dynapipe_limit_rc_type": "none,full", "local_rank": 0,
-    }  # fmt: skip
-    return argparse.Namespace(**held | changes)
+def run_of(hidden: int) -> Any:
+    """As much of a run's configuration as measuring looks at."""
+    from types import SimpleNamespace
+
+    from megatron_dynapipe.units import ModelFamily, Recompute
+
+    return SimpleNamespace(
+        family=ModelFamily.GPT, calibrate_s=1.0, timeout_s=30.0, parallel=SimpleNamespace(tensor=1),
+        layer_costs={"hidden_size": str(hidden)}, recompute=(Recompute.NONE, Recompute.FULL), on_cpu=True,
+    )  # fmt: skip
 
 
 def measured_twice(cache: str, file: bytes) -> list[Any]:
@@ -33,9 +36,7 @@ def measured_twice(cache: str, file: bytes) -> list[Any]:
     import os
     from unittest.mock import patch
 
-    from megatron_dynapipe import cpu
     from megatron_dynapipe.integration.entry import calibration
-    from megatron_dynapipe.units import ModelFamily
 
     commands: list[list[str]] = []
 
@@ -46,17 +47,13 @@ def measured_twice(cache: str, file: bytes) -> list[Any]:
         Path(command[command.index("--output") + 1]).write_bytes(file)
         return None
 
-    cpu.enable("cpu")
     said = io.StringIO()
     with (
         patch.dict(os.environ, {"XDG_CACHE_HOME": cache, "WORLD_SIZE": "1"}),
         patch.object(calibration, "_run", write),
         contextlib.redirect_stdout(said),
     ):
-        paths = [
-            calibration.measured_costs(args, ModelFamily.GPT, ["--some", "flag"])
-            for args in (run_args(), run_args(), run_args(hidden_size=64))
-        ]
+        paths = [calibration.measured_costs(run_of(hidden), ["--some", "flag"]) for hidden in (32, 32, 64)]
     return [[str(path) for path in paths if path], commands, said.getvalue()]
 
 

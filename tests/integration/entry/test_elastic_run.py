@@ -15,7 +15,7 @@ from megatron_dynapipe.cost import CPU_RATES, ModelShape
 from megatron_dynapipe.elastic.job import VARIABLE, Job
 from megatron_dynapipe.errors import ConfigError, StoreTimeoutError
 from megatron_dynapipe.integration.entry import elastic_run
-from megatron_dynapipe.integration.flags.run_record import TRACKER
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.client import PlanClient

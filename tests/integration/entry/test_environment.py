@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megatron_dynapipe.integration.entry import environment
+from megatron_dynapipe.integration.entry import bootstrap
 
 ALL = {
     "CUDA_MODULE_LOADING": "EAGER",
@@ -32,13 +32,13 @@ ALL = {
     ],
 )
 def test_what_is_set(tensor_parallel, capability, environ, expected):
-    chosen = environment.settings(tensor_parallel=tensor_parallel, capability=capability, environ=environ)
+    chosen = bootstrap.environment(tensor_parallel=tensor_parallel, capability=capability, environ=environ)
     assert chosen == expected
 
 
 @pytest.fixture
 def clean(monkeypatch):
-    for name in (*ALL, *environment.ALLOCATOR, "RANK"):
+    for name in (*ALL, *bootstrap.ALLOCATOR, "RANK"):
         monkeypatch.setenv(name, "")  # so that monkeypatch takes away what is set below
         monkeypatch.delenv(name)
 
@@ -46,7 +46,7 @@ def clean(monkeypatch):
 def test_rank_0_says_what_was_set(clean, tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("tensor-model-parallel-size: 2\n")
-    environment.prepare(["--dynapipe-config", str(file)], "auto", capabilities=lambda: [9, 9])
+    bootstrap.prepare_environment(["--dynapipe-config", str(file)], "auto", capabilities=lambda: [9, 9])
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and os.environ["CUDA_MODULE_LOADING"] == "EAGER"
     said = capsys.readouterr().out
     assert said.startswith("environment: set CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_")
@@ -55,7 +55,7 @@ def test_rank_0_says_what_was_set(clean, tmp_path, capsys):
 
 @pytest.mark.parametrize(("device", "found"), [("cpu", [9]), ("auto", [])])
 def test_nothing_is_set_without_a_gpu(device, found, clean, capsys):
-    environment.prepare([], device, capabilities=lambda: found)
+    bootstrap.prepare_environment([], device, capabilities=lambda: found)
     assert "CUDA_MODULE_LOADING" not in os.environ and capsys.readouterr().out == ""
 
 
@@ -63,5 +63,5 @@ def test_a_host_without_a_driver_has_no_devices(monkeypatch):
     def missing(name: str) -> None:
         raise OSError(name)
 
-    monkeypatch.setattr(environment.ctypes, "CDLL", missing)
-    assert environment._capabilities() == []
+    monkeypatch.setattr(bootstrap.ctypes, "CDLL", missing)
+    assert bootstrap._capabilities() == []

@@ -44,10 +44,6 @@ def refused(family: str, flags: str, data: Path, tmp_path: Path) -> str:
             "--dynapipe-report-dir /proc/nowhere",
             "expected a report folder that can be written",
         ),
-        ("gpt", "--hidden-size 30", "Megatron refuses these arguments: "),
-        ("gpt", "--save checkpoints", "Megatron refuses these arguments: assert args.save_interval is not None"),
-        ("gpt", "--lr-warmup-iters 2", "expected a warm-up shorter than the 2 iterations"),
-        ("t5", "--pretrained-checkpoint nowhere", "expected Megatron's checkpoints in --pretrained-checkpoint nowhere"),
     ],
 )
 def test_what_cannot_train_is_refused_before_megatron_starts(family, flags, said, data, tmp_path):

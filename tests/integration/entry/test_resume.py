@@ -1,6 +1,7 @@
 """Resuming through the entry scripts: what is the same goes on, what is not is named or refused."""
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = make_dataset(folder / "data")
     with StoreServer() as server:
         flags = f"--train-iters 2 --save {folder / 'checkpoints'} --save-interval 1"
-        flags += f" --dynapipe-store-url {server.address.url}"
-        (run,) = train("gpt", data, flags, ranks=1, report=folder / "report")
+        with tempfile.NamedTemporaryFile("w") as url:  # outside the folder, whose files are searched
+            url.write(server.address.url)
+            url.flush()
+            flags += f" --dynapipe-store-url-file {url.name}"
+            (run,) = train("gpt", data, flags, ranks=1, report=folder / "report")
         password = server.address.url.partition("://:")[2].partition("@")[0]
         said = [run["stdout"], run["stderr"]]
         files = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]

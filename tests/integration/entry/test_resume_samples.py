@@ -65,7 +65,6 @@ def run(data: Path, flags: str, *, ranks: int, report: Path) -> tuple[dict[int, 
         ("", [12] * ITERATIONS),
         ("--tokens-per-global-batch 500", None),
         ("--tokens-per-global-batch 500 --dynapipe-last-batch keep", None),
-        ("--dynapipe-ramp-up 4 4 24", [4, 4, 4, 8, 8, 12, 12, 12]),
     ],
 )
 def test_resumed_with_other_replicas(batches: str, sizes: list[int] | None, data: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs of the entry scripts: resume, evaluation, summary, the way micro-batches are made."""
+"""Whole runs of the entry scripts: resume, evaluation, summary."""
 
 import ast
 import json
@@ -50,16 +50,6 @@ def test_a_run_ends_with_a_summary_and_pictures(data, tmp_path):
     assert titles == ["iteration 8: planned", "iteration 8: measured"]
     losses = list(runs[-1]["losses"].values())
     assert losses[-1] < losses[0]
-
-
-def test_micro_batches_are_made_as_the_flag_says(data, tmp_path):
-    """Token-based ones hold at most so many positions, unless they hold one sample; planned ones of this batch more."""
-    flags = "--dynapipe-partition-algo token_based --dynapipe-token-based-partition-mbs 128 --train-iters 2"
-    train("t5", data, flags, ranks=1, report=tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
-    shapes = [shape for line in lines if line["type"] == "iteration" for shape in line["shapes"]]
-    assert len(shapes) > 8
-    assert all(size == 1 or size * (given + wanted) <= 128 for size, given, wanted in shapes)
 
 
 @pytest.mark.parametrize("script", sorted(ROOT.glob("pretrain_*.py")), ids=lambda path: path.name)

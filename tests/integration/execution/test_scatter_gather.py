@@ -62,11 +62,13 @@ def test_a_run_divides_messages_between_nodes_on_its_own(data, tmp_path):
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --train-iters 3"
     said = "messages between stages are divided over 2 tensor-parallel ranks, where that is faster"
     losses = {}
-    for name, choice in {
-        "two nodes": "--dynapipe-device-to-node 0:0,1:0,2:1,3:1",
-        "off": "--dynapipe-scatter-gather off --dynapipe-device-to-node 0:0,1:0,2:1,3:1",
-    }.items():
-        runs = entry_scripts.train("gpt", data, f"{flags} {choice}", ranks=4, report=tmp_path / name)
+    links = "intra-node-gbps: 4800\ninter-node-gbps: 100\nintra-node-latency-us: 0\ninter-node-latency-us: 4000\n"
+    cluster = tmp_path / "two_nodes.yaml"
+    cluster.write_text(f"device-memory-mb: 4000\ndevices-per-node: 2\n{links}")
+    for name, choice in {"two nodes": "", "off": "--dynapipe-scatter-gather off"}.items():
+        runs = entry_scripts.train(
+            "gpt", data, f"{flags} --dynapipe-cluster {cluster} {choice}", ranks=4, report=tmp_path / name
+        )
         assert (said in runs[0]["stdout"]) == (name == "two nodes")
         losses[name] = list(runs[-1]["losses"].values())
     assert len(losses["off"]) == 3

@@ -14,9 +14,7 @@ PADDED, BOTH = (BatchLayout.PADDED,), (BatchLayout.PADDED, BatchLayout.PACKED)
 def args(**changes: object) -> Namespace:
     given = {
         "dynapipe_layout": "auto",
-        "dynapipe_enable_packing": False,
         "dynapipe_attention": "sdpa",
-        "dynapipe_partition_algo": "dp",
         "use_dynapipe": False,
         "transformer_impl": "local",
         "position_embedding_type": "rope",
@@ -31,7 +29,7 @@ def args(**changes: object) -> Namespace:
 
 
 def test_padded_and_packed_where_nothing_is_in_the_way() -> None:
-    for changes in ({}, {"dynapipe_enable_packing": True}, {"kv_channels": 256}):
+    for changes in ({}, {"kv_channels": 256}):
         found = batch_layouts(args(**changes), ModelFamily.T5, on_cpu=False)
         assert found.allowed == BOTH and not found.reason
         assert str(found) == "padded or packed, whichever a plan finds faster"
@@ -54,7 +52,6 @@ IMPOSSIBLE = {
     "dropout": ({"attention_dropout": 0.1}, "has no dropout, and --attention-dropout is 0.1"),
     "biases of Transformer Engine": (ENGINE | {"position_embedding_type": "relative"}, "has no biases"),
     "Transformer Engine in fp32": (ENGINE | {"bf16": False}, "is for fp16 and bf16"),
-    "a partition that pads": ({"dynapipe_partition_algo": "uniform"}, "--dynapipe-partition-algo uniform pads"),
 }
 SLOW = {
     "unfused rotary positions": (
@@ -100,8 +97,3 @@ def test_a_cpu_computes_them_by_sample(changes: dict[str, object]) -> None:
 def test_a_patched_checkout_gets_our_attention_for_packed_rows() -> None:
     found = batch_layouts(args(use_dynapipe=True, dynapipe_attention="megatron"), ModelFamily.GPT, on_cpu=True)
     assert found.allowed == BOTH
-
-
-def test_packing_and_padded_are_not_both() -> None:
-    with pytest.raises(ConfigError, match="expected --dynapipe-enable-packing or --dynapipe-layout padded, got both"):
-        batch_layouts(args(dynapipe_layout="padded", dynapipe_enable_packing=True), ModelFamily.GPT, on_cpu=True)

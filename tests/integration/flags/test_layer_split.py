@@ -6,6 +6,7 @@ from argparse import Namespace
 import pytest
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.units import ModelFamily
 from tests.helpers import entry_scripts
 from tests.helpers.random_dataset import make_dataset
 
@@ -93,3 +94,58 @@ def test_a_t5_has_no_other_way_to_split(given, message):
 
     with pytest.raises(ConfigError, match=message):
         take_t5_layout(asked(**given))
+
+
+SETTLED = {
+    "t5": (ModelFamily.T5, {"dynapipe_layers_per_stage": "3,1"}, None),
+    "gpt": (ModelFamily.GPT, {}, None),
+    "gpt, layers": (ModelFamily.GPT, {"dynapipe_layers_per_stage": "3,1"}, "Ettt|tL"),
+    "gpt, to be planned": (
+        ModelFamily.GPT,
+        {"dynapipe_layers_per_stage": "auto", "num_layers": 5, "pipeline_model_parallel_size": 2},
+        "Ettt|ttL",
+    ),
+}
+
+
+def flags_of_layers(**given: object) -> Namespace:
+    chunks = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    return asked(**dict.fromkeys(chunks), **given)
+
+
+@pytest.mark.parametrize(("family", "given", "layout"), SETTLED.values(), ids=SETTLED.keys())
+def test_what_megatron_is_given(family, given, layout):
+    from megatron_dynapipe.integration.flags.layer_split import settle
+
+    args = flags_of_layers(**given)
+    settle(args, family)
+    assert args.pipeline_model_parallel_layout == layout
+
+
+@pytest.mark.parametrize("given", ["", "3,x", "3,0,1", "3;1", "automatic"])
+def test_layers_per_stage_are_numbers(given):
+    from megatron_dynapipe.integration.flags.layer_split import layers_per_stage
+
+    assert layers_per_stage("3") == (3,)
+    with pytest.raises(ConfigError, match=f"expected --dynapipe-layers-per-stage as 5,3, auto or equal, got '{given}'"):
+        layers_per_stage(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pipeline_model_parallel_layout", "Ett|ttL"),
+        ("num_layers_per_virtual_pipeline_stage", 1),
+        ("num_virtual_stages_per_pipeline_rank", 2),
+        ("decoder_first_pipeline_num_layers", 1),
+        ("account_for_loss_in_pipeline_split", True),
+        ("num_layers", 4),
+    ],
+)
+def test_flags_that_a_planned_split_gives_way_to(name, value):
+    from megatron_dynapipe.integration.flags.layer_split import obstacle_to_auto
+
+    args = flags_of_layers(dynapipe_layers_per_stage="auto")
+    setattr(args, name, value)
+    expected = None if name == "num_layers" else f"--{name.replace('_', '-')} {value}"
+    assert obstacle_to_auto(args) == expected

@@ -1,13 +1,19 @@
 """What a checkpoint says of its run, and what a run that resumes it is told."""
 
-import argparse
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.integration.flags.run_record import NAME, TRACKER, CheckpointRecords, RunRecord, check_resumed
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.flags.run_record import (
+    NAME,
+    CheckpointConfig,
+    CheckpointRecords,
+    RunRecord,
+    check_resumed,
+)
 
 RECORD = RunRecord(
     model={"hidden_size": "32", "vocabulary size": "4096"},
@@ -26,9 +32,12 @@ def save(checkpoints: Path, iteration: int) -> Path:
     return folder
 
 
-def resume(checkpoints: Path, record: RunRecord, **flags: object) -> str | None:
-    chosen = {"load": str(checkpoints), "ckpt_step": None, "finetune": False, "dynapipe_allow_other_data": False}
-    return check_resumed(argparse.Namespace(**(chosen | flags)), record)
+def resume(checkpoints: Path, record: RunRecord, **changes: object) -> str | None:
+    chosen = {
+        "save": None, "load": checkpoints, "step": None, "non_persistent": False, "non_persistent_folder": None,
+        "allows_other_data": False, "weights": {}, "tokenizer": checkpoints,
+    }  # fmt: skip
+    return check_resumed(CheckpointConfig(**(chosen | changes)), record)
 
 
 @pytest.fixture
@@ -63,7 +72,7 @@ def test_checkpoints_of_earlier_runs_are_left_as_they_are(tmp_path: Path) -> Non
         {"tokenizer": "other"},
     ],
 )
-@pytest.mark.parametrize("flags", [{}, {"dynapipe_allow_other_data": True}])
+@pytest.mark.parametrize("flags", [{}, {"allows_other_data": True}])
 def test_another_model_or_vocabulary_is_refused(checkpoints: Path, changes: dict, flags: dict) -> None:
     with pytest.raises(ConfigError, match="expected the model and vocabulary of the checkpoint"):
         resume(checkpoints, replace(RECORD, **changes), **flags)
@@ -79,8 +88,7 @@ def test_other_data_needs_a_flag_that_says_so(checkpoints: Path) -> None:
     with pytest.raises(DataError, match=r"got train.bin e \(was d\)") as caught:
         resume(checkpoints, other)
     assert "--dynapipe-allow-other-data" in str(caught.value.hint)
-    for flags in ({"dynapipe_allow_other_data": True}, {"finetune": True}):
-        assert "train.bin e (was d)" in str(resume(checkpoints, other, **flags))
+    assert "train.bin e (was d)" in str(resume(checkpoints, other, allows_other_data=True))
 
 
 def test_other_settings_are_named_in_one_line(checkpoints: Path) -> None:
@@ -99,7 +107,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     assert resume(tmp_path, RECORD) is None
 
 
-GLOBAL = {"non_persistent_ckpt_type": "global", "non_persistent_global_ckpt_dir": None}
+GLOBAL = {"non_persistent": True}
 OTHER = replace(RECORD, tokenizer="other")
 
 
@@ -116,8 +124,8 @@ def test_the_emergency_checkpoint_is_compared_where_megatron_loads_it(
     assert resume(checkpoints, OTHER, **flags) is None
     with pytest.raises(ConfigError, match=r"model and vocabulary of the checkpoint .*iter_0000005"):
         resume(checkpoints, RECORD, **flags)
-    elsewhere = {**flags, "non_persistent_global_ckpt_dir": str(checkpoints / "elsewhere")}
-    assert resume(checkpoints, RECORD, **elsewhere) is None
+    elsewhere = checkpoints / "elsewhere"
+    assert resume(checkpoints, RECORD, non_persistent=True, non_persistent_folder=elsewhere) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b"[" * 100_000])

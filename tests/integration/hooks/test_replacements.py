@@ -1,6 +1,5 @@
 """What is replaced in Megatron at run time: once, in every module that holds the name, and reverted."""
 
-import argparse
 import ast
 
 import pytest
@@ -129,18 +128,9 @@ def test_a_micro_batchs_shape_is_the_plans():
         (["--dynapipe-attention", "sdpa"], "--dynapipe-attention is not supported in a patched checkout"),
         (["--dynapipe-activation", "gelu_tanh"], "--dynapipe-activation is not supported in a patched checkout"),
         (["--dynapipe-layers-per-stage=3,1"], "--dynapipe-layers-per-stage is not supported in a patched checkout"),
-        (["--dynapipe-layer-to-device", "0,0,0,1"], "--dynapipe-layer-to-device cannot split the model"),
     ],
 )
 def test_a_patched_checkout_refuses_flags_of_our_models(words, said, monkeypatch):
-    args = argparse.Namespace(
-        dynapipe_layer_to_device="0,0,0,1" if "--dynapipe-layer-to-device" in words else None,
-        dynapipe_layers_per_stage=None,
-        num_layers=4,
-        pipeline_model_parallel_size=2,
-        num_virtual_stages_per_pipeline_rank=None,
-        num_layers_per_virtual_pipeline_stage=None,
-    )
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
     with pytest.raises(ConfigError, match=said):
-        checkout._check_model_flags(args)
+        checkout._check_model_flags()

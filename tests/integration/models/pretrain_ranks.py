@@ -1,20 +1,19 @@
 """What the ranks of `test_providers` run: Megatron's own `pretrain` and schedule, on our providers' models."""
 
-import sys
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
-from megatron_dynapipe.integration.flags import arguments as arguments_of_ours
+from megatron_dynapipe.integration.flags import command_line, from_megatron
+from megatron_dynapipe.integration.flags.run_config import t5_split
 from megatron_dynapipe.integration.hooks import optimizer_patches
-from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider, t5_split
+from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import T5StageInputs
+from megatron_dynapipe.units import ModelFamily
 
 ARGUMENTS = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2"
@@ -44,10 +43,9 @@ class RandomTokens:
 def run_pretrain(rank: int, world_size: int, model: str, arguments: str) -> list[float]:
     """Train; on the last stage, the loss of every micro-batch of training and of the evaluations at the end."""
     cpu.silence_prints()
-    sys.argv = ["pretrain", *ARGUMENTS.split(), *arguments.split()]
-    args = parse_and_validate_args(
-        extra_args_provider=lambda parser: cpu.set_args_defaults(arguments_of_ours.add_arguments(parser))
-    )
+    args = command_line.megatron_arguments([*ARGUMENTS.split(), *arguments.split()], lambda _: None)
+    family = ModelFamily(model)
+    described = from_megatron.model_config(args, family)
     losses: list[float] = []
 
     def loss_function(output: torch.Tensor):
@@ -82,15 +80,15 @@ def run_pretrain(rank: int, world_size: int, model: str, arguments: str) -> list
     optimizer_patches.apply()  # Megatron could not resume its distributed optimizer
     container = pretrain_cfg_container_from_args(args)
     if model == "gpt":
-        pretrain(container, datasets, ModelType.encoder_or_decoder, gpt_step, model_provider=gpt_provider(args))
+        pretrain(container, datasets, ModelType.encoder_or_decoder, gpt_step, model_provider=gpt_provider(described))
     else:
-        split = t5_split(args)
+        split = t5_split(described, from_megatron.parallel_config(args, family))
         pretrain(
             container,
             datasets,
             ModelType.encoder_or_decoder,
             t5_step,
-            model_provider=t5_provider(args, split),
+            model_provider=t5_provider(described, split),
             get_embedding_ranks=split.embedding_ranks,
             get_position_embedding_ranks=split.position_embedding_ranks,
         )

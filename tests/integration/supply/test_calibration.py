@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from megatron_dynapipe.integration.flags.model_state import StateBytes
+from megatron_dynapipe.integration.models.config import StateBytes
 from megatron_dynapipe.integration.supply.calibration import PassPublisher, measured_passes
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Load, Payload, RecvWait, SendStart
 from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals

@@ -6,7 +6,7 @@ import pytest
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.integration.supply import recorder as module
-from megatron_dynapipe.integration.supply.recorder import Recorder
+from megatron_dynapipe.integration.supply.recorder import Place, Recorder, Reports
 from megatron_dynapipe.plan.instructions import Forward
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.timeline import Event
@@ -36,10 +36,11 @@ class NoMetrics:
 
 
 def recorder(folder, store, *, rank: int = 0, world_size: int = 1, **more) -> Recorder:
-    return Recorder(
-        folder=folder, store=store, keys=KEYS, rank=rank, world_size=world_size, replica=0, stage=rank, tensor_rank=0,
-        metrics=NoMetrics(), maximum=Shape(1, 64), timeout_s=5, **more,
-    )  # fmt: skip
+    run = RunRecord(
+        world_size=world_size, stages=2, memory_limit_bytes=10**9, model_state_bytes=(), maximum=Shape(1, 64)
+    )
+    place, reports = Place(rank=rank, replica=0, stage=rank, tensor_rank=0), Reports(store, KEYS, timeout_s=5)
+    return Recorder(folder, place, more.pop("run", run), reports, metrics=NoMetrics(), **more)
 
 
 def run(*recorders: Recorder, iterations: int = 4) -> str | None:
@@ -65,12 +66,6 @@ def test_a_run_ends_with_a_summary_and_a_picture(store, tmp_path, capsys) -> Non
     assert summary.endswith(f"\npage of the run: `megatron-dynapipe report {tmp_path}` writes it")
     assert (tmp_path / "timeline.png").exists()
     assert "warning" not in capsys.readouterr().err
-
-
-def test_the_summary_ends_with_the_page_that_was_written(store, tmp_path) -> None:
-    summary = run(recorder(tmp_path, store, page_every=100))
-    assert summary is not None and summary.endswith(f"\npage of the run: {tmp_path / 'report.html'}")
-    assert (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(("busy", "said"), [(40, True), (95, False)])

@@ -3,7 +3,7 @@
 import io
 import sys
 
-from megatron_dynapipe.integration.entry.progress import progress_bar
+from megatron_dynapipe.integration.entry.session import progress_bar
 
 
 class Terminal(io.StringIO):

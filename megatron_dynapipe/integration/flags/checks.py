@@ -1,0 +1,262 @@
+"""Everything that a run's flags are refused for, in one place: parsed, not yet changed by Megatron's own checks.
+
+`check` says all of it for a run, in one line and with exit status 2; `check_model` the part that says what a model is,
+also for a profile or a conversion. What depends on data, costs or checkpoints is `preflight`'s.
+"""
+
+import argparse
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_dynapipe.cost import ScatterGather
+from megatron_dynapipe.cost.format import read_file
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags import machine, megatron_flags
+from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.models.positions import T5_POSITIONS
+from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
+
+RECOMPUTE_MODULES = ("core_attn", "mlp")
+"""Of Megatron's `--recompute-modules`, those that can be switched for each micro-batch."""
+_ABOVE_ZERO = ("lookahead", "planners", "timeout_s", "device_memory_limit")
+
+
+def check(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> None:
+    """Refuse what a planned run would not do as the flags say; say which have no effect.
+
+    Raises:
+        ConfigError: names the flag, the reason and what to do.
+        CostModelError: the cost model's file cannot be read.
+    """
+    if args.dynapipe_data is None:
+        raise ConfigError(
+            "expected a dataset folder, got none",
+            hint="pass --dynapipe-data DIR; `megatron-dynapipe data demo --output DIR` makes one",
+        )
+    _check_ranges(args)
+    _check_parallel_sizes(args)
+    _check_batch(args)
+    check_model(args, family)
+    _check_scatter_gather(args)
+    without_effect = megatron_flags.check(args, family, megatron_flags.actions())
+    if without_effect and os.environ.get("RANK", "0") == "0":
+        print(f"without effect on a planned run: {', '.join(without_effect)}", flush=True)
+    maximum_lengths(args, family)
+    recompute_modes(args)
+    batch_layouts(args, family, on_cpu=on_cpu)
+    _check_length_of_training(args)
+    _check_warm_up(args)
+    _check_pretrained(args)
+    if args.dynapipe_cost_model is not None:
+        read_file(args.dynapipe_cost_model)
+
+
+def check_model(args: argparse.Namespace, family: ModelFamily) -> None:
+    """Refuse models that the stages of a T5, a GPT and their layers do not have; raises ConfigError."""
+    for refused, flag, reason in _model_refusals(args, family):
+        if refused:
+            raise ConfigError(f"{flag} cannot be used with DynaPipe: {reason}", hint=f"remove {flag.split()[0]}")
+
+
+def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[tuple[bool, str, str]]:
+    """Whether each is given, what, and why it is refused."""
+    positions, layers, attention = args.position_embedding_type, args.transformer_impl, args.dynapipe_attention
+    is_t5, local = family is ModelFamily.T5, layers == "local"
+    sdpa = local and attention == "sdpa" and not args.use_dynapipe
+    yield positions == "mrope", f"--position-embedding-type {positions}", "samples have one position per token"
+    yield not local and layers != "transformer_engine", f"--transformer-impl {layers}", "its layers do not train"
+    yield (
+        is_t5 and positions not in T5_POSITIONS,
+        f"--position-embedding-type {positions}",
+        f"the stages of a T5 have {', '.join(T5_POSITIONS)}",
+    )
+    yield (
+        is_t5 and positions == "relative" and local and attention == "megatron",
+        "--dynapipe-attention megatron",
+        "it has no relative positions",
+    )
+    yield (
+        not is_t5 and positions == "relative",
+        f"--position-embedding-type {positions}",
+        "Megatron's GPT has none; use rope or learned_absolute",
+    )
+    yield (
+        is_t5 and bool(args.apply_query_key_layer_scaling),
+        "--apply-query-key-layer-scaling",
+        "the stages of a T5 do not scale by layer",
+    )
+    window = getattr(args, "window_size", None) is not None
+    yield window and is_t5, "--window-size", "the stages of a T5 attend to whole samples"
+    yield window and sdpa, "--window-size", "--dynapipe-attention sdpa has no sliding windows; megatron has"
+    softmax = getattr(args, "softmax_type", "vanilla")
+    yield (
+        softmax != "vanilla" and sdpa,
+        f"--softmax-type {softmax}",
+        "--dynapipe-attention sdpa has the plain softmax alone; megatron has it",
+    )
+    fixed = [name for name in getattr(args, "recompute_modules", None) or () if name not in RECOMPUTE_MODULES]
+    yield (
+        bool(fixed),
+        f"--recompute-modules {' '.join(fixed)}",
+        "plans choose recomputation for each micro-batch, and only core_attn and mlp can be switched after a model is"
+        " built",
+    )
+    for name in ("squared_relu", "quick_geglu"):
+        other = f"--{name.replace('_', '-')}"
+        both = args.dynapipe_activation is not None and bool(getattr(args, name))
+        yield both, f"--dynapipe-activation with {other}", "each names the activation"
+    yield (
+        args.optimizer not in ("adam", "sgd"),
+        f"--optimizer {args.optimizer}",
+        "plans leave room for the states of adam and sgd",
+    )
+
+
+def _check_ranges(args: argparse.Namespace) -> None:
+    for name in (*_ABOVE_ZERO, "calibrate"):
+        value = getattr(args, f"dynapipe_{name}")
+        if value is None:
+            continue
+        if not 0 <= value < math.inf or (value == 0 and name in _ABOVE_ZERO):
+            flag, least = name.replace("_", "-"), "above 0" if name in _ABOVE_ZERO else "of at least 0"
+            raise ConfigError(f"expected --dynapipe-{flag} {least}, got {value}")
+
+
+def _check_parallel_sizes(args: argparse.Namespace) -> None:
+    """Sizes that do not divide, before Megatron asserts on them."""
+    ranks = machine.world_size()
+    model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if ranks % model_size:
+        raise ConfigError(
+            f"expected a number of ranks that tensor × pipeline × context parallel sizes divide ({model_size}), "
+            f"got {ranks}",
+            hint="change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes",
+        )
+    replicas = ranks // model_size
+    if args.global_batch_size is None or args.global_batch_size % replicas:
+        raise ConfigError(
+            f"expected --global-batch-size to be a multiple of the {replicas} data-parallel replicas, "
+            f"got {args.global_batch_size}",
+            hint=f"for example {replicas * max((args.global_batch_size or 0) // replicas, 1)}",
+        )
+
+
+def _check_batch(args: argparse.Namespace) -> None:
+    if not args.calculate_per_token_loss:
+        raise ConfigError(
+            "DynaPipe needs --calculate-per-token-loss: micro-batches hold different numbers of tokens, and only a sum "
+            "over tokens divided once by their number has the same gradient however they are cut",
+            hint="add --calculate-per-token-loss",
+        )
+    if args.dataloader_type != "external" or args.micro_batch_size != 1:
+        raise ConfigError(
+            "expected --dataloader-type external and --micro-batch-size 1 (the plan decides both), got "
+            f"{args.dataloader_type} and {args.micro_batch_size}",
+            hint="remove these flags",
+        )
+
+
+def _check_scatter_gather(args: argparse.Namespace) -> None:
+    if args.dynapipe_scatter_gather != ScatterGather.ON:
+        return
+    reason = next(
+        (
+            reason
+            for holds, reason in (
+                (args.tensor_model_parallel_size == 1, "there are no tensor-parallel ranks to divide messages over"),
+                (args.sequence_parallel, "under sequence parallelism every rank sends its own part already"),
+                (args.pipeline_model_parallel_size == 1, "one stage sends no messages"),
+            )
+            if holds
+        ),
+        None,
+    )
+    if reason is not None:
+        flag = "--dynapipe-scatter-gather on"
+        raise ConfigError(f"{flag} cannot be used with DynaPipe: {reason}", hint=f"remove {flag}")
+
+
+def _check_length_of_training(args: argparse.Namespace) -> None:
+    """One end of training, and Megatron's intervals: it divides by them, or ends in a TypeError without one."""
+    ends = [flag for flag in ("--train-iters", "--train-samples", "--train-epochs") if _value(args, flag) is not None]
+    if len(ends) > 1:
+        raise ConfigError(
+            f"expected one of {', '.join(ends)}, got {'both' if len(ends) == 2 else 'all'}",
+            hint=f"--dynapipe-unset {ends[0].lstrip('-')} ignores that of a run file",
+        )
+    if not ends:
+        raise ConfigError("expected the length of training, got none", hint="pass --train-iters N or --train-epochs N")
+    if ends == ["--train-samples"] and args.tokens_per_global_batch is not None:
+        raise ConfigError(
+            "--train-samples cannot be used with --tokens-per-global-batch, whose iterations have different numbers of"
+            " samples",
+            hint="pass --train-iters N or --train-epochs N",
+        )
+    if args.eval_interval is None:
+        raise ConfigError(
+            "expected --eval-interval N, got none",
+            hint="for example --eval-interval 1000; with --eval-iters 0 nothing is evaluated",
+        )
+
+
+def _value(args: argparse.Namespace, flag: str) -> object:
+    return getattr(args, flag.lstrip("-").replace("-", "_"), None)
+
+
+def _check_warm_up(args: argparse.Namespace) -> None:
+    """Of this Megatron says no more than an assertion, once the model is built."""
+    last = args.lr_decay_iters or args.train_iters
+    if args.lr_warmup_fraction is not None or last is None or args.lr_warmup_iters < last:
+        return
+    raise ConfigError(
+        f"expected a warm-up shorter than the {last} iterations of --lr-decay-iters (--train-iters without it), got "
+        f"--lr-warmup-iters {args.lr_warmup_iters}",
+        hint=f"for example --lr-warmup-iters {last // 10}",
+    )
+
+
+def _check_pretrained(args: argparse.Namespace) -> None:
+    given = args.pretrained_checkpoint
+    if given is None or any(folder is not None and (Path(folder) / TRACKER).is_file() for folder in (args.load, given)):
+        return
+    raise ConfigError(
+        f"expected Megatron's checkpoints in --pretrained-checkpoint {given}, found no {TRACKER} there",
+        hint="name the folder that `megatron-dynapipe convert from-hf` wrote, or that a run's --save named",
+    )
+
+
+def recompute_modes(args: argparse.Namespace) -> tuple[Recompute, ...]:
+    """The modes of recomputation that plans choose among.
+
+    Raises:
+        ConfigError: an unknown mode, one twice, or none.
+    """
+    given = args.dynapipe_limit_rc_type
+    if given is None:
+        asked = "selective" if getattr(args, "recompute_activations", False) else args.recompute_granularity
+        return tuple(Recompute) if asked is None else (Recompute(asked),)
+    names = [name.strip() for name in given.split(",")]
+    known = [mode.value for mode in Recompute]
+    if not set(names) <= set(known) or len(set(names)) != len(names):
+        raise ConfigError(f"expected --dynapipe-limit-rc-type to name some of {','.join(known)}, got {given!r}")
+    return tuple(mode for mode in Recompute if mode.value in names)
+
+
+def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int, int]:
+    """Longest input and target in tokens: those whose positions fit Megatron's sequence lengths.
+
+    Raises:
+        ConfigError: a length is missing, or not a multiple of what shapes are rounded up to.
+    """
+    lengths = {"--seq-length": args.seq_length}
+    if family is ModelFamily.T5:
+        lengths["--decoder-seq-length"] = args.decoder_seq_length
+    for flag, length in lengths.items():
+        if length is None or length % LENGTH_MULTIPLE:
+            raise ConfigError(f"expected {flag} to be a multiple of {LENGTH_MULTIPLE}, got {length}")
+    if family is ModelFamily.GPT:
+        return args.seq_length + 1, 0  # n tokens train n - 1 positions
+    return args.seq_length, args.decoder_seq_length - target_positions(family, 0)

@@ -1,0 +1,336 @@
+"""The command line: DynaPipe's flags, and one parse of them with Megatron's into Megatron's checked namespace.
+
+    argv ─ expanded: run files written out ─ Megatron's parser ─ settled: checked, ours said in Megatron's words ─┐
+                                                                                                                 │
+    RunConfig ◄─ from_megatron ◄─ Megatron's own checks, its tokenizer and global variables ◄──────────────────┘
+
+Nothing of Megatron is imported before it is needed: in a patched checkout its own modules import this one.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megatron_dynapipe import config, cpu
+from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG
+from megatron_dynapipe.cost import ScatterGather
+from megatron_dynapipe.data.meta import tokenizer_folder
+from megatron_dynapipe.data.spans import LossOn
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags import fork
+from megatron_dynapipe.integration.flags.batch_layout import LayoutChoice
+from megatron_dynapipe.sampling import LastBatch, LongSamples, TruncationSide
+from megatron_dynapipe.units import ModelFamily
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.integration.flags.run_config import RunConfig
+
+ARGS_DEFAULTS: dict[str, Any] = {
+    "dataloader_type": "external",  # our iterators pass through Megatron untouched
+    "micro_batch_size": 1,  # nominal: makes an iteration N samples for --global-batch-size N, whatever the plan does
+    "tokenizer_type": "HuggingFaceTokenizer",
+}
+"""Defaults of Megatron's arguments, by destination, for every planned run."""
+
+REPORT_FOLDER = Path("dynapipe-report")
+"""Where records and pictures go if no other folder is given."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add DynaPipe's flags, and the defaults of Megatron's that go with them: an `extra_args_provider` of Megatron's.
+
+    What argparse cannot parse is from now on a ConfigError: its own message prints every flag of Megatron, on every
+    rank.
+    """
+    add_flags(parser)
+    parser.set_defaults(**ARGS_DEFAULTS)
+    if cpu.is_enabled():
+        cpu.set_args_defaults(parser)
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(message, hint="--help lists all flags")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add DynaPipe's flags alone; nothing happens if they are there, as in a patched checkout."""
+    if "--use-dynapipe" in parser._option_string_actions:  # argparse has no public look-up of its options
+        return
+    group = parser.add_argument_group("dynapipe", "micro-batches of varying shape, planned ahead of training")
+    add = group.add_argument
+    add("--use-dynapipe", action="store_true", help="train from plans (this project's entry scripts always do)")
+    # These two are taken off the command line before it is parsed; they stand here for --help.
+    add(CONFIG_FLAG, type=Path, help="YAML file of flags; the command line wins over it")
+    add(UNSET_FLAG, action="append", metavar="NAME", help="ignore this flag of the file")
+    add(
+        "--dynapipe-device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: CUDA where there is a device (default)",
+    )
+    _add_data_flags(add)
+    _add_cost_flags(add)
+    _add_plan_flags(add)
+    _add_model_flags(add)
+    _add_run_flags(add)
+
+
+def _add_data_flags(add: Callable[..., Any]) -> None:
+    """What an iteration holds: samples or tokens, epochs, what of a sample counts."""
+    add("--dynapipe-data", type=Path, help="dataset folder, made by `megatron-dynapipe data`")
+    add(
+        "--tokens-per-global-batch",
+        type=int,
+        metavar="N",
+        help="tokens (input and target) of an iteration at most, in place of --global-batch-size samples",
+    )
+    add("--train-epochs", type=int, metavar="N", help="train so many epochs of the data, in place of --train-iters")
+    add(
+        "--dynapipe-last-batch",
+        choices=_values(LastBatch),
+        default=LastBatch.CONTINUE.value,
+        help="an epoch's end that does not fill a batch: the batch goes on into the next epoch (default), is kept "
+        "as it is, or is dropped",
+    )
+    add(
+        "--dynapipe-long-samples",
+        choices=_values(LongSamples),
+        default=LongSamples.FAIL.value,
+        help="samples longer than the maximum: stop (default), truncate, or leave out",
+    )
+    add(
+        "--dynapipe-truncate",
+        choices=_values(TruncationSide),
+        default=TruncationSide.RIGHT.value,
+        help="where samples lose tokens with --dynapipe-long-samples truncate (default right)",
+    )
+    add(
+        "--dynapipe-loss",
+        choices=_values(LossOn),
+        help="tokens of a GPT's samples that count: of targets, or all (default: as the dataset says, of conversations "
+        "the assistant's turns, else all)",
+    )
+    add(
+        "--dynapipe-allow-other-data",
+        action="store_true",
+        help="resume a checkpoint on other data than it was trained on",
+    )
+
+
+def _add_cost_flags(add: Callable[..., Any]) -> None:
+    """Where predicted times and memory come from."""
+    add("--dynapipe-cost-model", type=Path, help="cost model file (default: measured, see --dynapipe-calibrate)")
+    add(
+        "--dynapipe-calibrate",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="without a cost model file, measure the model's layers for so many seconds before training, and keep that "
+        "for later runs (default 20; 0: costs are computed from the model's shape)",
+    )
+    add("--dynapipe-recalibrate", action="store_true", help="correct the cost model by what is measured in training")
+    add(
+        "--dynapipe-cluster",
+        default="auto",
+        metavar="auto|none|FILE",
+        help="file of a device's memory and of links, for what no flag gives and no cost model has measured: "
+        "the one of configs/clusters/ for this GPU (auto), none, or a file",
+    )
+    add("--dynapipe-device-memory-limit", type=float, metavar="MB", help="memory of a device that plans may use")
+    add(
+        "--dynapipe-reserve-all-memory",
+        action="store_true",
+        help="take all that plans may use of a GPU before the first iteration, into segments that grow",
+    )
+
+
+def _add_plan_flags(add: Callable[..., Any]) -> None:
+    """What plans choose among."""
+    add(
+        "--dynapipe-limit-rc-type",
+        metavar="MODES",
+        help="of none,selective,full those that plans may choose among for a micro-batch "
+        "(default: what --recompute-granularity says, else all three)",
+    )
+    add(
+        "--dynapipe-layout",
+        choices=_values(LayoutChoice),
+        default=LayoutChoice.AUTO.value,
+        help="micro-batches of padded rows, of samples packed into one row that do not attend to each other, or"
+        " whichever plans find faster (default, where a kernel serves)",
+    )
+    add(
+        "--dynapipe-layers-per-stage",
+        metavar="N,N,…|auto|equal",
+        help="layers of each (virtual) stage in model order, a T5's encoder layers first; auto: planned from costs and"
+        " lengths, unless other flags split the layers or stages have several chunks (default: equal)",
+    )
+    add(
+        "--dynapipe-scatter-gather",
+        choices=_values(ScatterGather),
+        default=ScatterGather.AUTO.value,
+        help="divide messages between stages over tensor-parallel ranks, which gather them: where the links' speeds "
+        "make that faster (default), always, or never",
+    )
+
+
+def _add_model_flags(add: Callable[..., Any]) -> None:
+    """What Megatron has no flag for in a model."""
+    add(
+        "--dynapipe-attention",
+        choices=("megatron", "sdpa"),
+        default="sdpa",
+        help="core attention of --transformer-impl local: Megatron's unfused one, or one over PyTorch's"
+        " scaled_dot_product_attention (default)",
+    )
+    add(
+        "--dynapipe-activation",
+        choices=("gelu_tanh",),
+        help="activation in place of Megatron's: GELU by its tanh form, as GPT-2 has it; with --swiglu that of the"
+        " gates, as T5 v1.1 has it",
+    )
+
+
+def _add_run_flags(add: Callable[..., Any]) -> None:
+    """Plans on their way to ranks, waits, records."""
+    add("--dynapipe-lookahead", type=int, default=8, metavar="N", help="iterations planned ahead of training")
+    add("--dynapipe-planners", type=int, metavar="N", help="planner processes on each node (default: one in all)")
+    add("--dynapipe-timeout-s", type=float, default=300.0, metavar="S", help="deadline of every wait (default 300)")
+    add(
+        "--dynapipe-store-url-file",
+        type=Path,
+        metavar="FILE",
+        help="file that holds the redis:// URL of an existing plan store (default: the environment variable"
+        " DYNAPIPE_STORE_URL, else start one)",
+    )
+    add("--dynapipe-store-bind", default="127.0.0.1", help="address of the embedded store, for runs on several nodes")
+    add("--dynapipe-report-dir", type=Path, help=f"folder of records and pictures (default {REPORT_FOLDER})")
+
+
+def _values(choices: type[Any]) -> list[str]:
+    return [choice.value for choice in choices]
+
+
+def switches(parser: argparse.ArgumentParser) -> dict[str, bool]:
+    """Every flag of a parser without its dashes, and whether it is a switch (takes no value)."""
+    return {
+        option.lstrip("-"): action.nargs == 0
+        for action in parser._actions  # argparse has no public list of its options
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+
+
+def expand(arguments: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The command line with its run files written out; raises ConfigError for them, and for the published fork's."""
+    written = config.expand(arguments, switches(parser), fork.KEYS)
+    fork.check(written, os.environ)
+    return written
+
+
+def expanded(arguments: Sequence[str]) -> list[str]:
+    """`expand` by all flags of Megatron's and ours."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return expand(arguments, add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))))
+
+
+def parse(family: ModelFamily, arguments: Sequence[str]) -> "tuple[argparse.Namespace, RunConfig]":
+    """Megatron's namespace, and the run's configuration made of it.
+
+    `sys.argv` is `arguments` afterwards, with run files written out.
+
+    Raises:
+        ConfigError: the run file or a flag is wrong, or an option cannot be used with DynaPipe.
+        CostModelError: the cost model's file cannot be read.
+        DataError: there is no dataset where `--dynapipe-data` says.
+    """
+    import torch
+
+    from megatron_dynapipe.integration.flags import from_megatron, layer_split, machine
+
+    written = [argument for argument in expanded(arguments) if argument != "--use-dynapipe"]  # is for checkouts
+    args = megatron_arguments(written, lambda args: settle(args, family))
+    if not cpu.is_enabled():
+        args.local_rank = machine.device_index(
+            args.local_rank or 0, devices=torch.cuda.device_count(), backend=args.distributed_backend
+        )
+    if family is ModelFamily.T5:
+        layer_split.take_t5_layout(args)
+    return args, from_megatron.run_config(args, family)
+
+
+def settle(args: argparse.Namespace, family: ModelFamily) -> None:
+    """Check parsed arguments, and fill in what Megatron is to take from the dataset and from our flags."""
+    from megatron_dynapipe.integration.flags import checks, from_megatron, layer_split
+
+    checks.check(args, family, on_cpu=cpu.is_enabled())
+    if args.train_epochs is not None:
+        args.train_iters = from_megatron.iterations_of_epochs(args, family)
+    if args.tokenizer_model is None:
+        args.tokenizer_model = str(tokenizer_folder(args.dynapipe_data))
+    if not args.use_dynapipe:
+        layer_split.settle(args, family)
+
+
+def megatron_arguments(arguments: Sequence[str], settle: Callable[[argparse.Namespace], None]) -> argparse.Namespace:
+    """Megatron's namespace of a command line without run files: parsed once, then `settle`, then Megatron's checks.
+
+    `sys.argv` is this command line afterwards. Relative positions are kept from Megatron's checks, which know of no
+    local attention that has them.
+
+    Raises:
+        ConfigError: an argument is wrong, by the parser, by `settle` or by Megatron.
+    """
+    from megatron.training.arguments import parse_and_validate_args
+
+    sys.argv[1:] = arguments
+    relative = False
+
+    def extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        add_arguments(parser)
+        _prepare_help(parser)
+        parse_args = parser.parse_args
+
+        def parse_and_settle(*given: Any, **keywords: Any) -> argparse.Namespace:
+            nonlocal relative
+            args: argparse.Namespace = parse_args(*given, **keywords)
+            settle(args)
+            relative = args.position_embedding_type == "relative" and args.transformer_impl == "local"
+            if relative:
+                args.position_embedding_type = "none"
+            return args
+
+        parser.parse_args = parse_and_settle  # type: ignore[method-assign,assignment]
+        return parser
+
+    try:
+        args: argparse.Namespace = parse_and_validate_args(extra_args_provider=extend)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(_refusal(error), hint="--help lists all flags") from error
+    if relative:
+        args.position_embedding_type = "relative"
+    return args
+
+
+def _refusal(error: Exception) -> str:
+    """What Megatron's check of its arguments says, which may be no more than the line that fails."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"Megatron refuses these arguments: {str(error) or place.line} ({Path(place.filename).name}:{place.lineno})"
+
+
+def _prepare_help(parser: argparse.ArgumentParser) -> None:
+    """Make `--help` print: on rank 0, and with the help texts of Megatron's in which a percent sign stands alone."""
+    if os.environ.get("RANK", "0") != "0":
+        parser.print_help = lambda file=None: None  # type: ignore[method-assign]
+    for action in parser._actions:  # argparse has no public list of its options
+        try:
+            (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = (action.help or "").replace("%", "%%")

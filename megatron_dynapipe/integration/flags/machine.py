@@ -1,0 +1,146 @@
+"""What a run runs on: its ranks, nodes and devices, their memory, and the cluster file that describes them.
+
+limit or links of a flag or measured by the cost model's file   >   cluster file   >   what the device says, or defaults
+"""
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+import megatron_dynapipe
+from megatron_dynapipe.config import Cluster, read_cluster
+from megatron_dynapipe.cost import Network
+from megatron_dynapipe.cost.format import read_file
+from megatron_dynapipe.errors import ConfigError
+
+AUTO, NONE = "auto", "none"
+FOLDER = Path(megatron_dynapipe.__file__).parent / "clusters"
+"""A part of the package, so that wheels have it; `configs/clusters` of a checkout is the same folder."""
+MEMORY_SHARE = 0.9
+"""Share of a device's memory that plans may use where no limit is given; the rest is for the allocator's
+fragments, communication buffers and kernels' workspaces."""
+
+BY_DEVICE: tuple[tuple[str, str], ...] = (
+    # pattern of the name that CUDA gives the device, file; cards without NVSwitch between them have none
+    (r"\bH200\b(?! NVL)", "h200_141gb"),
+    (r"\bH100 80GB HBM3\b", "h100_80gb"),
+    (r"\bA100-SXM4-80GB\b", "a100_80gb"),
+    (r"\bA100-SXM4-40GB\b", "a100_40gb"),
+)
+
+
+def world_size() -> int:
+    """Number of ranks, as torchrun says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_world_size() -> int:
+    """Ranks of this node, as torchrun says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def nodes() -> int:
+    """Nodes of the job."""
+    return max(world_size() // local_world_size(), 1)
+
+
+def node_of(rank: int) -> int:
+    """The node of a rank, as torchrun numbers them."""
+    return rank // local_world_size()
+
+
+def ranks_per_device(devices: int) -> int:
+    """The most ranks of this node that share one of its devices."""
+    return -(-local_world_size() // devices)
+
+
+def device_index(local_rank: int, *, devices: int, backend: str) -> int:
+    """The GPU of a rank of this node: its own, or over gloo a shared one, round robin.
+
+    Args:
+        local_rank: of the node's ranks.
+        devices: GPUs of the node.
+        backend: of the process groups, which must be able to connect ranks on one GPU.
+
+    Raises:
+        ConfigError: ranks would share a GPU over NCCL.
+    """
+    if ranks_per_device(devices) > 1 and backend != "gloo":
+        raise ConfigError(
+            f"expected a GPU for each of this node's {local_world_size()} ranks, got {devices}: "
+            f"{backend} does not connect ranks on one",
+            hint="start fewer ranks, or try them on one GPU with --distributed-backend gloo",
+        )
+    return local_rank % devices
+
+
+def cluster_of(given: str, *, device: torch.device) -> Cluster | None:
+    """The cluster that a run is on; None where no file is named and none is known for its device.
+
+    Args:
+        given: "auto", "none" or a file.
+        device: of this rank; it need not be current.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not give all of memory and links.
+    """
+    if given == NONE or (given == AUTO and device.type == "cpu"):
+        return None
+    if given != AUTO:
+        return read_cluster(Path(given))
+    name = torch.cuda.get_device_name(device.index)
+    path = find(name)
+    return None if path is None else read_cluster(path, name)
+
+
+def find(device: str) -> Path | None:
+    """The cluster file for a device by its name; None where there is none."""
+    for pattern, name in BY_DEVICE:
+        if re.search(pattern, device) and (path := FOLDER / f"{name}.yaml").exists():
+            return path
+    return None
+
+
+def describe(cluster: Cluster) -> str:
+    """Which file is used and why, for a run's log."""
+    found = f"found by the device's name, {cluster.device}; --dynapipe-cluster names another"
+    why = found if cluster.device else "as named"
+    return f"memory and links of {cluster.path.name} ({why}), where nothing else gives them"
+
+
+def network(cost_model: Path | None, cluster: Cluster | None) -> Network:
+    """Links as the cost model's file has measured them, else as the cluster's file says, else `Network`'s.
+
+    Raises:
+        CostModelError: the cost model's file cannot be read.
+    """
+    known = {} if cluster is None else cluster.links
+    measured = {} if cost_model is None else read_file(cost_model)[0].links
+    given = None if cluster is None else cluster.devices_per_node
+    return Network.over({**known, **measured}, devices_per_node=given or local_world_size())
+
+
+def device_memory_bytes(cluster: Cluster | None, *, on_cpu: bool) -> int:
+    """Memory that plans may use where no limit is given: what a named cluster file says, else this rank's part of what
+    the device's file says, or of a share of the device or the host.
+
+    Raises:
+        ConfigError: the host does not say how much memory it has.
+    """
+    if cluster is not None and not cluster.device:
+        return cluster.memory_limit_bytes  # named, as a limit of each rank would be
+    if not on_cpu:
+        if cluster is None:
+            device = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory * MEMORY_SHARE
+        else:
+            device = cluster.memory_limit_bytes
+        return int(device / ranks_per_device(torch.cuda.device_count()))
+    try:
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            "this host does not say how much memory it has", hint="pass --dynapipe-device-memory-limit MB"
+        ) from error
+    return int(host / local_world_size() * MEMORY_SHARE)

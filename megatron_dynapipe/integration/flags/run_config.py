@@ -1,0 +1,162 @@
+"""One run's configuration as one frozen value: what runs takes it or a part of it, and never Megatron's namespace."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megatron_dynapipe.config import Cluster
+from megatron_dynapipe.cost import ScatterGather
+from megatron_dynapipe.data.spans import LossOn
+from megatron_dynapipe.integration.flags.batch_layout import Layouts
+from megatron_dynapipe.integration.flags.run_record import CheckpointConfig
+from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
+from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.sampling import SamplerSettings, TruncationSide
+from megatron_dynapipe.store import StoreAddress
+from megatron_dynapipe.units import ModelFamily, Recompute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How a run's ranks divide the work.
+
+    Attributes:
+        data, tensor, pipeline: sizes.
+        chunks: virtual stages per pipeline rank.
+        distributed_optimizer: whether optimizer states are sharded over replicas.
+        layers_per_stage: of each virtual stage in model order; None splits layers equally.
+    """
+
+    data: int
+    tensor: int
+    pipeline: int
+    chunks: int
+    distributed_optimizer: bool
+    layers_per_stage: tuple[int, ...] | None
+
+    @property
+    def stages(self) -> int:
+        """Virtual stages."""
+        return self.pipeline * self.chunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """What is trained on and for how long.
+
+    Attributes:
+        seed: of the order of samples, and of dropouts.
+        sampler: of training iterations.
+        iterations: from the beginning; None where a stream of epochs has not been counted.
+        evaluation: of the valid and test splits.
+        evaluation_iterations: of one evaluation; 0 for none.
+        most_samples: of an iteration of either.
+    """
+
+    seed: int
+    sampler: SamplerSettings
+    iterations: int
+    evaluation: SamplerSettings
+    evaluation_iterations: int
+    most_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run, as it was asked for.
+
+    Attributes:
+        model: what is trained.
+        parallel: over which ranks.
+        training: on what, for how long.
+        state: what a parameter's copies take.
+        checkpoints: saved and loaded ones.
+        in_checkout: whether a patched checkout's own script runs, and builds its own model.
+        rank: of this process.
+        device: of this rank.
+        data: dataset folder.
+        truncate: where truncated samples lose tokens.
+        loss_on: which tokens of a decoder-only sample count; None as the dataset says.
+        store: an existing plan store; None starts an embedded one.
+        store_bind: address at which an embedded store listens.
+        planners: planner processes of the job.
+        ahead: iterations planned ahead of training.
+        timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
+        cost_model: cost model file; None plans with the analytic model.
+        calibrate_s: for how long layers are measured where there is no file; 0 does not measure.
+        layer_costs: arguments that layers' costs depend on.
+        recalibrate: correct the cost model by what is measured while training.
+        cluster: what a cluster file says; None without one.
+        memory_limit_bytes: memory of a device that plans may use; None takes the cluster's, else the device's, less a
+            margin.
+        reserves_all_memory: whether all that plans may use of a GPU is taken before the first iteration.
+        scatter_gather: whether messages between stages are divided over tensor-parallel ranks.
+        recompute: modes of recomputation that a micro-batch may be given.
+        layouts: what micro-batches may be.
+        plans_layer_split: whether the layers per stage are yet to be planned.
+        report_folder: where the run's records and pictures go.
+        metrics_interval: iterations between two whose numbers are given to Megatron's writers.
+        checks_losses: whether a loss that is not finite ends training.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    training: TrainingConfig
+    state: StateBytes
+    checkpoints: CheckpointConfig
+    in_checkout: bool
+    rank: int
+    device: torch.device
+    data: Path
+    truncate: TruncationSide
+    loss_on: LossOn | None
+    store: StoreAddress | None
+    store_bind: str
+    planners: int
+    ahead: int
+    timeout_s: float
+    cost_model: Path | None
+    calibrate_s: float
+    layer_costs: Mapping[str, str]
+    recalibrate: bool
+    cluster: Cluster | None
+    memory_limit_bytes: int | None
+    reserves_all_memory: bool
+    scatter_gather: ScatterGather
+    recompute: tuple[Recompute, ...]
+    layouts: Layouts
+    plans_layer_split: bool
+    report_folder: Path
+    metrics_interval: int
+    checks_losses: bool
+
+    @property
+    def family(self) -> ModelFamily:
+        """Kind of model."""
+        return self.model.family
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the run has no CUDA device."""
+        return self.device.type == "cpu"
+
+    def with_layers_per_stage(self, split: Sequence[int]) -> "RunConfig":
+        """The same run, its layers split so."""
+        return replace(self, parallel=replace(self.parallel, layers_per_stage=tuple(split)))
+
+    def t5_split(self) -> T5Split:
+        """How a T5 is cut; raises ConfigError where the layers cannot be split so."""
+        return t5_split(self.model, self.parallel)
+
+
+def t5_split(model: ModelConfig, parallel: ParallelConfig) -> T5Split:
+    """How a T5 is cut; raises ConfigError where the layers cannot be split so."""
+    return T5Split.of(
+        model.encoder_layers,
+        model.decoder_layers,
+        parallel.pipeline,
+        parallel.layers_per_stage,
+        chunks=parallel.chunks,
+    )

@@ -1,0 +1,144 @@
+"""What a run's model is, as one value: what providers, the profiler and plans read in place of Megatron's namespace."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import gelu
+
+from megatron_dynapipe.integration.models.packed_rows import RowFormat
+from megatron_dynapipe.integration.models.positions import Positions
+from megatron_dynapipe.integration.models.specs import CoreAttention
+from megatron_dynapipe.integration.models.t5_stage import T5Options
+from megatron_dynapipe.units import ModelFamily
+
+GELU_TANH = "gelu_tanh"
+"""An activation for which Megatron has no flag: GELU by its tanh form, alone as in GPT-2, or of gates as in T5 v1.1.
+Megatron's `--openai-gelu` has no effect on megatron-core's models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A model, and how its layers are computed.
+
+    Attributes:
+        family: kind of model.
+        encoder_layers, decoder_layers: depths; a GPT's layers count as encoder layers.
+        hidden, heads, kv_channels, ffn: sizes of a layer.
+        vocabulary: tokens, padded; 0 until Megatron knows them.
+        max_positions: positions that can be embedded.
+        longest: positions of the longest sequence of either stack.
+        transformer_impl: Megatron's name of the kind of layers.
+        attention: the core attention of local layers.
+        positions: how layers come to know positions.
+        rope_scaling: factor of LLaMA's scaling of rotary frequencies; None for none.
+        tied: whether the head's weight is the word embeddings'.
+        activation: `GELU_TANH`, or None for Megatron's own.
+        normalization: Megatron's name of the norm.
+        qk_layernorm: norms of queries and keys.
+        sequence_parallel: whether states between layers are sharded over the tensor-parallel ranks.
+        fp32_residual: whether states between layers are of fp32.
+        fp16_cross_entropy: whether a GPT's loss is computed in fp16.
+        dtype: of parameters.
+        gradient_dtype: of the buffer that gradients are added up in.
+        dropout: whether anything is dropped.
+        megatron: makes Megatron's own configuration, from the namespace that Megatron alone reads.
+    """
+
+    family: ModelFamily
+    encoder_layers: int
+    decoder_layers: int
+    hidden: int
+    heads: int
+    kv_channels: int
+    ffn: int
+    vocabulary: int
+    max_positions: int
+    longest: int
+    transformer_impl: str
+    attention: CoreAttention
+    positions: Positions
+    rope_scaling: float | None
+    tied: bool
+    activation: str | None
+    normalization: str
+    qk_layernorm: bool
+    sequence_parallel: bool
+    fp32_residual: bool
+    fp16_cross_entropy: bool
+    dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    dropout: bool
+    megatron: Callable[[], TransformerConfig]
+
+    @property
+    def transformer_engine(self) -> bool:
+        """Whether layers are Transformer Engine's, instead of Megatron's local ones."""
+        return self.transformer_impl != "local"
+
+    @property
+    def row_format(self) -> RowFormat:
+        """The form in which layers take packed rows."""
+        return RowFormat.TRANSFORMER_ENGINE if self.transformer_engine else RowFormat.LOCAL
+
+    @property
+    def takes_mask(self) -> bool:
+        """Whether a GPT's attention needs a causal mask; others are causal by themselves, and faster without."""
+        return not self.transformer_engine and self.attention is CoreAttention.MEGATRON
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Type of the states that cross stage boundaries: that of Megatron's `pipeline_dtype`."""
+        return torch.float32 if self.fp32_residual else self.dtype
+
+    @property
+    def t5(self) -> T5Options:
+        """What a staged T5 takes of it."""
+        return T5Options(
+            transformer_engine=self.transformer_engine,
+            attention=self.attention,
+            positions=self.positions,
+            tied=self.tied,
+        )
+
+    def transformer_config(self, made: TransformerConfig | None = None) -> TransformerConfig:
+        """Megatron's configuration, with the activation that the run names.
+
+        To Megatron and to the planner, a model whose gates are GELU is one with `--swiglu`: its shapes are the same.
+
+        Args:
+            made: what Megatron's loop has made; made here if None.
+        """
+        config = made or self.megatron()
+        if self.activation == GELU_TANH:
+            config.activation_func = partial(gelu, approximate="tanh")
+            config.bias_activation_fusion = False  # Megatron's fused kernels have activations of their own
+        return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes of one parameter's copies on a rank.
+
+    Attributes:
+        gradient: in the buffer that gradients are added up in.
+        optimizer: master copy and moments.
+        optimizer_shards: ranks that share the optimizer's states.
+    """
+
+    gradient: int
+    optimizer: int
+    optimizer_shards: int = 1
+
+    def total(self, modules: Sequence[torch.nn.Module]) -> int:
+        """Parameters, gradients and optimizer states of a rank's modules, and their buffers.
+
+        Counted from the real modules: embeddings where they lie, a weight that two modules share once.
+        """
+        parameters = {id(p): p for module in modules for p in module.parameters()}.values()
+        held = sum(p.numel() * p.element_size() for p in parameters)
+        held += sum(b.numel() * b.element_size() for module in modules for b in module.buffers())
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        return held + trained * self.gradient + -(-trained * self.optimizer // self.optimizer_shards)

@@ -1,0 +1,188 @@
+"""The command line: flags that scripts rely on, what is refused and why, and what a run's configuration holds.
+
+Many command lines are parsed by one forked process, where Megatron may be imported.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dynapipe.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.integration.flags import command_line
+from megatron_dynapipe.units import ModelFamily
+from tests.helpers.entry_scripts import reported, train, words
+from tests.helpers.processes import run_ranks
+from tests.helpers.random_dataset import make_dataset
+
+OURS = """
+--dynapipe-activation --dynapipe-allow-other-data --dynapipe-attention --dynapipe-calibrate --dynapipe-cluster
+--dynapipe-config --dynapipe-cost-model --dynapipe-data --dynapipe-device --dynapipe-device-memory-limit
+--dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
+--dynapipe-lookahead --dynapipe-loss --dynapipe-planners --dynapipe-recalibrate --dynapipe-report-dir
+--dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-store-bind --dynapipe-store-url-file
+--dynapipe-timeout-s --dynapipe-truncate
+--dynapipe-unset --use-dynapipe
+"""
+"""Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "random")
+
+
+def test_our_flags_are_frozen() -> None:
+    made = command_line.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    flags = {option for option in made._option_string_actions if option.startswith(("--dynapipe", "--use-dynapipe"))}
+    assert flags == set(OURS.split())
+    with pytest.raises(ConfigError, match="unrecognized arguments: --dynapipe-coast-model x"):
+        made.parse_args(["--dynapipe-coast-model", "x"])
+
+
+def parse_each(
+    *, rank: int, world_size: int, data: str, cases: list[list[str]], ranks: int = 1, read: list[str] | None = None
+) -> list[Any]:
+    """Of each case's kind of model and flags the error, or an attribute of the configuration, as text."""
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.training.global_vars import destroy_global_vars
+
+    from megatron_dynapipe import cpu
+
+    cpu.quieten()
+    cpu.enable("cpu")
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "RANK": "0"}
+    found: list[Any] = []
+    for (family, flags), name in zip(cases, read or [""] * len(cases), strict=True):
+        given = words(family, Path(data), flags, report=Path("/nowhere"))
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                _, run = command_line.parse(ModelFamily(family), given)
+            found.append(str(attrgetter(name)(run)) if name else None)
+        except DynaPipeError as error:
+            found.append(str(error))
+        with contextlib.suppress(AssertionError):
+            destroy_global_vars()
+        unset_num_microbatches_calculator()
+    return found
+
+
+REFUSED = {
+    # flags of the published fork, those of Megatron that are decided on, and values out of range
+    "--sort-dataset": "--sort-dataset is not taken: the order of samples follows from --seed",
+    "--dataloader-type ordered": "--dataloader-type ordered is not taken",
+    "--dynapipe-device-memory-limit 0": "expected --dynapipe-device-memory-limit above 0, got 0.0",
+    "--dynapipe-timeout-s nan": "expected --dynapipe-timeout-s above 0, got nan",
+    "--dynapipe-calibrate -1": "expected --dynapipe-calibrate of at least 0, got -1.0",
+    "--dynapipe-lookahead 0": "expected --dynapipe-lookahead above 0, got 0",
+    "--dynapipe-planners 0": "expected --dynapipe-planners above 0, got 0",
+    "--dynapipe-lookahead many": "invalid int value: 'many'",
+    "--dynapipe-limit-rc-type some": "--dynapipe-limit-rc-type to name some of none,selective,full, got 'some'",
+    "--dynapipe-layers-per-stage 3;1": "expected --dynapipe-layers-per-stage as 5,3, auto or equal, got '3;1'",
+    "--dynapipe-scatter-gather on": "there are no tensor-parallel ranks to divide messages over",
+    "--dynapipe-cost-model /nowhere.json": "/nowhere.json",
+    "--dynapipe-cluster /nowhere.yaml": "cluster file /nowhere.yaml does not exist",
+    "--dynapipe-store-url-file /nowhere": "cannot read the plan store's URL from /nowhere",
+    "--cuda-graph-impl local": "--cuda-graph-impl cannot be used with DynaPipe: a graph is captured for one shape",
+    "--enable-cuda-graph": "--enable-cuda-graph cannot be used with DynaPipe: a graph is captured for one shape",
+    "--iterations-to-skip 3": "an item is a whole planned iteration",
+    "--rampup-batch-size 4 4 24": "--rampup-batch-size cannot be used with DynaPipe: a plan's number of samples is",
+    "--micro-batch-size 4": "--micro-batch-size 1",
+    "--dataloader-type cyclic": "--dataloader-type external",
+    "--seq-length 60": "--seq-length to be a multiple of 8, got 60",
+    "--hidden-size 30": "Megatron refuses these arguments: ",
+    "--save checkpoints": "Megatron refuses these arguments: assert args.save_interval is not None",
+    "--lr-warmup-iters 2": "expected a warm-up shorter than the 2 iterations",
+    "--pretrained-checkpoint nowhere": "expected Megatron's checkpoints in --pretrained-checkpoint nowhere",
+    "--train-samples 32": "expected one of --train-iters, --train-samples, got both",
+    "--num-experts 4": "--num-experts cannot be used with DynaPipe",
+    "--optimizer muon": "plans leave room for the states of adam and sgd",
+    "--position-embedding-type relative": "Megatron's GPT has none; use rope or learned_absolute",
+    "--position-embedding-type mrope": "samples have one position per token",
+    "--window-size 8,0": "--window-size cannot be used with DynaPipe: --dynapipe-attention sdpa has no sliding windows",
+    "--softmax-type learnable": "--softmax-type learnable cannot be used with DynaPipe",
+    "--recompute-modules layernorm": "only core_attn and mlp can be switched after a model is built",
+    "--dynapipe-activation gelu_tanh --squared-relu": "each names the activation",
+    "--dynapipe-layers-per-stage 2,2 --pipeline-model-parallel-layout Ett|ttL": "got both",
+    "--pipeline-model-parallel-size 2": "expected a number of ranks that tensor × pipeline × context parallel sizes",
+}
+REFUSED_T5 = {
+    "--position-embedding-type mrope": "samples have one position per token",
+    "--position-embedding-type relative --dynapipe-attention megatron": "it has no relative positions",
+    "--apply-query-key-layer-scaling": "the stages of a T5 do not scale by layer",
+    "--window-size 8,0": "the stages of a T5 attend to whole samples",
+    "--bf16 --fp32-residual-connection": "--fp32-residual-connection cannot be used with DynaPipe for a T5",
+}
+
+
+def test_what_a_planned_run_cannot_do_is_refused_in_one_line(data: Path) -> None:
+    cases = [["gpt", f"--train-iters 2 {flags}"] for flags in REFUSED]
+    cases += [["t5", f"--train-iters 2 {flags}"] for flags in REFUSED_T5]
+    expected = [*REFUSED.values(), *REFUSED_T5.values()]
+    (found,) = run_ranks(parse_each, 1, {"data": str(data), "cases": cases}, deadline_s=120)
+    for (_, flags), message, said in zip(cases, found, expected, strict=True):
+        assert message is not None, f"{flags} is taken"
+        assert said in message, flags
+        assert len(message.splitlines()) <= 2, "one line and a hint"
+
+
+VALUES = [
+    # a command line, an attribute of its configuration, the attribute's value as text
+    ("--train-iters 2", "memory_limit_bytes", "None"),
+    ("--train-iters 2", "store", "None"),
+    ("--train-iters 2", "cluster", "None"),
+    ("--train-iters 2 --dynapipe-calibrate 20", "calibrate_s", "20.0"),
+    ("--train-iters 2 --dynapipe-device-memory-limit 36000", "memory_limit_bytes", "36000000000"),
+    ("--train-iters 2 --recompute-activations", "recompute", "(<Recompute.SELECTIVE: 'selective'>,)"),
+    ("--train-iters 2 --dynapipe-limit-rc-type full", "recompute", "(<Recompute.FULL: 'full'>,)"),
+    ("--train-iters 2", "planners", "1"),
+    ("--train-iters 2 --dynapipe-planners 3", "planners", "3"),
+    ("--train-iters 7", "training.iterations", "7"),
+    ("--train-samples 50", "training.iterations", "3"),
+    ("--train-epochs 3", "training.iterations", "12"),
+    ("--train-iters 2 --tokens-per-global-batch 512", "training.sampler.tokens_per_iteration", "512"),
+    ("--train-iters 2 --bf16", "state", "StateBytes(gradient=4, optimizer=12, optimizer_shards=1)"),
+    ("--train-iters 2 --bf16", "model.gradient_dtype", "torch.float32"),
+    ("--train-iters 2 --bf16 --grad-reduce-in-bf16", "model.gradient_dtype", "torch.bfloat16"),
+    ("--train-iters 2 --num-layers 5", "parallel.layers_per_stage", "(5,)"),
+    ("--train-iters 2 --dynapipe-layers-per-stage auto", "plans_layer_split", "True"),
+    ("--train-iters 2 --dynapipe-layers-per-stage auto", "parallel.layers_per_stage", "(4,)"),
+    ("--train-iters 2 --dynapipe-report-dir r", "report_folder", "r"),
+    ("--train-iters 2 --dynapipe-cluster configs/clusters/a100_40gb.yaml", "cluster.path.name", "a100_40gb.yaml"),
+    ("--train-iters 2 --finetune", "checkpoints.allows_other_data", "True"),
+    ("--train-iters 2 --dynapipe-attention megatron", "model.takes_mask", "True"),
+]
+
+
+def test_what_a_configuration_holds(data: Path) -> None:
+    cases = [["gpt", flags] for flags, _, _ in VALUES]
+    # A T5's relative positions are kept from Megatron's checks, and given back.
+    cases.append(["t5", "--train-iters 2 --position-embedding-type relative"])
+    read = [*(name for _, name, _ in VALUES), "model.positions.kind"]
+    (found,) = run_ranks(parse_each, 1, {"data": str(data), "cases": cases, "read": read}, deadline_s=120)
+    assert found == [*(value for _, _, value in VALUES), "relative"]
+
+
+def test_a_bad_value_ends_a_run_before_anything_is_launched(data: Path, tmp_path: Path) -> None:
+    flags = "--pipeline-model-parallel-size 2 --train-iters 2 --dynapipe-limit-rc-type all"
+    message = reported(train("gpt", data, flags, ranks=2, report=tmp_path / "report", status=2))
+    assert "none,selective,full" in message and len(message.strip().splitlines()) <= 2
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_run_of_so_many_samples_trains(data: Path, tmp_path: Path) -> None:
+    (run,) = train("gpt", data, "--train-samples 48", ranks=1, report=tmp_path)
+    assert list(run["losses"]) == ["1", "2", "3"]
+
+
+def test_a_pickled_cost_model_is_refused_unread(data: Path, tmp_path: Path) -> None:
+    pickled = tmp_path / "cost_model.pkl"
+    pickled.write_bytes(b"\x80\x04\x95 anything")
+    case = ["gpt", f"--train-iters 2 --dynapipe-cost-model {pickled}"]
+    ((message,),) = run_ranks(parse_each, 1, {"data": str(data), "cases": [case]}, deadline_s=60)
+    assert "is a pickle" in message and "dynapipe-cost-model/1" in message

@@ -1,0 +1,46 @@
+"""The published fork's flags and variables: each stops a run in one line that says what to give instead."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe import config
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags import fork
+
+GUIDE = Path(__file__).parents[3] / "docs" / "migrating.md"
+VALUES = {" ".join(pair): instead for pair, instead in fork.VALUES.items()}
+
+
+@pytest.mark.parametrize(("given", "instead"), (dict(fork.FLAGS) | VALUES).items())
+def test_a_flag_stops_the_run_in_one_line(given: str, instead: str) -> None:
+    flag, _, value = given.partition(" ")
+    for arguments in ([flag, value or "1"], [f"{flag}={value or 1}"]):
+        with pytest.raises(ConfigError) as caught:
+            fork.check(["--lr", "1", *arguments], {})
+        assert str(caught.value) == f"{given} is not taken: {instead}"
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*fork.VARIABLES, "DYNAPIPE_DEBUG_LOGGING"])
+def test_a_variable_stops_the_run(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"the environment variable {name} is not taken: "):
+        fork.check([], {"HOME": "/", name: "1"})
+    fork.check([], {name: ""})
+
+
+def test_other_flags_and_values_pass() -> None:
+    fork.check(["--dataloader-type", "external", "--dynapipe-store-url-file", "f"], {"DYNAPIPE_STORE_URL": "redis://x"})
+
+
+def test_a_key_of_a_run_file_is_named_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("sort-dataset: true\n")
+    with pytest.raises(ConfigError, match=r"run.yaml: sort-dataset is not taken: the order of samples follows"):
+        config.expand(["--dynapipe-config", str(path)], {"lr": False}, fork.KEYS)
+
+
+def test_the_migration_guide_has_the_table() -> None:
+    rows = dict(re.findall(r"^\| `((?:--|DYNAPIPE)[^`]+)` \| (.*) \|$", GUIDE.read_text(), flags=re.MULTILINE))
+    assert rows == {**fork.FLAGS, **VALUES, **fork.VARIABLES, "DYNAPIPE_DEBUG_…": "unset it"}
