@@ -68,7 +68,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "convert from-hf": ("convert from-hf models/flan-t5-large checkpoints/flan",),
     "convert to-hf": ("convert to-hf checkpoints/run models/mine --like models/flan-t5-large",),
-    "completion": ("completion bash > ~/.local/share/bash-completion/completions/megatron-dynapipe",),
     "patch": ("patch Megatron-LM --check", "patch Megatron-LM", "patch Megatron-LM --reverse"),
 }
 """Lines without the program's name, by command."""

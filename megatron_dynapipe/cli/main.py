@@ -20,7 +20,7 @@ from megatron_dynapipe.extras import missing
 
 COMMANDS = (
     *("doctor", "data", "plan", "compare", "tune", "orchestrate", "launch", "verify", "show", "report", "store"),
-    *("cost_model", "profile", "convert", "patch", "completion"),
+    *("cost_model", "profile", "convert", "patch"),
 )
 """The modules of `megatron_dynapipe.cli` that are commands, in the order of `--help` (`cost_model`: `cost-model`)."""
 

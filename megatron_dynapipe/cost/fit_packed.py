@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.cost.nnls import nonnegative_least_squares
-from megatron_dynapipe.cost.tabulate import Range, lengths_up_to
+from megatron_dynapipe.cost.tabulate import lengths_up_to
 from megatron_dynapipe.errors import CostModelError
-from megatron_dynapipe.units import round_up
+from megatron_dynapipe.units import Shape, round_up
 
 LONGEST_ROW = 2**20
 """Positions up to which the linear part is written down."""
@@ -38,7 +38,7 @@ class RowSample(NamedTuple):
     value: float
 
 
-def fit_part(rows: Sequence[RowSample], within: Range, *, attends: bool = True) -> PartTables:
+def fit_part(rows: Sequence[RowSample], within: Shape, *, attends: bool = True) -> PartTables:
     """The tables of one part in one quantity.
 
     Args:

@@ -1,7 +1,6 @@
 """From measured points to the tables of a cost model file: fit, fill a grid, keep what was measured beside it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,32 +9,25 @@ from megatron_dynapipe.cost.check import as_arrays, kind_of
 from megatron_dynapipe.cost.format import CostEntry, Points, Table, Tables, to_table
 from megatron_dynapipe.cost.surface import Floats, fit_surface, monotone
 from megatron_dynapipe.errors import CostModelError
-from megatron_dynapipe.units import Recompute
+from megatron_dynapipe.units import Recompute, Shape
 
 _DIGITS = 5
 """Significant digits of a fitted cost: far below its error, and a smaller file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """The grid that tables are filled on: every micro-batch that a run may ask for.
+def grid_axes(part: str, within: Shape) -> list[Sequence[int]]:
+    """Sizes and lengths at which a part's tables have a value.
 
-    Attributes:
-        size, input_length, target_length: the largest of each; `target_length` 0 for decoder-only models.
+    Args:
+        part: "encoder", "decoder", "postprocess", "embedding".
+        within: the largest size and lengths of a micro-batch that a run may ask for.
     """
-
-    size: int
-    input_length: int
-    target_length: int = 0
-
-    def axes(self, part: str) -> list[Sequence[int]]:
-        """Sizes and lengths at which a part's tables have a value."""
-        inputs = lengths_up_to(self.input_length)
-        targets = lengths_up_to(self.target_length) if self.target_length else inputs
-        sizes = [int(n) for n in geometric(1, self.size, between=True)]
-        if part == "decoder":
-            return [sizes, inputs, targets]
-        return [sizes, targets if part == "postprocess" else inputs]
+    inputs = lengths_up_to(within.input_length)
+    targets = lengths_up_to(within.target_length) if within.target_length else inputs
+    sizes = [int(n) for n in geometric(1, within.size, between=True)]
+    if part == "decoder":
+        return [sizes, inputs, targets]
+    return [sizes, targets if part == "postprocess" else inputs]
 
 
 def lengths_up_to(longest: int) -> list[int]:
@@ -49,7 +41,7 @@ def fitted_entry(
     tensor_parallel: int,
     recompute: Recompute,
     model_state_mb: Mapping[str, float],
-    within: Range,
+    within: Shape,
     infeasible: Mapping[str, Sequence[tuple[int, ...]]],
 ) -> CostEntry:
     """One key of a cost model file from what was measured for it.
@@ -59,7 +51,7 @@ def fitted_entry(
         tensor_parallel: of the key.
         recompute: of the key.
         model_state_mb: parameter bytes of a layer, 2 bytes each.
-        within: the grid to fill.
+        within: the largest size and lengths of the grid to fill.
         infeasible: by part kind ("encoder", …), points that ran out of memory; those at least as large are absent.
 
     Raises:
@@ -71,7 +63,7 @@ def fitted_entry(
         kind = part.split(".")[0]
         if not points:
             raise CostModelError(f"nothing was measured of {quantity} of {part}")
-        filled = _fill(points, quantity, within.axes(kind), infeasible.get(kind, ()))
+        filled = _fill(points, quantity, grid_axes(kind, within), infeasible.get(kind, ()))
         fitted.setdefault(quantity, {})[part] = to_table(filled)
         evidence.setdefault(quantity, {})[part] = to_table(points)
     state = {kind: round(mb, 6) for kind, mb in model_state_mb.items()}

@@ -324,7 +324,6 @@ class Session:
                 model_state_bytes=inputs.planner.model_state_bytes or (),
                 maximum=self._longest,
             ),
-            page_every=self._settings.report_every,
             reserves_all=self._settings.reserve_all_memory,
         )
 

@@ -65,7 +65,6 @@ class RunSettings:
         ahead_bytes: bytes of plans that lie in the store ahead of training.
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
         report_folder: where the run's records and pictures go.
-        report_every: iterations between two pages of the run while it trains; 0 writes none.
         schedule: how passes are ordered.
         planners: planner processes of the job.
         devices_per_node: ranks on each node.
@@ -89,7 +88,6 @@ class RunSettings:
     ahead_bytes: int
     timeout_s: float
     report_folder: Path
-    report_every: int
     partition: PartitionSettings
     schedule: ScheduleSettings
     planners: placement.PlannerCount
@@ -131,7 +129,6 @@ class RunSettings:
             ahead_bytes=max(int(args.dynapipe_lookahead_mb * BYTES_PER_MB), 1),
             timeout_s=args.dynapipe_timeout_s,
             report_folder=report_folder,
-            report_every=args.dynapipe_report_every,
             dump_folder=legacy.dump_folder(os.environ, report_folder),
             partition=legacy.partition_settings(args),
             schedule=ScheduleSettings(method=legacy.schedule_name(args.dynapipe_schedule_method), **searches),
@@ -200,7 +197,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--dynapipe-lookahead", type=int, default=8, metavar="N", help="iterations planned ahead of training")
     add("--dynapipe-timeout-s", type=float, default=300.0, metavar="S", help="deadline of every wait (default 300)")
     add("--dynapipe-report-dir", type=Path, help=f"folder of records and pictures (default {REPORT_FOLDER})")
-    add("--dynapipe-report-every", type=int, default=0, metavar="N", help="write its report.html every N iterations")
     measured = "(default: the cost model's measured one, else %s)"
     add("--dynapipe-intra-node-bw", type=float, metavar="GBPS", help=f"between devices of a node {measured}" % 4800)
     add("--dynapipe-inter-node-bw", type=float, metavar="GBPS", help=f"between nodes {measured}" % 100)

@@ -9,7 +9,7 @@ from megatron_dynapipe.errors import ConfigError
 def check_ranges(args: argparse.Namespace) -> None:
     """Refuse numbers that cannot be what their flags say."""
     above_zero = ("lookahead", "lookahead_mb", "timeout_s", "intra_node_bw", "inter_node_bw", "device_memory_limit")
-    for name in (*above_zero, "intra_node_lat", "inter_node_lat", "calibrate", "report_every"):
+    for name in (*above_zero, "intra_node_lat", "inter_node_lat", "calibrate"):
         value = getattr(args, f"dynapipe_{name}")
         if value is None:
             continue

@@ -10,11 +10,9 @@ import torch
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter
 from megatron_dynapipe.integration.supply.calibration import PassPublisher
-from megatron_dynapipe.integration.supply.live_page import LivePage
 from megatron_dynapipe.integration.supply.stage_record import EvaluationLosses, HostLosses, stage_record
 from megatron_dynapipe.plan.idle import MUCH_IDLE
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.report.page import PAGE
 from megatron_dynapipe.report.panel import Panel
 from megatron_dynapipe.report.records import (
     IterationRecord,
@@ -59,7 +57,6 @@ class Recorder:
         publisher: takes the measured passes, where the cost model is calibrated by them.
         memory: what the device's allocator has counted; None where none counts.
         run: what all iterations have in common; rank 0 records it.
-        page_every: iterations between two pages of the run; 0 writes none.
         reserves_all: the allocator was given the plan's limit ahead of tensors, so that fragments cannot be told.
     """
 
@@ -80,7 +77,6 @@ class Recorder:
         publisher: PassPublisher | None = None,
         memory: Callable[[], MemoryCounts | None] = lambda: None,
         run: RunRecord | None = None,
-        page_every: int = 0,
         reserves_all: bool = False,
     ) -> None:
         self._folder = folder
@@ -106,7 +102,6 @@ class Recorder:
         self._evaluations = EvaluationLosses()
         self._file = RecordFile(folder / f"rank-{rank}.jsonl")
         self._has_warned = False
-        self._page = LivePage(folder, every=page_every if rank == 0 else 0)
 
     def add(self, item: PlannedIteration, trace: Trace, losses: Sequence[Mapping[str, torch.Tensor]] = ()) -> None:
         """Keep an iteration that has been issued to the device, and the last stage's loss reports of it."""
@@ -142,11 +137,7 @@ class Recorder:
             for rank in range(1, self._world_size):
                 records += self._records(rank)
             summary = self._summary(records)
-        page = f"page of the run: `megatron-dynapipe report {self._folder}` writes it"
-        with self._never_failing("write the page of the run"):
-            if self._page.finish():
-                page = f"page of the run: {self._folder / PAGE}"
-        return summary and f"{summary}\n{page}"
+        return summary and f"{summary}\npage of the run: `megatron-dynapipe report {self._folder}` writes it"
 
     @contextlib.contextmanager
     def _never_failing(self, doing: str) -> Iterator[None]:
@@ -216,7 +207,6 @@ class Recorder:
             self._file.add_timeline(timeline)
         if memory is not None:
             self._count_memory(memory, last=last)
-        self._page.after(item.entry.iteration)
 
     def _count_memory(self, memory: MemoryCounts, *, last: bool) -> None:
         """Keep the run's peaks, and hand them in at its end; nothing where memory was reserved ahead."""

@@ -23,7 +23,7 @@ OURS = """
 --dynapipe-calibrate --dynapipe-config --dynapipe-cost-model --dynapipe-data --dynapipe-device
 --dynapipe-device-memory-limit --dynapipe-inter-node-bw --dynapipe-inter-node-lat
 --dynapipe-intra-node-bw --dynapipe-intra-node-lat
---dynapipe-limit-rc-type --dynapipe-long-samples --dynapipe-lookahead --dynapipe-report-dir --dynapipe-report-every
+--dynapipe-limit-rc-type --dynapipe-long-samples --dynapipe-lookahead --dynapipe-report-dir
 --dynapipe-store-bind
 --dynapipe-store-url --dynapipe-store-url-file --dynapipe-timeout-s --dynapipe-unset --use-dynapipe
 --dynapipe-device-to-node --dynapipe-disable-mb-permutation --dynapipe-layer-to-device --dynapipe-partition-algo

@@ -66,12 +66,6 @@ def test_a_run_ends_with_a_summary_and_a_picture(store, tmp_path, capsys) -> Non
     assert "warning" not in capsys.readouterr().err
 
 
-def test_the_summary_ends_with_the_page_that_was_written(store, tmp_path) -> None:
-    summary = run(recorder(tmp_path, store, page_every=100))
-    assert summary is not None and summary.endswith(f"\npage of the run: {tmp_path / 'report.html'}")
-    assert (tmp_path / "report.html").exists()
-
-
 @pytest.mark.parametrize(("busy", "said"), [(40, True), (95, False)])
 def test_idle_stages_are_said_with_what_shortens_that(busy, said) -> None:
     def stage(number: int) -> tuple[Event, ...]:
