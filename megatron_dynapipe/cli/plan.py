@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
 from megatron_dynapipe.cli.planning_arguments import add_arguments, costs_and_settings
 from megatron_dynapipe.cli.progress import say, with_progress
-from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
+from megatron_dynapipe.errors import DataError, PlanningError
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout
 
 if TYPE_CHECKING:
@@ -37,13 +37,17 @@ def run(args: argparse.Namespace) -> int:
     """Plan every batch; 1 if none of them could be planned."""
     import msgspec
 
-    from megatron_dynapipe.plan.codec import encode
-    from megatron_dynapipe.plan.idle import idle_share
+    from megatron_dynapipe.outputs import check_replaceable, write_file
+    from megatron_dynapipe.plan.codec import encode, is_plan
+    from megatron_dynapipe.plan.timeline import idle_share
     from megatron_dynapipe.planning.planner import Planner
 
     cost_model, settings = costs_and_settings(args, args.schedule)
     planner = Planner(settings, cost_model)
     batches = chosen_batches(args)
+    files = {batch.id: args.output / f"{batch.id}.plan" for batch in batches} if args.output is not None else {}
+    for path in files.values():
+        check_replaceable(path, mine=is_plan)
     iterations, idle = [], []
     for number, batch in enumerate(with_progress(batches, unit="batches")):
         entry, plan = _planned(planner, batch, number)
@@ -51,9 +55,10 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             say(_line(entry))
         if plan is not None:
-            idle.append(idle_share(plan))
-            if args.output is not None:
-                _write(args.output / f"{batch.id}.plan", encode(plan))
+            stages = tuple(stage.predicted for replica in plan.replicas for stage in replica.stages)
+            idle.append(idle_share(stages, plan.totals.predicted_ns))
+            if files:
+                write_file(files[batch.id], encode(plan), mine=is_plan)
     _hint_of_splits(args.layer_split, idle)
     if not args.json and planner.settings.transfers.are_plain and planner.settings.pipeline_parallel > 1:
         print(_cost_of_cuda_rules(planner, batches, iterations))
@@ -110,7 +115,7 @@ def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[d
 
 def _hint_of_splits(split: str, idle: list[float]) -> None:
     """Where equal layers leave stages without work for long, say what evens them out."""
-    from megatron_dynapipe.plan.idle import MUCH_IDLE
+    from megatron_dynapipe.plan.timeline import MUCH_IDLE
 
     mean = sum(idle) / max(len(idle), 1)
     if split == "equal" and mean >= MUCH_IDLE:
@@ -174,11 +179,3 @@ def _line(entry: dict[str, Any]) -> str:
         f"{entry['id']}: {entry['predicted_ms']:.1f} ms in {micro_batches} micro-batches ({entry['shapes']} shapes), "
         f"padding efficiency {entry['padding_efficiency']:.1%}, peak {peak:.0f} MB, planned in {seconds * 1e3:.1f} ms"
     )
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
