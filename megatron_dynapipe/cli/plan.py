@@ -3,7 +3,6 @@
 import argparse
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from megatron_dynapipe.planning.planner import Planner
 
 FORMAT = "dynapipe-plan-report/1"
-RULED = 8
-"""Batches that are planned again under the rules of GPUs."""
 PHASES = ("ordering", "partition", "schedule", "lowering", "verify")
 
 
@@ -60,33 +57,9 @@ def run(args: argparse.Namespace) -> int:
             if files:
                 write_file(files[batch.id], encode(plan), mine=is_plan)
     _hint_of_splits(args.layer_split, idle)
-    if not args.json and planner.settings.transfers.are_plain and planner.settings.pipeline_parallel > 1:
-        print(_cost_of_cuda_rules(planner, batches, iterations))
     if args.json:
         sys.stdout.write(msgspec.json.encode({"format": FORMAT, "iterations": iterations}).decode() + "\n")
     return 0 if any(entry["error"] is None for entry in iterations) else 1
-
-
-def _cost_of_cuda_rules(planner: "Planner", batches: "list[NamedBatch]", entries: list[dict[str, Any]]) -> str:
-    """What the rules of transfers on GPUs would cost the first few batches, in predicted time."""
-    import msgspec
-
-    from megatron_dynapipe.plan.transfer_rules import CUDA_RULES
-    from megatron_dynapipe.planning.planner import Planner
-
-    ruled = Planner(msgspec.structs.replace(planner.settings, transfers=CUDA_RULES), planner.cost_model)
-    ratios = []
-    for batch, entry in zip(batches[:RULED], entries, strict=False):
-        if entry["predicted_ms"]:
-            with suppress(PlanningError):
-                ratios.append(ruled.plan(batch.global_batch(0), 0).totals.predicted_ns / 1e6 / entry["predicted_ms"])
-    if not ratios:
-        return "under the rules of training on GPUs no batch was planned"
-    mean, worst = sum(ratios) / len(ratios) - 1, max(ratios) - 1
-    return (
-        f"under the rules of training on GPUs (--receive-ahead 0 --ordered-starts) the first {len(ratios)} take "
-        f"{mean:+.1%} on average, {worst:+.1%} at most"
-    )
 
 
 def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[dict[str, Any], "IterationPlan | None"]:

@@ -16,9 +16,8 @@ import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost.layout import PipelineLayout
-from megatron_dynapipe.cost.nnls import nonnegative_least_squares
 from megatron_dynapipe.cost.packed import packed_layer_costs
-from megatron_dynapipe.cost.surface import Floats
+from megatron_dynapipe.cost.surface import Floats, nonnegative_least_squares
 from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import Recompute, Shape

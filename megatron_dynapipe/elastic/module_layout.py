@@ -25,7 +25,7 @@ from megatron_dynapipe.elastic.job import CANNOT_START, Job, note
 from megatron_dynapipe.elastic.layout import Choice, choose_of, kept
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError
 from megatron_dynapipe.files import user_cache_folder
-from megatron_dynapipe.planning.segments import batch_of_positions
+from megatron_dynapipe.planning.samples import batch_of_positions
 from megatron_dynapipe.tuning import TunedLayout, tune_segments
 
 

@@ -5,12 +5,19 @@ from megatron_dynapipe.tuning.cluster import Cluster
 from megatron_dynapipe.tuning.graph_profile import parse_graph_profile, read_graph_profile
 from megatron_dynapipe.tuning.layer_profile import Layer, LayerProfile
 from megatron_dynapipe.tuning.orchestrate import OrchestratedStage, Orchestration, orchestrate
-from megatron_dynapipe.tuning.run_file import layout_flags, run_file
-from megatron_dynapipe.tuning.search import Progress, Status, TunedLayout, Tuning, tune
-from megatron_dynapipe.tuning.segments import tune_segments
+from megatron_dynapipe.tuning.search import Progress, Status, TunedLayout, Tuning, tune, tune_segments
 from megatron_dynapipe.tuning.space import Candidate, Space, Split, candidates
 from megatron_dynapipe.tuning.step_costs import StepRates
-from megatron_dynapipe.tuning.validate import Measured, measure, training_command, with_measured
+from megatron_dynapipe.tuning.validate import (
+    Measured,
+    layout_file,
+    layout_flags,
+    measure,
+    run_file,
+    train_best,
+    training_command,
+    with_measured,
+)
 
 __all__ = [
     "Candidate",
@@ -28,12 +35,14 @@ __all__ = [
     "TunedLayout",
     "Tuning",
     "candidates",
+    "layout_file",
     "layout_flags",
     "measure",
     "orchestrate",
     "parse_graph_profile",
     "read_graph_profile",
     "run_file",
+    "train_best",
     "training_command",
     "tune",
     "tune_segments",

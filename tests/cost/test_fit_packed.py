@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost.fit_packed import LONGEST_ROW, RowSample, fit_part
+from megatron_dynapipe.cost.tabulate import LONGEST_ROW, RowSample, fit_part
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import Shape, round_up
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron_dynapipe.cost.format import encode_file
+from megatron_dynapipe.cost.format import encode_file, is_cost_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.profiling.layers import build_parts
@@ -52,7 +52,7 @@ def profile(
     started = time.monotonic()
     modes = _modes(recompute)
     if int(os.environ.get("RANK", "0")) == 0:  # which writes the file
-        check_replaceable(output)
+        check_replaceable(output, mine=is_cost_file)
     with prepared(flags, ModelFamily(family), tensor_parallel=tensor_parallel, vocabulary=vocabulary) as setup:
         is_first = dist.get_rank() == 0
         provenance = describe(setup)
@@ -84,7 +84,7 @@ def profile(
             links=links,
             provenance=provenance | {"seconds": round(time.monotonic() - started, 1)},
         )
-        write_file(output, encode_file(file))
+        write_file(output, encode_file(file), mine=is_cost_file)
         print(verdict(file, output), file=sys.stderr, flush=True)
         return output
 

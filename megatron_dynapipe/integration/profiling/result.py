@@ -12,7 +12,6 @@ import msgspec
 import torch
 
 from megatron_dynapipe.cost.check import validated_errors
-from megatron_dynapipe.cost.fit_packed import LONGEST_ROW
 from megatron_dynapipe.cost.format import (
     FORMAT,
     PACKED_FORMAT,
@@ -24,7 +23,7 @@ from megatron_dynapipe.cost.format import (
     Points,
     key_of,
 )
-from megatron_dynapipe.cost.tabulate import fitted_entry
+from megatron_dynapipe.cost.tabulate import LONGEST_ROW, fitted_entry
 from megatron_dynapipe.integration.profiling.layers import Part
 from megatron_dynapipe.integration.profiling.packed import Tables as PackedTables
 from megatron_dynapipe.integration.profiling.profiler import Measurement

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from megatron_dynapipe.cost.fit_packed import PartTables
+from megatron_dynapipe.cost.tabulate import PartTables
 from megatron_dynapipe.integration.profiling.layers import build_parts
 from megatron_dynapipe.integration.profiling.measure import Scope
 from megatron_dynapipe.integration.profiling.packed import PackedProfiler, Row, _of_row

@@ -33,7 +33,7 @@ def test_tables_of_packed_rows_predict_what_a_row_stores(family, layers):
 
 @pytest.mark.parametrize("part", ["encoder", "decoder", "postprocess"])
 def test_the_first_rows_tell_all_coefficients(part):
-    from megatron_dynapipe.cost.fit_packed import row_terms
+    from megatron_dynapipe.cost.tabulate import row_terms
     from megatron_dynapipe.integration.profiling.packed import FEWEST_ROWS, rows_of
     from megatron_dynapipe.units import Shape
 
