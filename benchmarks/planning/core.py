@@ -22,8 +22,7 @@ from published import published_objective, published_order
 
 from megatron_dynapipe.cli.batches import NamedBatch, read_batches
 from megatron_dynapipe.planning.balance import assign
-from megatron_dynapipe.planning.ordering import candidate_orders
-from megatron_dynapipe.planning.partition import Partition, partition
+from megatron_dynapipe.planning.partition import Partition, candidate_orders, partition
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import BatchProblem
 from megatron_dynapipe.planning.samples import Samples

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.cli.finding import Check
+    from megatron_dynapipe.cli.checks import Check
     from megatron_dynapipe.cli.main import SubParsers
 
 MARKS = {"ok": "ok  ", "note": "note", "fail": "FAIL"}

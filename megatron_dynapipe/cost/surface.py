@@ -36,6 +36,9 @@ _FLOOR_NOISE = 0.05
 _TIME_NOISE = 0.01
 _MEMORY_NOISE = 0.003
 
+_TOLERANCE = 1e-10
+"""Of least squares: gradients below it count as 0."""
+
 
 class Quantity(Enum):
     """What is measured: a time has a floor and noise, memory neither."""
@@ -197,11 +200,7 @@ def _correlation(a: Floats, b: Floats) -> Floats:
     return np.asarray(np.exp(-np.sqrt(((a[:, None] - b[None]) ** 2).sum(axis=-1)) / _RANGE))
 
 
-_Floats = npt.NDArray[np.float64]
-_TOLERANCE = 1e-10
-
-
-def nonnegative_least_squares(a: _Floats, b: _Floats) -> _Floats:
+def nonnegative_least_squares(a: Floats, b: Floats) -> Floats:
     """x ≥ 0 of least |a·x - b|, by Lawson and Hanson's active set method ("Solving Least Squares Problems", 1974).
 
     A coefficient at a time becomes positive, the one that helps most (the first of several that help alike), and the
@@ -223,7 +222,7 @@ def nonnegative_least_squares(a: _Floats, b: _Floats) -> _Floats:
     return x
 
 
-def _inner(a: _Floats, b: _Floats, x: _Floats, positive: npt.NDArray[np.bool_]) -> _Floats:
+def _inner(a: Floats, b: Floats, x: Floats, positive: npt.NDArray[np.bool_]) -> Floats:
     """Solve for the positive columns, walking back to the first that reaches zero until all stay positive."""
     while positive.any():
         solved = np.zeros(len(x))

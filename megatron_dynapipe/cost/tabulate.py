@@ -1,4 +1,13 @@
-"""From measured points to the tables of a cost model file: fit, fill a grid, keep what was measured beside it."""
+"""From measured points to the tables of a cost model file: fit, fill a grid, keep the measurements beside it.
+
+Costs of packed rows are fitted to a few measured rows: a part linear in a row's positions, and attention per sample.
+
+    encoder, decoder-only   start + rate · positions    +   Σ ( each + pairs · sᵢ² )              samples of s positions
+    decoder                 start + rates · positions   +   Σ ( each + pairs · tᵢ² + cross · sᵢ tᵢ )      and t targets
+
+Their coefficients are not negative and have the least relative error. The linear part becomes the corners of a table,
+attention a grid fine enough for its squares.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -15,6 +24,15 @@ from megatron_dynapipe.units import Recompute, Shape, round_up
 
 _DIGITS = 5
 """Significant digits of a fitted cost: far below its error, and a smaller file."""
+LONGEST_ROW = 2**20
+"""Positions up to which the linear part is written down."""
+FEWEST_ROWS = 5
+"""Rows that a fit needs at least."""
+
+_PACKED_DIGITS = 6
+
+PartTables = tuple[dict[str, float], dict[str, float]]
+"""(linear, attention) of a part, by positions as the cost model file has them."""
 
 
 def grid_axes(part: str, within: Shape) -> list[Sequence[int]]:
@@ -96,17 +114,6 @@ def _fill(
     }
 
 
-LONGEST_ROW = 2**20
-"""Positions up to which the linear part is written down."""
-FEWEST_ROWS = 5
-"""Rows that a fit needs at least."""
-
-_DIGITS = 6
-
-PartTables = tuple[dict[str, float], dict[str, float]]
-"""(linear, attention) of a part, by positions as the cost model file has them."""
-
-
 class RowSample(NamedTuple):
     """One packed row that was measured: positions of its samples, and what it cost."""
 
@@ -140,7 +147,7 @@ def fit_part(rows: Sequence[RowSample], within: Shape, *, attends: bool = True) 
     linear, attention = found[:fixed], found[fixed:]
 
     def at(rates: npt.NDArray[np.float64], *factors: int) -> float:
-        return float(f"{float(rates @ np.array(factors, float)):.{_DIGITS}g}")
+        return float(f"{float(rates @ np.array(factors, float)):.{_PACKED_DIGITS}g}")
 
     ends = (8, LONGEST_ROW)
     if not decoder:

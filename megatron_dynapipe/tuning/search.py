@@ -7,7 +7,6 @@ are planned on every batch and no other bound is below theirs: no candidate that
     bound ──► plan batch 0 ──► bound ──► plan batch 1 ──► … ──► known          least bound first
 """
 
-import enum
 import heapq
 import time
 from collections.abc import Callable, Sequence
@@ -23,84 +22,11 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings, segment_settings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tuning.bounds import Work, least_ns, least_work
+from megatron_dynapipe.tuning.bounds import LeastWork, even_work_split, least_ns, least_work
 from megatron_dynapipe.tuning.evaluate import Evaluator, Outcome, Workers
-from megatron_dynapipe.tuning.space import Candidate, Space, Split, candidates
-from megatron_dynapipe.tuning.split import even_work_split
+from megatron_dynapipe.tuning.space import Candidate, Space, Split, Status, TunedLayout, Tuning, candidates
 from megatron_dynapipe.tuning.step_costs import StepRates, step_ns
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute
-
-
-class Status(enum.StrEnum):
-    """How far a layout was evaluated."""
-
-    PLANNED = "planned"
-    """Every batch was planned."""
-    PARTIAL = "partial"
-    """Some batches were planned before it was slower than the best, or the search was interrupted."""
-    PRUNED = "pruned"
-    """No batch was planned: it cannot be among the best, or the search was interrupted."""
-    INFEASIBLE = "infeasible"
-
-
-class TunedLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """A parallel layout and its predictions, means over the batches that were planned.
-
-    Attributes:
-        data_parallel, tensor_parallel, pipeline_parallel, chunks: the layout.
-        layers_per_stage: of every virtual stage; None where they were not chosen.
-        layout: auto, padded or packed: what plans may make of a micro-batch.
-        distributed_optimizer: whether optimizer state is sharded.
-        status: how far it was evaluated.
-        batches: that were planned.
-        predicted_ms: of an iteration: forward, backward, transfers, reduction, optimizer; None without a plan.
-        reduction_ms, optimizer_ms: of these, gradient reduction and optimizer step.
-        bound_ms: an iteration takes at least this.
-        tokens_per_second: real tokens over predicted time.
-        peak_memory_mb: of every pipeline rank.
-        error: why it cannot be built, or a batch has no plan.
-        measured_ms: of an iteration, where it was trained.
-        measurement_error: why it was trained without a measurement.
-    """
-
-    data_parallel: int
-    tensor_parallel: int
-    pipeline_parallel: int
-    chunks: int = 1
-    layers_per_stage: tuple[int, ...] | None = None
-    layout: str
-    distributed_optimizer: bool
-    status: Status
-    batches: int = 0
-    predicted_ms: float | None = None
-    reduction_ms: float | None = None
-    optimizer_ms: float | None = None
-    bound_ms: float | None = None
-    tokens_per_second: float | None = None
-    peak_memory_mb: tuple[float, ...] = ()
-    error: str | None = None
-    measured_ms: float | None = None
-    measurement_error: str | None = None
-
-
-class Tuning(msgspec.Struct, frozen=True, kw_only=True):
-    """All layouts that were considered.
-
-    Attributes:
-        layouts: planned ones first, the fastest first; then partial and pruned ones, by their bounds; then infeasible
-            ones.
-        settings: the planner's settings of each.
-        plans: that were made.
-        seconds: that the search took.
-        interrupted: whether Ctrl-C ended it.
-    """
-
-    layouts: tuple[TunedLayout, ...]
-    settings: tuple[PlannerSettings, ...]
-    plans: int
-    seconds: float
-    interrupted: bool = False
-
 
 Progress = Callable[[int, int, float | None], None]
 """Called with plans made, plans that may be needed at most, and the best predicted time (ms) so far."""
@@ -312,7 +238,7 @@ def _evaluations(
     found: Sequence[Candidate], cost_model: CostModel, batches: Sequence[GlobalBatch], rates: StepRates
 ) -> list[_Evaluation]:
     """Candidates with their bounds, without those whose layers are split as those of one before."""
-    works: dict[int, list[Work]] = {}
+    works: dict[int, list[LeastWork]] = {}
     evaluations: list[_Evaluation] = []
     seen: set[PlannerSettings | Candidate] = set()
     for candidate in found:

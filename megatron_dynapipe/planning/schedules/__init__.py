@@ -11,9 +11,8 @@ from types import MappingProxyType
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.plan.timeline import Timeline
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
-from megatron_dynapipe.planning.schedules.adaptive import adaptive
-from megatron_dynapipe.planning.schedules.gpipe import gpipe
-from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
+from megatron_dynapipe.planning.schedules.list_scheduling import adaptive
+from megatron_dynapipe.planning.schedules.one_f_one_b import gpipe, one_f_one_b_within_memory
 from megatron_dynapipe.planning.simulate import simulate_all
 from megatron_dynapipe.units import in_mb
 
