@@ -62,7 +62,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "report": (
         "report dynapipe-report",
         "report dynapipe-report --json > run.json",
-        "report dynapipe-report --data data/demo --comparison compared.json --output run.html",
+        "report dynapipe-report --output run.html",
     ),
     "store": ("store start --bind 0.0.0.0 --url-file store.url", "store inspect --url-file store.url"),
     "store start": ("store start --bind 0.0.0.0 --url-file store.url",),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
-from megatron_dynapipe.cli.planning_arguments import add_arguments, costs_and_settings
+from megatron_dynapipe.cli.planning_arguments import add_arguments, complete_model, costs_and_settings
 from megatron_dynapipe.cli.progress import say, with_progress
 from megatron_dynapipe.errors import DataError, PlanningError
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout
@@ -39,12 +39,13 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dynapipe.plan.timeline import idle_share
     from megatron_dynapipe.planning.planner import Planner
 
-    cost_model, settings = costs_and_settings(args, args.schedule)
-    planner = Planner(settings, cost_model)
+    complete_model(args)
     batches = chosen_batches(args)
     files = {batch.id: args.output / f"{batch.id}.plan" for batch in batches} if args.output is not None else {}
     for path in files.values():
         check_replaceable(path, mine=is_plan)
+    cost_model, settings = costs_and_settings(args, args.schedule)
+    planner = Planner(settings, cost_model)
     iterations, idle = [], []
     for number, batch in enumerate(with_progress(batches, unit="batches")):
         entry, plan = _planned(planner, batch, number)
