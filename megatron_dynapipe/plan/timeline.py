@@ -5,7 +5,7 @@ import msgspec
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction
 
 MUCH_IDLE = 0.25
-"""Share of idle time from which messages say what shortens it."""
+"""Idle share from which on commands and run summaries add a hint at what lowers it."""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
