@@ -62,8 +62,8 @@ def _guarded(name: str, check: Callable[[str], Check]) -> Check:
     except DynaPipeError as error:
         return Check(name=name, status="fail", found=error.message, hint=error.hint)
     except ModuleNotFoundError as error:
-        told = missing(error)
-        hint = f"reinstall {error.name}" if told is None else told.hint
+        problem = missing(error)
+        hint = f"reinstall {error.name}" if problem is None else problem.hint
         return Check(name=name, status="fail", found=f"{error.name} is not installed", hint=hint)
     except Exception as error:  # noqa: BLE001 - a broken library can raise anything when imported; that is the finding
         return Check(name=name, status="fail", found=f"{type(error).__name__}: {error}", hint=f"reinstall {name}")

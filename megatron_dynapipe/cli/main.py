@@ -196,9 +196,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _report(error, sys.stderr)
         return EXIT_CANNOT_RUN
     except ModuleNotFoundError as error:  # what an extra brings; anything else is a fault of ours
-        if (told := missing(error)) is None:
+        if (problem := missing(error)) is None:
             raise
-        _report(told, sys.stderr)
+        _report(problem, sys.stderr)
         return EXIT_CANNOT_RUN
     except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
         _drop_output()

@@ -117,12 +117,12 @@ def _add_validation_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check_validation(args: argparse.Namespace) -> None:
     """Refuse, before the search, what could not be validated after it."""
-    words = [word for word in args.command_line if word != "--"]
+    command = [each for each in args.command_line if each != "--"]
     if args.validate is None:
-        if words:
-            raise ConfigError(f"a training script goes with --validate, and {words[0]!r} was given without it")
+        if command:
+            raise ConfigError(f"a training script goes with --validate, and {command[0]!r} was given without it")
         return
-    if not words:
+    if not command:
         raise ConfigError(
             "expected the training script and its flags after --, for --validate",
             hint="… --validate 3 -- pretrain_gpt_multitask.py --dynapipe-config model.yaml",

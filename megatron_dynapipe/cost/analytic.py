@@ -278,7 +278,7 @@ def _without_last_bits(values: Floats) -> Floats:
 _PRODUCTS, _TRAFFIC = 0.7, 0.52
 
 _PEAKS: tuple[tuple[str, float, float, float], ...] = (
-    # words of the name, TFLOP/s, GB/s of memory, GB/s to the other devices of a node (one direction)
+    # part of the name, TFLOP/s, GB/s of memory, GB/s to the other devices of a node (one direction)
     ("GB200", 2500, 8000, 900),
     ("B200", 2250, 8000, 900),
     ("H200", 989, 4800, 450),
@@ -297,14 +297,14 @@ _PEAKS: tuple[tuple[str, float, float, float], ...] = (
     ("RTX 4090", 165, 1008, 32),
     ("RTX 3090", 71, 936, 32),
 )
-"""The first row whose words a device's name holds counts."""
+"""The first row whose text is in a device's name counts."""
 
 
 def rates_of(name: str) -> DeviceRates | None:
     """Rates of a device in half precision, by the name that CUDA gives it; None if it is not in the table."""
-    words = name.casefold()
+    folded = name.casefold()
     for known, tflops, memory, links in _PEAKS:
-        if known.casefold() in words:
+        if known.casefold() in folded:
             return msgspec.structs.replace(
                 A100_RATES,
                 flops_per_second=tflops * 1e12 * _PRODUCTS,

@@ -35,7 +35,7 @@ fewer and larger micro-batches, which can tell it even less."""
 _ROBUST_STEPS = 6
 _LEAST_SCALE = 0.05
 _OWN_PASSES = 24
-"""Of a layout, from which it gets a correction of its own."""
+"""Measured passes of padded (or packed) micro-batches from which these get their own correction."""
 
 
 class PassSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -87,7 +87,7 @@ def fit_correction(
 
 
 class Corrections(NamedTuple):
-    """Of padded micro-batches, and of packed rows whose costs are known of themselves."""
+    """Of padded micro-batches, and of packed rows with costs of their own."""
 
     padded: Correction
     packed: Correction

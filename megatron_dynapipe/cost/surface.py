@@ -26,7 +26,7 @@ _NEWTON_STEPS = 8
 _ROBUST_STEPS = 8
 
 _RANGE = 3.0
-"""Distance over which residuals are alike, in octaves of tokens."""
+"""Correlation length of residuals, in octaves of tokens."""
 _LENGTH_WEIGHT = 0.5
 """Distance of one octave of length at the same number of tokens."""
 _RESIDUAL_DEVIATION = 0.1

@@ -34,9 +34,9 @@ class ShapeBuckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("length_multiple", "row_multiple"):
             value = getattr(self, name)
             if not 0 < value <= LARGEST_MULTIPLE or value % LENGTH_MULTIPLE:
-                words = name.replace("_", " ")
+                shown = name.replace("_", " ")
                 raise ConfigError(
-                    f"expected a {words} that {LENGTH_MULTIPLE} divides, up to {LARGEST_MULTIPLE}, got {value}"
+                    f"expected a {shown} that {LENGTH_MULTIPLE} divides, up to {LARGEST_MULTIPLE}, got {value}"
                 )
         if self.sizes_per_octave not in SIZES_PER_OCTAVE:
             allowed = ", ".join(map(str, SIZES_PER_OCTAVE))

@@ -1,7 +1,7 @@
 """Orders of samples, and their exact partitions into micro-batches of least predicted iteration time (paper section 4).
 
-Neighbours of an order are alike, so that micro-batches of neighbours waste little padding. Decoder-only samples are
-sorted. Encoder–decoder samples have two lengths, and no order suits both: two sweeps are tried, and local search
+Neighbours in an order have similar lengths, so that micro-batches of neighbours waste little padding. Decoder-only
+samples are sorted. Encoder–decoder samples have two lengths, and no order suits both: two sweeps are tried, and local search
 improves both.
 
 A pipeline of n stages that runs micro-batches of slowest-stage times t_m takes about Σ t_m on its slowest stage, and
@@ -50,7 +50,7 @@ def by_length(inputs: IntArray, targets: IntArray) -> IntArray:
 def by_bands(inputs: IntArray, targets: IntArray) -> IntArray:
     """Bands of similar target lengths, the longest first; within them by input length, down and up in turn.
 
-    The turn joins bands where their inputs are alike.
+    Alternating joins bands where their inputs have similar lengths.
     """
     order = np.lexsort((np.arange(len(inputs)), -targets))
     descending = targets[order]

@@ -137,7 +137,7 @@ def _stages(run: Run) -> Chart:
         for part, colour in parts
     ] if medians else []  # fmt: skip
     layout = {"barmode": "stack", "xaxis": {"title": "stage", **_whole(len(medians))}, "yaxis": {"title": "ms"}}
-    note = "Medians per iteration. Bubble and transfer are told apart by the recorded timelines."
+    note = "Medians per iteration. Bubble and transfer come from the recorded timelines."
     return Chart(name="stages", title="Where time went", note=note, traces=traces, layout=layout)
 
 

@@ -1,4 +1,4 @@
-"""Methods held against one another over several batches: geometric means, and a chart of them.
+"""Methods compared over several batches: geometric means, and a chart of them.
 
          tokens/s                      padding efficiency
 dynapipe ▇▇▇▇▇▇▇▇▇▇▇▇ 24,000           ▇▇▇▇▇▇▇▇▇▇▇ 99%

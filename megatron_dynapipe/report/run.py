@@ -70,7 +70,7 @@ class Run:
 
     @property
     def maximum(self) -> Shape:
-        """Lengths that a run without planning would pad every sample to; the longest that occur where none are told."""
+        """Lengths that a run without planning would pad every sample to; by default the longest that occur."""
         if self.run is not None:
             return self.run.maximum
         shapes = [shape for each in self.iterations for shape in each.shapes]

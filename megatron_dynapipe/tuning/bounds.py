@@ -187,7 +187,7 @@ def _packed_shares(packed: PackedTables, samples: Samples, measure: int) -> Real
 def even_work_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tuple[int, ...]:
     """Layers per virtual stage; at least one on each.
 
-    A dynamic program over layers × stages; of splits whose busiest stages are alike, one that is near equal.
+    A dynamic program over layers × stages; ties go to the split that is nearest to equal.
 
     Args:
         settings: the layout.

@@ -29,7 +29,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         devices: of the cluster; every layout uses all of them.
         chunks: numbers of virtual stages per pipeline rank, for GPTs on two or more stages.
-        splits: layer splits; of those that come to the same layers the first counts. `AUTO` is for one chunk.
+        splits: layer splits; of several that put the same layers on every stage, the first counts. `AUTO` is for one
+            chunk.
         distributed_optimizer: whether optimizer state is sharded; None: wherever there are replicas, since that takes
             less memory and less time.
         tensor_sizes: of tensor parallelism, those that can be used; None: all.

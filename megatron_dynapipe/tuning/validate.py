@@ -211,7 +211,7 @@ def measure(
         iterations: that each trains.
         deadline_s: of one run, from its start to its end.
         rounds: times that each is run. One that failed is not run again.
-        said: is told of every run.
+        said: called with a line after every run.
     """
     found: list[list[tuple[float, ...]]] = [[] for _ in commands]
     errors: list[str | None] = [None] * len(commands)

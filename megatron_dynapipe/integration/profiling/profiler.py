@@ -23,11 +23,11 @@ LONGEST_SHARE = 0.01
 """Of the budget, that one forward and backward may take; longer ones are extrapolated."""
 
 _STOP = -1
-_WORDS = 5
+_NUMBERS = 5
 """Of a choice: index, dimensions, and up to three of these."""
 
 Surface = tuple[str, Recompute]
-Choice = tuple[int, Point]
+NextPoint = tuple[int, Point]
 """Number of a surface, and where it is measured."""
 
 
@@ -80,7 +80,7 @@ class Profiler:
         grid = self.grids[surface]
         return not grid.measured if surface[0] == "embedding" else grid.lacks_first
 
-    def _choose(self, budget_s: float) -> list[Choice]:
+    def _choose(self, budget_s: float) -> list[NextPoint]:
         """The points most worth measuring at the same time, of as many surfaces; first those to begin with."""
         worth: list[tuple[float, int, Point]] = []
         is_bare = self._is_bare()
@@ -95,7 +95,7 @@ class Profiler:
         best = heapq.nlargest(at_once(shared=self.scope.shared), worth)
         return [(-index, point) for _, index, point in best]
 
-    def _measured(self, choices: Sequence[Choice], turn: int) -> list[Measurement]:
+    def _measured(self, choices: Sequence[NextPoint], turn: int) -> list[Measurement]:
         surfaces = list(self.grids)
         measures = [partial(self._measure, *surfaces[index], point) for index, point in choices]
         found = measured_by_ranks(measures, turn=turn, shared=self.scope.shared)
@@ -120,13 +120,13 @@ class Profiler:
             grid.add(measurement.point, forward_ns / NS_PER_MS, backward_ns / NS_PER_MS)
 
 
-def _agreed(choices: Sequence[Choice]) -> list[Choice]:
+def _agreed(choices: Sequence[NextPoint]) -> list[NextPoint]:
     """Rank 0's choices on all ranks: clocks differ, and layers shared by ranks must be run by all of them."""
     count = dist.get_world_size()
-    words = torch.full((count, _WORDS), _STOP, dtype=torch.int64)
-    for row, (index, point) in zip(words, choices, strict=False):
+    numbers = torch.full((count, _NUMBERS), _STOP, dtype=torch.int64)
+    for row, (index, point) in zip(numbers, choices, strict=False):
         row[: len(point) + 2] = torch.tensor([index, len(point), *point])
-    words = words.to(communicable())
-    dist.broadcast(words, 0)
-    rows = [[int(word) for word in row] for row in words.tolist()]
+    numbers = numbers.to(communicable())
+    dist.broadcast(numbers, 0)
+    rows = [list(map(int, row)) for row in numbers.tolist()]
     return [(row[0], tuple(row[2 : 2 + row[1]])) for row in rows if row[0] != _STOP]

@@ -34,7 +34,7 @@ _STATE_BYTES = 2
 """Bytes that the format counts for a parameter, whatever its type."""
 
 POOR, VERY_POOR = 0.08, 0.25
-"""Errors of times, median and ninth decile, above which plans would be made from noise."""
+"""Errors of times, median and ninth decile, above which a profile is called poor."""
 
 Provenance = dict[str, str | int | float | bool]
 

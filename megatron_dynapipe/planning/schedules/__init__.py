@@ -63,7 +63,7 @@ def schedule(problem: ScheduleProblem, settings: ScheduleSettings) -> Schedule:
 
 
 def predict(problem: ScheduleProblem, *orders: PassOrder) -> Schedule:
-    """What the fastest of some pass orders comes to, of those that fit the memory.
+    """The fastest of some pass orders, of those that fit the memory, with its predictions.
 
     Raises:
         InfeasibleError: every order holds more than a stage's memory.

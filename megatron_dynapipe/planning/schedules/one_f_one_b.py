@@ -72,7 +72,7 @@ def filling_depths(stages: int, chunks: int) -> tuple[int, ...]:
 
 
 def forwards_of_earlier_chunks(micro_batches: int, stages: int, chunks: int) -> int:
-    """Forwards that a stage runs of the largest group before the group comes to its last chunk."""
+    """Forwards that a stage runs of the largest group before the group reaches its last chunk."""
     return (chunks - 1) * max(_groups(micro_batches, stages), default=0)
 
 
