@@ -1,8 +1,8 @@
 """Orders of samples, and their exact partitions into micro-batches of least predicted iteration time (paper section 4).
 
 Neighbours in an order have similar lengths, so that micro-batches of neighbours waste little padding. Decoder-only
-samples are sorted. Encoder–decoder samples have two lengths, and no order suits both: two sweeps are tried, and local search
-improves both.
+samples are sorted. Encoder–decoder samples have two lengths, and no order suits both: two sweeps are tried, and local
+search improves both.
 
 A pipeline of n stages that runs micro-batches of slowest-stage times t_m takes about Σ t_m on its slowest stage, and
 before and after that the time in which the other stages warm up and drain. The objective, over all partitions of the
