@@ -65,7 +65,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "store": ("store start --bind 0.0.0.0 --url-file store.url", "store inspect --url-file store.url"),
     "store start": ("store start --bind 0.0.0.0 --url-file store.url",),
-    "store status": ("store status --url-file store.url --every 5", "store status --url-file store.url --openmetrics"),
     "store stop": ("store stop --url-file store.url",),
     "store inspect": ("store inspect --url-file store.url --json",),
     "cost-model": ("cost-model show cost-model.json", "cost-model check cost-model.json"),

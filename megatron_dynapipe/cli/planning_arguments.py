@@ -142,6 +142,7 @@ def complete_model(args: argparse.Namespace) -> None:
         raise ConfigError("expected a kind of model, got none", hint="pass --model gpt, or --model-config FILE")
     if args.hidden_size is None:
         raise ConfigError(f"a {args.model} model needs --hidden-size")
+    _layers(args)
 
 
 def planner_settings(

@@ -1,6 +1,5 @@
 """The `profile` command: set up, measure with a progress bar, write the file."""
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from megatron_dynapipe.integration.profiling.packed import PackedProfiler, Table
 from megatron_dynapipe.integration.profiling.profiler import Profiler
 from megatron_dynapipe.integration.profiling.result import cost_file, describe, verdict
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
-from megatron_dynapipe.outputs import check_replaceable, write_file
+from megatron_dynapipe.outputs import write_file
 from megatron_dynapipe.runtime.links import measure_links
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
 
@@ -51,8 +50,6 @@ def profile(
     """
     started = time.monotonic()
     modes = _modes(recompute)
-    if int(os.environ.get("RANK", "0")) == 0:  # which writes the file
-        check_replaceable(output, mine=is_cost_file)
     with prepared(flags, ModelFamily(family), tensor_parallel=tensor_parallel, vocabulary=vocabulary) as setup:
         is_first = dist.get_rank() == 0
         provenance = describe(setup)
