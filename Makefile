@@ -6,6 +6,8 @@ SHELL := /bin/bash
 
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
+# Files of tests side by side, so that what a file's tests share is made once.
+SIDE_BY_SIDE := -n $(or $(WORKERS),2) --dist loadfile
 # At the end of a demo: the same samples padded, packed into rows, and planned.
 COMPARE := $(PYTHON) benchmarks/throughput/run.py --demo
 # A link that leads nowhere is an error.
@@ -37,10 +39,10 @@ demo-gpt: setup-run
 	@$(COMPARE) --model gpt --cost-model .demo/report/gpt/cost-model-0.json -- $(SHARED)
 
 test: setup
-	$(PYTEST) tests -m "not slow and not gpu"
+	$(PYTEST) tests -m "not slow and not gpu" $(SIDE_BY_SIDE)
 
 test-full: setup
-	$(PYTEST) tests
+	$(PYTEST) tests $(SIDE_BY_SIDE)
 
 check: setup
 	$(PYTHON) -m ruff check .

@@ -1,6 +1,6 @@
 """One rank of the accuracy benchmark: planned iterations, each beside a repeat of one and the same iteration.
 
-    torchrun --nproc-per-node 2 benchmarks/cost_accuracy/iterations.py --model t5 --cost-model FILE -- FLAGS
+    torchrun --nproc-per-node 2 -m benchmarks.cost_accuracy.iterations --model t5 --cost-model FILE -- FLAGS
 
 The last line of standard output is a JSON object of figures.
 """
@@ -62,13 +62,14 @@ class Bench:
     def __init__(self, setup: Any) -> None:
         from megatron.core import parallel_state
 
+        from benchmarks.throughput.model import build
         from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
         from megatron_dynapipe.planning.planner import Planner
         from megatron_dynapipe.runtime.control_group import ControlGroup
         from megatron_dynapipe.sampling import LengthTable, Sampler
 
         inputs = _plan_inputs(setup)
-        model, optimizer = _model(setup)
+        model, optimizer = build(setup)
         self._base = Planner(inputs.planner, inputs.costs.load())
         self._pipeline = MegatronPipeline([model], optimizer, self._base, seed=setup.args.seed)
         self._sampler = Sampler(LengthTable.read(Path(inputs.data_folder), "train"), inputs.splits[0].sampler)
@@ -200,27 +201,6 @@ def _plan_inputs(setup: Any) -> Any:
     run.iteration = run.consumed_valid_samples = run.eval_iters = 0
     run.train_iters = 10**6
     return plan_inputs(run, RunSettings.from_args(run), setup.family, on_cpu=setup.device.type == "cpu")
-
-
-def _model(setup: Any) -> tuple[Any, Any]:
-    """The run's model on this rank, wrapped, and its optimizer."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.utils import get_model_config
-
-    from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider, t5_split
-    from megatron_dynapipe.units import ModelFamily
-
-    run = setup.args
-    provide = t5_provider(run, t5_split(run)) if setup.family is ModelFamily.T5 else gpt_provider(run)
-    module = provide(
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
-    ).to(device=setup.device, dtype=run.params_dtype)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=run.accumulate_allreduce_grads_in_fp32)
-    model = DistributedDataParallel(get_model_config(module), ddp, module)
-    options = OptimizerConfig(optimizer="adam", lr=1e-4, clip_grad=1.0, bf16=run.bf16, params_dtype=run.params_dtype)
-    return model, get_megatron_optimizer(options, [model])
 
 
 def _planned(plan: Any, stage: int, element_bytes: int) -> tuple[int, int]:

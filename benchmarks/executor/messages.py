@@ -1,6 +1,6 @@
 """Messages and synchronisations of an iteration over micro-batches of varying shape, against Megatron's.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/executor/messages.py [--pairs 200]
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.executor.messages [--pairs 200]
 
 Megatron's 1F1B runs them with `variable_seq_lengths`: before each tensor it sends the tensor's shape, waits for the
 device and reads the shape. The executor runs the list of the same 1F1B order. Both train the same GPT in the same
@@ -8,10 +8,6 @@ processes. Printed, in one iteration over all ranks: what was sent, what was wai
 tensors; then the ratio of iteration times, as `overhead.py` measures it, without counting.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import argparse
 import contextlib
 from collections import Counter
@@ -19,11 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import overhead
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from benchmarks.executor import overhead, pairs
 from megatron_dynapipe.units import LENGTH_MULTIPLE, Shape
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
@@ -92,7 +88,7 @@ def counting() -> Iterator[Counter[str]]:
         yield counts
 
 
-def count(iteration: overhead.Iteration) -> dict[str, int]:
+def count(iteration: pairs.Iteration) -> dict[str, int]:
     """One iteration's counts, over all ranks."""
     iteration()  # first uses do more
     with counting() as counts:
@@ -105,15 +101,15 @@ def count(iteration: overhead.Iteration) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    overhead.add_arguments(parser)
+    pairs.add_arguments(parser)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with overhead.processes() as device:
         shapes = draw_shapes(options)
         theirs, ours = overhead.runners(overhead.build(options, device, varying=True), options, shapes, device)
         counts = {"megatron": count(theirs), "executor": count(ours)}
-        result = overhead.measure(options, theirs, ours)
-        overhead.report(options, {"shapes": [tuple(s)[:2] for s in shapes], "counts": counts, **result})
+        result = pairs.measure(options, "megatron", theirs, ours)
+        pairs.report(options, {"shapes": [tuple(s)[:2] for s in shapes], "counts": counts, **result})
         if dist.get_rank() == 0:
             for what in COUNTED:
                 print(f"{what:>24}: Megatron {counts['megatron'][what]:8}, executor {counts['executor'][what]:8}")

@@ -1,6 +1,6 @@
 """What executing instruction lists costs: the executor against Megatron's own 1F1B, iteration by iteration in turn.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/executor/overhead.py [--pairs 200]
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.executor.overhead [--pairs 200]
 
 Both train the same GPT on the same micro-batches of one shape, in the same process and over the same ranks; which of
 the two goes first changes from pair to pair. Printed: the ratio of iteration times, with a 95% confidence interval
@@ -13,13 +13,9 @@ ON_CPU = cpu.enable()
 
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
-import json  # noqa: E402
 import os  # noqa: E402
-import sys  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Callable, Iterator, Sequence  # noqa: E402
+from collections.abc import Iterator, Sequence  # noqa: E402
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
@@ -34,6 +30,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+from benchmarks.executor.pairs import Iteration, add_arguments, measure, report  # noqa: E402
 from megatron_dynapipe.cost import PipelineLayout  # noqa: E402
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration  # noqa: E402
 from megatron_dynapipe.integration.execution.step_functions import gpt_step  # noqa: E402
@@ -47,10 +44,6 @@ from megatron_dynapipe.runtime.control_group import ControlGroup  # noqa: E402
 from megatron_dynapipe.units import ModelFamily, Shape  # noqa: E402
 
 VOCABULARY = 512
-
-
-Iteration = Callable[[], None]
-"""Runs one iteration."""
 
 
 def build(options: argparse.Namespace, device: torch.device, *, varying: bool = False) -> DistributedDataParallel:
@@ -145,53 +138,6 @@ def runners(
     return theirs, ours
 
 
-def timed(function: Callable[[], None]) -> float:
-    """Seconds from all ranks' common start to the end of the slowest."""
-    torch.cuda.synchronize()
-    dist.barrier()
-    start = time.perf_counter()
-    function()
-    torch.cuda.synchronize()
-    dist.barrier()
-    return time.perf_counter() - start
-
-
-def measure(options: argparse.Namespace, theirs: Iteration, ours: Iteration) -> dict[str, object]:
-    """Times of both, in turn."""
-    for _ in range(options.warm_up):
-        theirs()
-        ours()
-    pairs = np.empty((options.pairs, 2))
-    for pair in range(options.pairs):
-        for which in (0, 1) if pair % 2 else (1, 0):
-            pairs[pair, which] = timed((theirs, ours)[which])
-    return {
-        "pairs": options.pairs,
-        "megatron_ms": float(np.median(pairs[:, 0]) * 1e3),
-        "executor_ms": float(np.median(pairs[:, 1]) * 1e3),
-        **ratio(pairs),
-    }
-
-
-def ratio(pairs: np.ndarray) -> dict[str, object]:
-    """Median of the pairs' ratios, and 95% of its values over resampled pairs."""
-    ratios = pairs[:, 1] / pairs[:, 0]
-    draw = np.random.default_rng(0)
-    medians = np.median(ratios[draw.integers(0, len(ratios), (5000, len(ratios)))], axis=1)
-    low, high = np.percentile(medians, [2.5, 97.5])
-    return {"ratio": float(np.median(ratios)), "interval_95": [float(low), float(high)]}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pairs", type=int, default=200)
-    parser.add_argument("--warm-up", type=int, default=10)
-    parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--size", type=int, default=4)
-
-
 @contextlib.contextmanager
 def processes() -> Iterator[torch.device]:
     """The process groups of a pipeline over all ranks; this rank's device."""
@@ -206,20 +152,13 @@ def processes() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def report(options: argparse.Namespace, result: dict[str, object]) -> None:
-    """Print what was found, on rank 0."""
-    if dist.get_rank() == 0:
-        print(json.dumps({"stages": dist.get_world_size(), **vars(options), **result}))
-        print(f"ratio {result['ratio']:.3f}, 95% {result['interval_95']}", file=sys.stderr)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     options = parser.parse_args()
     with processes() as device:
         shapes = [Shape(options.size, options.length)] * options.micro_batches
-        report(options, measure(options, *runners(build(options, device), options, shapes, device)))
+        report(options, measure(options, "megatron", *runners(build(options, device), options, shapes, device)))
 
 
 if __name__ == "__main__":

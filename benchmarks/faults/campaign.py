@@ -1,6 +1,6 @@
 """Random faults, one after another and at once, for as long as told: what becomes of training.
 
-    python benchmarks/faults/campaign.py --data .demo/data [--minutes 30] [--seed 0] [--iterations 100]
+    python -m benchmarks.faults.campaign [--data DATASET] [--minutes 30] [--seed 0] [--iterations 100]
 
 Run after run of a tiny model is started, each on a store of its own or on a shared server behind a relay, some beside
 a second job, and disturbed by faults of `disturbances.py`, the next one some seconds and an iteration after the last.
@@ -21,11 +21,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the relay of the tests
-
 import psutil
-from disturbances import FAULTS, Scene, can_mount
-from ground import ROOT, TOLERANCE, Ground, Run, losses, parting, with_checksums
+
+from benchmarks.common import DEMO_DATA
+from benchmarks.faults.disturbances import FAULTS, Scene, can_mount
+from benchmarks.faults.runs import TOLERANCE, Run, losses, parting, with_checksums
 
 SMALL = "--global-batch-size 4 --dynapipe-timeout-s 120 --lr-decay-iters 500"
 """The learning rate of an iteration is the same in longer and in shorter runs."""
@@ -50,30 +50,26 @@ class Ended:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=lambda path: Path(path).absolute(), default=ROOT / ".demo" / "data")
+    parser.add_argument("--data", type=lambda path: Path(path).absolute(), default=DEMO_DATA)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0, help="of faults and pauses; the moments are the machine's")
     parser.add_argument("--iterations", type=int, default=100, help="of each run")
-    parser.add_argument(
-        "--undisturbed", type=Path, help="output of an undisturbed run, as long or longer; else one is run"
-    )
-    parser.add_argument("--keep", type=Path, help="folder for the output of runs that end otherwise")
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        ground = Ground(data=with_checksums(options.data, Path(folder) / "data"), folder=Path(folder))
+        data = with_checksums(options.data, Path(folder) / "data")
         flags = f"{SMALL} --train-iters {options.iterations} --dynapipe-lookahead {Scene.ahead}"
-        expected = undisturbed(ground, flags, options)
+        expected = undisturbed(Path(folder) / "undisturbed", data, flags)
         print("| run | store | faults | ended | seconds | losses |\n|---|---|---|---|---|---|", flush=True)
         outcomes: dict[str, Counter[str]] = {name: Counter() for name in FAULTS}
         number = failed = 0
         while time.monotonic() < began + options.minutes * 60:
             choose = random.Random(f"{options.seed}/{number}")
-            with make_scene(ground, choose, flags, number) as scene:
+            with make_scene(Path(folder) / str(number), data, choose, flags, shared=not number % 2) as scene:
                 ended = play(scene, options.iterations, expected, began + options.minutes * 60)
                 report(number, scene, ended, outcomes)
                 if ended.trouble:
-                    keep(options.keep, number, scene)
+                    print(scene.run.log.read_text()[-3000:], file=sys.stderr)
             failed += bool(ended.trouble)
             number += 1
     print(f"\n{number} runs in {(time.monotonic() - began) / 60:.0f} minutes, {failed} ended as they should not\n")
@@ -81,26 +77,26 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def undisturbed(ground: Ground, flags: str, options: argparse.Namespace) -> dict[int, float]:
+def undisturbed(folder: Path, data: Path, flags: str) -> dict[int, float]:
     """The losses of a run that nobody disturbs."""
-    if options.undisturbed:
-        return losses(options.undisturbed)
-    run = Run(ground, flags)
-    _, seconds, trouble = run.end(status=0, within_s=END_S)
+    began = time.monotonic()
+    run = Run(folder, data, flags)
+    _, trouble = run.end(status=0, within_s=END_S)
     if trouble:
         raise SystemExit(f"{trouble} of the undisturbed run:\n{run.log.read_text()[-3000:]}")
-    print(f"undisturbed: {options.iterations} iterations in {seconds:.0f} s\n")
+    print(f"undisturbed: {max(losses(run.log))} iterations in {time.monotonic() - began:.0f} s\n")
     return losses(run.log)
 
 
-def make_scene(ground: Ground, choose: random.Random, flags: str, number: int) -> Scene:
-    """Every other run has a store of its own; every one a disk to fill where this user may mount one."""
-    has = {"run", "own" if number % 2 else "shared"}
-    if can_mount(ground.fresh()):
+def make_scene(folder: Path, data: Path, choose: random.Random, flags: str, *, shared: bool) -> Scene:
+    """On a shared store or on one of its own, with a disk to fill where this user may mount one."""
+    folder.mkdir()
+    has = {"run", "shared" if shared else "own"}
+    if can_mount(folder):
         has.add("disk")
-    if "shared" in has and choose.random() < OTHER_PROBABILITY:
+    if shared and choose.random() < OTHER_PROBABILITY:
         has.add("other")
-    return Scene(ground=ground, choose=choose, has=has, flags=flags)
+    return Scene(folder=folder, data=data, choose=choose, has=has, flags=flags)
 
 
 def play(scene: Scene, iterations: int, expected: dict[int, float], until: float) -> Ended:
@@ -122,7 +118,7 @@ def play(scene: Scene, iterations: int, expected: dict[int, float], until: float
         time.sleep(5)
         scene.disturb(choose.choice(scene.possible(last=True)))
     last = None if outlived(run, iterations) else last_of(scene)
-    status, _, trouble = run.end(status=0 if last is None else 1, within_s=END_S)
+    status, trouble = run.end(status=0 if last is None else 1, within_s=END_S)
     said, logged = FAULTS[last].said if last else finished(scene, iterations), losses(run.log)
     assert said is not None
     found = re.search(said, run.log.read_text())
@@ -197,17 +193,6 @@ def print_outcomes(outcomes: dict[str, Counter[str]]) -> None:
         good = f"{counts['equal losses']} | {counts['right error']}"
         bad = f" **otherwise: {counts['otherwise']}**" if counts["otherwise"] else ""
         print(f"| {name} | {what} | {sum(counts.values())} | {good}{bad} |")
-
-
-def keep(folder: Path | None, number: int, scene: Scene) -> None:
-    """The output of a run that has ended as it should not."""
-    text = scene.run.log.read_text()
-    print(text[-3000:], file=sys.stderr)
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"run-{number}.log").write_text(text)
-        for log in scene.report.glob("*.log"):
-            (folder / f"run-{number}-{log.name}").write_bytes(log.read_bytes())
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 import psutil
 import redis
-from ground import Ground, Run
 
+from benchmarks.faults.runs import Run
 from megatron_dynapipe.store import StoreServer
 from tests.store.servers import Relay
 
@@ -64,7 +64,8 @@ class Scene:
         counts: faults so far.
     """
 
-    ground: Ground
+    folder: Path
+    data: Path
     choose: random.Random
     has: set[str]
     flags: str
@@ -76,9 +77,8 @@ class Scene:
     other: Run | None = None
 
     def __enter__(self) -> Self:
-        self.folder = self.ground.fresh()
         self.report = self.folder / "report"
-        self.report.mkdir()
+        self.report.mkdir(parents=True)
         if "disk" in self.has:
             subprocess.run(["mount", "-t", "tmpfs", "-o", DISK, "tmpfs", self.report], check=True)
             self._resources.callback(subprocess.run, ["umount", "-l", self.report], check=True)
@@ -92,10 +92,10 @@ class Scene:
             file = self.folder / "url"
             file.write_text(self.server.address.url.replace(f":{parts.port}/", f":{self.relay.port}/"))
             flags += f" --dynapipe-store-url-file {file}"
-        self.run = Run(self.ground, flags, report=self.report)
+        self.run = Run(self.folder, self.data, flags)
         self._resources.callback(end, self.run)
         if "other" in self.has:
-            self.other = Run(self.ground, flags)
+            self.other = Run(self.folder / "other", self.data, flags)
             self._resources.callback(end, self.other)
         return self
 
@@ -228,6 +228,14 @@ class Scene:
                 with suppress(psutil.NoSuchProcess):
                     planner.kill()
             time.sleep(0.1)
+
+    @fault(needs="shared", most=1, said=r"the key may have expired, or been evicted")
+    def plans_deleted(self) -> None:
+        """Plans are deleted as soon as they are there, as by expiry or eviction."""
+        with redis.Redis.from_url(self.server.address.url) as client:
+            while self.run.process.poll() is None:
+                for key in client.scan_iter("dynapipe:*:train:*:[0-9]:[0-9]"):
+                    client.unlink(key)
 
     ahead = 6
     """Iterations that a run plans ahead, so that the last of them has not been fetched."""

@@ -1,6 +1,6 @@
 """Plans and cost model files under random changes, for as long as told.
 
-    python benchmarks/faults/fuzz_codec.py [--seconds 300] [--seed 0]
+    python -m benchmarks.faults.fuzz_codec [--seconds 300] [--seed 0]
 
 Every input is a plan, an entry or a message of a planner with bytes flipped, cut out, repeated and put in, or joined
 from pieces of others; half of them behind a checksum made to fit. Expected: refused with the project's own error, or
@@ -16,22 +16,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # the plans of the tests
-
-from megatron_dynapipe.errors import PlanError  # noqa: E402
-from megatron_dynapipe.plan import codec  # noqa: E402
-from megatron_dynapipe.service.failure import decode_failure  # noqa: E402
-from tests.helpers.plans import make_plan  # noqa: E402
+from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.plan import codec
+from megatron_dynapipe.service.failure import decode_failure
+from tests.helpers.plans import make_plan
 
 SPARE_BYTES = 1 << 30
-LENGTHS = [
-    b"\xdd\xff\xff\xff\xff",
-    b"\xdf\x7f\xff\xff\xff",
-    b"\xc6\xff\xff\xff\xff",
-    b"\xdb\xff\xff\xff\xff",
-    b"\xdc\xff\xff",
-]
+LENGTHS = [bytes.fromhex(text) for text in ("ddffffffff", "df7fffffff", "c6ffffffff", "dbffffffff", "dcffff")]
+"""Headers of msgpack that announce very long values."""
 
 
 def seeds() -> list[bytes]:

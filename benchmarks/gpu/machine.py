@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.common import ROOT
 
 
 class NotRunError(Exception):

@@ -21,13 +21,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+import torch
 
-import torch  # noqa: E402
-from machine import ROOT, Budget, NotRunError, ProcessFailedError, free_port, provenance, run  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is started by its path
 
-from tests.helpers.layouts.compare import deviation  # noqa: E402
+from benchmarks.common import DEMO_DATA, ROOT, torchrun
+from benchmarks.gpu.machine import Budget, NotRunError, ProcessFailedError, free_port, provenance, run
+from tests.helpers.layouts.compare import deviation
 
 EXACT = 1e-4
 """How far fp32 may be from one process with samples one by one, relative: the bound of docs/parallelism.md."""
@@ -110,7 +110,7 @@ class Case:
     ) -> list[Any]:
         """What every rank of a layout learned, in fresh processes: all on one device, or each on its own."""
         log = Path(tempfile.mkdtemp(dir=self.folder)) / "rank"
-        words = [sys.executable, str(HERE / "worker.py"), "--device", device or self.device]
+        words = [sys.executable, "-m", "benchmarks.gpu.worker", "--device", device or self.device]
         words += ["--layout", json.dumps(layout), "--steps", str(self.steps)]
         words += ["--reference"] if reference else []
         words += ["--spread"] if spread else []
@@ -129,8 +129,8 @@ class Case:
     def torchrun(self, script: str, flags: str, *, ranks: int = 1) -> str:
         """Standard output of a script under torchrun."""
         log = Path(tempfile.mkdtemp(dir=self.folder)) / "torchrun"
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        return run([[*words, script, *flags.split()]], self.budget, environments=[{"OMP_NUM_THREADS": "1"}], log=log)
+        words = [*torchrun(ranks), *script.split(), *flags.split()]
+        return run([words], self.budget, environments=[{"OMP_NUM_THREADS": "1"}], log=log)
 
 
 def gpu_tests(case: Case) -> Figures:
@@ -213,7 +213,7 @@ def overhead(case: Case, script: str, ranks: int, bound: float) -> Figures:
     sizes = "--hidden 1024 --length 512 --size 4 --layers 8 --pairs 100"
     if case.device == "cpu":
         sizes = "--hidden 32 --length 32 --size 2 --layers 4 --micro-batches 4 --pairs 3 --warm-up 1"
-    said = case.torchrun(f"benchmarks/executor/{script}.py", sizes, ranks=ranks)
+    said = case.torchrun(f"-m benchmarks.executor.{script}", sizes, ranks=ranks)
     found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     low, high = found["interval_95"]
     measured = {"megatron_ms": found["megatron_ms"], "executor_ms": found["executor_ms"], "low": low, "high": high}
@@ -228,7 +228,7 @@ def throughput(case: Case, family: str) -> Figures:
     words += ["--json", str(report), "--ranks", "1"]
     if case.small:
         layers = "--encoder-num-layers 2 --decoder-num-layers 2" if family == "t5" else "--num-layers 2"
-        words += ["--methods", "planned,token_based", "--batches", "1", "--data", str(ROOT / ".demo" / "data")]
+        words += ["--methods", "planned,token_based", "--batches", "1", "--data", str(DEMO_DATA)]
         words += ["--max-lengths", "128", "--", "--hidden-size", "64", "--ffn-hidden-size", "128"]
         words += ["--num-attention-heads", "4", "--global-batch-size", "8", *layers.split()]
     else:
@@ -246,7 +246,7 @@ def sanitizer(case: Case) -> Figures:
     if case.device == "cpu" or tool is None:
         raise NotRunError("no GPU" if case.device == "cpu" else "compute-sanitizer is not installed")
     words = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all", sys.executable]
-    words += [str(HERE / "worker.py"), "--device", "cuda", "--layout", '{"family": "t5"}', "--steps", "1"]
+    words += ["-m", "benchmarks.gpu.worker", "--device", "cuda", "--layout", '{"family": "t5"}', "--steps", "1"]
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environment |= {"MASTER_PORT": str(free_port()), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     output = ["--output", str(case.folder / "sanitized.pt")]

@@ -1,6 +1,6 @@
 """One rank of a check of `run.py`: trains a layout of the tests' tiny models, and writes down what it learned.
 
-    RANK=0 WORLD_SIZE=1 … python benchmarks/gpu/worker.py --device cuda --layout '{"family": "t5"}' --output FILE
+    RANK=0 WORLD_SIZE=1 … python -m benchmarks.gpu.worker --device cuda --layout '{"family": "t5"}' --output FILE
 
 All ranks are on the first GPU: one of them talks over NCCL, several over gloo and through the host. With --spread
 each is on its own GPU, over NCCL.
@@ -9,10 +9,7 @@ each is on its own GPU, over NCCL.
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_dynapipe import cpu
 

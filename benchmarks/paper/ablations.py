@@ -1,6 +1,6 @@
 """What each part of the planner is worth: the same batches with one part replaced.
 
-    python benchmarks/paper/ablations.py [--scale real]
+    python -m benchmarks.paper.ablations [--scale real]
 
 simulated: GPT and T5 on 8 A100s at (data, tensor, pipeline) = (1, 2, 4), batches of 65,536 tokens of all maximum
 lengths up to 4096. real: the demo's models, trained (`real.py`), without the orders.
@@ -16,14 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import charts
 import msgspec
 import numpy as np
-from clusters import LAYERS, USUAL_SIZE, Case, global_batches
-from output import arguments, markdown, number, write
-from published import published_order
-from simulate import Point, chosen_split, say
 
+from benchmarks import charts
+from benchmarks.common import markdown, number, say
+from benchmarks.paper import real
+from benchmarks.paper.clusters import LAYERS, USUAL_SIZE, Case, global_batches
+from benchmarks.paper.output import arguments, write
+from benchmarks.paper.simulate import Point, chosen_split
+from benchmarks.planning.published import published_order
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.partition import by_length, partition
@@ -99,8 +101,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 def main() -> None:
     args = arguments(__doc__).parse_args()
     if args.scale == "real":
-        import real
-
         real.ablations(args.output)
         return
     rows = [row for family in LAYERS for row in compared(Case(family, 8))]

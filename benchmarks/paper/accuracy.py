@@ -1,25 +1,25 @@
-"""How well times and memory are predicted.
+"""How well times and memory are predicted in training.
 
-    python benchmarks/paper/accuracy.py --scale published|real
+    python -m benchmarks.paper.accuracy [--minutes 8]
 
-published: layers measured on A100s (`benchmarks/data/a100`): a random quarter of each table predicts the other points.
-real: the demo's models on this machine: a profile, then planned iterations over two stages, predicted against measured
-(`benchmarks/cost_accuracy`), before and after the costs are corrected by what the iterations measured.
+The demo's models on this machine: a profile, then planned iterations over two stages, predicted against measured
+(`benchmarks/cost_accuracy`, which also has the errors on the published profiles of A100s), before and after the costs
+are corrected by what the iterations measured.
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import charts
 import msgspec
-from output import ROOT, arguments, markdown, number, write
 
-QUANTITIES = {"time_ms": "time", "stored_activation_mb": "stored memory", "peak_activation_mb": "peak memory"}
+from benchmarks import charts
+from benchmarks.common import markdown, number, run_quietly
+from benchmarks.paper.output import arguments, write
+
 PHASES = {"as profiled": "as profiled", "learned": "after correction"}
 
 
@@ -30,52 +30,33 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         model: what is trained.
         quantity: what is predicted.
         median: relative error.
-        high: published: the ninth decile; real: the mean error of time, None for memory.
-        count: iterations or seeds.
+        mean: error of time, None for memory.
+        count: iterations, or stages.
         pairs: (predicted, measured) seconds of iterations, MB of stages.
     """
 
     model: str
     quantity: str
     median: float
-    high: float | None
+    mean: float | None
     count: int
     pairs: list[tuple[float, float]] = []
 
 
 def main() -> None:
-    parser = arguments(__doc__, scales=("published", "real"))
-    parser.add_argument("--minutes", type=float, default=8.0, help="for the real iterations of both models")
+    parser = arguments(__doc__, scales=("real",))
+    parser.add_argument("--minutes", type=float, default=8.0, help="for the iterations of both models")
     args = parser.parse_args()
-    name = f"accuracy-{args.scale}"
-    rows = published() if args.scale == "published" else measured(args.minutes)
-    (draw_errors if args.scale == "published" else draw_pairs)(rows, args.output / f"{name}.png")
-    write(args.output, name, rows, table(rows, "ninth decile" if args.scale == "published" else "mean"))
-
-
-def published() -> list[Row]:
-    """The fit on the published profiles, worst of five seeds."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "cost_accuracy"))
-    from run import PUBLISHED, SEEDS
-    from run import published as figures_of
-
-    rows = []
-    for name in PUBLISHED:
-        figures = figures_of(ROOT / f"benchmarks/data/a100/{name}.json.gz", name)
-        fit = next(value for key, value in figures.items() if key.startswith("a quarter"))
-        for quantity, errors in fit.items():
-            label = name.replace("_", "-").upper()
-            shown = QUANTITIES[quantity]
-            rows.append(Row(model=label, quantity=shown, median=errors["median"], high=errors["p90"], count=len(SEEDS)))
-    return rows
+    rows = measured(args.minutes)
+    draw_pairs(rows, args.output / "accuracy-real.png")
+    write(args.output, "accuracy-real", rows, table(rows))
 
 
 def measured(minutes: float) -> list[Row]:
     """What `cost_accuracy` finds on this machine."""
     with tempfile.TemporaryDirectory() as folder:
-        script = ROOT / "benchmarks" / "cost_accuracy" / "run.py"
-        command = [sys.executable, str(script), "--output", folder, "--minutes", str(minutes)]
-        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True, timeout=60 * (2 * minutes + 10))
+        command = [sys.executable, "-m", "benchmarks.cost_accuracy.run", "--output", folder, "--minutes", minutes]
+        run_quietly(command, timeout_s=60 * (2 * minutes + 10))
         figures = json.loads((Path(folder) / "figures.json").read_text())
     return [row for model in ("t5", "gpt") if model in figures for row in of_machine(model, figures[model])]
 
@@ -87,7 +68,7 @@ def of_machine(model: str, figures: Mapping[str, Any]) -> list[Row]:
             model=f"demo {model}",
             quantity=f"iteration, {said}",
             median=figures[phase]["median_error"],
-            high=figures[phase]["mean_error"],
+            mean=figures[phase]["mean_error"],
             count=figures[phase]["iterations"],
             pairs=figures[phase].get("pairs", []),
         )
@@ -104,20 +85,11 @@ def of_machine(model: str, figures: Mapping[str, Any]) -> list[Row]:
             model=f"demo {model}",
             quantity="peak memory of a stage",
             median=errors[len(errors) // 2],
-            high=None,
+            mean=None,
             count=len(errors),
             pairs=pairs,
         ),
     ]
-
-
-def draw_errors(rows: Sequence[Row], path: Path) -> None:
-    """Median and ninth decile of every quantity."""
-    figure, (axes,) = charts.canvas(1, 2, width=5.4, height=2.6)
-    for axis, (title, which) in zip(axes, (("median", "median"), ("ninth decile", "high")), strict=True):
-        values = {f"{row.model}, {row.quantity}": 100 * getattr(row, which) for row in rows}
-        charts.bars(axis, values, title=title, x="relative error, %", form="{:.1f}%")
-    charts.save(figure, path)
 
 
 def draw_pairs(rows: Sequence[Row], path: Path) -> None:
@@ -139,10 +111,10 @@ def draw_pairs(rows: Sequence[Row], path: Path) -> None:
     charts.save(figure, path)
 
 
-def table(rows: Sequence[Row], high: str) -> str:
+def table(rows: Sequence[Row]) -> str:
     """A line for every quantity."""
-    lines = [[row.model, row.quantity, f"{row.median:.1%}", number(row.high, "{:.1%}"), str(row.count)] for row in rows]
-    return markdown(["model", "predicted", "median error", f"{high} error", "of"], lines)
+    lines = [[row.model, row.quantity, f"{row.median:.1%}", number(row.mean, "{:.1%}"), str(row.count)] for row in rows]
+    return markdown(["model", "predicted", "median error", "mean error", "of"], lines)
 
 
 if __name__ == "__main__":

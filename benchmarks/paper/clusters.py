@@ -10,19 +10,15 @@ paper's (13B of width 5140, 29B of width 12288).
 """
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "planning"))
-from cases import COSTS, MEMORY_BYTES, published_results, recorded_batches
-
+from benchmarks.planning.cases import COSTS, MEMORY_BYTES, published_results, recorded_batches
 from megatron_dynapipe.cost import TableCostModel
 from megatron_dynapipe.planning.methods import Longest
 from megatron_dynapipe.planning.settings import PlannerSettings

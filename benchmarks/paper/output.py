@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.common import ROOT
+
 FORMAT = "dynapipe-paper/1"
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 
 PAPER = {
@@ -55,13 +56,12 @@ def _json(value: Any) -> str:
 
 def command() -> str:
     """How this process was started, from the repository's root; where the results went is left out."""
-    script = Path(sys.argv[0]).resolve()
-    shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    module = ".".join(Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("").parts)
     given = list(sys.argv[1:])
     if "--output" in given:
         place = given.index("--output")
         del given[place : place + 2]
-    return shlex.join(["python", str(shown), *given])
+    return shlex.join(["python", "-m", module, *given])
 
 
 def machine() -> str:
@@ -70,14 +70,3 @@ def machine() -> str:
     with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
         model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
     return f"{os.cpu_count()} cores ({model})"
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def number(value: float | None, form: str = "{:,.0f}", missing: str = "–") -> str:
-    """A cell."""
-    return missing if value is None else form.format(value)

@@ -1,28 +1,33 @@
 """How long planning takes, against the iteration that is planned (the paper plans on the trainers' idle CPUs).
 
-    python benchmarks/paper/planning_time.py [--scale real]
+    python -m benchmarks.paper.planning_time
 
-simulated: 8 A100s at (1, 1, 8) and (1, 2, 4), over the maximum length and over the size of global batches; processor
-time of one core, the median of three plans of each batch; the published planner's as on record, on another machine.
-real: the demo's models and data, planned on this machine with costs measured here.
-
-"cores" are those that keep up with training: planning over predicted time of the iteration.
+8 A100s at (1, 1, 8) and (1, 2, 4), over the maximum length and over the size of global batches; processor time of one
+core, the median of three plans of each batch; the published planner's as on record, on another machine. "cores" are
+those that keep up with training: planning over predicted time of the iteration. What planning takes where the demo's
+models train is a column of `benchmarks/throughput`.
 """
 
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import charts
 import msgspec
-from clusters import LAYERS, LENGTHS, USUAL_LENGTH, USUAL_SIZE, Case, Layout, global_batches, published_on
-from output import ROOT, arguments, markdown, number, write
-from simulate import say
 
+from benchmarks import charts
+from benchmarks.common import markdown, number, say
+from benchmarks.paper.clusters import (
+    LAYERS,
+    LENGTHS,
+    USUAL_LENGTH,
+    USUAL_SIZE,
+    Case,
+    Layout,
+    global_batches,
+    published_on,
+)
+from benchmarks.paper.output import arguments, write
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import GlobalBatch
@@ -53,11 +58,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> None:
-    args = arguments(__doc__).parse_args()
-    name = f"planning-time-{args.scale}"
-    rows = simulated() if args.scale == "simulated" else on_this_machine()
-    (draw if args.scale == "simulated" else draw_bars)(rows, args.output / f"{name}.png")
-    write(args.output, name, rows, table(rows))
+    args = arguments(__doc__, scales=("simulated",)).parse_args()
+    rows = simulated()
+    draw(rows, args.output / "planning-time-simulated.png")
+    write(args.output, "planning-time-simulated", rows, table(rows))
 
 
 def simulated() -> list[Row]:
@@ -103,32 +107,6 @@ def timed(planner: Planner, batches: Sequence[GlobalBatch]) -> tuple[float | Non
     return statistics.mean(seconds), statistics.mean(iterations)
 
 
-def on_this_machine() -> list[Row]:
-    """The demo's models: what `plan --data` reports, with costs that `profile` measures first."""
-    import real
-
-    rows = []
-    for model in real.CONFIGS:
-        costs = real.profiled(model)
-        for samples in real.SIZES:
-            command = [sys.executable, "-m", "megatron_dynapipe", "plan", "--json", "--data", str(real.DATA)]
-            command += ["--cost-model", str(costs), "--model", model, *real.LAYERS[model], "--hidden-size", "128"]
-            command += ["--pipeline-parallel", "2", "--device-memory-mb", "4000", "--layer-split", "auto"]
-            command += ["--global-batch-size", str(samples)]
-            printed = subprocess.run(command, cwd=ROOT, env=real.environment(), capture_output=True, check=True).stdout
-            plans = json.loads(printed)["iterations"]
-            rows.append(
-                Row(
-                    model=f"demo {model} at 1,1,2, {samples} samples",
-                    max_seq_len=real.LONGEST,
-                    tokens=0,
-                    planning_seconds=statistics.mean(each["planning_processor_seconds"] for each in plans),
-                    iteration_seconds=statistics.mean(each["predicted_ms"] / 1e3 for each in plans),
-                )
-            )
-    return rows
-
-
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Planning time over the maximum length, over the size, and as a share of the iteration."""
     figure, (axes,) = charts.canvas(1, 3, width=4.4, height=3.8)
@@ -165,25 +143,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     charts.save(figure, path)
 
 
-def draw_bars(rows: Sequence[Row], path: Path) -> None:
-    """A bar for every model and number of samples."""
-    figure, ((axis,),) = charts.canvas(1, 1, width=8.0, height=0.8 + 0.3 * len(rows))
-    values = {row.model: 1e3 * row.planning_seconds for row in rows if row.planning_seconds is not None}
-    charts.bars(axis, values, title="demo data, two stages", x="processor time of a plan, ms", form="{:.0f} ms")
-    charts.save(figure, path)
-
-
 def table(rows: Sequence[Row]) -> str:
     """A line for every kind of batch."""
-    columns = [
-        "model",
-        "maximum length",
-        "global batch, tokens",
-        "plan, s",
-        "iteration, s",
-        "cores",
-        "published planner, s",
-    ]
+    columns = ["model", "maximum length", "global batch, tokens", "plan, s", "iteration, s", "cores"]
+    columns.append("published planner, s")
     lines = []
     for row in rows:
         cores = None if row.planning_seconds is None else row.planning_seconds / (row.iteration_seconds or 1)
@@ -191,7 +154,7 @@ def table(rows: Sequence[Row]) -> str:
             [
                 row.model,
                 f"{row.max_seq_len:,}",
-                f"{row.tokens:,}" if row.tokens else "–",
+                f"{row.tokens:,}",
                 number(row.planning_seconds, "{:.3f}", "no plan"),
                 number(row.iteration_seconds, "{:.2f}"),
                 number(cores, "{:.3f}"),

@@ -5,26 +5,19 @@ the same batches in turns; tokens/s are real tokens, ratios are over pairs of on
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import charts
-from output import PAPER, ROOT, markdown, write
-from simulate import say
-
-sys.path.insert(0, str(ROOT / "benchmarks" / "throughput"))
-from methods import ABLATIONS as REPLACED
-from methods import METHODS as TRAINED
+from benchmarks import charts
+from benchmarks.common import DEMO_DATA, ROOT, markdown, run_quietly, say, show_interval, torchrun
+from benchmarks.paper.output import write
+from benchmarks.throughput.methods import ABLATIONS as REPLACED
+from benchmarks.throughput.methods import METHODS as TRAINED
 
 CONFIGS = {"t5": ROOT / "configs" / "demo_t5.yaml", "gpt": ROOT / "configs" / "demo_gpt.yaml"}
-LAYERS = {"t5": ["--encoder-layers", "4", "--decoder-layers", "4"], "gpt": ["--layers", "8"]}
-"""Of `plan`."""
-DATA = ROOT / ".demo" / "data"
 RANKS = 2
 LONGEST = 1536
 LENGTHS, SIZES = (192, 512, LONGEST), (16, 32, 64)
@@ -39,17 +32,15 @@ PROFILE_MINUTES = 0.7
 DEADLINE_S = 1800.0
 
 
-def throughput(over: str, output: Path, places: Sequence[int] = ()) -> None:
-    """Tokens/s over the maximum length, or over the size of global batches, at all places or the given ones."""
+def throughput(over: str, places: Sequence[int] = ()) -> list[dict[str, Any]]:
+    """Rows over the maximum length, or over the size of global batches, at all places or the given ones."""
     rows = []
     for model in CONFIGS:
         for place in places or (LENGTHS if over == "length" else SIZES):
             length, samples = (place, USUAL_SIZE) if over == "length" else (LONGEST, place)
             chosen = [name for name in METHODS if name in TRAINED and (name != "padding" or length <= PADDING_UP_TO)]
             rows += [{"place": place, **row} for row in trained(model, chosen, length, samples)]
-    name = f"throughput-{over}-real"
-    draw_throughput(rows, over, output / f"{name}.png")
-    write(output, name, rows, throughput_table(rows, over), paper=PAPER)
+    return rows
 
 
 def ablations(output: Path) -> None:
@@ -64,7 +55,7 @@ def ablations(output: Path) -> None:
         axis.axvline(1, color="#33393f", linewidth=0.8, linestyle=":")
     charts.save(figure, output / "ablations-real.png")
     lines = [
-        [f"demo {row['model']}", row["method"], f"{row['tokens_per_second']:,.0f}", _interval(row["ratio"])]
+        [f"demo {row['model']}", row["method"], f"{row['tokens_per_second']:,.0f}", show_interval(row["ratio"])]
         for row in rows
     ]
     table = markdown(["model", "variant", "tokens/s", f"ratio to {BASE} (95%)"], lines)
@@ -83,21 +74,10 @@ def trained(
     ordered = [against, *(name for name in methods if name != against)]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, str(ROOT / "benchmarks" / "throughput" / "run.py"), "--model", model]
-        command += [
-            "--methods",
-            ",".join(ordered),
-            "--against",
-            against,
-            "--ranks",
-            str(RANKS),
-            "--batches",
-            "4",
-            "--rounds",
-            "2",
-        ]
-        command += ["--data", str(DATA), "--cost-model", str(costs), "--json", str(report), "--", *flags]
-        subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, check=True, timeout=DEADLINE_S)
+        command = [sys.executable, ROOT / "benchmarks" / "throughput" / "run.py", "--model", model, "--ranks", RANKS]
+        command += ["--methods", ",".join(ordered), "--against", against, "--batches", 4, "--rounds", 2]
+        command += ["--data", DEMO_DATA, "--cost-model", costs, "--json", report, "--", *flags]
+        run_quietly(command, timeout_s=DEADLINE_S)
         rows: list[dict[str, Any]] = json.loads(report.read_text())["rows"]
     return rows
 
@@ -108,35 +88,10 @@ def profiled(model: str) -> Path:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         say(f"measuring the costs of {model}")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m"]
-        command += ["megatron_dynapipe", "profile", "--model", model, "--output", str(path)]
-        command += ["--budget-minutes", str(PROFILE_MINUTES), "--", "--dynapipe-config", str(CONFIGS[model])]
-        command += ["--dynapipe-data", str(DATA)]
-        subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, check=True, timeout=DEADLINE_S)
+        command = [*torchrun(RANKS), "-m", "megatron_dynapipe", "profile", "--model", model, "--output", path]
+        command += ["--budget-minutes", PROFILE_MINUTES, "--", "--dynapipe-config", CONFIGS[model]]
+        run_quietly([*command, "--dynapipe-data", DEMO_DATA], timeout_s=DEADLINE_S)
     return path
-
-
-def environment() -> dict[str, str]:
-    """One thread a process, of this checkout."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-def draw_throughput(rows: Sequence[dict[str, Any]], over: str, path: Path) -> None:
-    """A panel for each model."""
-    figure, (axes,) = charts.canvas(1, len(CONFIGS), width=5.4, height=3.6)
-    for model, axis in zip(CONFIGS, axes, strict=True):
-        own = [row for row in rows if row["model"] == model]
-        places = sorted({row["place"] for row in own})
-        speeds = {(row["method"], row["place"]): row["tokens_per_second"] / 1e3 for row in own}
-        series = {
-            method: [speeds.get((method, place)) for place in places]
-            for method in dict.fromkeys(row["method"] for row in own)
-        }
-        x = "maximum length, tokens" if over == "length" else "global batch, samples"
-        title = f"demo {model}, two stages"
-        charts.lines(axis, [str(place) for place in places], series, title=title, x=x, y="k tokens/s, measured")
-    charts.legend(figure, [axes])
-    charts.save(figure, path)
 
 
 def throughput_table(rows: Sequence[dict[str, Any]], over: str) -> str:
@@ -149,7 +104,7 @@ def throughput_table(rows: Sequence[dict[str, Any]], over: str) -> str:
             str(row["place"]),
             row["method"],
             f"{row['tokens_per_second']:,.0f}",
-            _interval(row["ratio"]),
+            show_interval(row["ratio"]),
             f"{row['padding_efficiency']:.1%}",
             f"{row['idle']:.0%}",
             f"{row['prediction_error']:.0%}",
@@ -157,8 +112,3 @@ def throughput_table(rows: Sequence[dict[str, Any]], over: str) -> str:
         for row in rows
     ]
     return markdown(columns, lines)
-
-
-def _interval(ratio: Sequence[float]) -> str:
-    low, value, high = ratio
-    return "1" if low == high == 1 else f"{value:.3f} ({low:.3f}–{high:.3f})"

@@ -5,14 +5,14 @@ of its layouts under an equal split, from batches that are not among those compa
 same layout" is the paper's second baseline: packing on the layout that is best for the planner.
 """
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from clusters import Case, Layout, cut_batches, longest
 
+from benchmarks.common import say
+from benchmarks.paper.clusters import Case, Layout, cut_batches, longest
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.methods import Prediction, predict
@@ -138,8 +138,3 @@ def _predictions(
 
 def _speed(row: Row) -> float:
     return row.tokens_per_second or 0.0
-
-
-def say(text: str) -> None:
-    """Progress, for a person."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

@@ -1,22 +1,46 @@
 """Throughput over the maximum length of samples, or over the size of global batches (the paper's main experiments).
 
-    python benchmarks/paper/throughput.py --over length [--scale real]
-    python benchmarks/paper/throughput.py --over batch [--scale real]
+    python -m benchmarks.paper.throughput --over length [--scale real]
+    python -m benchmarks.paper.throughput --over batch [--scale real]
 
 simulated: GPT and T5 on 8, 16 and 32 A100s, each method on its best layout (`simulate.py`), tokens/s as predicted.
-real: the demo's models on the devices at hand, trained (`real.py`).
+real: the demo's models on the devices at hand, trained (`real.py`). Over the maximum length also what share of the
+positions that were run is not padding, simulated on 8 A100s.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import charts
-from clusters import LAYERS, LENGTHS, SIZES, USUAL_LENGTH, USUAL_SIZE, Case, global_batches, published_best
-from output import PAPER, arguments, markdown, number, write
-from simulate import METHODS, SAME_LAYOUT, Point, Row, best_rows
+import msgspec
+
+from benchmarks import charts
+from benchmarks.common import markdown, number
+from benchmarks.paper import real
+from benchmarks.paper.clusters import (
+    LAYERS,
+    LENGTHS,
+    SIZES,
+    USUAL_LENGTH,
+    USUAL_SIZE,
+    Case,
+    global_batches,
+    published_best,
+)
+from benchmarks.paper.output import PAPER, arguments, write
+from benchmarks.paper.simulate import METHODS, SAME_LAYOUT, Point, Row, best_rows
 
 PUBLISHED = "published planner"
-SHOWN = (*METHODS[:4], SAME_LAYOUT, *METHODS[4:])
+SHOWN = (*METHODS[:4], SAME_LAYOUT, *METHODS[4:], PUBLISHED)
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """Real tokens over the positions that a method runs; None where it has no plan."""
+
+    model: str
+    max_seq_len: int
+    method: str
+    padding_efficiency: float | None
 
 
 def main() -> None:
@@ -25,16 +49,24 @@ def main() -> None:
     parser.add_argument("--gpus", default="8,16,32", help="of the simulated clusters (%(default)s)")
     parser.add_argument("--places", default="", help="real: only these lengths, or numbers of samples")
     args = parser.parse_args()
+    name, shares = f"throughput-{args.over}-{args.scale}", []
+    rows: Sequence[Any]
     if args.scale == "real":
-        import real
-
-        real.throughput(args.over, args.output, [int(place) for place in args.places.split(",") if place])
-        return
-    clusters = [int(gpus) for gpus in args.gpus.split(",")]
-    rows = [row for family in LAYERS for gpus in clusters for row in swept(Case(family, gpus), args.over)]
-    name = f"throughput-{args.over}-simulated"
-    draw(rows, args.over, args.output / f"{name}.png")
-    write(args.output, name, rows, table(rows, args.over), paper=PAPER)
+        rows = real.throughput(args.over, [int(place) for place in args.places.split(",") if place])
+        draw_real(rows, args.over, args.output / f"{name}.png")
+        shown = real.throughput_table(rows, args.over)
+        shares = [share_of(f"demo {row['model']}", row["place"], row) for row in rows]
+    else:
+        clusters = [int(gpus) for gpus in args.gpus.split(",")]
+        rows = [row for family in LAYERS for gpus in clusters for row in swept(Case(family, gpus), args.over)]
+        draw(rows, args.over, args.output / f"{name}.png")
+        shown = table(rows, args.over)
+        alike = [row for row in rows if row.gpus == 8 and row.method != SAME_LAYOUT]
+        shares = [share_of(row.model, row.max_seq_len, msgspec.structs.asdict(row)) for row in alike]
+    write(args.output, name, rows, shown, paper=PAPER)
+    if args.over == "length":
+        draw_shares(shares, args.output / f"padding-{args.scale}.png")
+        write(args.output, f"padding-{args.scale}", shares, table_of_shares(shares))
 
 
 def swept(case: Case, over: str) -> list[Row]:
@@ -46,9 +78,18 @@ def swept(case: Case, over: str) -> list[Row]:
         rows += best_rows(case, Point(max_seq_len=length, tokens=tokens, batches=batches))
         published = published_best(case.family, length) if over == "length" and case.gpus == 8 else None
         if published is not None:
-            own = {"model": case.model, "gpus": case.gpus, "max_seq_len": length, "tokens": tokens}
-            speed, layout = published.tokens_per_second, published.layout
-            rows.append(Row(**own, method=PUBLISHED, layout=layout, tokens_per_second=speed))
+            rows.append(
+                Row(
+                    model=case.model,
+                    gpus=case.gpus,
+                    max_seq_len=length,
+                    tokens=tokens,
+                    method=PUBLISHED,
+                    layout=published.layout,
+                    tokens_per_second=published.tokens_per_second,
+                    padding_efficiency=published.padding_efficiency,
+                )
+            )
     return rows
 
 
@@ -60,33 +101,38 @@ def place_of(over: str) -> Callable[[Row], int]:
 def draw(rows: Sequence[Row], over: str, path: Path) -> None:
     """A panel for every model and cluster: tokens/s of every method."""
     place = place_of(over)
-    panels = sorted({(row.model.partition(",")[0], row.gpus, row.model) for row in rows})
-    kinds = sorted({kind for kind, _, _ in panels})
-    figure, axes = charts.canvas(len(kinds), len(panels) // len(kinds))
-    for (_, gpus, model), axis in zip(panels, [axis for row in axes for axis in row], strict=True):
-        own = [row for row in rows if (row.model, row.gpus) == (model, gpus)]
-        places = sorted({place(row) for row in own})
-        series = {
-            method: [_speed(own, place, at, method) for at in places]
-            for method in (*SHOWN, PUBLISHED)
-            if any(row.method == method for row in own)
-        }
-        x = "maximum length, tokens" if over == "length" else "global batch, tokens"
-        charts.lines(axis, [_short(at) for at in places], series, title=f"{model} on {gpus} GPUs", x=x, y="k tokens/s")
-        for at, speed in enumerate(series["dynapipe"]):
-            other = series["packing"][at]
+    ordered = sorted(rows, key=lambda row: (row.model.partition(",")[0], row.gpus, SHOWN.index(row.method)))
+    cells = [(_panel(row), row.method, place(row), _thousands(row.tokens_per_second)) for row in ordered]
+    x = "maximum length, tokens" if over == "length" else "global batch, tokens"
+    kinds = len({row.model.partition(",")[0] for row in rows})
+    figure, panels = charts.sweep(cells, x=x, y="k tokens/s", rows=kinds, name=_short)
+    for panel, axis in panels.items():
+        own = {(method, at): speed for of, method, at, speed in cells if of == panel}
+        for number_of, at in enumerate(sorted({at for _, at in own})):
+            speed, other = own["dynapipe", at], own["packing", at]
             if speed is not None and other is not None:
-                axis.annotate(
-                    f"× {speed / other:.2f}", (at, speed), (0, 6), textcoords="offset points", ha="center", fontsize=8
-                )
-        axis.set_ylim(0, 1.12 * max(speed for speeds in series.values() for speed in speeds if speed is not None))
+                where = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
+                axis.annotate(f"× {speed / other:.2f}", (number_of, speed), (0, 6), **where)
+        axis.set_ylim(0, 1.12 * max(speed for speed in own.values() if speed is not None))
     figure.suptitle("predicted throughput, each method on its best layout; ×: dynapipe over packing", fontsize=11)
-    charts.legend(figure, axes)
     charts.save(figure, path)
 
 
-def _speed(rows: Sequence[Row], place: Callable[[Row], int], at: int, method: str) -> float | None:
-    (speed,) = [row.tokens_per_second for row in rows if place(row) == at and row.method == method] or [None]
+def draw_real(rows: Sequence[Mapping[str, Any]], over: str, path: Path) -> None:
+    """A panel for each model: measured tokens/s."""
+    cells = [
+        (f"demo {row['model']}, two stages", row["method"], row["place"], row["tokens_per_second"] / 1e3)
+        for row in rows
+    ]
+    x = "maximum length, tokens" if over == "length" else "global batch, samples"
+    charts.save(charts.sweep(cells, x=x, y="k tokens/s, measured", width=5.4, height=3.6)[0], path)
+
+
+def _panel(row: Row) -> str:
+    return f"{row.model} on {row.gpus} GPUs"
+
+
+def _thousands(speed: float | None) -> float | None:
     return None if speed is None else speed / 1e3
 
 
@@ -97,7 +143,7 @@ def _short(tokens: int) -> str:
 def table(rows: Sequence[Row], over: str) -> str:
     """A line for every model, cluster and place: tokens/s and layout of every method, and the planner's gain."""
     place = place_of(over)
-    shown = [method for method in (*SHOWN, PUBLISHED) if any(row.method == method for row in rows)]
+    shown = [method for method in SHOWN if any(row.method == method for row in rows)]
     columns = ["model", "GPUs", "maximum length" if over == "length" else "global batch, tokens", *shown]
     columns += ["× packing", "× packed_rows", "× token_based"]
     lines = []
@@ -116,6 +162,34 @@ def _cell(row: Row | None) -> str:
         return "–" if row is None else "no plan"
     layout = f" ({','.join(map(str, row.layout))})" if row.layout and row.method != SAME_LAYOUT else ""
     return number(row.tokens_per_second) + layout
+
+
+def share_of(model: str, length: int, row: Mapping[str, Any]) -> Share:
+    return Share(model=model, max_seq_len=length, method=row["method"], padding_efficiency=row["padding_efficiency"])
+
+
+def draw_shares(shares: Sequence[Share], path: Path) -> None:
+    """A panel for each model: padding efficiency of every method."""
+    cells = [(row.model, row.method, row.max_seq_len, _percent(row)) for row in shares]
+    figure, panels = charts.sweep(cells, x="maximum length, tokens", y="padding efficiency, %", width=5.6, height=3.6)
+    for axis in panels.values():
+        axis.set_ylim(0, 105)
+    charts.save(figure, path)
+
+
+def table_of_shares(shares: Sequence[Share]) -> str:
+    """A line for every model and maximum length."""
+    methods = list(dict.fromkeys(row.method for row in shares))
+    found = {(row.model, row.max_seq_len, row.method): _percent(row) for row in shares}
+    lines = [
+        [model, f"{at:,}", *(number(found.get((model, at, method)), "{:.1f}%") for method in methods)]
+        for model, at in dict.fromkeys((row.model, row.max_seq_len) for row in shares)
+    ]
+    return markdown(["model", "maximum length", *methods], lines)
+
+
+def _percent(row: Share) -> float | None:
+    return None if row.padding_efficiency is None else 100 * row.padding_efficiency
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What plans weigh, and how long they take to encode and to decode: 16 stages × 128 micro-batches.
 
-    python benchmarks/service/codec.py [--stages 16] [--micro-batches 128] [--repetitions 50]
+    python -m benchmarks.service.codec [--stages 16] [--micro-batches 128] [--repetitions 50]
 
 Prints bytes per instruction of what a rank fetches (all of its part: instructions, predicted times, micro-batches), and
 the least and median times of encoding every rank's part of one replica and of decoding one, in processor time. Exit
@@ -11,12 +11,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the plans of the tests
-
 import zlib
+from collections.abc import Callable
 
 from megatron_dynapipe.plan import codec
 from tests.helpers.plans import make_plan

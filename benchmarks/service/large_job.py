@@ -1,6 +1,6 @@
 """A job of 1,024 ranks without its training: planners, a real server, and processes that fetch as its ranks would.
 
-    python benchmarks/service/large_job.py [--iterations 60] [--seconds 10] [--planners 1] [--readers 16]
+    python -m benchmarks.service.large_job [--iterations 60] [--seconds 10] [--planners 1] [--readers 16]
 
 32 replicas × 16 stages × 2 tensor ranks, 8,192 samples (about 4 million tokens) an iteration of 10 s. Each reader
 process plays 64 ranks: for each it fetches and decodes the plan of the iteration after the next, at a moment of the
@@ -23,8 +23,8 @@ from pathlib import Path
 
 import msgspec
 import psutil
-from jobs import service_settings, write_lengths
 
+from benchmarks.service.jobs import service_settings, write_lengths
 from megatron_dynapipe.service import PlanClient, PlannerProcess, ServiceSettings
 from megatron_dynapipe.service.settings import decode_settings, encode_settings
 from megatron_dynapipe.store import StoreServer, open_store

@@ -6,11 +6,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs import ROOT
+from benchmarks.common import ROOT
 
 DEVICES, SIZES = ("auto", "cpu", "cuda"), ("auto", "demo", "gpu")
 HERE = Path(__file__).resolve().parent
-DEMO_DATA, SYNTHETIC_DATA = ROOT / ".demo" / "data", ROOT / ".demo" / "synthetic"
+SYNTHETIC_DATA = ROOT / ".demo" / "synthetic"
 CONFIGS = {
     "demo": {"t5": ROOT / "configs" / "demo_t5.yaml", "gpt": ROOT / "configs" / "demo_gpt.yaml"},
     "gpu": {"t5": HERE / "gpu_t5.yaml", "gpt": HERE / "gpu_gpt.yaml"},

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from methods import ABLATIONS, METHODS, Spec
-from model import build
-from rows import joined, rows_of_2023
+from benchmarks.throughput.methods import ABLATIONS, METHODS, Spec
+from benchmarks.throughput.model import build
+from benchmarks.throughput.rows import joined, rows_of_2023
 
 TIMEOUT_S = 1800.0
 """Of a wait for the driver, which may be starting the other jobs, and of a transfer."""

@@ -2,10 +2,8 @@
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from methods import Spec
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.common import environment, torchrun
+from benchmarks.throughput.methods import Spec
+
 START_S, BATCH_S = 240.0, 600.0
 """Deadlines: of a job's start, and of one batch."""
 
@@ -52,7 +51,7 @@ def started(spec: Spec) -> Iterator[Job]:
         server.settimeout(1.0)
         path = Path(folder) / "spec.json"
         path.write_bytes(msgspec.json.encode(msgspec.structs.replace(spec, port=server.getsockname()[1])))
-        command = [*torchrun(spec.ranks), str(Path(__file__).parent / "worker.py"), str(path)]
+        command = [*torchrun(spec.ranks), "-m", "benchmarks.throughput.worker", str(path)]
         process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
         try:
             connection = _accepted(server, process, spec.method)
@@ -78,13 +77,3 @@ def _accepted(server: socket.socket, process: subprocess.Popen[bytes], method: s
         if process.poll() is not None:
             raise SystemExit(f"the job of {method} ended with status {process.returncode}; its error is above")
     raise SystemExit(f"the job of {method} did not start within {START_S:.0f} s")
-
-
-def torchrun(ranks: int) -> list[str]:
-    """The command that starts so many processes of what follows it."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-
-
-def environment() -> dict[str, str]:
-    """One thread a process, of this checkout."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

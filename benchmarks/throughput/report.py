@@ -1,17 +1,13 @@
 """The throughput benchmark's figures: a row for each method, as JSON, Markdown and a chart."""
 
 import json
-import random
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-from methods import METHODS, STOCK
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "paper"))
-
-import charts
+from benchmarks import charts
+from benchmarks.common import interval, markdown, number, ratio_of_sums, show_interval
+from benchmarks.throughput.methods import METHODS, STOCK
 
 Results = dict[int, dict[str, Any]]
 """A method's answers by turn."""
@@ -42,7 +38,7 @@ def figures(about: dict[str, Any], results: Results, base: Results, against: str
     return about | {
         "tokens_per_second": tokens / elapsed * 1e3,
         "against": against,
-        "ratio": interval(pairs),
+        "ratio": interval(pairs, ratio_of_sums),
         "padding_efficiency": min(tokens / sum(each["positions"] for each in timed), 1.0),
         "peak_memory_mb": max(each["peak_mb"] for each in timed),
         "idle": statistics.mean(idle) if idle else None,
@@ -54,47 +50,29 @@ def figures(about: dict[str, Any], results: Results, base: Results, against: str
     }
 
 
-def interval(pairs: list[tuple[float, float]], draws: int = 2000) -> list[float]:
-    """[low, value, high] of the ratio of sums of (base's ms, method's ms), resampled in pairs."""
-    draw = random.Random(7)
-
-    def ratio(some: list[tuple[float, float]]) -> float:
-        return sum(one for one, _ in some) / sum(other for _, other in some)
-
-    drawn = sorted(ratio(draw.choices(pairs, k=len(pairs))) for _ in range(draws))
-    return [drawn[draws * 25 // 1000], ratio(pairs), drawn[draws * 975 // 1000 - 1]]
-
-
 def table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table; what a real run waited for plans has a column where one was asked."""
-    waits = any(row.get("plan_wait") is not None for row in rows)
+    """A Markdown table."""
     columns = ["model", "layout", "maximum length", "method", "tokens/s", f"ratio to {rows[0]['against']} (95%)"]
-    columns += ["padding efficiency", "idle", "planning / iteration", *(["plan wait"] if waits else [])]
-    columns += ["memory MB", "first loss"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    columns += ["padding efficiency", "idle", "planning / iteration", "memory MB", "first loss"]
+    lines = []
     for row in rows:
-        low, value, high = row["ratio"]
         planning = row["planning_ms"]
-        cells = [
-            row["model"],
-            row["layout"],
-            f"{row['max_seq_len']:,}",
-            row["method"],
-            f"{row['tokens_per_second']:,.0f}",
-            f"{value:.3f} ({low:.3f}–{high:.3f})",
-            f"{row['padding_efficiency']:.1%}",
-            _percent(row["idle"]),
-            "–" if planning is None else f"{planning:,.0f} ms, {row['planning_share']:.1%}",
-            *([_percent(row.get("plan_wait"), 1)] if waits else []),
-            f"{row['peak_memory_mb']:,.0f}",
-            f"{row['first_loss']:.6f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _percent(share: float | None, digits: int = 0) -> str:
-    return "–" if share is None else f"{share:.{digits}%}"
+        lines.append(
+            [
+                row["model"],
+                row["layout"],
+                f"{row['max_seq_len']:,}",
+                row["method"],
+                f"{row['tokens_per_second']:,.0f}",
+                show_interval(row["ratio"]),
+                f"{row['padding_efficiency']:.1%}",
+                number(row["idle"], "{:.0%}"),
+                "–" if planning is None else f"{planning:,.0f} ms, {row['planning_share']:.1%}",
+                f"{row['peak_memory_mb']:,.0f}",
+                f"{row['first_loss']:.6f}",
+            ]
+        )
+    return markdown(columns, lines)
 
 
 def check_losses(rows: list[dict[str, Any]], tolerance: float = SAME_LOSS) -> None:

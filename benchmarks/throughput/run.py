@@ -19,8 +19,6 @@ the best layer split of each layout. Costs are measured first (`profile`), unles
     planning    time on one core to plan an iteration, and as a share of the iteration. It is not part of the iteration:
                 in training another process plans ahead, so that ranks wait only where this share comes near 1 for each
                 planner process
-    plan wait   with --plan-wait: share of the time that a run through the entry script, by the planned method, waited
-                for plans that its planner process makes ahead
     memory      high-water mark of the largest process (CPU) or of the allocator (CUDA)
     first loss  of batch 0 from equal weights: all methods but `packing` and `stock` train the same function
 
@@ -30,18 +28,21 @@ host. Not yet run on a GPU; `--size gpu --device cpu` does the same without one,
 """
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import synthetic
-from comparison import Layout, layouts_of, lengths_of, product
-from devices import CONFIGS, DEMO_DATA, DEVICES, SIZES, SYNTHETIC_DATA, machine_of, size_of
-from methods import METHODS, STOCK
-from report import SAME_LOSS, SAME_LOSS_BF16, check_losses, sentence, table, to_json, write
-from training import EVERY, Setting, compare
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is started by its path
 
+from benchmarks.common import DEMO_DATA
+from benchmarks.throughput import synthetic
+from benchmarks.throughput.comparison import Layout, layouts_of, lengths_of, product
+from benchmarks.throughput.devices import CONFIGS, DEVICES, SIZES, SYNTHETIC_DATA, machine_of, size_of
+from benchmarks.throughput.methods import METHODS, STOCK
+from benchmarks.throughput.report import SAME_LOSS, SAME_LOSS_BF16, check_losses, sentence, table, to_json, write
+from benchmarks.throughput.training import EVERY, Setting, compare
 from megatron_dynapipe import config
 
 QUICK = ("planned", "planned_padded", "packed_rows", "token_based")
@@ -111,7 +112,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=2, help="times that every batch is trained by every method")
     add("--cost-model", type=Path, help="measured costs, of the one --model given")
     add("--profile-minutes", type=float, help="to measure costs (default 2; with --quick 0.7); 0: costs are computed")
-    add("--plan-wait", action="store_true", help="also measure what a run of the entry script waits for plans")
     add("--json", type=Path, help="where to write the figures")
     add("--output", type=Path, metavar="FOLDER", help="where to write them with a table and a chart")
     add("--demo", action="store_true", help="a minute's comparison, and what it says in a sentence")

@@ -6,9 +6,9 @@ The tokens of a global batch are cut into rows of the maximum length. The size o
 from collections.abc import Iterator
 from typing import Any
 
-from job import Job
-from model import wrapped
-from rows import equal_rows
+from benchmarks.throughput.job import Job
+from benchmarks.throughput.model import wrapped
+from benchmarks.throughput.rows import equal_rows
 
 SIZES = (1, 2, 4)
 

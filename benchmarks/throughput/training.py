@@ -2,27 +2,24 @@
 
 import argparse
 import contextlib
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from comparison import Case, groups, length_flags, longest_of
-from devices import CONFIGS, TOGETHER_ON_GPUS, Machine
-from jobs import Job, environment, started, torchrun
-from methods import ABLATIONS, METHODS, Spec
-from report import Results, figures
-from waits import plan_wait
+
+from benchmarks.common import run_quietly, say, torchrun
+from benchmarks.throughput.comparison import Case, groups, length_flags, longest_of
+from benchmarks.throughput.devices import CONFIGS, TOGETHER_ON_GPUS, Machine
+from benchmarks.throughput.jobs import Job, started
+from benchmarks.throughput.methods import ABLATIONS, METHODS, Spec
+from benchmarks.throughput.report import Results, figures
 
 EVERY = METHODS | ABLATIONS
 DEMO_SAMPLES, DEMO_BATCHES = 32, 2
 SLOW, SELDOM = 4.0, 6
 """A method that takes so many times the planned runs' time in the warm-up trains every so many-th batch."""
-WAIT_ITERATIONS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +76,6 @@ def compare(case: Case, methods: Sequence[str], setting: Setting) -> list[dict[s
     base = args.against or ("planned" if "planned" in methods else methods[0])
     rounds = 1 if args.demo else args.rounds
     found = train(case, specs, base, groups(methods, base, together), batches=batches, rounds=rounds)
-    waits = (
-        {"planned": plan_wait(case, flags, split, WAIT_ITERATIONS)} if args.plan_wait and "planned" in methods else {}
-    )
     return [
         figures(
             {
@@ -91,7 +85,6 @@ def compare(case: Case, methods: Sequence[str], setting: Setting) -> list[dict[s
                 "layout": str(case.layout),
                 "max_seq_len": longest_of(case, flags),
                 "layers_per_stage": specs[method].layers_per_stage,
-                "plan_wait": waits.get(method),
             },
             *found[method],
             base,
@@ -165,19 +158,7 @@ def profile(case: Case, setting: Setting) -> Path | None:
     # Links are measured between ranks with a GPU of their own; those that share one have none.
     ranks = layout.ranks if not 0 < setting.machine.gpus < layout.ranks else layout.tensor
     longest = Case(model=case.model, layout=layout, length=max(args.max_lengths, default=None))
-    command = [*torchrun(ranks), "-m", "megatron_dynapipe", "profile", "--model", case.model, "--output", str(path)]
-    command += [
-        "--tensor-parallel",
-        str(layout.tensor),
-        "--budget-minutes",
-        str(minutes),
-        "--",
-        *setting.flags(longest),
-    ]
-    subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, check=True, timeout=1200)
+    command = [*torchrun(ranks), "-m", "megatron_dynapipe", "profile", "--model", case.model, "--output", path]
+    command += ["--tensor-parallel", layout.tensor, "--budget-minutes", minutes, "--", *setting.flags(longest)]
+    run_quietly(command, timeout_s=1200)
     return path
-
-
-def say(text: str) -> None:
-    """Progress, for a person."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """One rank of one method of the throughput benchmark: runs global batches on command, and waits without computing.
 
-    torchrun --nproc-per-node N benchmarks/throughput/worker.py SPEC.json
+    torchrun --nproc-per-node N -m benchmarks.throughput.worker SPEC.json
 
 The driver (`run.py`) keeps a job of these per method and lets them take turns on the same batches. Rank 0 talks to it
 over a socket in lines of JSON.
@@ -11,12 +11,10 @@ import socket
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import msgspec
-from job import Job
-from methods import STOCK, Spec
 
+from benchmarks.throughput.job import Job
+from benchmarks.throughput.methods import STOCK, Spec
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.integration.entry import environment
 
@@ -40,7 +38,7 @@ def main() -> None:
         layers_per_stage=spec.layers_per_stage,
     ) as setup:
         if spec.method == STOCK:
-            from stock import StockJob
+            from benchmarks.throughput.stock import StockJob
 
             job: Job = StockJob(spec, setup)
         else:

@@ -1,18 +1,15 @@
 """How long tuning takes and how stable its choice is; the choice against the published planner's best layouts.
 
-python benchmarks/tuning/run.py speed        64 GPUs, GPT-6.7B, batches of 65,536 tokens, one core
-python benchmarks/tuning/run.py published    8 GPUs, every batch set of benchmarks/data/published
+python -m benchmarks.tuning.run speed        64 GPUs, GPT-6.7B, batches of 65,536 tokens, one core
+python -m benchmarks.tuning.run published    8 GPUs, every batch set of benchmarks/data/published
 """
 
 import argparse
 import itertools
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "paper"))
-from clusters import (
+from benchmarks.paper.clusters import (
     LENGTHS,
     USUAL_LENGTH,
     USUAL_SIZE,
@@ -23,7 +20,6 @@ from clusters import (
     published_best,
     published_on,
 )
-
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tuning import Space, Status, Tuning, tune

@@ -1,13 +1,11 @@
 """Shapes at a boundary, learned once: what a stage of the user's own receives and sends for a batch of given shapes.
 
-    stage 0                         stage 1                          stage 2
+    stage 0                         stage 1                         stage 2
     runs without memory ──shapes──► runs without memory ──shapes──► runs without memory
 
-Both sides of a boundary know the micro-batch's own shapes, which all ranks of a pipeline have agreed on. Where all of
-them have met these shapes before, nothing is sent. Where any has not, it says so in the step's agreement, all tell each
-other which shapes are new to them, and every stage exchanges each shape that is new to any stage, in one order: no side
-can wait for a message that the other does not send, and none sends one that is not received. A stage that fails passes
-that on in place of a structure.
+Where all stages have met a micro-batch's shapes before, nothing is said of them. Where any has not, it says so in the
+step's agreement, and all stages learn together what is new to any, one stage after another: each tells all ranks what
+it sends, or why it cannot run.
 """
 
 import contextlib
@@ -27,7 +25,6 @@ from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.plan.instructions import TensorShape
 
 _MOST_SHAPES = 4096
-_FAILED = "failed: "
 
 
 class TensorMeta(msgspec.Struct, frozen=True):
@@ -52,11 +49,8 @@ class Structure(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, value: Any) -> Self:
         """That of what a stage returns; raises ConfigError for values that cannot cross a boundary."""
-        leaves, spec = tree_flatten(value)
-        try:
-            return cls(treespec_dumps(spec), tuple(map(_leaf, leaves)))
-        except NotImplementedError as error:
-            raise ConfigError(f"a stage returns {type(value).__name__}: {error}", hint=_CAN_CROSS) from error
+        leaves, spec = tree_flatten(_plain(value))
+        return cls(treespec_dumps(spec), tuple(map(_leaf, leaves)))
 
     @property
     def tensors(self) -> list[TensorMeta]:
@@ -73,7 +67,7 @@ class Structure(msgspec.Struct, frozen=True):
         """The tensors of what a stage returned; raises ExecutionError where it is not of this structure."""
         if (found := Structure.of(value)) != self:
             raise ExecutionError(f"expected the stage to return {self} for this batch, as it did before, got {found}")
-        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        return [leaf for leaf in tree_leaves(_plain(value)) if isinstance(leaf, torch.Tensor)]
 
     def boundary(self) -> Boundary:
         """What crosses, for the executor."""
@@ -84,7 +78,16 @@ class Structure(msgspec.Struct, frozen=True):
         )
 
 
-_CAN_CROSS = "return tensors, numbers, strings, and tuples, lists and dicts of them"
+def _plain(value: Any) -> Any:
+    """A value whose tuples, lists and dicts are of Python's own types."""
+    match value:
+        case tuple():
+            return tuple(map(_plain, value))
+        case list():
+            return list(map(_plain, value))
+        case dict():
+            return {key: _plain(each) for key, each in value.items()}
+    return value
 
 
 def _leaf(value: Any) -> TensorMeta | bool | int | float | str | None:
@@ -95,13 +98,14 @@ def _leaf(value: Any) -> TensorMeta | bool | int | float | str | None:
             return TensorMeta(tuple(int(n) for n in value.shape), name, differentiable)
         case None | bool() | int() | float() | str():
             return value
-    raise ConfigError(f"a stage returns a {type(value).__name__}, which cannot cross to the next one", hint=_CAN_CROSS)
+    raise ConfigError(
+        f"a stage returns a {type(value).__name__}, which cannot cross to the next one",
+        hint="return tensors, numbers, strings, and tuples, lists and dicts of them",
+    )
 
 
 Run = Callable[[Structure | None], Structure | None]
 """From what a stage receives to what it sends; None at the pipeline's ends."""
-
-_decoder = msgspec.json.Decoder(Structure)
 
 
 class ShapeTracker:
@@ -111,13 +115,13 @@ class ShapeTracker:
         ranks: this rank's place.
 
     Attributes:
-        exchanges: how often this rank has received a structure from the stage before it, or sent one.
+        learned: how many shapes of micro-batches this rank has been told of so far.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._known: OrderedDict[Hashable, tuple[Structure | None, Structure | None]] = OrderedDict()
-        self.exchanges = 0
+        self.learned = 0
 
     def knows(self, key: Hashable) -> bool:
         """Whether micro-batches of this key have been met."""
@@ -129,56 +133,61 @@ class ShapeTracker:
         return self._known[key]
 
     def learn(self, runs: Mapping[Hashable, Run]) -> None:
-        """Exchange what is new to any stage of this pipeline. Every rank of the job calls it at the same point.
+        """Find out what is new to any stage of this pipeline. Every rank of the job calls it at the same point.
 
         Args:
             runs: for every key of the step's micro-batches, in an order that all stages share.
 
         Raises:
-            ConfigError: a stage cannot run what it receives; those after it say which it was.
+            ConfigError: on every rank of the pipeline: a stage cannot run what it receives.
         """
-        keys, failure = list(runs), None
-        for place in self._new_to_any(keys):
-            try:
-                self._known[keys[place]] = self._exchange(runs[keys[place]])
-            except ConfigError as error:  # the other stages exchange the keys that follow, so this one does too
-                failure = failure or error
-        for key in set(keys) & self._known.keys():  # what this step needs goes last
+        ranks, keys = self._ranks, list(runs)
+        new = [keys[place] for place in self._new_to_any(keys)]
+        crossing: list[list[_Said]] = []
+        for stage in range(ranks.stages):
+            received = crossing[-1] if crossing else [None] * len(new)
+            mine = []
+            if stage == ranks.stage:
+                mine = [self._sent(runs[key], given) for key, given in zip(new, received, strict=True)]
+            texts = ranks.control.gather_texts(msgspec.json.encode(mine).decode())
+            crossing.append(msgspec.json.decode(texts[ranks.pipeline[stage]], type=list[_Said]))
+        failures = []
+        for key, said in zip(new, zip(*crossing, strict=True), strict=True):
+            if failed := next((each for each in said if isinstance(each, str)), None):
+                failures.append(failed)
+                continue
+            received_here = said[ranks.stage - 1] if ranks.stage else None
+            self._known[key] = received_here, said[ranks.stage]
+            self.learned += 1
+        self._forget(keys)
+        if failures:
+            raise ConfigError(failures[0])
+
+    def _forget(self, keys: Sequence[Hashable]) -> None:
+        """Drop the oldest shapes, but none of a step's."""
+        for key in set(keys) & self._known.keys():
             self._known.move_to_end(key)
         while len(self._known) > max(_MOST_SHAPES, len(keys)):
             self._known.popitem(last=False)
-        if failure is not None:
-            raise failure
 
     def _new_to_any(self, keys: Sequence[Hashable]) -> list[int]:
         """Places of the keys that a stage of this pipeline has not met."""
         ranks = self._ranks
-        told = ranks.control.gather_texts("".join("01"[key not in self._known] for key in keys))
-        return [place for place in range(len(keys)) if any(told[rank][place] == "1" for rank in ranks.pipeline)]
+        texts = ranks.control.gather_texts("".join("01"[key not in self._known] for key in keys))
+        return [place for place in range(len(keys)) if any(texts[rank][place] == "1" for rank in ranks.pipeline)]
 
-    def _exchange(self, run: Run) -> tuple[Structure | None, Structure | None]:
-        """Receive one structure and send one, whatever happens in between."""
-        ranks, text = self._ranks, ""
-        if ranks.stage:
-            self.exchanges += 1
-            text = ranks.control.receive_text(ranks.pipeline[ranks.stage - 1])
-        if text.startswith(_FAILED):
-            self._pass_on(text)
-            raise ConfigError(text.removeprefix(_FAILED))
-        received = _decoder.decode(text) if text else None
+    def _sent(self, run: Run, received: "_Said") -> "_Said":
+        """What this stage sends for what it receives, or why it cannot run it."""
+        if isinstance(received, str):
+            return received
         try:
-            sent = run(received)
-        except Exception as error:
-            found = f"stage {ranks.stage} cannot run a batch of these shapes: {error}"
-            self._pass_on(_FAILED + found)
-            raise ConfigError(found) from error
-        self._pass_on(msgspec.json.encode(sent).decode())
-        return received, sent
+            return run(received)
+        except Exception as error:  # noqa: BLE001  (whatever it is, all stages must raise)
+            return f"stage {self._ranks.stage} cannot run a batch of these shapes: {error}"
 
-    def _pass_on(self, text: str) -> None:
-        if self._ranks.stage < self._ranks.stages - 1:
-            self.exchanges += 1
-            self._ranks.control.send_text(text, self._ranks.pipeline[self._ranks.stage + 1])
+
+_Said = Structure | str | None
+"""What a stage sends, or the error of one that cannot run; None after the last stage."""
 
 
 def output_structure(

@@ -78,20 +78,6 @@ class ControlGroup:
         work = dist.all_reduce(values, group=self._group, async_op=True)
         return lambda: _after(work, values)
 
-    def send_text(self, text: str, to: int) -> None:
-        """Send a text to a rank that calls `receive_text`."""
-        data = text.encode()
-        dist.send(torch.tensor([len(data)]), to, group=self._group)
-        dist.send(torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8), to, group=self._group)
-
-    def receive_text(self, source: int) -> str:
-        """The text that a rank sends with `send_text`."""
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, source, group=self._group)
-        data = torch.zeros(max(int(size), 1), dtype=torch.uint8)
-        dist.recv(data, source, group=self._group)
-        return bytes(data.numpy().tobytes()[: int(size)]).decode()
-
     def run_on_all(self, function: Callable[[], _T]) -> _T:
         """Call a function on every rank; if it fails on any, all raise."""
         try:

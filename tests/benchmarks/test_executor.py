@@ -1,8 +1,6 @@
 """The executor beside Megatron's own schedule on micro-batches of varying shape: equal gradients, fewer messages."""
 
 import argparse
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,17 +8,13 @@ import torch
 from tests.helpers.layouts.compare import relative_error
 from tests.helpers.processes import run_ranks
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "executor"
-
 
 def run_both(*, rank: int, world_size: int) -> dict[str, object]:
     """What Megatron's schedule and the executor sent in one iteration, and the gradients that each left."""
-    sys.path.insert(0, str(BENCHMARK))
-    import messages
-    import overhead
+    from benchmarks.executor import messages, overhead, pairs
 
     parser = argparse.ArgumentParser()
-    overhead.add_arguments(parser)
+    pairs.add_arguments(parser)
     options = parser.parse_args(["--hidden", "16", "--length", "32", "--size", "2", "--micro-batches", "5"])
     options.seed = 0
     with overhead.processes() as device:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import machine, run
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -30,32 +32,19 @@ def test_the_gpu_script_runs_on_a_cpu(tmp_path):
     assert figures["t5: 2 stages on one device, bf16"]["gradients"] > 1e-4, "bf16, not fp32"
 
 
-def test_a_figure_out_of_bounds_and_a_failed_process_are_failures():
-    script = """
-import sys
-sys.path.insert(0, "benchmarks/gpu")
-import run, machine, tempfile, pathlib
-def bad():
-    return run.within({"ratio": (1.5, 1.02), "losses": (0.1, 1.0)})
-def worse():
-    machine.run([[sys.executable, "-c", "print('said'); raise SystemExit(3)"]], machine.Budget(60), log=log)
-def late():
-    machine.run([[sys.executable, "-c", "import time; time.sleep(60)"]], machine.Budget(6), log=log)
-def never():
-    machine.run([[sys.executable, "-c", ""]], machine.Budget(0), log=log)
-def unknown():
-    return run.within({"ratio": (float("nan"), 1.02)})
-with tempfile.TemporaryDirectory() as folder:
-    log = pathlib.Path(folder) / "log"
-    for check in (bad, worse, late, never, unknown):
-        print(run.line_of(run.made("it", check)).replace("\\n", " | "))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
-    )
-    bad, worse, late, never, unknown = done.stdout.strip().splitlines()
+def test_a_figure_out_of_bounds_and_a_failed_process_are_failures(tmp_path):
+    def python(code, seconds):
+        return lambda: machine.run([[sys.executable, "-c", code]], machine.Budget(seconds), log=tmp_path / "log")
+
+    def made(check):
+        return run.line_of(run.made("it", check)).replace("\n", " | ")
+
+    bad = made(lambda: run.within({"ratio": (1.5, 1.02), "losses": (0.1, 1.0)}))
     assert bad.startswith("failed") and "ratio 1.5, ratio_bound 1.02, losses 0.1" in bad
+    worse = made(python("print('said'); raise SystemExit(3)", 60))
     assert worse.startswith("failed") and "ended with 3" in worse and "said" in worse
+    late = made(python("import time; time.sleep(60)", 6))
     assert late.startswith("failed") and "time.sleep" in late
+    never = made(python("", 0))
     assert never.startswith("not run") and "no time left" in never
-    assert unknown.startswith("failed")
+    assert made(lambda: run.within({"ratio": (float("nan"), 1.02)})).startswith("failed")

@@ -1,47 +1,26 @@
 """The paper's experiments: layouts and batches, the choice of layouts, what is written, and short runs."""
 
-import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "paper"
-NAMES = ("clusters", "simulate", "output", "charts", "throughput", "padding", "ablations", "planning_time", "accuracy")
-NAMES += ("page", "real", "methods", "cases", "published")
+from benchmarks.paper import ablations, accuracy, clusters, output, page, planning_time, real, simulate, throughput
 
-
-class Paper:
-    """The experiment's modules, by name."""
-
-    def __getattr__(self, name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-
-@pytest.fixture(scope="module")
-def paper() -> Iterator[Paper]:
-    """Scripts import one another from their folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        for name in NAMES:
-            patch.delitem(sys.modules, name, raising=False)
-        yield Paper()
-        for name in NAMES:
-            sys.modules.pop(name, None)
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize(
     ("family", "gpus", "layouts"),
     [("gpt", 8, 10), ("gpt", 16, 14), ("gpt", 32, 17), ("t5", 8, 10), ("t5", 16, 14), ("t5", 32, 17)],
 )
-def test_layouts_fill_the_cluster(paper: Paper, family: str, gpus: int, layouts: int) -> None:
-    case = paper.clusters.Case(family, gpus)
+def test_layouts_fill_the_cluster(family: str, gpus: int, layouts: int) -> None:
+    case = clusters.Case(family, gpus)
     found = list(case.layouts())
     assert len(found) == len(set(found)) == layouts
     for data, tensor, pipeline in found:
@@ -51,64 +30,64 @@ def test_layouts_fill_the_cluster(paper: Paper, family: str, gpus: int, layouts:
 
 @pytest.mark.parametrize("family", ["gpt", "t5"])
 @pytest.mark.parametrize("tokens", [16_384, 65_536, 131_072])
-def test_batches_are_closed_before_they_exceed_their_tokens(paper: Paper, family: str, tokens: int) -> None:
-    for batch in paper.clusters.global_batches(family, 2048, tokens):
+def test_batches_are_closed_before_they_exceed_their_tokens(family: str, tokens: int) -> None:
+    for batch in clusters.global_batches(family, 2048, tokens):
         held = int(batch.input_lengths.sum() + batch.target_lengths.sum())
         assert tokens - 2 * 2048 < held <= tokens
         assert max(batch.input_lengths.max(), batch.target_lengths.max()) <= 2048
         assert bool(batch.target_lengths.any()) == (family == "t5")
 
 
-def test_batches_that_choose_a_split_are_others(paper: Paper) -> None:
-    cut = paper.clusters.cut_batches("gpt", 2048, 16_384, count=7)
-    others = paper.clusters.cut_batches("gpt", 2048, 16_384, count=3, skip=4)
+def test_batches_that_choose_a_split_are_others() -> None:
+    cut = clusters.cut_batches("gpt", 2048, 16_384, count=7)
+    others = clusters.cut_batches("gpt", 2048, 16_384, count=3, skip=4)
     assert [batch.input_lengths.tolist() for batch in others] == [batch.input_lengths.tolist() for batch in cut[4:]]
     assert not np.array_equal(cut[0].input_lengths, others[0].input_lengths)
 
 
 @pytest.mark.parametrize(("family", "longest"), [("gpt", (512, 0)), ("t5", (512, 512))])
-def test_rows_are_of_the_maximum_length(paper: Paper, family: str, longest: tuple[int, int]) -> None:
-    assert paper.clusters.longest(family, 512) == longest
+def test_rows_are_of_the_maximum_length(family: str, longest: tuple[int, int]) -> None:
+    assert clusters.longest(family, 512) == longest
 
 
-def test_published_figures_are_those_on_record(paper: Paper) -> None:
+def test_published_figures_are_those_on_record() -> None:
     """8 GPUs, batches of 65,536 tokens; none where it found no plan for one of them."""
-    best = paper.clusters.published_best("gpt", 2048)
-    on = {layout: paper.clusters.published_on("gpt", 2048, layout) for layout in ((1, 1, 8), (1, 2, 4), (2, 1, 4))}
+    best = clusters.published_best("gpt", 2048)
+    on = {layout: clusters.published_on("gpt", 2048, layout) for layout in ((1, 1, 8), (1, 2, 4), (2, 1, 4))}
     assert best.tokens_per_second == max(each.tokens_per_second for each in on.values())
-    assert paper.clusters.published_on("t5", 4096, (1, 1, 8)) is None
-    assert paper.clusters.published_on("gpt", 2048, (8, 1, 1)) is None
+    assert clusters.published_on("t5", 4096, (1, 1, 8)) is None
+    assert clusters.published_on("gpt", 2048, (8, 1, 1)) is None
 
 
 @pytest.fixture(scope="module")
-def point(paper: Paper) -> Any:
-    batches = paper.clusters.global_batches("t5", 512, 16_384)
-    return paper.simulate.Point(max_seq_len=512, tokens=16_384, batches=batches)
+def point() -> Any:
+    batches = clusters.global_batches("t5", 512, 16_384)
+    return simulate.Point(max_seq_len=512, tokens=16_384, batches=batches)
 
 
-def test_the_best_layout_of_every_method(paper: Paper, point: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = paper.clusters.Case("t5", 8)
-    monkeypatch.setattr(paper.simulate, "chosen_split", lambda *_: None)
+def test_the_best_layout_of_every_method(point: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = clusters.Case("t5", 8)
+    monkeypatch.setattr(simulate, "chosen_split", lambda *_: None)
     methods = ("dynapipe", "packed_rows", "packing")
-    rows = {row.method: row for row in paper.simulate.best_rows(case, point, methods)}
-    assert list(rows) == [*methods, paper.simulate.SAME_LAYOUT]
+    rows = {row.method: row for row in simulate.best_rows(case, point, methods)}
+    assert list(rows) == [*methods, simulate.SAME_LAYOUT]
     assert rows["dynapipe"].tokens_per_second >= rows["packed_rows"].tokens_per_second
     assert rows["packing, same layout"].layout == rows["dynapipe"].layout
     assert rows["packing, same layout"].tokens_per_second <= rows["packing"].tokens_per_second
-    elsewhere = paper.simulate._row(case, point, "packing", (1, 1, 8), None)
+    elsewhere = simulate._row(case, point, "packing", (1, 1, 8), None)
     assert elsewhere.tokens_per_second is None or elsewhere.tokens_per_second <= rows["packing"].tokens_per_second
 
 
-def test_no_plan_is_a_row_without_figures(paper: Paper, point: Any) -> None:
-    row = paper.simulate._row(paper.clusters.Case("t5", 8), point, "dynapipe", (8, 1, 1), None)
+def test_no_plan_is_a_row_without_figures(point: Any) -> None:
+    row = simulate._row(clusters.Case("t5", 8), point, "dynapipe", (8, 1, 1), None)
     assert row.layout is None and row.tokens_per_second is None
-    assert paper.throughput._cell(row) == "no plan" and paper.throughput._cell(None) == "–"
+    assert throughput._cell(row) == "no plan" and throughput._cell(None) == "–"
 
 
-def rows_of(paper: Paper) -> list[Any]:
+def rows_of() -> list[Any]:
     speeds = {"dynapipe": 30e3, "packed_rows": 20e3, "token_based": None, "packing": 10e3, "padding": 1e3}
     return [
-        paper.simulate.Row(
+        simulate.Row(
             model=model,
             gpus=8,
             max_seq_len=length,
@@ -124,11 +103,11 @@ def rows_of(paper: Paper) -> list[Any]:
     ]
 
 
-def test_throughput_s_table_and_chart(paper: Paper, tmp_path: Path) -> None:
-    rows = rows_of(paper)
-    paper.throughput.draw(rows, "length", tmp_path / "chart.png")
+def test_throughput_s_table_and_chart(tmp_path: Path) -> None:
+    rows = rows_of()
+    throughput.draw(rows, "length", tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 10_000
-    lines = paper.throughput.table(rows, "length").splitlines()
+    lines = throughput.table(rows, "length").splitlines()
     assert lines[2] == (
         "| GPT, 32 layers | 8 | 512 | 30,000 (1,2,4) | 20,000 (1,2,4) | no plan | 10,000 (1,2,4) | 1,000 (1,2,4)"
         " | 3.00 | 1.50 | – |"
@@ -136,43 +115,49 @@ def test_throughput_s_table_and_chart(paper: Paper, tmp_path: Path) -> None:
     assert len(lines) == 2 + 4
 
 
-def test_padding_s_table_and_chart(paper: Paper, tmp_path: Path) -> None:
-    rows = rows_of(paper)
-    paper.padding.draw(rows, tmp_path / "chart.png")
+def test_padding_s_table_and_chart(tmp_path: Path) -> None:
+    shares = [throughput.share_of(row.model, row.max_seq_len, msgspec.structs.asdict(row)) for row in rows_of()]
+    throughput.draw_shares(shares, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 10_000
-    line = paper.padding.table(rows).splitlines()[2]
+    line = throughput.table_of_shares(shares).splitlines()[2]
     assert line == "| GPT, 32 layers | 512 | 50.0% | 50.0% | – | 50.0% | 50.0% |"
-    with pytest.raises(SystemExit, match="run `benchmarks/paper/throughput"):
-        paper.padding.trained(tmp_path / "none.json")
 
 
-def test_an_ablation_is_over_batches_with_a_plan(paper: Paper, tmp_path: Path) -> None:
-    row = paper.ablations.row_of("GPT", "1F1B", [200, None, 400], [100, 100, 400])
+def test_real_throughput_s_table_and_charts(tmp_path: Path) -> None:
+    row = {"model": "t5", "place": 512, "method": "planned", "tokens_per_second": 6000.0, "ratio": [1.0, 1.0, 1.0]}
+    row |= {"padding_efficiency": 0.9, "idle": 0.25, "prediction_error": 0.1}
+    throughput.draw_real([row, row | {"place": 192}], "length", tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 10_000
+    line = real.throughput_table([row], "length").splitlines()[2]
+    assert line == "| demo t5 | 512 | planned | 6,000 | 1 | 90.0% | 25% | 10% |"
+
+
+def test_an_ablation_is_over_batches_with_a_plan(tmp_path: Path) -> None:
+    row = ablations.row_of("GPT", "1F1B", [200, None, 400], [100, 100, 400])
     assert (row.part, row.relative, row.least) == ("schedule", pytest.approx(0.5**0.5), 0.5)
     assert row.batches == (2, 3)
-    none = paper.ablations.row_of("GPT", "GPipe", [None], [100])
-    assert paper.ablations.table([row, none]).splitlines()[2:] == [
+    none = ablations.row_of("GPT", "GPipe", [None], [100])
+    assert ablations.table([row, none]).splitlines()[2:] == [
         "| schedule | 1F1B | 0.707 (0.500, 2 of 3 batches) |",
         "| schedule | GPipe | no plan (–, 0 of 1 batches) |",
     ]
-    paper.ablations.draw([row, none], tmp_path / "chart.png", "tokens/s")
+    ablations.draw([row, none], tmp_path / "chart.png", "tokens/s")
     assert (tmp_path / "chart.png").exists()
 
 
-def test_every_variant_plans_a_small_batch(paper: Paper) -> None:
+def test_every_variant_plans_a_small_batch() -> None:
     """But for GPipe, which holds all micro-batches at once."""
-    ablations, case = paper.ablations, paper.clusters.Case("t5", 8)
-    (batch, _) = paper.clusters.global_batches("t5", 512, 16_384)
+    case = clusters.Case("t5", 8)
+    (batch, _) = clusters.global_batches("t5", 512, 16_384)
     settings = case.settings(ablations.LAYOUT, micro_batch_layouts=(ablations.BatchLayout.PADDED,))
     times = {name: ablations.predicted_ns(each, settings, case, batch) for name, each in ablations.VARIANTS.items()}
     assert {name for name, each in times.items() if each is None} <= {"GPipe", "recompute none for all"}
     assert times[ablations.BASE] <= min(times["1F1B"], times["no search"], times["as they arrive"])
 
 
-def test_planning_time(paper: Paper, tmp_path: Path) -> None:
-    planning = paper.planning_time
+def test_planning_time(tmp_path: Path) -> None:
     rows = [
-        planning.Row(
+        planning_time.Row(
             model=model,
             max_seq_len=length,
             tokens=tokens,
@@ -181,83 +166,74 @@ def test_planning_time(paper: Paper, tmp_path: Path) -> None:
             published_seconds=4.0 if tokens == 65_536 else None,
         )
         for model in ("GPT at 1,1,8", "T5 at 1,1,8")
-        for length, tokens in [(n, 65_536) for n in paper.clusters.LENGTHS]
-        + [(2048, n) for n in planning.TOKENS if n != 65_536]
+        for length, tokens in [(n, 65_536) for n in clusters.LENGTHS]
+        + [(2048, n) for n in planning_time.TOKENS if n != 65_536]
     ]
-    planning.draw(rows, tmp_path / "chart.png")
-    planning.draw_bars(rows, tmp_path / "bars.png")
-    assert (tmp_path / "chart.png").stat().st_size > 10_000 and (tmp_path / "bars.png").exists()
-    lines = planning.table(rows).splitlines()
+    planning_time.draw(rows, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 10_000
+    lines = planning_time.table(rows).splitlines()
     assert lines[2] == "| GPT at 1,1,8 | 512 | 65,536 | 0.100 | 2.00 | 0.050 | 4.0 |"
     assert lines[5] == "| GPT at 1,1,8 | 4,096 | 65,536 | no plan | – | – | 4.0 |"
 
 
-def test_accuracy_of_this_machine(paper: Paper, tmp_path: Path) -> None:
+def test_accuracy_of_this_machine(tmp_path: Path) -> None:
     phase = {"median_error": 0.05, "mean_error": 0.06, "iterations": 2, "pairs": [[1.0, 1.1], [2.0, 1.9]]}
     memory = {"activations_mb": [10.0, 4.0], "messages_mb": [0.5, 0.1], "counted_mb": [10.0, 4.0]}
     memory |= {"error_of_both": [0.05, -0.025]}
-    rows = paper.accuracy.of_machine("t5", {"as profiled": phase, "learned": phase, "memory": memory})
+    rows = accuracy.of_machine("t5", {"as profiled": phase, "learned": phase, "memory": memory})
     assert [row.quantity for row in rows] == [
         "iteration, as profiled",
         "iteration, after correction",
         "peak memory of a stage",
     ]
     assert rows[-1].pairs == [(10.5, 10.0), (4.1, 4.0)] and rows[-1].median == 0.05
-    paper.accuracy.draw_pairs(rows, tmp_path / "chart.png")
+    accuracy.draw_pairs(rows, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 10_000
-    assert paper.accuracy.table(rows, "mean").splitlines()[-1] == (
-        "| demo t5 | peak memory of a stage | 5.0% | – | 2 |"
-    )
+    assert accuracy.table(rows).splitlines()[-1] == ("| demo t5 | peak memory of a stage | 5.0% | – | 2 |")
 
 
-def test_real_rows_are_over_the_named_base(paper: Paper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paper.real, "profiled", lambda _: tmp_path / "costs.json")
+def test_real_rows_are_over_the_named_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "profiled", lambda _: tmp_path / "costs.json")
     started = []
 
-    def run(command: list[str], **_: Any) -> None:
+    def run(command: list[Any], **_: Any) -> None:
         started.append(command)
-        report = Path(command[command.index("--json") + 1])
-        rows = [
-            {"model": "t5", "method": "planned_padded", "ratio": [1.0, 1.0, 1.0]},
-            {"model": "t5", "method": "planned", "ratio": [1.8, 2.0, 2.1]},
-        ]
-        report.write_text(json.dumps({"rows": rows}))
+        command[command.index("--json") + 1].write_text('{"rows": [{"model": "t5", "method": "planned"}]}')
 
-    monkeypatch.setattr(paper.real.subprocess, "run", run)
-    rows = paper.real.trained("t5", ["planned", "planned_padded"], 512, 32, against="planned_padded")
-    assert [row["ratio"] for row in rows] == [[1.0, 1.0, 1.0], [1.8, 2.0, 2.1]]
+    monkeypatch.setattr(real, "run_quietly", run)
+    rows = real.trained("t5", ["planned", "planned_padded"], 512, 32, against="planned_padded")
+    assert rows == [{"model": "t5", "method": "planned"}]
     (command,) = started
     assert command[command.index("--methods") + 1] == "planned_padded,planned"
     assert command[command.index("--against") + 1] == "planned_padded"
     assert command[command.index("--") + 1 :][-2:] == ["--decoder-seq-length", "264"]
 
 
-def test_real_methods_are_those_that_train(paper: Paper) -> None:
-    known = {*paper.real.TRAINED, *paper.real.REPLACED}
-    assert {"planned", "packed_rows", "token_based", "padding", paper.real.BASE} <= known
+def test_real_methods_are_those_that_train() -> None:
+    known = {*real.TRAINED, *real.REPLACED}
+    assert {"planned", "packed_rows", "token_based", "padding", real.BASE} <= known
 
 
-def test_what_is_written(paper: Paper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = str(FOLDER / "padding.py")
+def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = str(DOCS.parent / "benchmarks" / "paper" / "throughput.py")
     monkeypatch.setattr(sys, "argv", [script, "--output", "somewhere", "--scale", "real"])
-    paper.output.write(tmp_path, "padding-real", [{"a": 1}, {"a": 2}], "| a |", source="here")
-    document = json.loads((tmp_path / "padding-real.json").read_text())
+    output.write(tmp_path, "throughput-real", [{"a": 1}, {"a": 2}], "| a |", source="here")
+    document = json.loads((tmp_path / "throughput-real.json").read_text())
     assert document["format"] == "dynapipe-paper/1" and document["rows"] == [{"a": 1}, {"a": 2}]
-    assert document["command"] == "python benchmarks/paper/padding.py --scale real" and document["source"] == "here"
-    head, _, table = (tmp_path / "padding-real.md").read_text().partition("\n\n")
-    assert head.startswith("`python benchmarks/paper/padding.py --scale real`, ") and table == "| a |\n"
+    assert document["command"] == "python -m benchmarks.paper.throughput --scale real" and document["source"] == "here"
+    head, _, table = (tmp_path / "throughput-real.md").read_text().partition("\n\n")
+    assert head.startswith("`python -m benchmarks.paper.throughput --scale real`, ") and table == "| a |\n"
 
 
-def test_the_page_shows_what_has_been_run(paper: Paper, tmp_path: Path) -> None:
+def test_the_page_shows_what_has_been_run(tmp_path: Path) -> None:
     (tmp_path / "padding-simulated.md").write_text("`python …`, 2 cores, today\n\n| a |\n")
     (tmp_path / "padding-simulated.png").write_bytes(b"")
-    page = paper.page.page(tmp_path)
-    assert "### Simulated\n\n`python …`, 2 cores, today\n\n![padding-simulated](results/padding-simulated.png)" in page
-    assert page.count("Not measured yet.") == 11 and page.startswith("# Results\n")
-    assert max(len(line) for line in page.splitlines()) <= 120
+    shown = page.page(tmp_path)
+    assert "### Simulated\n\n`python …`, 2 cores, today\n\n![padding-simulated](results/padding-simulated.png)" in shown
+    assert shown.count("Not measured yet.") == 9 and shown.startswith("# Results\n")
+    assert max(len(line) for line in shown.splitlines()) <= 120
 
 
 def test_every_chart_of_the_page_is_there() -> None:
-    docs = FOLDER.parents[1] / "docs"
-    pictures = re.findall(r"\]\((results/[^)]+)\)", (docs / "results.md").read_text())
-    assert len(pictures) >= 6 and all((docs / picture).exists() for picture in pictures)
+    pictures = re.findall(r"\]\((results/[^)]+)\)", (DOCS / "results.md").read_text())
+    assert len(pictures) >= 6 and all((DOCS / picture).exists() for picture in pictures)

@@ -1,28 +1,25 @@
 """The throughput benchmark: its arithmetic, and one short comparison of real training."""
 
 import argparse
-import importlib.util
 import inspect
 import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
-import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.common import interval, ratio_of_sums
+from benchmarks.throughput import comparison, devices, methods, report, rows, synthetic, training
 from megatron_dynapipe import config
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.plan.iteration import Totals
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.report.records import IterationRecord, RunRecord
 from megatron_dynapipe.sampling import GlobalBatch, LengthTable
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
+from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.helpers.random_dataset import make_dataset
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "throughput"
@@ -30,19 +27,10 @@ NAMES = ("num-layers", "encoder-num-layers", "decoder-num-layers")
 NAMES += ("seq-length", "decoder-seq-length", "max-position-embeddings")
 
 
-def script(monkeypatch, name: str) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    specification = importlib.util.spec_from_file_location(f"throughput_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-def test_ratios_are_of_sums_and_hold_their_interval(monkeypatch):
-    report = script(monkeypatch, "report")
-    low, value, high = report.interval([(100, 50), (100, 200), (300, 150)])
+def test_ratios_are_of_sums_and_hold_their_interval():
+    low, value, high = interval([(100, 50), (100, 200), (300, 150)], ratio_of_sums)
     assert value == pytest.approx(500 / 400) and low <= value <= high and low < high
-    assert report.interval([(7.0, 7.0)] * 5) == [1, 1, 1]
+    assert interval([(7.0, 7.0)] * 5) == [1, 1, 1]
 
 
 ABOUT = {"model": "t5", "size": "demo", "method": "planned", "layout": "1,1,2", "max_seq_len": 1536}
@@ -52,21 +40,17 @@ WARM_UP = RESULT | {"ms": 9000, "loss": 8.25, "predicted_ms": 500}
 TIMED = RESULT | {"loss": 8.0, "predicted_ms": 900}
 
 
-def test_a_row_leaves_the_warm_up_out(monkeypatch):
-    report = script(monkeypatch, "report")
+def test_a_row_leaves_the_warm_up_out():
     planned = {0: WARM_UP, 1: TIMED | {"ms": 500}}
     row = report.figures(ABOUT, {0: WARM_UP, 1: TIMED}, planned)
     assert (row["tokens_per_second"], row["ratio"], row["padding_efficiency"]) == (50, [0.5] * 3, 0.5)
     assert (row["first_loss"], row["idle"], row["prediction_error"]) == (8.25, 0.3, pytest.approx(0.1))
     table = report.table([row])
     head = "| t5 | 1,1,2 | 1,536 | planned | 50 | 0.500 (0.500–0.500) | 50.0% | 30% | 20 ms, 2.0% |"
-    assert f"{head} 3 | 8.250000 |" in table and "plan wait" not in table
-    table = report.table([row | {"plan_wait": 0.004}, row])
-    assert f"{head} 0.4% | 3 | 8.250000 |" in table and f"{head} – | 3 | 8.250000 |" in table
+    assert f"{head} 3 | 8.250000 |" in table
 
 
-def test_a_method_is_held_against_the_planned_runs_of_its_own_turns_and_tokens(monkeypatch):
-    report = script(monkeypatch, "report")
+def test_a_method_is_held_against_the_planned_runs_of_its_own_turns_and_tokens():
     planned = {0: WARM_UP, 1: TIMED, 2: TIMED | {"ms": 77}}
     unplanned = {"idle": [], "predicted_ms": None, "planning_ms": None}
     own = {0: WARM_UP, 1: TIMED | {"ms": 2000, "real_tokens": 25} | unplanned}
@@ -76,14 +60,13 @@ def test_a_method_is_held_against_the_planned_runs_of_its_own_turns_and_tokens(m
     assert "| – | – |" in report.table([row])
 
 
-def test_planning_is_a_share_of_the_iterations_that_were_timed(monkeypatch):
+def test_planning_is_a_share_of_the_iterations_that_were_timed():
     results = {0: WARM_UP | {"planning_ms": 5000.0}, 1: TIMED | {"planning_ms": 30.0}, 2: TIMED | {"planning_ms": 10.0}}
-    row = script(monkeypatch, "report").figures(ABOUT, results, results)
+    row = report.figures(ABOUT, results, results)
     assert (row["planning_ms"], row["planning_share"]) == (20, 0.02)
 
 
 def test_the_chart_has_a_panel_for_every_case(monkeypatch, tmp_path):
-    report = script(monkeypatch, "report")
     row = report.figures(ABOUT, {0: WARM_UP, 1: TIMED}, {0: WARM_UP, 1: TIMED})
     layouts = [row | {"layout": layout} for layout in ("1,1,2", "2,1,1")]
     drawn = []
@@ -97,8 +80,7 @@ def test_the_chart_has_a_panel_for_every_case(monkeypatch, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"throughput.json", "throughput.md", "throughput.png"}
 
 
-def test_layouts_and_lengths_are_read_and_multiplied(monkeypatch):
-    comparison = script(monkeypatch, "comparison")
+def test_layouts_and_lengths_are_read_and_multiplied():
     layouts = comparison.layouts_of("1,1,2; 2,1,1;1,1,2")
     assert [(str(layout), layout.ranks) for layout in layouts] == [("1,1,2", 2), ("2,1,1", 2)]
     cases = list(comparison.product(["t5", "gpt"], layouts, comparison.lengths_of("512,128")))
@@ -117,14 +99,12 @@ def test_layouts_and_lengths_are_read_and_multiplied(monkeypatch):
         ("lengths_of", "1", "got '1'"),
     ],
 )
-def test_a_wrong_layout_or_length_is_refused(monkeypatch, reads, text, says):
-    comparison = script(monkeypatch, "comparison")
+def test_a_wrong_layout_or_length_is_refused(reads, text, says):
     with pytest.raises(argparse.ArgumentTypeError, match=says):
         getattr(comparison, reads)(text)
 
 
-def test_a_maximum_length_truncates_and_leaves_shorter_targets(monkeypatch, tmp_path):
-    comparison = script(monkeypatch, "comparison")
+def test_a_maximum_length_truncates_and_leaves_shorter_targets(tmp_path):
     (tmp_path / "run.yaml").write_text("seq-length: 1536\ndecoder-seq-length: 264\nmax-position-embeddings: 1536\n")
     flags = ["--dynapipe-config", str(tmp_path / "run.yaml")]
 
@@ -149,14 +129,12 @@ def test_a_maximum_length_truncates_and_leaves_shorter_targets(monkeypatch, tmp_
         (3, [["b", "a", "c"], ["a", "d"]]),
     ],
 )
-def test_groups_hold_the_base_and_every_other_method_once(monkeypatch, together, expected):
-    comparison = script(monkeypatch, "comparison")
+def test_groups_hold_the_base_and_every_other_method_once(together, expected):
     assert comparison.groups(["b", "a", "c", "d"], "a", together) == expected
     assert comparison.groups(["a"], "a", together) == [["a"]]
 
 
 def test_sizes_follow_the_device(monkeypatch):
-    devices = script(monkeypatch, "devices")
     assert devices.machine_of("cpu") == devices.Machine(device="cpu")
     monkeypatch.setattr(devices, "count_gpus", lambda: 2)
     machine = devices.machine_of("auto")
@@ -172,9 +150,8 @@ def test_sizes_follow_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["t5", "gpt"])
-def test_run_files_for_gpus_fit_the_synthetic_mixture(monkeypatch, family):
+def test_run_files_for_gpus_fit_the_synthetic_mixture(family):
     """Every sample fits, and 2, 4, 8 and 16 stages have equally many layers."""
-    devices, synthetic = script(monkeypatch, "devices"), script(monkeypatch, "synthetic")
     flags = ["--dynapipe-config", str(devices.CONFIGS["gpu"][family])]
     value = {name: int(config.value_of(flags, name, "0")) for name in NAMES}
     inputs, targets = inspect.signature(synthetic.make).parameters["longest"].default
@@ -188,7 +165,6 @@ def test_run_files_for_gpus_fit_the_synthetic_mixture(monkeypatch, family):
 
 
 def test_a_synthetic_dataset_is_drawn_from_its_seed(monkeypatch, tmp_path):
-    synthetic = script(monkeypatch, "synthetic")
     monkeypatch.setattr(synthetic, "_tokenizer", lambda folder, vocabulary: None)
     sizes = {"samples": 400, "vocabulary": 64, "longest": (512, 60)}
     folders = [synthetic.make(tmp_path / name, **sizes, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
@@ -203,40 +179,21 @@ def test_a_synthetic_dataset_is_drawn_from_its_seed(monkeypatch, tmp_path):
         synthetic.make(folders[0], **sizes, seed=2)
 
 
-def test_the_wait_for_plans_is_read_from_a_run_s_records(monkeypatch, tmp_path):
-    waits = script(monkeypatch, "waits")
-    totals = Totals(samples=4, real_tokens=50, padded_positions=80, micro_batches=(2,), predicted_ns=900)
-    shape = Shape(4, 20)
-    run = RunRecord(world_size=2, stages=2, memory_limit_bytes=9, model_state_bytes=(), maximum=shape)
-    waited = [9000, 9000, 10, 30]
-    iterations = [
-        IterationRecord(
-            iteration=number, measured_ns=90, predicted_ns=90, plan_wait_ns=wait, totals=totals, shapes=(shape,)
-        )
-        for number, wait in enumerate(waited)
-    ]
-    lines = [msgspec.json.encode(record) for record in (run, *iterations)]
-    (tmp_path / "rank-0.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    assert waits.share_in(tmp_path) == pytest.approx(40 / 220)
-
-
-def test_methods_of_one_function_must_have_one_first_loss(monkeypatch):
-    report = script(monkeypatch, "report")
+def test_methods_of_one_function_must_have_one_first_loss():
     losses = {"planned": 8.0, "packed_rows": 8.00001, "packing": 9.0, "stock": 1.0}
     report.check_losses([{"method": name, "first_loss": loss} for name, loss in losses.items()])
     with pytest.raises(SystemExit, match="expected the same first loss"):
         report.check_losses([{"method": name, "first_loss": loss} for name, loss in {**losses, "uniform": 8.1}.items()])
 
 
-def test_a_demo_ends_in_a_sentence(monkeypatch):
+def test_a_demo_ends_in_a_sentence():
     speeds = {"planned": 6000.0, "packed_rows": 4000.0, "padding": 500.0}
     rows = [{"method": name, "tokens_per_second": speed} for name, speed in speeds.items()]
-    said = script(monkeypatch, "report").sentence(rows)
+    said = report.sentence(rows)
     assert "padded 500, packed into rows 4,000, planned 6,000 (12.00 × padding and 1.50 × packed_rows)" in said
 
 
-def test_slow_methods_train_fewer_batches(monkeypatch):
-    training = script(monkeypatch, "training")
+def test_slow_methods_train_fewer_batches():
 
     class Job:
         def __init__(self, ms):
@@ -253,12 +210,11 @@ def test_slow_methods_train_fewer_batches(monkeypatch):
 
 
 @pytest.mark.parametrize(("tokens", "kept"), [(7, ("abcd", "xyz")), (6, ("abcd", "xy")), (3, ("ab", "x"))])
-def test_a_long_sample_is_truncated_as_a_whole(monkeypatch, tokens, kept):
-    assert script(monkeypatch, "rows").joined("abcd", "xyz", tokens) == kept
+def test_a_long_sample_is_truncated_as_a_whole(tokens, kept):
+    assert rows.joined("abcd", "xyz", tokens) == kept
 
 
-def test_rows_of_2023_hold_every_token_once_within_both_limits(monkeypatch):
-    rows = script(monkeypatch, "rows")
+def test_rows_of_2023_hold_every_token_once_within_both_limits():
     draw = np.random.default_rng(3)
     samples = [(draw.integers(9, 99, n), draw.integers(9, 99, m)) for n, m in draw.integers(1, 30, (40, 2))]
     found = rows.rows_of_2023(samples, (64, 40))
@@ -271,8 +227,7 @@ def test_rows_of_2023_hold_every_token_once_within_both_limits(monkeypatch):
     assert sum(len(wanted) + 1 for _, wanted in whole) == sum(map(len, itertools.chain(*samples)))
 
 
-def test_equal_rows_cut_the_tokens_as_they_come(monkeypatch):
-    rows = script(monkeypatch, "rows")
+def test_equal_rows_cut_the_tokens_as_they_come():
     samples = [([1, 2, 3], [4]), ([5], [6, 7, 8])]
     assert rows.equal_rows(samples, 3).tolist() == [[1, 2, 3], [4, 5, 6]]
     assert rows.equal_rows(samples, 10).tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 1, 2]]  # too few tokens: from the front
@@ -280,9 +235,8 @@ def test_equal_rows_cut_the_tokens_as_they_come(monkeypatch):
     assert rows.equal_rows(samples, 5, multiple=2).tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 1, 2]]
 
 
-def test_every_method_plans(monkeypatch):
+def test_every_method_plans():
     """With its own settings over those of a run; ablations too."""
-    methods = script(monkeypatch, "methods")
     shape = ModelShape(family=ModelFamily.T5, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=512)
     costs = AnalyticCostModel(shape, A100_RATES, max_size=64, max_length=1024)
     run = PlannerSettings(

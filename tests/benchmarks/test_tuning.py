@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_choice_is_held_against_the_published_best_layout() -> None:
-    argv = [sys.executable, "benchmarks/tuning/run.py", "published", "--models", "gpt", "--lengths", "512"]
+    argv = [sys.executable, "-m", "benchmarks.tuning.run", "published", "--models", "gpt", "--lengths", "512"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -51,7 +51,7 @@ def test_profile_plan_train(model: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_gpu_script_runs_small_anywhere(tmp_path: Path) -> None:
-    run("benchmarks/profiles/run.py", "--output", str(tmp_path), "--small", "--models", "gpt")
+    run("-m", "benchmarks.cost_accuracy.run", "--output", str(tmp_path), "--size", "small", "--models", "gpt")
     figures = json.loads((tmp_path / "figures.json").read_text())["gpt"]
     assert figures["as profiled"]["iterations"] == 3 and figures["as profiled"]["mean_error"] < 2
     assert abs(figures["memory"]["error_of_both"][0]) < 0.2

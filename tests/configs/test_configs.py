@@ -57,8 +57,15 @@ def batches(kind: str) -> list[dict]:
     return [by_id[f"{kind}-s{longest}-t65536-b0"] for longest in (512, 1024, 2048)]
 
 
-def parse_and_plan(*, rank: int, world_size: int, config: str, gpus: int, data: str, batches: list[dict]) -> dict:
+def parse_and_plan_all(*, rank: int, world_size: int, cases: list[dict]) -> list[dict]:
+    return [parse_and_plan(**case) for case in cases]
+
+
+def parse_and_plan(config: str, gpus: int, data: str, batches: list[dict]) -> dict:
     """On a forked rank: the run file as torchrun would start it on `gpus` ranks, up to three plans."""
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.training import global_vars
+
     from megatron_dynapipe.integration.entry import runs
     from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
     from megatron_dynapipe.planning.planner import Planner
@@ -70,6 +77,8 @@ def parse_and_plan(*, rank: int, world_size: int, config: str, gpus: int, data: 
     if gpus > 2:
         sys.argv += ["--dynapipe-cluster", "configs/clusters/a100_40gb.yaml"]
     kind = ModelFamily("t5" if "t5" in Path(config).stem else "gpt")
+    global_vars.destroy_global_vars()  # of the run file before
+    unset_num_microbatches_calculator()
     args = runs.parse(kind)
     args.iteration = args.consumed_valid_samples = 0
     inputs = plan_inputs(args, runs.arguments.RunSettings.from_args(args), kind, on_cpu=gpus <= 2)
@@ -104,11 +113,20 @@ def test_every_config_has_a_number_of_gpus():
     assert sorted(path.stem for path in CONFIGS) == sorted(GPUS)
 
 
+@pytest.fixture(scope="module")
+def planned(data) -> dict[str, dict]:
+    """What all run files come to, parsed and planned one after another in one process."""
+    cases = [
+        {"config": str(path), "gpus": GPUS[path.stem], "data": str(data), "batches": batches(family(path))}
+        for path in CONFIGS
+    ]
+    (found,) = run_ranks(parse_and_plan_all, 1, {"cases": cases}, deadline_s=200)
+    return dict(zip((path.stem for path in CONFIGS), found, strict=True))
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_config_parses_and_its_plans_fit_the_device(path, data):
-    gpus = GPUS[path.stem]
-    arguments = {"config": str(path), "gpus": gpus, "data": str(data), "batches": batches(family(path))}
-    (found,) = run_ranks(parse_and_plan, 1, arguments, deadline_s=120)
+def test_a_config_parses_and_its_plans_fit_the_device(path, planned):
+    gpus, found = GPUS[path.stem], planned[path.stem]
     assert np.prod(found["layout"]) == gpus
     assert found["model_state_bytes"] < found["limit_bytes"]  # the plans were verified to fit beside it
     assert found["sequence_parallel"] == (found["layout"][1] > 1)
@@ -150,7 +168,7 @@ def test_a_tuned_layout_may_follow_a_model_file(data, tmp_path):
     both = tmp_path / "gpt_tuned.yaml"
     both.write_text(yaml.safe_dump(dict(keys_of(ROOT / "configs/gpt_6.7b_32layers.yaml")) | {"num-layers": 30} | keys))
     arguments = {"config": str(both), "gpus": 64, "data": str(data), "batches": batches("gpt")[:1]}
-    (found,) = run_ranks(parse_and_plan, 1, arguments, deadline_s=120)
+    ((found,),) = run_ranks(parse_and_plan_all, 1, {"cases": [arguments]}, deadline_s=120)
     tensor, pipeline = keys["tensor-model-parallel-size"], keys["pipeline-model-parallel-size"]
     assert found["layout"] == [64 // (tensor * pipeline), tensor, pipeline]
     assert keys["dynapipe-layers-per-stage"].count(",") == pipeline - 1

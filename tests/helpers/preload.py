@@ -22,7 +22,13 @@ cpu.enable()
 # After the platform: Megatron's modules take what is replaced by value. Some of these are imported late by every run.
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
-from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402, F401
+from transformers import (  # noqa: E402, F401
+    AutoTokenizer,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5ForConditionalGeneration,
+)
 
 import megatron_dynapipe.integration  # noqa: E402
 

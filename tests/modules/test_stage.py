@@ -72,13 +72,13 @@ def own_stages(rank: int, world_size: int) -> dict[str, Any]:
     part = Stage(module, batch_of(2, 3))
     pipeline = Pipeline(part, torch.optim.SGD(part.parameters(), lr=0.1), loss_fn, max_norm=0.5)
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-    found: dict[str, Any] = {"losses": [], "expected": [], "exchanges": []}
+    found: dict[str, Any] = {"losses": [], "expected": [], "learned": []}
     messages = count_messages()
     for size, length in SIZES:
         batch = batch_of(size, length)
-        before = part.tracker.exchanges
+        before = part.tracker.learned
         found["losses"].append(pipeline.step(batch).loss.item())
-        found["exchanges"].append((part.tracker.exchanges - before, messages.pop("text", 0)))
+        found["learned"].append((part.tracker.learned - before, messages.pop("texts", 0)))
         optimizer.zero_grad()
         total, count = loss_fn(whole(batch["ids"], batch["scale"]), batch)
         (total / count).backward()
@@ -91,18 +91,17 @@ def own_stages(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def count_messages() -> dict[str, int]:
-    """Count texts that pass between stages from now on."""
+    """Count how often ranks tell each other texts from now on."""
     from megatron_dynapipe.runtime.control_group import ControlGroup
 
     counts: dict[str, int] = {}
-    for name in ("send_text", "receive_text"):
-        original = getattr(ControlGroup, name)
+    original = ControlGroup.gather_texts
 
-        def counted(*arguments: Any, original: Any = original) -> Any:
-            counts["text"] = counts.get("text", 0) + 1
-            return original(*arguments)
+    def counted(control: Any, text: str) -> list[str]:
+        counts["texts"] = counts.get("texts", 0) + 1
+        return original(control, text)
 
-        setattr(ControlGroup, name, counted)
+    ControlGroup.gather_texts = counted
     return counts
 
 
@@ -111,7 +110,8 @@ def test_shapes_are_exchanged_once_for_each_new_one():
     for found in ranks:
         assert found["losses"] == pytest.approx(found["expected"], abs=1e-5)
         # (4, 6): two micro-batches of 2; (3, 6): one of 2, known, and one of 1; (4, 9): new
-        assert found["exchanges"] == [(1, 1), (0, 0), (1, 1), (0, 0), (1, 1), (0, 0)]
+        # two stages say what they send, after all have said what is new to them
+        assert found["learned"] == [(1, 3), (0, 0), (1, 3), (0, 0), (1, 3), (0, 0)]
     assert torch.equal(ranks[0]["table"], ranks[1]["table"])
     assert ranks[0]["names"] == ["table.weight", "layer.weight", "layer.bias"]
 
@@ -154,9 +154,9 @@ def one_side_changes(rank: int, world_size: int) -> dict[str, Any]:
     if rank == 0:
         part.tracker._known.clear()
     found["losses"].append(pipeline.run(wide[::2]).loss.item())
-    before = part.tracker.exchanges
+    before = part.tracker.learned
     found["losses"].append(pipeline.run(wide[::2]).loss.item())
-    found["exchanges at last"] = part.tracker.exchanges - before
+    found["learned at last"] = part.tracker.learned - before
     return found
 
 
@@ -175,7 +175,7 @@ def test_a_side_that_changes_alone_holds_up_no_other():
     for found in run_ranks(one_side_changes, 3):
         assert "stage 1 cannot run a batch of these shapes" in found["said"]
         assert found["losses"] == pytest.approx([found["losses"][0]] * 4, rel=1e-6)
-        assert found["exchanges at last"] == 0
+        assert found["learned at last"] == 0
 
 
 def saved_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def given_shapes(rank: int, world_size: int) -> dict[str, Any]:
         pipeline = Pipeline(part, None, squares, micro_batches=3, tensor_shapes=given)
         messages.clear()
         found[name] = pipeline.step({"x": x}).loss.item()
-        found[f"{name} messages"] = messages.get("text", 0)
+        found[f"{name} messages"] = messages.get("texts", 0)
     broken = Stage(Broken(rank) if rank == 1 else Plain(rank), {"x": x})
     try:
         Pipeline(broken, None, squares, timeout_s=30).step({"x": x})
@@ -245,8 +245,8 @@ def test_shapes_that_are_given_need_no_message():
     x = torch.linspace(-1, 1, 24).view(6, 4)
     first, second, third = Plain(0), Plain(1), Plain(2)
     expected = third(second(first(x))).square().sum().item() / 6
-    for rank, found in enumerate(run_ranks(given_shapes, 3)):
+    for found in run_ranks(given_shapes, 3):
         assert [found["exchanged"], found["fixed"], found["by batch"]] == pytest.approx([expected] * 3, rel=1e-5)
         assert found["fixed messages"] == found["by batch messages"] == 0
-        assert found["exchanged messages"] == (2 if rank == 1 else 1), "one received, one sent in the middle"
+        assert found["exchanged messages"] == 4, "what is new, and what each stage sends"
         assert "stage 1 cannot run a batch of these shapes" in found["broken"]

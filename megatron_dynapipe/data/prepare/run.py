@@ -72,10 +72,11 @@ def prepare_mixture(
     """
     try:
         output = output.resolve()
-        with staging_folder(output) as folder:
-            return _prepare(mixture, sources, output, settings, folder, show_progress)
     except RuntimeError as error:  # links that lead to one another
         raise DataError(f"cannot write {output}: {error}") from error
+    try:
+        with staging_folder(output) as folder:
+            return _prepare(mixture, sources, output, settings, folder, show_progress)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(f"{error.filename or output}: {error.strerror or error}") from error
@@ -96,52 +97,55 @@ def _prepare(
     old = folder / staging_files.OLD
     restore_folder(output, aside=old)
     _delete_replaced(old)
-    replaced = _replaceable(output)
+    before = _dataset_at(output)
     check_first_rows(mixture, sources, settings)
     recipe = _recipe(mixture, sources, settings)
-    is_new = replaced is None or replaced.recipe != recipe
-    if replaced is None or is_new:
-        meta, notes = _made(mixture, sources, settings, folder, recipe, show_progress)
-        _replaceable(output)  # it took long
-        replace_folder(folder / staging_files.FINISHED, output, aside=old)
-        if replaced is not None and replaced.content_hash != meta.content_hash:
-            held = sum(replaced.split_samples.values())
-            notes += (f"replaced another dataset in {output}: {held} samples of {replaced.source}",)
-    else:
-        meta, notes = replaced, ()
+    if before is not None and before.recipe == recipe:
+        clear(folder)
+        return Prepared(meta=before, is_new=False)
+    _check_replaceable(output)
+    meta, notes = _made(mixture, sources, settings, folder, recipe, show_progress)
+    _check_replaceable(output)  # that took long
+    replace_folder(folder / staging_files.FINISHED, output, aside=old)
     _delete_replaced(old)
     clear(folder)
-    return Prepared(meta=meta, is_new=is_new, notes=notes)
+    if before is not None and before.content_hash != meta.content_hash:
+        held = sum(before.split_samples.values())
+        notes += (f"replaced another dataset in {output}: {held} samples of {before.source}",)
+    return Prepared(meta=meta, notes=notes)
 
 
 def _delete_replaced(old: Path) -> None:
     delete_folder(old, FILES)
     if old.exists():
         raise DataError(
-            f"expected {old} to hold nothing but the dataset that was replaced, it does", hint="move it away"
+            f"expected {old} to hold only the dataset that was replaced, it holds other files", hint="move them away"
         )
 
 
-def _replaceable(output: Path) -> DatasetMeta | None:
-    """The dataset that will be replaced, None if nothing is there; raises DataError where it is anything else."""
+def _dataset_at(output: Path) -> DatasetMeta | None:
+    """The dataset that is there, None if nothing is; raises DataError where it is anything else."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     try:
-        meta = read_meta(output)
+        return read_meta(output)
     except DataError as error:
         raise DataError(
             f"expected {output} to be absent, empty or a dataset folder, it is something else: {error.message}",
             hint="choose another folder",
         ) from error
+
+
+def _check_replaceable(output: Path) -> None:
+    """Raise a DataError where a dataset's folder holds other files, too, or may not be changed."""
     if others := strangers(output, FILES):
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise DataError(
             f"expected nothing but a dataset in {output}, which is to be replaced, found {', '.join(others[:5])}{more}",
             hint="move that away, or choose another folder",
         )
-    if not os.access(output, os.W_OK):
+    if output.exists() and not os.access(output, os.W_OK):
         raise DataError(f"cannot replace {output}: it is read-only", hint="choose another folder")
-    return meta
 
 
 def _recipe(mixture: Mixture, sources: Sequence[Source], settings: PrepareSettings) -> str:

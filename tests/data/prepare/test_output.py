@@ -63,6 +63,7 @@ def test_files_beside_a_dataset_are_named_and_stay(tmp_path: Path, made: dict[st
     with pytest.raises(DataError, match=f"expected nothing but a dataset in .*data, .* found {name}") as caught:
         prepare(folder, text_samples(30))
     assert "move that away" in str(caught.value)
+    prepare(folder)  # made of the same already: nothing is to be replaced
     assert files(folder) == made | {name: b"mine"}
     assert names(tmp_path) == ["data"]
 

@@ -50,7 +50,7 @@ def train(name: str, folder: Path, flags: str, *, ranks: int) -> dict[str, float
 @pytest.mark.parametrize(
     ("name", "flags", "ranks"),
     [
-        pytest.param("gpt2", "", 1, id="gpt2"),
+        pytest.param("gpt2", "", 1, id="gpt2", marks=pytest.mark.slow),
         pytest.param("llama", TWO, 2, id="llama, 2 stages"),
         pytest.param("t5-v1.1", TWO, 2, id="t5-v1.1, 2 stages"),
         pytest.param("gpt2", TWO, 2, id="gpt2, 2 stages", marks=pytest.mark.slow),

@@ -77,7 +77,11 @@ def data(tmp_path_factory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "set")
 
 
-DAILY = ("t5, relative, one rank to two stages of two chunks", "gpt, rotary, layers 3 + 1 to sequence parallelism")
+DAILY = (
+    "t5, relative, one rank to two stages of two chunks",
+    "gpt, two chunks to two replicas, distributed optimizer",
+    "gpt, rotary, layers 3 + 1 to sequence parallelism",
+)
 ROWS = [pytest.param(*row, id=name, marks=[] if name in DAILY else pytest.mark.slow) for name, row in CASES.items()]
 
 

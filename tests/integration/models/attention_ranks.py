@@ -62,11 +62,13 @@ def run(attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> lis
     return [result.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def compare(
-    rank: int, world_size: int, mask: str, causal: bool, groups: int, options: dict[str, object], bf16: bool
-) -> list[float]:
-    """Largest difference of result and gradients between ours and Megatron's."""
+def compare_all(rank: int, world_size: int, cases: list[tuple]) -> list[list[float]]:
     start()
+    return [compare(*case) for case in cases]
+
+
+def compare(mask: str, causal: bool, groups: int, options: dict[str, object], bf16: bool) -> list[float]:
+    """Largest difference of result and gradients between ours and Megatron's."""
     model_config = config(num_query_groups=groups, bf16=bf16, **options)
     scale = options.get("softmax_scale")
     kind = AttnMaskType.causal if causal else AttnMaskType.padding
@@ -85,9 +87,13 @@ def compare(
     return [(a.float() - b.float()).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
 
 
-def compare_bias(rank: int, world_size: int, mask: str, causal: bool) -> list[float]:
-    """Largest difference of result and gradients, the bias's too, between ours and the formula."""
+def compare_biases(rank: int, world_size: int, cases: list[tuple[str, bool]]) -> list[list[float]]:
     start()
+    return [compare_bias(*case) for case in cases]
+
+
+def compare_bias(mask: str, causal: bool) -> list[float]:
+    """Largest difference of result and gradients, the bias's too, between ours and the formula."""
     forbidden = MASKS[mask]()
     keys = QUERIES if forbidden is None else forbidden.size(3)
     tensors, bias = inputs(keys), torch.randn(1, HEADS, QUERIES, keys)

@@ -135,10 +135,19 @@ def run_chain(stages: list[T5Stage], batch: T5StageInputs) -> float:
     return loss.item()
 
 
+def check_all(rank: int, world_size: int, check: str, cases: list[dict[str, object]]) -> None:
+    """One of the checks below, on one rank and stage."""
+    groups = start(T5Split.of(1, 1, 1))
+    for case in cases:
+        try:
+            globals()[check](groups, **case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
 def check_chains(
-    rank: int, world_size: int, encoder: int, decoder: int, splits: list[list[int]], positions: str, tied: bool
+    _: ProcessGroupCollection, encoder: int, decoder: int, splits: list[list[int]], positions: str, tied: bool
 ) -> None:
-    start(T5Split.of(encoder, decoder, 1))
     options = options_of(positions, tied=tied)
     whole = build(T5Split.of(encoder, decoder, 1), 0, config(encoder), options)
     expected_loss = sum(run_chain([whole], batch_of(shape, i)) for i, shape in enumerate(SHAPES))
@@ -172,10 +181,9 @@ def _check_marks(stages: list[T5Stage]) -> None:
 
 
 def check_against_megatrons(
-    rank: int, world_size: int, encoder: int, decoder: int, positions: str, tied: bool, attention: str
+    groups: ProcessGroupCollection, encoder: int, decoder: int, positions: str, tied: bool, attention: str
 ) -> None:
     """Our one-stage T5 and Megatron's, with the same weights, have the same logits, losses and gradients."""
-    groups = start(T5Split.of(encoder, decoder, 1))
     options = options_of(positions, tied=tied, attention=attention)
     ours = build(T5Split.of(encoder, decoder, 1), 0, config(encoder), options)
     layers = {}

@@ -1,5 +1,3 @@
-import pytest
-
 from tests.helpers.processes import run_ranks
 
 
@@ -10,6 +8,7 @@ def call(rank: int, world_size: int, function: str, **arguments: object) -> obje
     return getattr(attention_ranks, function)(rank, world_size, **arguments)
 
 
+IN_FP32 = {"attention_softmax_in_fp32": True}
 # mask, causal attention, groups of keys and values, options of the configuration, bf16
 LIKE_MEGATRONS = {
     "no mask": ("none", False, 4, {}, False),
@@ -21,32 +20,26 @@ LIKE_MEGATRONS = {
     "two groups": ("decoder", True, 2, {}, False),
     "one group, no mask": ("none", True, 1, {}, False),
     "a scale of its own": ("encoder", False, 4, {"softmax_scale": 0.7}, False),
-    "scaled by layer": (
-        "decoder",
-        True,
-        4,
-        {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True},
-        False,
-    ),
-    "bf16": ("decoder", True, 4, {"attention_softmax_in_fp32": True}, True),
+    "scaled by layer": ("decoder", True, 4, {"apply_query_key_layer_scaling": True, **IN_FP32}, False),
+    "bf16": ("decoder", True, 4, IN_FP32, True),
 }
 
 
-@pytest.mark.parametrize(
-    ("mask", "causal", "groups", "options", "bf16"), LIKE_MEGATRONS.values(), ids=LIKE_MEGATRONS.keys()
-)
-def test_it_computes_what_megatrons_local_attention_does(mask, causal, groups, options, bf16):
-    case = {"mask": mask, "causal": causal, "groups": groups, "options": options, "bf16": bf16}
-    differences = run_ranks(call, 1, {"function": "compare", **case})[0]
-    assert max(differences) < (0.05 if bf16 else 1e-5)
+# mask, causal attention
+WITH_BIAS = [("none", False), ("none", True), ("encoder", False), ("decoder", True), ("cross", False)]
 
 
-@pytest.mark.parametrize(
-    ("mask", "causal"), [("none", False), ("none", True), ("encoder", False), ("decoder", True), ("cross", False)]
-)
-def test_a_bias_is_added_to_the_scaled_scores(mask, causal):
-    differences = run_ranks(call, 1, {"function": "compare_bias", "mask": mask, "causal": causal})[0]
-    assert max(differences) < 1e-5
+def test_it_computes_what_megatrons_local_attention_does():
+    found = run_ranks(call, 1, {"function": "compare_all", "cases": list(LIKE_MEGATRONS.values())})[0]
+    for (name, case), differences in zip(LIKE_MEGATRONS.items(), found, strict=True):
+        bf16 = case[-1]
+        assert max(differences) < (0.05 if bf16 else 1e-5), name
+
+
+def test_a_bias_is_added_to_the_scaled_scores():
+    found = run_ranks(call, 1, {"function": "compare_biases", "cases": WITH_BIAS})[0]
+    for case, differences in zip(WITH_BIAS, found, strict=True):
+        assert max(differences) < 1e-5, case
 
 
 def test_dropout():

@@ -28,21 +28,14 @@ def call(rank: int, world_size: int, function: str, **arguments):
 
 
 DAILY = ("learned positions", "relative, untied")
-CHAINS = [
-    pytest.param(
-        *SPLITS[split], *MODELS[model], id=f"{split}, {model}", marks=[] if model in DAILY else pytest.mark.slow
-    )
-    for split in SPLITS
-    for model in MODELS
-]
+SLOW = [model for model in MODELS if model not in DAILY]
 
 
-@pytest.mark.parametrize(("encoder", "decoder", "splits", "positions", "tied"), CHAINS)
-def test_stages_chained_in_one_process_have_the_loss_and_gradients_of_one_stage(
-    encoder, decoder, splits, positions, tied
-):
-    case = {"encoder": encoder, "decoder": decoder, "splits": splits, "positions": positions, "tied": tied}
-    run_ranks(call, 1, {"function": "check_chains", **case})
+@pytest.mark.parametrize("models", [DAILY, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["daily", "others"])
+def test_stages_chained_in_one_process_have_the_loss_and_gradients_of_one_stage(models):
+    names = ("encoder", "decoder", "splits", "positions", "tied")
+    cases = [dict(zip(names, (*SPLITS[split], *MODELS[model]), strict=True)) for split in SPLITS for model in models]
+    run_ranks(call, 1, {"function": "check_all", "check": "check_chains", "cases": cases})
 
 
 WITH_ATTENTION = [
@@ -50,10 +43,10 @@ WITH_ATTENTION = [
 ] + [("relative", True, "sdpa"), ("relative", False, "sdpa")]
 
 
-@pytest.mark.parametrize(("positions", "tied", "attention"), WITH_ATTENTION)
-def test_one_stage_is_megatrons_own_t5(positions, tied, attention):
-    case = {"positions": positions, "tied": tied, "attention": attention}
-    run_ranks(call, 1, {"function": "check_against_megatrons", "encoder": 2, "decoder": 3, **case})
+def test_one_stage_is_megatrons_own_t5():
+    names = ("positions", "tied", "attention")
+    cases = [{"encoder": 2, "decoder": 3} | dict(zip(names, case, strict=True)) for case in WITH_ATTENTION]
+    run_ranks(call, 1, {"function": "check_all", "check": "check_against_megatrons", "cases": cases})
 
 
 def trained(split: list[int], tensor_parallel: int = 1, chunks: int = 1, **case: object) -> dict[str, torch.Tensor]:
@@ -104,8 +97,15 @@ LAYOUTS = {
     "two stages on two tensor ranks each": ([3, 1], 2, 1),
 }
 FOR_ALL_MODELS = ("four stages", "two stages of two chunks", "two stages on two tensor ranks each")
+EVERY_DAY = {
+    ("boundary inside a stage", "learned positions"),
+    ("three stages on two tensor ranks each", "learned positions"),
+    ("two stages of two chunks", "relative, untied"),
+    ("four stages", "relative"),
+    ("two stages on two tensor ranks each", "rotary"),
+}
 CASES = [
-    (layout, model)
+    pytest.param(layout, model, marks=[] if (layout, model) in EVERY_DAY else pytest.mark.slow)
     for model in MODELS
     for layout in LAYOUTS
     if model == "learned positions" or layout in FOR_ALL_MODELS
@@ -121,14 +121,14 @@ def test_a_checkpoint_loads_in_every_layout_and_gives_the_same_gradients(of_two_
     assert_close(trained(split, tensor_parallel, chunks, **case), expected, 1e-5)
 
 
-SEQUENCE_PARALLEL = {
-    "learned positions": ("learned positions", "LayerNorm", [1, 3]),
-    "relative, boundary inside a stage": ("relative", "LayerNorm", [3, 1]),
-    "rotary, RMSNorm": ("rotary", "RMSNorm", [2, 2]),
-}
+SEQUENCE_PARALLEL = [
+    pytest.param("learned positions", "LayerNorm", [1, 3], id="learned positions", marks=pytest.mark.slow),
+    pytest.param("relative", "LayerNorm", [3, 1], id="relative, boundary inside a stage"),
+    pytest.param("rotary", "RMSNorm", [2, 2], id="rotary, RMSNorm", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(("model", "norm", "split"), SEQUENCE_PARALLEL.values(), ids=SEQUENCE_PARALLEL.keys())
+@pytest.mark.parametrize(("model", "norm", "split"), SEQUENCE_PARALLEL)
 def test_sequence_parallelism_gives_the_same_gradients(of_two_stages, model, norm, split):
     folder, expected = of_two_stages(model, normalization=norm)
     positions, tied = MODELS[model]
@@ -144,7 +144,7 @@ RECOMPUTED = {
 
 
 @pytest.mark.parametrize("changes", RECOMPUTED.values(), ids=RECOMPUTED.keys())
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_tables_of_relative_positions_get_their_gradients_under_recomputation(of_two_stages, changes, tensor_parallel):
     folder, expected = of_two_stages("relative")
     case = {"load": str(folder), "positions": "relative", "changes": changes}

@@ -1,6 +1,6 @@
 """The charts of the experiments: lines over sizes, and horizontal bars, in one hand."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -83,6 +83,30 @@ def bars(axis: Axes, values: Mapping[str, float | None], *, title: str, x: str, 
     axis.set_title(title, fontsize=10)
     axis.set_xlabel(x)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def sweep(
+    cells: Iterable[tuple[str, str, int, float | None]],
+    *,
+    x: str,
+    y: str,
+    rows: int = 1,
+    name: Callable[[int], str] = str,
+    width: float = 4.2,
+    height: float = 3.2,
+) -> tuple[Figure, dict[str, Axes]]:
+    """Lines over places from cells (panel, series, place, value), panels and series in the order of the cells."""
+    found: dict[str, dict[str, dict[int, float | None]]] = {}
+    for panel, series, place, value in cells:
+        found.setdefault(panel, {}).setdefault(series, {})[place] = value
+    figure, axes = canvas(rows, len(found) // rows, width=width, height=height)
+    panels = dict(zip(found, [axis for row in axes for axis in row], strict=True))
+    for panel, axis in panels.items():
+        places = sorted({place for values in found[panel].values() for place in values})
+        series = {each: [values.get(place) for place in places] for each, values in found[panel].items()}
+        lines(axis, [name(place) for place in places], series, title=panel, x=x, y=y)
+    legend(figure, axes)
+    return figure, panels
 
 
 def legend(figure: Figure, panels: Sequence[Sequence[Axes]], *, width: float = 1.7) -> None:

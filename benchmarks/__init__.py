@@ -1,0 +1,1 @@
+"""Scripts that measure; `python -m benchmarks.FOLDER.SCRIPT` in the repository's root runs one."""

@@ -1,0 +1,88 @@
+"""What a setting of the planner costs or gains: predicted time of every batch over that of plans without it.
+
+    python benchmarks/planning/variants.py chunks|transfers [--settings t5:1,2,4 …] [--chunks 2]
+
+chunks: a searched order of several chunks on each rank over interleaved 1F1B on the best of the same cuts, and over a
+searched order with one chunk. transfers: plans under the rules of transfers on GPUs over plans under gloo's, and how
+many of the latter would stall where a send's start waits for its channel's previous message. Printed are the geometric
+mean and the worst batch; batches without a plan under one of them are left out of its column.
+"""
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cases import batches, planner
+
+from megatron_dynapipe.errors import PlanError, PlanningError
+from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, TransferRules
+from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+
+SETTINGS = ("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "t5:1,1,8", "t5:1,2,4", "t5:1,4,2")
+RULES = {
+    "0 early": TransferRules(receive_ahead=0),
+    "1 early": TransferRules(receive_ahead=1),
+    "ordered": TransferRules(ordered_starts=True),
+    "1, ordered": TransferRules(receive_ahead=1, ordered_starts=True),
+    "0, ordered": CUDA_RULES,
+}
+Plans = list[IterationPlan | None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("variant", choices=("chunks", "transfers"))
+    parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
+    parser.add_argument("--chunks", type=int, help="of every rank (chunks: 2, transfers: 1)")
+    args = parser.parse_args()
+    for setting in args.settings:
+        if args.variant == "chunks":
+            chunks = args.chunks or 2
+            plain = plans(setting, chunks=chunks, schedule=ScheduleSettings(method="1f1b"))
+            found = plans(setting, chunks=chunks)
+            columns = {"over interleaved 1F1B": (found, plain), "over one chunk": (found, plans(setting))}
+            print(row(setting, columns), flush=True)
+        else:
+            base = plans(setting, chunks=args.chunks or 1)
+            ruled = {name: plans(setting, chunks=args.chunks or 1, transfers=rules) for name, rules in RULES.items()}
+            print(row(setting, {name: (found, base) for name, found in ruled.items()}), end="")
+            print(f"  stalls {sum(plan is not None and stalls(plan) for plan in base)}", flush=True)
+
+
+def plans(setting: str, **changes: Any) -> Plans:
+    """A plan of every batch; None where there is none."""
+    planned_by = planner(setting, **changes)
+    made: Plans = []
+    for batch in batches(setting.partition(":")[0]):
+        try:
+            made.append(planned_by.plan(batch, 0))
+        except PlanningError:
+            made.append(None)
+    return made
+
+
+def row(
+    setting: str, columns: Mapping[str, tuple[Sequence[IterationPlan | None], Sequence[IterationPlan | None]]]
+) -> str:
+    """One setting: of each column's plans the time over that of the others."""
+    cells = []
+    for name, pair in columns.items():
+        both = [(own, other) for own, other in zip(*pair, strict=True) if own is not None and other is not None]
+        ratios = [own.totals.predicted_ns / other.totals.predicted_ns for own, other in both]
+        cells.append(f"{name} {statistics.geometric_mean(ratios):.3f}, {max(ratios):.3f} ({len(ratios)})")
+    return "  ".join([f"{setting:10}", *cells])
+
+
+def stalls(plan: IterationPlan) -> bool:
+    try:
+        verify(plan, ordered_starts=True)
+    except PlanError:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    main()
