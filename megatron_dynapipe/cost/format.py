@@ -7,6 +7,7 @@ under `provenance`; the published files have neither.
 """
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -176,6 +177,11 @@ def read_file(path: Path) -> tuple[CostFile, bytes]:
 def _is_pickle(data: bytes) -> bool:
     """By its first byte from protocol 2 on; older ones end with a full stop, as no JSON does."""
     return data.startswith(b"\x80") or (data[:1] in (b"(", b"c", b"]", b"}") and data.endswith(b"."))
+
+
+def is_cost_file(head: bytes) -> bool:
+    """Whether bytes begin as those of a cost model file do, of whatever version."""
+    return re.match(rb'\s*\{\s*"format"\s*:\s*"dynapipe-cost-model/', head) is not None
 
 
 def decode_file(data: bytes, *, origin: str) -> CostFile:

@@ -97,7 +97,7 @@ class LayerTables:
         state: parameter bytes of a layer.
         separate: the values, `ABSENT` from each row by itself: costs of packed rows are derived from them. None where
             they do not differ from `values`.
-        packed: costs of packed rows, where they are known of themselves.
+        packed: costs of packed rows; None where they are derived from `separate`.
         peak_covers_backward: the peaks are those of the forward and of the backward, and count while either runs;
             else those of the forward alone.
         of_stages: int64 `[virtual stages, len(Row), sizes, inputs, targets]`, where the layers of stages differ: what

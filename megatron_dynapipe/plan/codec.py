@@ -26,6 +26,11 @@ _HEADER = struct.Struct(f">{len(MAGIC)}sH{DIGEST_BYTES}s")
 _encoder = msgspec.msgpack.Encoder()
 
 
+def is_plan(head: bytes) -> bool:
+    """Whether bytes begin as a plan's do, of whatever version."""
+    return head.startswith(MAGIC)
+
+
 def digest(plan: IterationPlan) -> str:
     """The plan's identity: 32 hexadecimal digits, equal exactly when the plans are equal."""
     return _checksum(_encoder.encode(plan)).hex()

@@ -34,7 +34,7 @@ def packed_shape(family: ModelFamily, input_tokens: Sequence[int], target_tokens
 
 
 def holds_row(family: ModelFamily, micro_batch: MicroBatch) -> bool:
-    """Whether a packed micro-batch's shape has room for its samples; plans may round rows up to more than a little."""
+    """Whether a packed micro-batch's shape has room for its samples; rows may be longer than their samples need."""
     least, shape = packed_shape(family, micro_batch.input_lengths, micro_batch.target_lengths), micro_batch.shape
     lengths = zip(least[1:], shape[1:], strict=True)
     fits = all(needed <= given and given % LENGTH_MULTIPLE == 0 for needed, given in lengths)

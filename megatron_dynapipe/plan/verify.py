@@ -17,7 +17,7 @@ from megatron_dynapipe.plan.verify_samples import check_samples
 from megatron_dynapipe.plan.verify_transfers import check_pairing, check_progress, check_shapes
 
 FastVerify = Callable[[Dimensions, Sequence[Sequence[Instruction]]], Steps | None]
-"""A faster verification of instruction lists by the same rules; None where they do not hold, or it cannot tell."""
+"""A faster verification of instruction lists by the same rules; None for lists that it does not accept."""
 
 
 def verify(

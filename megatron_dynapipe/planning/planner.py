@@ -23,9 +23,8 @@ from megatron_dynapipe.planning.baselines import PartitionAlgorithm, baseline_pa
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.native import fast_verify
-from megatron_dynapipe.planning.ordering import candidate_orders
 from megatron_dynapipe.planning.packed_baselines import packed_partitions
-from megatron_dynapipe.planning.partition import OrderedPartitions, partition
+from megatron_dynapipe.planning.partition import OrderedPartitions, candidate_orders, partition
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits_alone
 from megatron_dynapipe.planning.scheduling import ScheduledBatch, schedule_batch

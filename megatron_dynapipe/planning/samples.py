@@ -1,5 +1,6 @@
 """A global batch as the planner sees it, and why one cannot be planned."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -76,6 +77,20 @@ class Samples:
             )
         inputs, targets = np.full_like(self.inputs, wanted[0]), np.full_like(self.targets, wanted[1])
         return replace(self, inputs=inputs, targets=targets)
+
+
+def batch_of_positions(lengths: Sequence[int], iteration: int) -> GlobalBatch:
+    """A global batch of samples of so many positions, for `Planner.plan`; sample ids are places in it.
+
+    A sample of n positions counts as n + 1 tokens: a decoder-only one trains on one position less than it has.
+    """
+    tokens = np.asarray(lengths, np.int32) + 1
+    return GlobalBatch(
+        iteration=iteration,
+        sample_ids=np.arange(len(tokens)),
+        input_lengths=tokens,
+        target_lengths=np.zeros_like(tokens),
+    )
 
 
 def round_up_all(positions: IntArray, multiple: int = LENGTH_MULTIPLE) -> IntArray:

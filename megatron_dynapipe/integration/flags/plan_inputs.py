@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, even_split
-from megatron_dynapipe.cost.devices import rates_of
+from megatron_dynapipe.cost.analytic import rates_of
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
