@@ -34,6 +34,12 @@ struct Problem {
     int64_t replicas;
     int64_t row_multiple = 8;      // positions of packed rows are rounded up to it
     int64_t sizes_per_octave = 0;  // sizes of padded micro-batches from one to its double; 0 allows any
+    // Where samples are cut: a sample of the problem may be a piece of one. The pieces of a chain follow one another.
+    std::vector<int32_t> chains;  // [samples] the chain that it is a piece of, -1 for a whole one; empty where none is cut
+    std::vector<int64_t> extras;  // [modes][samples][kEncoderRows] what a piece costs one layer besides its share
+
+    bool is_cut() const { return !chains.empty(); }
+    bool is_piece(int32_t sample) const { return is_cut() && chains[sample] >= 0; }
 
     // Whether a padded micro-batch may have so many samples (planning/buckets.py).
     bool allows_size(int64_t size) const;
@@ -45,6 +51,9 @@ struct Problem {
     // Whether whatever fits with `other` in flight fits with `option`.
     bool allows(size_t option, size_t other) const;
     void check() const;
+
+private:
+    void check_chains() const;
 };
 
 }  // namespace dynapipe

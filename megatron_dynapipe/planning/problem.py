@@ -56,6 +56,9 @@ class BatchProblem:
         peak_covers_backward: as in `ScheduleProblem`.
         transfers: when transfers are started, and what a start waits for.
         buckets: what shapes may be; inputs and targets are in its steps already.
+        chains: int32[samples], where samples are cut: which one each is a piece of, -1 for whole ones. Pieces of one
+            follow one another.
+        piece_costs: int64[modes, samples, 4], what pieces cost one layer besides (`cost.pieces`).
     """
 
     inputs: IntArray
@@ -75,6 +78,8 @@ class BatchProblem:
     peak_covers_backward: bool = False
     transfers: TransferRules = GLOO_RULES
     buckets: ShapeBuckets = ANY_SHAPE
+    chains: npt.NDArray[np.int32] | None = None
+    piece_costs: IntArray | None = None
 
     @cached_property
     def native(self) -> core.BatchProblem:
@@ -112,6 +117,8 @@ class BatchProblem:
                 **native_rules(self.transfers),
                 row_multiple=self.buckets.row_multiple,
                 sizes_per_octave=self.buckets.sizes_per_octave,
+                chains=np.zeros(0, np.int32) if self.chains is None else self.chains,
+                extras=np.zeros(0, np.int64) if self.piece_costs is None else self.piece_costs.ravel(),
             )
         except ValueError as error:
             raise PlanningError(f"the batch cannot be planned: {error}") from error
