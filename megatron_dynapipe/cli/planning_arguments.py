@@ -78,6 +78,14 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, models: Sequence[st
         default="auto",
         help="samples of a micro-batch padded, packed into one row, or whichever is faster (default: auto)",
     )
+    parser.add_argument(
+        "--slices",
+        type=_slices,
+        default="auto",
+        metavar="auto|off|N",
+        help="cut long samples of decoder-only models along their sequence: where that is faster, never, or into pieces "
+        "of N positions at most (default: auto)",
+    )
     _add_bucket_arguments(parser)
     parser.add_argument("--devices-per-node", type=positive, default=8, metavar="N")
     _add_transfer_arguments(parser)
@@ -89,6 +97,14 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, models: Sequence[st
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _slices(text: str) -> str | int:
+    if text in ("auto", "off"):
+        return text
+    if not text.isdecimal() or int(text) < LENGTH_MULTIPLE:
+        raise argparse.ArgumentTypeError(f"expected auto, off or at least {LENGTH_MULTIPLE} positions, got {text!r}")
+    return int(text)
 
 
 def _segments(models: Sequence[str]) -> str:
@@ -244,6 +260,7 @@ def planner_settings(
         distributed_optimizer=args.distributed_optimizer,
         recompute=_recompute(args.recompute),
         micro_batch_layouts=tuple(BatchLayout) if args.layout == "auto" else (BatchLayout(args.layout),),
+        slices=args.slices,
         network=network_of(args, cost_model.links),
         scatter_gather=ScatterGather(args.scatter_gather),
         schedule=schedule_of(args, schedule),

@@ -31,7 +31,7 @@ class SampleRows:
             inputs, targets = ([row * length for row in range(size)] for length in (input_length, target_length))
             return cls(input_starts=inputs, target_starts=targets)
         if not holds_row(family, plan):
-            expected = packed_shape(family, plan.input_lengths, plan.target_lengths)
+            expected = packed_shape(family, plan)
             raise PlanError(
                 f"micro-batch {index}: expected a packed row of shape {expected} or longer for its "
                 f"{len(plan.sample_ids)} samples, got {plan.shape}"
