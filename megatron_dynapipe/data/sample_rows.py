@@ -10,7 +10,7 @@ import numpy.typing as npt
 from megatron_dynapipe.data.segments import RowSegments
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.plan.packing import holds_row, packed_shape, row_offsets
+from megatron_dynapipe.plan.packing import holds_row, least_shape, row_offsets
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 
 
@@ -31,7 +31,7 @@ class SampleRows:
             inputs, targets = ([row * length for row in range(size)] for length in (input_length, target_length))
             return cls(input_starts=inputs, target_starts=targets)
         if not holds_row(family, plan):
-            expected = packed_shape(family, plan)
+            expected = least_shape(family, plan)
             raise PlanError(
                 f"micro-batch {index}: expected a packed row of shape {expected} or longer for its "
                 f"{len(plan.sample_ids)} samples, got {plan.shape}"

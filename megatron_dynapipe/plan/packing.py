@@ -7,11 +7,12 @@ Sample i, or its piece, has positions offsets[i] to offsets[i + 1]; what is left
 nothing.
 """
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Shape, round_up, target_positions
+from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Shape, input_positions, round_up, target_positions
 
 
 class RowOffsets(NamedTuple):
@@ -31,7 +32,13 @@ def row_offsets(family: ModelFamily, micro_batch: MicroBatch) -> RowOffsets:
     )
 
 
-def packed_shape(family: ModelFamily, micro_batch: MicroBatch) -> Shape:
+def packed_shape(family: ModelFamily, input_tokens: Sequence[int], target_tokens: Sequence[int]) -> Shape:
+    """The shape of samples packed into one row, given their lengths in tokens: `[1, inputs, targets]`."""
+    inputs = sum(input_positions(family, tokens) for tokens in input_tokens)
+    return Shape(1, round_up(inputs), round_up(sum(target_positions(family, tokens) for tokens in target_tokens)))
+
+
+def least_shape(family: ModelFamily, micro_batch: MicroBatch) -> Shape:
     """The least shape of a packed micro-batch's row: `[1, inputs, targets]`."""
     offsets = row_offsets(family, micro_batch)
     return Shape(1, round_up(offsets.inputs[-1]), round_up(offsets.targets[-1]))
@@ -39,7 +46,7 @@ def packed_shape(family: ModelFamily, micro_batch: MicroBatch) -> Shape:
 
 def holds_row(family: ModelFamily, micro_batch: MicroBatch) -> bool:
     """Whether a packed micro-batch's shape has room for its samples; plans may round rows up to more than a little."""
-    least, shape = packed_shape(family, micro_batch), micro_batch.shape
+    least, shape = least_shape(family, micro_batch), micro_batch.shape
     lengths = zip(least[1:], shape[1:], strict=True)
     fits = all(needed <= given and given % LENGTH_MULTIPLE == 0 for needed, given in lengths)
     return fits and (shape.target_length == 0) == (least.target_length == 0)

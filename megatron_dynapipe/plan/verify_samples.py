@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
-from megatron_dynapipe.plan.packing import holds_row, packed_shape, row_offsets
+from megatron_dynapipe.plan.packing import holds_row, least_shape, row_offsets
 from megatron_dynapipe.plan.pieces import begun, check_pieces
 from megatron_dynapipe.units import BatchLayout, ModelFamily, input_positions, target_positions
 
@@ -71,7 +71,7 @@ def _check_padding(family: ModelFamily, where: str, micro_batch: MicroBatch) -> 
 def _check_row(family: ModelFamily, where: str, micro_batch: MicroBatch) -> None:
     """The samples' offsets cover the row, but for what rounds it up."""
     if not holds_row(family, micro_batch):
-        expected = packed_shape(family, micro_batch)
+        expected = least_shape(family, micro_batch)
         ends = row_offsets(family, micro_batch)
         raise PlanError(
             f"{where}: expected a packed row of shape {expected} or longer for samples that end at input position "
