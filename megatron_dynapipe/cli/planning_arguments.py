@@ -83,8 +83,8 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, models: Sequence[st
         type=_slices,
         default="auto",
         metavar="auto|off|N",
-        help="cut long samples of decoder-only models along their sequence: where that is faster, never, or into pieces "
-        "of N positions at most (default: auto)",
+        help="cut long samples of a gpt model along their sequence: where that is faster, never, or into pieces of at "
+        "most N positions (default: auto)",
     )
     _add_bucket_arguments(parser)
     parser.add_argument("--devices-per-node", type=positive, default=8, metavar="N")
