@@ -28,7 +28,7 @@ from megatron_dynapipe.data.spans import LossOn, SpanTable, learned, truncated
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.sampling.long_samples import TruncationSide
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape, input_positions
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class Collator:
         return collate(index, micro_batch)
 
     def _decoder_only(self, index: int, plan: MicroBatch) -> HostMicroBatch:
-        positions = np.array([input_positions(ModelFamily.GPT, tokens) for tokens in plan.input_lengths], np.int32)
+        positions = np.array(plan.positions(ModelFamily.GPT), np.int32)
         rows = SampleRows.of(index, ModelFamily.GPT, plan)
         check_fits(index, plan, "input", positions, plan.shape.input_length)
         tokens = self._filled(plan, plan.shape.input_length) if self.required.tokens else None
@@ -166,11 +166,13 @@ class Collator:
                 counts = learned(sample, len(given), len(wanted), self.loss_on, self.spans)
                 sequence = truncated(np.concatenate([given, wanted]), planned, self.truncate, "tokens", sample)
                 counts = truncated(counts, planned, self.truncate, "tokens", sample)
+                start = plan.pieces[number].start if plan.pieces else 0
+                here, following = (slice(start + ahead, start + ahead + positions[number]) for ahead in (0, 1))
                 # A sequence of one token keeps it, and trains on nothing.
-                put(tokens, first, sequence[: positions[number]])
-                put(labels, first, sequence[1:])
-                put(loss_mask, first, counts[1:])
-                put(tasks, first, self._tasks_of(sample, len(sequence) - 1))
+                put(tokens, first, sequence[here])
+                put(labels, first, sequence[following])
+                put(loss_mask, first, counts[following])
+                put(tasks, first, self._tasks_of(sample, len(sequence[following])))
         return HostMicroBatch(
             index=index,
             family=ModelFamily.GPT,

@@ -7,11 +7,12 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.data.segments import RowSegments
+from megatron_dynapipe.data.segments import CutSegment, RowSegments
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.plan.packing import holds_row, least_shape, row_offsets
-from megatron_dynapipe.units import BatchLayout, ModelFamily
+from megatron_dynapipe.plan.pieces import cut_entries
+from megatron_dynapipe.units import BatchLayout, ModelFamily, input_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +38,16 @@ class SampleRows:
                 f"{len(plan.sample_ids)} samples, got {plan.shape}"
             )
         offsets = row_offsets(family, plan)
+        cuts = {
+            at: CutSegment(
+                plan.sample_ids[at], piece.start, piece.end < input_positions(family, plan.input_lengths[at])
+            )
+            for at, piece in cut_entries(plan)
+        }
         return cls(
             input_starts=offsets.inputs[:-1],
             target_starts=offsets.targets[:-1],
-            input_segments=RowSegments.of(offsets.inputs, input_length),
+            input_segments=RowSegments.of(offsets.inputs, input_length, cuts),
             target_segments=RowSegments.of(offsets.targets, target_length) if target_length else None,
         )
 
