@@ -179,9 +179,7 @@ HALF = {
     "gpt 1x2x1, slices, bf16, recompute mixed": Layout(
         family="gpt", stages=2, rows="planned", slices=16, dtype="bf16", recompute=MIXED
     ),
-    "gpt 1x2x1, slices, fp16": Layout(
-        family="gpt", stages=2, rows="planned", slices=16, dtype="fp16", loss_scale=64.0
-    ),
+    "gpt 1x2x1, slices, fp16": Layout(family="gpt", stages=2, rows="planned", slices=16, dtype="fp16", loss_scale=64.0),
     "gpt 1x2x1, bf16 *": Layout(family="gpt", stages=2, dtype="bf16"),
     "gpt 2x2x1, bf16, two chunks, recompute mixed": Layout(
         family="gpt", tensor=2, stages=2, chunks=2, dtype="bf16", recompute=MIXED
