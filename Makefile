@@ -1,7 +1,8 @@
-# The commands of this project; each sets up first (.venv, pinned packages, demo data), which is skipped when up to date.
+# The commands of this project; each sets up first (.venv, pinned packages, demo data), which is skipped when up to date;
+# the demos without the packages of tests, checkers and documents.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-gpt test test-full check docs clean
+.PHONY: help setup setup-run demo demo-gpt test test-full check docs clean
 
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
@@ -24,11 +25,14 @@ help:
 setup:
 	@scripts/setup.sh
 
-demo: setup
+setup-run:
+	@scripts/setup.sh run
+
+demo: setup-run
 	@$(TRAIN) pretrain_t5_multitask.py --dynapipe-config configs/demo_t5.yaml $(SHARED)
 	@$(COMPARE) --model t5 --cost-model .demo/report/t5/cost-model-0.json -- $(SHARED)
 
-demo-gpt: setup
+demo-gpt: setup-run
 	@$(TRAIN) pretrain_gpt_multitask.py --dynapipe-config configs/demo_gpt.yaml $(SHARED)
 	@$(COMPARE) --model gpt --cost-model .demo/report/gpt/cost-model-0.json -- $(SHARED)
 

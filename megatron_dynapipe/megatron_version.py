@@ -1,7 +1,7 @@
 """Which Megatron is here, read without importing it.
 
 What is accepted does not depend on the version it says: patches know files by content (`patching`), and a run checks
-what it relies on when it starts (`integration/hooks/behaviour.py`).
+what it relies on when it starts (`integration/hooks/compatibility.py`).
 """
 
 import importlib.util
@@ -41,7 +41,7 @@ def version_of(package_info: Path) -> str:
 
 
 def found_version() -> str:
-    """The version that an import would find; what it can do is checked when a run starts (`hooks.behaviour`).
+    """The version that an import would find; what it can do is checked when a run starts (`hooks.compatibility`).
 
     Raises:
         UnsupportedMegatronError: there is no Megatron.

@@ -122,8 +122,13 @@ def restore_folder(path: Path, *, aside: Path) -> None:
 
 
 def strangers(folder: Path, mine: Collection[str]) -> list[str]:
-    """Files below a folder that are not in `mine` (paths relative to it), sorted; empty folders are not named."""
-    found = (Path(base, name).relative_to(folder) for base, _, names in os.walk(folder) for name in names)
+    """Files and links below a folder that are not in `mine` (paths relative to it), sorted; no empty folders."""
+    found = (
+        path.relative_to(folder)
+        for base, folders, names in os.walk(folder)
+        for path in map(Path(base).joinpath, (*folders, *names))
+        if path.name in names or path.is_symlink()
+    )
     return sorted(str(each) for each in found if str(each) not in mine)
 
 

@@ -1,4 +1,7 @@
-"""The build backend: setuptools, and a C++ compiler as a build requirement where the machine has none that works."""
+"""The build backend: setuptools, and a C++ compiler as a build requirement where the machine has none that works.
+
+Run as a script it prints that requirement, if there is one: set-up builds without pip's own environment for builds.
+"""
 
 import os
 import shlex
@@ -9,7 +12,7 @@ from collections.abc import Mapping
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403 - a backend is a module with the hooks of PEP 517 and PEP 660
 
-ZIGLANG = "ziglang==0.17.1"  # pinned in requirements.lock, too
+ZIGLANG = "ziglang==0.17.1"
 
 
 def get_requires_for_build_wheel(config_settings: Mapping[str, object] | None = None) -> list[str]:
@@ -37,3 +40,7 @@ def machine_has_compiler() -> bool:
 
 def _compiler() -> list[str]:
     return [] if machine_has_compiler() else [ZIGLANG]
+
+
+if __name__ == "__main__":
+    print("\n".join(_compiler()))

@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Sets up .venv and the demo data, step by step; a step whose inputs have not changed is skipped.
 #
+#   scripts/setup.sh         everything: demo, tests, checkers, documents
+#   scripts/setup.sh run     what training and the demo need
+#
 # A step is done when its stamp holds the digest of its inputs; the stamp is written last, so an interrupted step runs
 # again. The checkout's path is an input: an environment and an editable install do not survive a move.
 set -euo pipefail
@@ -13,7 +16,10 @@ PYTHON=.venv/bin/python
 STATE=.venv/.setup
 DATA=.demo/data
 
+STEPS=$([[ ${1-} == run ]] && echo 4 || echo 6)
+
 say() { echo "setup: $*" >&2; }
+step() { say "step $1 of $STEPS: $2"; }
 fail() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 2; }
 
 digest() { { printf '%s\n' "$PWD"; cat -- "$@"; } | sha256sum; }
@@ -30,45 +36,60 @@ make_environment() {
     fi
     local found
     found=$(scripts/find-python.sh) || exit 2
-    say "making .venv with $found"
+    step 1 "making .venv with $found"
     "$found" -m venv --clear .venv || fail "$found could not make .venv" "is its venv module complete, the disk full?"
 }
 
-install_packages() {
-    local inputs free
-    inputs=$(digest requirements.lock)
-    is_done "$STATE/packages" "$inputs" && return
+locked() { awk -v group="$1:" '/^# ---/ { inside = $3 == group } inside && /^[a-z]/' requirements.lock; }
+
+install_packages() {  # GROUP STEP: the packages under one heading of the lock file
+    local inputs free packages
+    packages=$(locked "$1")
+    inputs=$(digest - <<<"$packages")
+    is_done "$STATE/packages-$1" "$inputs" && return
+    step "$2" "downloading and installing $(wc -l <<<"$packages") pinned packages ($1)"
     if ! "$PYTHON" -I -c 'import torch' 2>/dev/null; then
         free=$(df -Pk . | awk 'NR == 2 {print $4}')
         ((free >= NEEDED_KB)) || fail "$((free / 1000000)) GB free here, set-up needs $((NEEDED_KB / 1000000)) GB" \
             "free some space, or clone to another disk"
-        say "downloading the pinned packages: about 3 GB, 6 GB installed; once"
+        say "about 3 GB to download, 6 GB installed; once"
         say "(a host that only plans needs none of this: \`pip install .\` brings planner and commands, without torch)"
     fi
     touch "$STATE/unpacking"  # pip takes a half-unpacked package for installed: see make_environment
-    pip_install "$(grep '^pip==' requirements.lock)"
-    pip_install --no-deps -r <(grep -v '^ziglang==' requirements.lock)
+    [[ $1 != run ]] || pip_install "$(grep '^pip==' <<<"$packages")"
+    pip_install --no-deps -r <(echo "$packages") | show_progress "$(wc -l <<<"$packages")"
     rm -- "$STATE/unpacking"
-    mark "$STATE/packages" "$inputs"
+    mark "$STATE/packages-$1" "$inputs"
 }
 
 pip_install() {
-    "$PYTHON" -m pip install --progress-bar on "$@" ||
+    PYTHONUNBUFFERED=1 "$PYTHON" -m pip install --progress-bar off "$@" ||
         fail "pip could not install ${*: -1}" "see its message above; a network that works is needed once. Run this again"
 }
 
-has_compiler() { ${CXX:-c++} -std=c++17 -x c++ -c -o /dev/null - <<<'#include <vector>' 2>/dev/null; }
+show_progress() {  # pip's output as one line for each package of TOTAL
+    local line count=0
+    while read -r line; do
+        case $line in
+            Collecting* | "Requirement already"*) count=$((count + 1)) ;;
+            Processing*) count=$((count + 1)) && say "  $count of $1: ${line##*/}" ;;
+            Downloading* | "Using cached"*) say "  $count of $1: ${line#* }" ;;
+            Installing*) say "  unpacking all of them, which takes minutes where torch is among them" ;;
+        esac
+    done
+}
 
 install_project() {  # builds the planner's native core
-    local inputs
+    local inputs compiler
     inputs=$(shopt -s nullglob; digest requirements.lock pyproject.toml setup.py scripts/build_backend.py csrc/*)
     inputs+=$(type -P "${CXX:-c++}" || echo " no compiler")
     is_done "$STATE/project" "$inputs" && return
-    if ! has_compiler && ! "$PYTHON" -I -c 'import ziglang' 2>/dev/null; then
+    step 3 "building and installing megatron-dynapipe (editable)"
+    compiler=$("$PYTHON" scripts/build_backend.py)
+    if [[ $compiler ]] && ! "$PYTHON" -I -c 'import ziglang' 2>/dev/null; then
         say "no C++17 compiler works here; fetching one (ziglang, 100 MB)"
-        pip_install --quiet --no-deps "$(grep '^ziglang==' requirements.lock)"
+        pip_install --quiet --no-deps "$compiler"
     fi
-    say "installing megatron-dynapipe (editable)"
     PYTHONWARNINGS=ignore pip_install --quiet --no-build-isolation --no-deps --editable .
     mark "$STATE/project" "$inputs"
 }
@@ -77,7 +98,7 @@ fetch_wheels() {  # Megatrons that the tests of patches/ unpack, patch and train
     local inputs wheel
     inputs=$(digest patches/versions.txt)
     is_done "$STATE/wheels" "$inputs" && return
-    say "fetching the Megatrons that patches/ are tested on (5 MB)"
+    step 6 "fetching the Megatrons that patches/ are tested on (5 MB)"
     while read -r wheel; do  # one at a time: pip takes two versions of a package for a conflict
         "$PYTHON" -m pip download --quiet --retries 0 --timeout 20 --no-deps --only-binary :all: \
             --dest .venv/.wheels "$wheel" || {
@@ -92,7 +113,7 @@ make_demo_data() {
     local inputs
     inputs=$(digest requirements.lock megatron_dynapipe/data/*.py)
     is_done "$DATA/.setup" "$inputs" && return
-    say "building the demo data in $DATA"
+    step 4 "building the demo data in $DATA"
     rm -rf -- "$DATA"
     "$PYTHON" -m megatron_dynapipe data demo --output "$DATA" >&2 ||
         fail "the demo data could not be built" "see the message above"
@@ -104,7 +125,10 @@ exec 9>.demo/setup.lock  # two commands at once: the second waits for the first'
 flock -n 9 || { say "waiting for another set-up of this checkout"; flock 9; }
 make_environment
 mkdir -p "$STATE"
-install_packages
+install_packages run 2
 install_project
-fetch_wheels
 make_demo_data
+if [[ ${1-} != run ]]; then
+    install_packages check 5
+    fetch_wheels
+fi

@@ -37,6 +37,7 @@ ROOMS = {
     "errors": room(0),
     "files": room(0),
     "outputs": room(1),
+    "processes": room(0),
     "units": room(1),
     "extras": room(2),
     "megatron_version": room(2),
@@ -49,9 +50,7 @@ ROOMS = {
     "tuning": room(4, "numpy"),
     # tqdm shows the progress of whatever a person waits for: in service, data, integration and cli.
     "service": room(4, "numpy", "tqdm"),
-    "data": room(
-        4, "numpy", "torch", "datasets", "jinja2", "matplotlib", "pyarrow", "tokenizers", "tqdm", "transformers", "yaml"
-    ),
+    "data": room(4, "numpy", "torch", "datasets", "jinja2", "pyarrow", "tokenizers", "tqdm", "transformers", "yaml"),
     "runtime": room(4, "torch"),
     "report": room(4, "numpy", "matplotlib", "plotly"),
     "cpu": room(5, "torch", "megatron"),
@@ -79,7 +78,7 @@ INTEGRATION = {
 }
 """The rooms inside `integration/`, by layer."""
 TORCH_FREE = (
-    *("errors", "files", "outputs", "units", "cost", "plan", "sampling"),
+    *("errors", "files", "outputs", "processes", "units", "cost", "plan", "sampling"),
     *("planning", "tuning", "store", "service"),
 )
 MODULES_OF_CPU_WITH_MEGATRON = 1

@@ -1,5 +1,6 @@
 """The set-up that `make` runs: finding a Python that really runs, refusals, and the lock file."""
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -17,7 +18,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 FIND_PYTHON = ROOT / "scripts" / "find-python.sh"
 LOCK = ROOT / "requirements.lock"
-ZIGLANG = next(line for line in LOCK.read_text().splitlines() if line.startswith("ziglang=="))
+ZIGLANG = re.search(r'^ZIGLANG = "(.*)"', (ROOT / "scripts" / "build_backend.py").read_text(), re.MULTILINE)[1]
+TWO_GROUPS = "# --- run: this\npip==1\n\n# --- check: that\npytest==1\nruff==1\n"
 LIBRARY = f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 REFUSING_SHIM = "echo 'pyenv: python3.12: command not found' >&2; exit 127"
@@ -116,11 +118,11 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-def set_up(checkout: Path) -> subprocess.CompletedProcess[str]:
+def set_up(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     script = checkout / "scripts" / "setup.sh"
     environment = {**os.environ, "PATH": f"{checkout / 'bin'}:/usr/bin:/bin", "PYENV_ROOT": "", "HOME": str(checkout)}
     return subprocess.run(
-        ["bash", str(script)], env=environment, capture_output=True, text=True, timeout=60, check=False
+        ["bash", str(script), *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -147,18 +149,19 @@ def test_environment_of_another_python_is_left_alone(checkout: Path) -> None:
 def test_full_disk_is_told_before_the_download(checkout: Path) -> None:
     fake_python(checkout / ".venv" / "bin" / "python", 'case "$*" in *torch*) exit 1;; *) exit 0;; esac')
     fake_python(checkout / "bin" / "df", "echo header; echo / 100 50 2000000 3% /")
-    (checkout / "requirements.lock").write_text("pip==1\n")
+    (checkout / "requirements.lock").write_text(TWO_GROUPS)
     done = set_up(checkout)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[0] == "error: 2 GB free here, set-up needs 9 GB"
+    assert done.stderr.splitlines()[1] == "error: 2 GB free here, set-up needs 9 GB"
 
 
 def test_failed_install_is_told_and_tried_again_from_a_new_environment(checkout: Path) -> None:
     fake_python(checkout / ".venv" / "bin" / "python", 'case "$*" in *"pip install"*) exit 1;; *) exit 0;; esac')
-    (checkout / "requirements.lock").write_text("pip==1\n")
+    (checkout / "requirements.lock").write_text(TWO_GROUPS)
     first = set_up(checkout)
     assert first.returncode == 2
-    assert first.stderr.splitlines()[0] == "error: pip could not install pip==1"
+    assert first.stderr.splitlines()[0] == "setup: step 2 of 6: downloading and installing 1 pinned packages (run)"
+    assert first.stderr.splitlines()[1] == "error: pip could not install pip==1"
     # The second time nothing of the half-unpacked environment is trusted.
     fake_python(checkout / "bin" / "python3.12", 'case "$*" in -m*) echo made anew >&2; exit 1;; *) echo "$0";; esac')
     assert "the last set-up did not finish" in (second := set_up(checkout)).stderr
@@ -177,34 +180,58 @@ def test_steps_run_once_and_again_when_their_inputs_change(checkout: Path) -> No
         "patches/versions.txt",
     )
     for file in inputs:
-        (checkout / file).write_text("pip==1\n")
+        (checkout / file).write_text(TWO_GROUPS)
     fake_python(checkout / ".venv" / "bin" / "python", 'case "$*" in *"data demo"*) mkdir .demo/data;; esac; exit 0')
-    project, demo = "setup: installing megatron-dynapipe (editable)", "setup: building the demo data in .demo/data"
-    wheels = "setup: fetching the Megatrons that patches/ are tested on (5 MB)"
+    run, project, demo, check, wheels = (
+        "downloading and installing 1 pinned packages (run)",
+        "building and installing megatron-dynapipe (editable)",
+        "building the demo data in .demo/data",
+        "downloading and installing 2 pinned packages (check)",
+        "fetching the Megatrons that patches/ are tested on (5 MB)",
+    )
 
-    def said() -> list[str]:
-        done = set_up(checkout)
+    def said(*arguments: str, at: Path = checkout, steps: int = 6) -> list[str]:
+        done = set_up(at, *arguments)
         assert done.returncode == 0, done.stderr
-        return done.stderr.splitlines()
+        lines = done.stderr.splitlines()
+        assert all(re.match(rf"setup: step \d of {steps}: ", line) for line in lines)
+        return [line.split(": ", 2)[2] for line in lines]
 
-    assert said() == [project, wheels, demo]
-    assert said() == []
-    (data / "demo.py").write_text("pip==1\n# changed\n")
+    assert said("run", steps=4) == [run, project, demo]
+    assert said() == [check, wheels]
+    assert said() == said("run") == []
+    (data / "demo.py").write_text(f"{TWO_GROUPS}# changed\n")
     assert said() == [demo]
-    (checkout / "setup.py").write_text("pip==1\n# changed\n")
+    (checkout / "setup.py").write_text(f"{TWO_GROUPS}# changed\n")
     assert said() == [project]
     (checkout / ".venv" / ".setup" / "project").unlink()
     assert said() == [project]
     moved = checkout.rename(checkout.with_name("elsewhere"))
-    assert set_up(moved).stderr.splitlines() == [project, wheels, demo]
+    assert said(at=moved) == [run, project, demo, check, wheels]
+
+
+def test_pips_output_becomes_a_count(checkout: Path) -> None:
+    (checkout / "requirements.lock").write_text(TWO_GROUPS)
+    body = (
+        'case "$*" in *"--no-deps -r"*) printf "Collecting torch==1\\n  Downloading torch-1.whl (530.1 MB)\\n'
+        'Installing collected packages: torch\\nSuccessfully installed torch\\n";; *editable*) exit 1;; esac'
+    )
+    fake_python(checkout / ".venv" / "bin" / "python", body)
+    assert set_up(checkout).stderr.splitlines()[1:3] == [
+        "setup:   1 of 1: torch-1.whl (530.1 MB)",
+        "setup:   unpacking all of them, which takes minutes where torch is among them",
+    ]
 
 
 def test_where_no_compiler_works_one_is_fetched(checkout: Path) -> None:
     fake_python(checkout / "bin" / "c++", "exit 1")
-    (checkout / "requirements.lock").write_text(f"pip==1\n{ZIGLANG}\n")
+    (checkout / "requirements.lock").write_text(TWO_GROUPS)
     for file in ("pyproject.toml", "setup.py"):
         (checkout / file).touch()
-    body = f'echo "$*" >>{shlex.quote(str(checkout))}/ran; case "$*" in *"import ziglang"*|*editable*) exit 1;; esac'
+    body = (
+        f'echo "$*" >>{shlex.quote(str(checkout))}/ran; '
+        f'case "$*" in *"import ziglang"*|*editable*) exit 1;; *build_backend*) echo {ZIGLANG};; esac'
+    )
     fake_python(checkout / ".venv" / "bin" / "python", body)
     done = set_up(checkout)
     assert "setup: no C++17 compiler works here; fetching one (ziglang, 100 MB)" in done.stderr.splitlines()
@@ -216,7 +243,7 @@ def test_without_a_network_the_wheels_of_patches_are_done_without(checkout: Path
     (checkout / "patches").mkdir()
     (checkout / "megatron_dynapipe" / "data").mkdir(parents=True)
     for file in ("requirements.lock", "pyproject.toml", "setup.py", "megatron_dynapipe/data/demo.py"):
-        (checkout / file).write_text("pip==1\n")
+        (checkout / file).write_text(TWO_GROUPS)
     (checkout / "patches" / "versions.txt").write_text("megatron-core==0.19.2\n")
     body = 'case "$*" in *"pip download"*) exit 1;; *"data demo"*) mkdir .demo/data;; esac; exit 0'
     fake_python(checkout / ".venv" / "bin" / "python", body)
@@ -295,22 +322,25 @@ def test_zig_compiles_and_links_where_the_machines_compiler_does_not_work(projec
 
 
 def test_a_compiler_is_required_only_where_none_works() -> None:
-    code = "from build_backend import get_requires_for_build_editable as get; print(get())"
     for compiler, expected in (("false", [ZIGLANG]), (f"{sys.executable} -c pass", [])):
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, str(ROOT / "scripts" / "build_backend.py")],
             cwd=ROOT,
-            env={**os.environ, "CXX": compiler, "PYTHONPATH": str(ROOT / "scripts")},
+            env={**os.environ, "CXX": compiler},
             capture_output=True,
             text=True,
             timeout=120,
             check=False,
         )
-        assert done.stdout.splitlines()[-1:] == [str(expected)], done.stderr
+        assert done.stdout.split() == expected, done.stderr
 
 
-def locked() -> dict[str, str]:
-    lines = [line for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
+def locked(heading: str = "") -> dict[str, str]:
+    """Versions by name: all, or those under one heading."""
+    text = LOCK.read_text()
+    if heading:
+        text = text.partition(f"# --- {heading}: ")[2].partition("# ---")[0].partition("\n")[2]
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     pins = [re.fullmatch(r"([a-z0-9-]+)(\[[a-z]+\])?==([0-9][\w.]*)", line) for line in lines]
     assert all(pins), [line for line, pin in zip(lines, pins, strict=True) if not pin]
     versions = {pin[1]: pin[3] for pin in pins if pin}
@@ -346,3 +376,21 @@ def test_lock_has_whatever_its_packages_require() -> None:
         [sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_what_the_demo_installs_has_whatever_it_requires() -> None:
+    """The packages of tests, checkers and documents are not there."""
+    names = locked("run").keys()
+    required = {
+        canonicalize_name(requirement.name)
+        for name in names
+        for text in importlib.metadata.requires(name) or ()
+        if not (requirement := Requirement(text)).marker or requirement.marker.evaluate({"extra": ""})
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    own = [
+        *project["dependencies"],
+        *(e for extra in ("train", "data", "plots") for e in project["optional-dependencies"][extra]),
+    ]
+    assert required | {canonicalize_name(Requirement(each).name) for each in own} | {"nanobind", "pip"} <= names
+    assert {"pytest", "ruff", "sphinx"} <= locked("check").keys()

@@ -1,6 +1,5 @@
 """Nodes of one job on this machine: agents of `launch` with one rank each, and what they have logged."""
 
-import json
 import os
 import random
 import re
@@ -9,9 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -29,9 +29,8 @@ TRAINING = (
     "--no-masked-softmax-fusion --no-bias-dropout-fusion --dynapipe-calibrate 0 --dynapipe-timeout-s 900 "
     "--dynapipe-device cpu --dynapipe-long-samples truncate --train-iters 1000000 --save-interval 1000000"
 )
-LINE = re.compile(
-    r"\[([\d-]+ [\d:.]+)\] iteration +(\d+)/.*?consumed samples: +(\d+) .*?lm loss: ([0-9.E+-]+)|launch: \d+ nodes"
-)
+LINE = re.compile(r"\[([\d-]+ [\d:.]+)\] iteration +(\d+)/.*?consumed samples: +(\d+) .*?lm loss: ([0-9.E+-]+)")
+STARTED = re.compile(r"launch: \d+ nodes, (\d+) ranks")
 DEADLINE_S = 1500.0
 """Of whatever is waited for; an event is expected to take much less on a quiet machine."""
 
@@ -43,6 +42,10 @@ class ITERATION(NamedTuple):
     number: int
     consumed: int
     loss: float
+
+    def ended(self) -> float:
+        """When, in seconds since the epoch."""
+        return datetime.fromisoformat(self.time).timestamp()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +79,7 @@ class Cluster:
         self.job, self._folder, self._iterations = job, folder, iterations
         self._agents: list[subprocess.Popen] = []
         self._logs: list[Path] = []
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_port()
 
     def __enter__(self) -> Self:
         return self
@@ -88,19 +89,12 @@ class Cluster:
 
     def start(self, nodes: int) -> None:
         """That many more nodes."""
-        words = [sys.executable, "-m", "megatron_dynapipe", "launch", "--nnodes", f"1:{self.job.nodes}"]
-        words += ["--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--local-addr", "127.0.0.1"]
-        words += ["--last-call", "3", "--emergency-every", str(self.job.every), "--save-timeout", "900"]
-        words += ["--events", str(self._folder / "events"), f"pretrain_{self.job.model}_multitask.py"]
-        words += [*SMALL[self.job.model].split(), *TRAINING.split(), "--dynapipe-data", str(self.job.data)]
-        words += ["--save", str(self._folder / "saved"), "--dynapipe-report-dir", str(self._folder / "report")]
-        words += [] if self._iterations is None else ["--exit-interval", str(self._iterations)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self._folder / "cache")}
+        flags = ["--nnodes", f"1:{self.job.nodes}", "--nproc-per-node", "1", "--last-call", "3"]
+        flags += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--emergency-every", str(self.job.every)]
+        more = [] if self._iterations is None else ["--exit-interval", str(self._iterations)]
         for _ in range(nodes):
             self._logs.append(self._folder / f"node-{len(self._logs)}.log")
-            with self._logs[-1].open("w") as log:
-                agent = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
-            self._agents.append(agent)
+            self._agents.append(start_agent(self.job, self._folder, self._logs[-1], flags, more))
             self._await_host()
 
     def _await_host(self) -> None:
@@ -146,31 +140,25 @@ class Cluster:
 
     def ranks(self) -> int:
         """Of the last rendezvous."""
-        return next((event["ranks"] for event in reversed(self.events()) if event["event"] == "rendezvous"), 0)
+        found = STARTED.findall(self._logs[0].read_text())
+        return int(found[-1]) if found else 0
 
-    def events(self) -> list[dict]:
-        path = self._folder / "events"
-        return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-
-    def await_resumed(self, since: float, *, wanted: int) -> list[dict]:
-        """Events since then, once an iteration has run on that many ranks."""
+    def await_resumed(self, since: float, *, wanted: int) -> ITERATION:
+        """The first iteration on that many ranks which ended after `since`."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
-            events = [event for event in self.events() if event["time"] >= since]
-            ranks = 0
-            for event in events:
-                ranks = event.get("ranks", ranks) if event["event"] == "rendezvous" else ranks
-                if event["event"] == "trains" and ranks == wanted:
-                    return events
+            for log in self._logs:
+                for start in re.split(r"(?=launch: \d+ nodes)", log.read_text())[1:]:
+                    found = [line for line in lines_of(start) if line.ended() > since]
+                    if found and STARTED.findall(start) == [str(wanted)]:
+                        return found[0]
             self._check(deadline, f"an iteration on {wanted} ranks")
             time.sleep(0.1)
 
     def await_iterations(self, more: int) -> None:
-        """Until the present ranks have trained that many."""
-        deadline, goal = time.monotonic() + DEADLINE_S, None
-        while goal is None or self.last_iteration() < goal:
-            trained = [event["iteration"] for event in self.events() if event["event"] == "trains"]
-            goal = trained[-1] + 1 + more if trained else None
+        """Until that many more have been trained."""
+        deadline, goal = time.monotonic() + DEADLINE_S, self.last_iteration() + more
+        while self.last_iteration() < goal:
             self._check(deadline, f"iteration {goal}")
             time.sleep(0.1)
 
@@ -203,8 +191,8 @@ class Cluster:
         return False
 
     def lines(self) -> list[ITERATION]:
-        """All that was logged, by time; Megatron's second line after a start is the mean of two iterations."""
-        return sorted(line for log in self._logs for line in lines_of(log))
+        """All that was logged, by time."""
+        return sorted(line for log in self._logs for line in lines_of(log.read_text()))
 
     def losses(self) -> dict[int, ITERATION]:
         """The last time that each iteration was trained."""
@@ -221,14 +209,30 @@ class Cluster:
         return "\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in self._logs)
 
 
-def lines_of(log: Path) -> Iterator[ITERATION]:
-    place, first = 0, 0.0
-    for found in LINE.finditer(log.read_text()):
-        if found[1] is None:
-            place = 0
-            continue
-        loss = float(found[4])
-        if place == 0:
-            first = loss
-        yield ITERATION(found[1], int(found[2]), int(found[3]), 2 * loss - first if place == 1 else loss)
-        place += 1
+def start_agent(
+    job: Job, folder: Path, log: Path, flags: Sequence[str], more: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """An agent of `launch`, with flags of its own and more of the run's; both write to a log."""
+    argv = [sys.executable, "-m", "megatron_dynapipe", "launch", *flags, "--save-timeout", "900"]
+    argv += [f"pretrain_{job.model}_multitask.py", *SMALL[job.model].split(), *TRAINING.split()]
+    argv += ["--dynapipe-data", str(job.data), "--save", str(folder / "saved")]
+    argv += ["--dynapipe-report-dir", str(folder / "report"), *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    with log.open("w") as file:
+        return subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def lines_of(log: str) -> Iterator[ITERATION]:
+    """Iterations of a log; Megatron's second line after a start is the mean of two."""
+    for start in log.split("launch: ")[1:]:
+        first = 0.0
+        for place, found in enumerate(LINE.finditer(start)):
+            loss = float(found[4])
+            first = loss if place == 0 else first
+            yield ITERATION(found[1], int(found[2]), int(found[3]), 2 * loss - first if place == 1 else loss)

@@ -36,13 +36,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from megatron_dynapipe.cost import PipelineLayout  # noqa: E402
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration  # noqa: E402
-from megatron_dynapipe.integration.execution.process_groups import connect  # noqa: E402
 from megatron_dynapipe.integration.execution.step_functions import gpt_step  # noqa: E402
+from megatron_dynapipe.integration.execution.transport import connect  # noqa: E402
 from megatron_dynapipe.plan.instructions import Backward, Forward  # noqa: E402
 from megatron_dynapipe.plan.iteration import StagePlan  # noqa: E402
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors  # noqa: E402
 from megatron_dynapipe.planning.lowering import Topology, lower  # noqa: E402
-from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, platform_of  # noqa: E402
+from megatron_dynapipe.runtime import StepRunner, TorchTransport  # noqa: E402
 from megatron_dynapipe.runtime.control_group import ControlGroup  # noqa: E402
 from megatron_dynapipe.units import ModelFamily, Shape  # noqa: E402
 
@@ -124,7 +124,7 @@ def runners(
     groups = connect(ControlGroup(timeout_s=300), chunks=1, device=device, timeout_s=300)
     stage, stages = groups.ranks.index(dist.get_rank()), len(groups.ranks)
     transport = TorchTransport(groups.channels, groups.ranks, deadline_s=300)
-    executor = PipelineExecutor(transport, platform_of(device), stages=stages, dtype=torch.float32)
+    runner = StepRunner(transport, device, stage=stage, stages=stages, chunks=1, dtype=torch.float32, deadline_s=300)
     plan, schedule = one_f_one_b(shapes, options.hidden, stages, stage), get_forward_backward_func()
 
     def theirs() -> None:
@@ -140,7 +140,7 @@ def runners(
 
     def ours() -> None:
         model.zero_grad_buffer()
-        run_iteration(plan, executor, [model], step, batches.__getitem__, stage=stage, stages=stages)
+        run_iteration(runner, plan, [model], step, batches.__getitem__)
 
     return theirs, ours
 

@@ -133,7 +133,7 @@ def foreign_keys(ground: Ground) -> Outcome:
 
     with StoreServer() as server:
         with redis.Redis.from_url(server.address.url) as client:
-            client.set("dynapipe:other:program:train:not-a-number:0:0", "1")
+            client.xadd("dynapipe:other:program:train:not-a-number:0:0", {"v": "1"})
         return command("store", "inspect", server.address.url, status=0, pattern="0 jobs")
 
 

@@ -76,9 +76,9 @@ def plan_corrupted(ground: Ground) -> Outcome:
         run.at(3)
         with redis.Redis.from_url(url) as client:
             key = max(client.scan_iter("dynapipe:*:train:*:0:0"), key=lambda key: int(key.split(b":")[4]))
-            value = bytearray(client.xrange(key)[0][1][b"v"])
+            value = bytearray(client.xread({key: "0-0"})[0][1][0][1][b"v"])
             value[len(value) // 2] ^= 1
-            client.delete(key)
+            client.unlink(key)
             client.xadd(key, {b"v": bytes(value)}, id="1-1")
         return run.outcome(ground, r"the plan is damaged: [^\n]*", status=1)
 
@@ -124,7 +124,7 @@ def plans_expire(ground: Ground) -> Outcome:
         with redis.Redis.from_url(server.address.url) as client:
             while run.process.poll() is None:
                 for key in client.scan_iter("dynapipe:*:train:*:[0-9]:[0-9]"):
-                    client.delete(key)
+                    client.unlink(key)
         return run.outcome(ground, r"the key may have expired, or been evicted", status=1)
 
 
@@ -152,7 +152,7 @@ def planner_killed_again_and_again(ground: Ground) -> Outcome:
 
 @attack
 def planner_stopped(ground: Ground) -> Outcome:
-    """The planner process gets SIGSTOP and never goes on; the rank that waits asks for another."""
+    """The planner process gets SIGSTOP and never goes on; rank 0 starts a stand-in."""
     run = Run(ground, "--dynapipe-lookahead 2")
     run.at(4)
     run.children("megatron_dynapipe.service")[-1].suspend()

@@ -210,9 +210,9 @@ class Scene:
                 if self.run.process.poll() is not None:
                     raise IndexError
                 time.sleep(0.01)
-            value = bytearray(client.xrange(keys[-1])[0][1][b"v"])
+            value = bytearray(client.xread({keys[-1]: "0-0"})[0][1][0][1][b"v"])
             value[len(value) // 2] ^= 1
-            client.delete(keys[-1])
+            client.unlink(keys[-1])
             client.xadd(keys[-1], {b"v": bytes(value)}, id="1-1")
 
     @fault(needs="shared", most=1, said=r"plan store redis://\S+ failed while [^\n]*")
@@ -237,8 +237,8 @@ class Scene:
         found = {}
         for key in client.scan_iter("dynapipe:*:train:*:0:0"):
             parts = key.split(b":")
-            held = client.xrange(b":".join([*parts[:3], b"train:progress"]))
-            if held and int(parts[4]) > int(held[0][0].partition(b"-")[0]):
+            held = client.xread({b":".join([*parts[:3], b"train:progress"]): "0-0"})
+            if held and int(parts[4]) > int(held[0][1][0][0].partition(b"-")[0]):
                 found[int(parts[4])] = key
         return [found[iteration] for iteration in sorted(found)]
 

@@ -22,7 +22,6 @@ sys.path.insert(0, str(ROOT))  # the plans of the tests
 from megatron_dynapipe.errors import PlanError  # noqa: E402
 from megatron_dynapipe.plan import codec  # noqa: E402
 from megatron_dynapipe.service.failure import decode_failure  # noqa: E402
-from megatron_dynapipe.service.figures import decode_figures  # noqa: E402
 from tests.helpers.plans import make_plan  # noqa: E402
 
 SPARE_BYTES = 1 << 30
@@ -71,7 +70,6 @@ def changed(data: bytes, others: list[bytes], choose: random.Random) -> bytes:
 def outcome(data: bytes) -> str:
     """How an input ends; whatever is raised besides the project's own error is a finding."""
     decode_failure(data).to_error()
-    decode_figures(data)
     ended = "refused"
     for decode in (codec.decode_entry, codec.decode_plan):
         try:

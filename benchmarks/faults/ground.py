@@ -68,7 +68,7 @@ def with_checksums(source: Path, folder: Path) -> Path:
     import msgspec
     import numpy as np
 
-    from megatron_dynapipe.data.identity import checksums_path, file_digests, files_of
+    from megatron_dynapipe.data.identity import FileDigests, checksums_path, files_of
     from megatron_dynapipe.data.indexed import IndexedReader
     from megatron_dynapipe.data.meta import SPLITS, read_meta, write_meta
 
@@ -78,7 +78,7 @@ def with_checksums(source: Path, folder: Path) -> Path:
         reader = IndexedReader(folder / split)
         sums = [zlib.crc32(b"".join(part.tobytes() for part in reader[sample])) for sample in range(len(reader))]
         np.save(checksums_path(folder / split), np.asarray(sums, np.uint32))
-    files = {path.name: file_digests(path) for split in SPLITS for path in files_of(folder, split)}
+    files = {path.name: FileDigests.of(path) for split in SPLITS for path in files_of(folder, split)}
     write_meta(folder, msgspec.structs.replace(read_meta(folder), files=files))
     return folder
 

@@ -80,7 +80,7 @@ def main() -> int:
         server = stack.enter_context(StoreServer())
         settings = service_settings(
             server.address, folder, layout=(REPLICAS, TENSOR, STAGES), layers=32, hidden=4096, samples=8192,
-            longest=4096, most_planners=options.planners, lease_s=120.0,
+            longest=4096, planners=options.planners,
         )  # fmt: skip
         planners = [
             stack.enter_context(

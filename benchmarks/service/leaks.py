@@ -43,7 +43,7 @@ def main() -> int:
 
         def held() -> dict[str, int]:
             return {
-                "keys": raw.dbsize(),
+                "keys": sum(1 for _ in raw.scan_iter()),
                 "server": raw.info("memory")["used_memory"],
                 "planner": psutil.Process(planner.pid).memory_info().rss,
                 "client": psutil.Process().memory_info().rss,
@@ -59,8 +59,8 @@ def main() -> int:
                 time.sleep(1)  # what is deleted lazily
                 tenths.append(held())
                 print(row(iteration + 1, tenths[-1]), flush=True)
-        # Claim, done and two plans of each iteration from two behind to the look-ahead; two topics; figures.
-        most = 4 * (settings.look_ahead + settings.keep_behind + 2) + 3
+        # A mark and two plans of each iteration from two behind to the look-ahead; training's progress.
+        most = 3 * (settings.look_ahead + settings.keep_behind + 2) + 1
     early, late = tenths[0], tenths[-1]
     print(f"{time.monotonic() - began:.0f} s; {late['keys']} keys, at most {most} expected")
     grown = [

@@ -20,8 +20,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from threading import BrokenBarrierError
@@ -31,11 +32,12 @@ import numpy as np
 from jobs import service_settings, write_lengths
 
 from megatron_dynapipe.service import ServiceSettings, process
-from megatron_dynapipe.service.figures import decode_figures
 from megatron_dynapipe.store import PlanStore, StoreServer, open_store
 
 ALONE, AS_IT_IS = "without a planner", "nice 10"
 SIZE, MULTIPLICATIONS = 192, 40
+LOOK_AHEAD = 500
+"""More iterations than a planner plans in a turn."""
 PLANNER = "import os, sys, megatron_dynapipe.service.__main__ as planner; {change}; sys.exit(planner.main())"
 CHANGES = {"as nice as training": "planner._NICE = 0", AS_IT_IS: "pass"}
 MORE = {"nice 19": "planner._NICE = 19", "SCHED_IDLE": "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"}
@@ -66,11 +68,11 @@ class Turns:
         self._planners = {case: self._start(stack, folder / f"{case}.log", change) for case, change in changes.items()}
         self.cases = ALONE, *changes
 
-    def _start(self, stack: ExitStack, log: Path, change: str) -> tuple[process.PlannerProcess, Callable[[], int]]:
+    def _start(self, stack: ExitStack, log: Path, change: str) -> "Turn":
         server = stack.enter_context(StoreServer())
         settings = service_settings(
             server.address, log.parent, layout=(4, 1, 4), layers=16, hidden=1024, samples=256, longest=1024,
-            look_ahead=1_000_000,
+            look_ahead=LOOK_AHEAD,
         )  # fmt: skip
         with ExitStack() as only_here:
             command = sys.executable, "-P", "-c", PLANNER.format(change=change)
@@ -80,20 +82,37 @@ class Turns:
         store.wait_progress({settings.keys.done("train", 1): 0}, timeout_s=300, what="the first plans")
         os.kill(planner.pid, signal.SIGSTOP)
         stack.callback(lambda: os.kill(planner.pid, signal.SIGCONT))
-        return planner, lambda: report_of(store, settings)
+        return Turn(planner.pid, store, settings)
 
     def give(self, case: str, until: float) -> None:
         """Let the case's planner plan until then."""
-        pids = [self._planners[case][0].pid] if case in self._planners else []
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+        turn = self._planners.get(case)
+        if turn is not None:
+            turn.store.announce(turn.settings.keys.progress("train"), turn.planned())  # its window is empty
+            os.kill(turn.pid, signal.SIGCONT)
         time.sleep(max(until - time.monotonic(), 0))
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+        if turn is not None:
+            os.kill(turn.pid, signal.SIGSTOP)
 
     def planned(self, case: str) -> int:
-        """Iterations, as the planner has reported them: it may be some seconds behind."""
-        return self._planners[case][1]() if case in self._planners else 0
+        """Iterations of a case's planner."""
+        return self._planners[case].planned() if case in self._planners else 0
+
+
+@dataclass
+class Turn:
+    """A planner and the iterations that it has planned."""
+
+    pid: int
+    store: PlanStore
+    settings: ServiceSettings
+    count: int = 0
+
+    def planned(self) -> int:
+        """How many iterations there are plans of, or were."""
+        ahead = [self.settings.keys.done("train", self.count + number) for number in range(LOOK_AHEAD + 1)]
+        self.count += len(self.store.read_progress(ahead))
+        return self.count
 
 
 def measure(
@@ -137,13 +156,6 @@ def follow(start: Barrier, turns: Turns, options: argparse.Namespace) -> list[di
             spans[case] = began, end
         found.append(spans)
     return found
-
-
-def report_of(store: PlanStore, settings: ServiceSettings) -> int:
-    """Iterations that the planner has reported."""
-    (data,) = store.read_latest([settings.keys.figures(0)])
-    found = None if data is None else decode_figures(data)
-    return 0 if found is None else found.planned
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:

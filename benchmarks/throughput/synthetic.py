@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dynapipe.data.indexed import IndexedWriter
+from megatron_dynapipe.data.indexed import write_samples
 from megatron_dynapipe.data.meta import DatasetMeta, read_meta, write_meta
 
 TASKS = {
@@ -104,10 +104,8 @@ def _write(
 ) -> dict[str, int]:
     """One split's files; its samples by task."""
     tasks, lengths = lengths_of(samples, longest=longest, draw=draw)
-    with IndexedWriter(folder / split, vocabulary) as writer:
-        for inputs, targets in lengths.tolist():
-            tokens = draw.integers(SPECIAL, vocabulary, inputs + targets).tolist()
-            writer.add(tokens[:inputs], tokens[inputs:])
+    drawn = ((ends[0], draw.integers(SPECIAL, vocabulary, sum(ends)).tolist()) for ends in lengths.tolist())
+    write_samples(folder / split, ((tokens[:inputs], tokens[inputs:]) for inputs, tokens in drawn), vocabulary)
     np.save(folder / f"{split}.tasks.npy", tasks)
     return {name: int((tasks == place).sum()) for place, name in enumerate(TASKS)}
 

@@ -34,6 +34,12 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         "--global-batch-size", type=positive, metavar="N", help=f"samples of a batch of --data (default: {SAMPLES})"
     )
     parser.add_argument(
+        "--tokens-per-global-batch",
+        type=positive,
+        metavar="N",
+        help="most tokens of a batch of --data",
+    )
+    parser.add_argument(
         "--data-seed", type=int, metavar="N", help=f"of the sampler of --data: a run's --seed (default: {SEED})"
     )
     parser.add_argument(
@@ -66,15 +72,17 @@ def given_batches(args: argparse.Namespace) -> "list[NamedBatch]":
             args.model,
             batches=args.limit or BATCHES,
             samples=args.global_batch_size or SAMPLES,
+            tokens=args.tokens_per_global_batch,
             seed=SEED if args.data_seed is None else args.data_seed,
             max_seq_len=max_seq_len,
             max_target_len=max_target_len,
         )
-    if args.global_batch_size is not None or args.data_seed is not None:
-        raise ConfigError(
-            "--global-batch-size and --data-seed go with --data, and --batches was given",
-            hint="the batches of a file are planned as they stand there",
-        )
+    for name in ("global_batch_size", "tokens_per_global_batch", "data_seed"):
+        if getattr(args, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} goes with --data, and --batches was given",
+                hint="the batches of a file are planned as they stand there",
+            )
     return read_batches(
         args.batches, args.model, max_seq_len=args.max_seq_len, max_target_len=args.max_target_len or args.max_seq_len
     )

@@ -2,14 +2,14 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_unpacked
-from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.sampling import GlobalBatch, LengthTable, LongSamples, Sampler, SamplerSettings, read_task_ids
 from megatron_dynapipe.units import ModelFamily
 
 FORMAT = "dynapipe-batches/1"
@@ -53,6 +53,7 @@ def dataset_batches(
     batches: int,
     samples: int,
     seed: int,
+    tokens: int | None = None,
     max_seq_len: int | None = None,
     max_target_len: int | None = None,
 ) -> list[NamedBatch]:
@@ -64,6 +65,7 @@ def dataset_batches(
         batches: how many.
         samples: of each batch.
         seed: of the sampler.
+        tokens: of each batch at most, in place of samples.
         max_seq_len: longer inputs are truncated to it (decoder-only: with their targets).
         max_target_len: longer targets are truncated to it.
 
@@ -71,14 +73,22 @@ def dataset_batches(
         DataError: the dataset is missing or damaged.
         ConfigError: no samples, or a seed below 0.
     """
-    from megatron_dynapipe.data.batches import dataset_sampler
+    from megatron_dynapipe.data.meta import read_meta
 
-    most: dict[str, Any] = {} if max_seq_len is None else {"max_input_length": max_seq_len}
-    if max_target_len is not None and family is ModelFamily.T5:
-        most["max_target_length"] = max_target_len
-    sampler = dataset_sampler(folder, family, seed=seed, samples_per_iteration=samples, **most)
+    meta, lengths, has_targets = read_meta(folder), LengthTable.read(folder, "train"), family is ModelFamily.T5
+    longest_input = meta.max_input_length + (0 if has_targets else meta.max_target_length)
+    settings = SamplerSettings(
+        family=family,
+        seed=seed,
+        samples_per_iteration=samples,
+        tokens_per_iteration=tokens,
+        max_input_length=max_seq_len or max(longest_input, 2),
+        max_target_length=(max_target_len or meta.max_target_length) if has_targets else 0,
+        long_samples=LongSamples.TRUNCATE,
+        task_rates=meta.task_rates,
+    )
+    sampler = Sampler(lengths, settings, read_task_ids(folder, "train", len(lengths)) if settings.needs_tasks else None)
     longest = sampler.longest(2)
-    has_targets = family is ModelFamily.T5
     named = []
     for iteration in range(batches):
         batch = sampler.batch(iteration)

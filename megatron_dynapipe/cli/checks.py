@@ -108,10 +108,10 @@ def check_megatron(name: str) -> Check:
 
 def _known_content(folder: Path) -> str:
     """How the files that runs and patches touch are known; empty if they are not."""
-    from megatron_dynapipe.patching import State, load_all, survey
+    from megatron_dynapipe.patching import UNKNOWN, survey
 
-    found = survey(folder, load_all())
-    return "" if found.state in (State.MODIFIED, State.MISSING) else f"its files {found.state}"
+    found = survey(folder)[0]
+    return "" if found.named(*UNKNOWN) else f"its files {found.state}"
 
 
 def check_layers(name: str) -> Check:
@@ -144,8 +144,8 @@ def check_store(name: str) -> Check:
     from megatron_dynapipe.store.server import StoreServer, find_server_binary
 
     with StoreServer() as server, open_store(server.address) as store:
-        store.put("doctor", b"plan")
-        store.wait_any(["doctor"], timeout_s=5.0, what="the bytes just written")
+        store.put("dynapipe:doctor", b"plan")
+        store.wait_any(["dynapipe:doctor"], timeout_s=5.0, what="the bytes just written")
     return Check(name=name, status="ok", found=f"a server starts and answers: {find_server_binary()}")
 
 

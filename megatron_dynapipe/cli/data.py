@@ -10,11 +10,6 @@ from megatron_dynapipe.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.data.meta import DatasetMeta
-    from megatron_dynapipe.data.prepare import Prepared
-    from megatron_dynapipe.sampling import GlobalBatch
-
-_WASTE_BATCHES = 4
-"""Planned by every method."""
 
 
 def add_parser(subparsers: "SubParsers") -> None:
@@ -34,28 +29,6 @@ def add_parser(subparsers: "SubParsers") -> None:
     stats.add_argument("folder", type=Path, metavar="DIR", help="a dataset folder")
     stats.add_argument("--split", choices=("train", "valid", "test"), default="train", help="(%(default)s)")
     stats.add_argument("--json", action="store_true", help="print the statistics for a machine to read")
-    stats.add_argument("--picture", type=Path, metavar="FILE", help="draw lengths, tasks and padding (.png, .svg)")
-    stats.add_argument(
-        "--waste", action="store_true", help="padding by every method of making micro-batches (also with --picture)"
-    )
-    _add_batches(actions, stats)
-
-
-def _add_batches(actions: Any, stats: argparse.ArgumentParser) -> None:
-    batches = actions.add_parser(
-        "batches",
-        help="the global batches of a dataset, for plan and compare",
-        description="Prints a batches file (dynapipe-batches/1): the lengths of the batches that a run would draw.",
-    )
-    batches.add_argument("folder", type=Path, metavar="DIR", help="a dataset folder")
-    batches.add_argument("--split", choices=("train", "valid", "test"), default="train", help="(%(default)s)")
-    batches.add_argument("--limit", type=int, default=16, metavar="K", help="the first K batches (%(default)s)")
-    for parser in (stats, batches):
-        add = parser.add_argument
-        add("--model", choices=("gpt", "t5"), default="gpt", help="kind of model (%(default)s)")
-        add("--global-batch-size", type=int, default=256, metavar="N", help="samples of a batch (%(default)s)")
-        add("--tokens-per-global-batch", type=int, metavar="N", help="tokens of a batch at most, in place of samples")
-        add("--seed", type=int, default=1234, metavar="N", help="as a run's (%(default)s)")
 
 
 def _add_prepare(actions: Any) -> None:
@@ -101,7 +74,7 @@ def _add_prepare(actions: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do one of the actions; what was made, or found, goes to stdout. 1 if `verify` finds something wrong."""
-    actions = {"batches": _batches, "demo": _demo, "prepare": _prepare, "stats": _stats, "verify": _verify}
+    actions = {"demo": _demo, "prepare": _prepare, "stats": _stats, "verify": _verify}
     return actions[args.action](args) or 0
 
 
@@ -120,7 +93,6 @@ def _prepare(args: argparse.Namespace) -> None:
     from megatron_dynapipe.data.mixture.sources import open_sources
     from megatron_dynapipe.data.mixture.spec import Mixture, TaskSpec, plain_mixture, read_mixture
     from megatron_dynapipe.data.prepare import PrepareSettings, prepare_mixture
-    from megatron_dynapipe.data.prepare.progress import Bar
     from megatron_dynapipe.sampling import LongSamples, TruncationSide
 
     root = Path()
@@ -148,26 +120,12 @@ def _prepare(args: argparse.Namespace) -> None:
         workers=args.workers,
     )
     sources = open_sources(mixture, root, hub_root=args.hub_root)
-    with Bar() as bar:
-        prepared = prepare_mixture(mixture, sources, args.output, settings, progress=bar)
-    _tell(prepared, args.output)
-
-
-def _tell(prepared: "Prepared", output: Path) -> None:
+    prepared = prepare_mixture(mixture, sources, args.output, settings, show_progress=True)
     if not prepared.is_new:
-        print(f"{output} is made of the same already: nothing to do", file=sys.stderr)
-    else:
-        print(prepared.long_samples, file=sys.stderr)
-        for line in prepared.notes:
-            print(line, file=sys.stderr)
-    if (
-        prepared.is_new
-        and prepared.replaced is not None
-        and prepared.replaced.content_hash != prepared.meta.content_hash
-    ):
-        held = sum(prepared.replaced.split_samples.values())
-        print(f"replaced another dataset in {output}: {held} samples of {prepared.replaced.source}", file=sys.stderr)
-    _print_made(prepared.meta, output)
+        print(f"{args.output} is made of the same already: nothing to do", file=sys.stderr)
+    for line in prepared.notes:
+        print(line, file=sys.stderr)
+    _print_made(prepared.meta, args.output)
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -190,43 +148,9 @@ def _stats(args: argparse.Namespace) -> None:
     import msgspec
 
     from megatron_dynapipe.data.stats import dataset_statistics, statistics_table
-    from megatron_dynapipe.data.waste import padding_waste
-    from megatron_dynapipe.units import ModelFamily
 
     statistics = dataset_statistics(args.folder, args.split)
-    if args.waste or args.picture:
-        waste = padding_waste(_sampled(args, _WASTE_BATCHES), ModelFamily(args.model))
-        statistics = msgspec.structs.replace(statistics, padding_waste=waste)
-    if args.picture:
-        from megatron_dynapipe.data.picture import draw_statistics
-
-        print(f"drew {draw_statistics(args.folder, statistics, args.picture)}", file=sys.stderr)
     print(msgspec.json.encode(statistics).decode() if args.json else statistics_table(statistics))
-
-
-def _batches(args: argparse.Namespace) -> None:
-    from megatron_dynapipe.data.batches import batches_file
-    from megatron_dynapipe.units import ModelFamily
-
-    if args.limit < 1:
-        raise ConfigError(f"expected --limit of at least 1, got {args.limit}")
-    print(batches_file(_sampled(args, args.limit), ModelFamily(args.model)).decode(), end="")
-
-
-def _sampled(args: argparse.Namespace, count: int) -> "list[GlobalBatch]":
-    """The first batches that the arguments ask for."""
-    from megatron_dynapipe.data.batches import dataset_sampler
-    from megatron_dynapipe.units import ModelFamily
-
-    sampler = dataset_sampler(
-        args.folder,
-        ModelFamily(args.model),
-        args.split,
-        seed=args.seed,
-        samples_per_iteration=args.global_batch_size,
-        tokens_per_iteration=args.tokens_per_global_batch,
-    )
-    return [sampler.batch(iteration) for iteration in range(count)]
 
 
 def _print_made(meta: "DatasetMeta", folder: Path) -> None:

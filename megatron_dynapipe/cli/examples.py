@@ -16,8 +16,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "data prepare --mixture configs/data/flan_like.yaml --tokenizer t5-small --output data/flan --workers 8",
     ),
     "data verify": ("data verify data/demo",),
-    "data stats": ("data stats data/demo", "data stats data/demo --waste --model t5 --picture lengths.png"),
-    "data batches": ("data batches data/demo --model gpt --global-batch-size 256 --limit 4 > batches.json",),
+    "data stats": ("data stats data/demo", "data stats data/demo --split valid --json > lengths.json"),
     "plan": (
         f"plan --data data/demo {_COSTS} --model-config configs/llama_like_8b.yaml --pipeline-parallel 4",
         f"plan --batches batches.json {_COSTS} --model gpt --layers 32 --hidden-size 4096 --output plans",

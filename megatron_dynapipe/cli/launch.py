@@ -32,25 +32,12 @@ def add_parser(subparsers: "SubParsers") -> None:
     add(
         "--emergency-every",
         type=_count,
+        default=50,
         metavar="N",
         help="iterations between two checkpoints of which the last is kept, against losses without notice; 0: none"
-        " (default: 50, doubled until saving is 2%% of the time or less)",
+        " (%(default)s)",
     )
-    notice = parser.add_argument_group("notices that this node goes, besides SIGTERM and SIGUSR1")
-    notice.add_argument("--notice-file", type=Path, metavar="FILE", help="once it exists")
-    notice.add_argument("--preemption-command", metavar="COMMAND", help="once it ends with status 0")
-    notice.add_argument("--machine-list", type=Path, metavar="FILE", help="once it does not name this node")
-    notice.add_argument("--node-name", metavar="NAME", help="of this node in the list (default: its host's)")
-    notice.add_argument(
-        "--notice-every", type=above_zero, default=5, metavar="S", help="between two looks (%(default)s)"
-    )
-    add(
-        "--exclude-slow",
-        type=above_zero,
-        metavar="FACTOR",
-        help="leave a node out at the next change whose passes take this factor of the median (default: name it)",
-    )
-    add("--events", type=Path, metavar="FILE", help="append what happens and when, as lines of JSON")
+    add("--notice-file", type=Path, metavar="FILE", help="this node leaves once it exists, as on SIGTERM or SIGUSR1")
     add("script", help="training script, such as pretrain_gpt_multitask.py")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments, without a layout, with --save DIR for all nodes")
 
@@ -62,12 +49,10 @@ def run(args: argparse.Namespace) -> int:
     if not Path(args.script).is_file():
         raise ConfigError(f"expected a training script, got {args.script}, which does not exist")
     least, most = args.nnodes
-    ranks = args.nproc_per_node or _devices()
     settings = LaunchSettings(
         least_nodes=least,
         most_nodes=most,
-        ranks=ranks,
-        most_ranks=most * ranks,
+        ranks=args.nproc_per_node or _devices(),
         backend=args.rdzv_backend,
         endpoint=args.rdzv_endpoint,
         run_id=args.rdzv_id,
@@ -78,13 +63,7 @@ def run(args: argparse.Namespace) -> int:
         max_restarts=args.max_restarts,
         save_s=args.save_timeout,
         notice_file=args.notice_file,
-        preemption_command=args.preemption_command,
-        machine_list=args.machine_list,
-        notice_every_s=args.notice_every,
-        node_name=args.node_name,
         emergency_every=args.emergency_every,
-        exclude_slow=args.exclude_slow,
-        events=args.events,
     )
     return launch(settings, [args.script, *args.arguments])
 

@@ -21,118 +21,83 @@ def add_parser(subparsers: "SubParsers") -> None:
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="the folder that holds megatron/")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="say what each file is, and change nothing")
-    action.add_argument("--reverse", action="store_true", help="restore the files as they were")
+    action.add_argument("--reverse", action="store_true", help="take the patches out; your own changes stay")
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="merge with changes of yours (three-way in a git checkout), train two ranks for two iterations on the CPU,"
-        " and put the files back if that fails; with --reverse, take the patches out and keep the changes",
+        help="merge with changes of yours: three-way in a git checkout, elsewhere where a patch's context is found",
     )
     parser.add_argument("--json", action="store_true", help="print the result for a machine to read")
 
 
 def run(args: argparse.Namespace) -> int:
     """Do it; 1 if `--check` finds a checkout that cannot be patched."""
-    from megatron_dynapipe.patching import load_all, survey
+    from megatron_dynapipe.patching import State, change, survey
 
     if args.check:
         return _check(args.checkout, as_json=args.json)
-    found = survey(args.checkout, load_all())
-    done = _act(found, args)
-    now = survey(args.checkout, load_all())
-    print(json.dumps(_result(now, done, was=found.state), indent=2) if args.json else _as_text(now, done))
+    was = survey(args.checkout)[0]
+    changed = change(args.checkout, reverse=args.reverse, merge=args.merge)
+    is_merged = State.MODIFIED in {file.state for file in was.files}
+    action = "none" if not changed else "reversed" if args.reverse else "merged" if is_merged else "applied"
+    now = survey(args.checkout)[0]
+    print(json.dumps(_result(now, action, was=was.state), indent=2) if args.json else _as_text(now, action))
     return 0
 
 
 def _check(folder: Path, *, as_json: bool) -> int:
     """Print what a checkout is; 1 if it cannot be patched."""
-    from megatron_dynapipe.patching import load_all, refusal, survey
+    from megatron_dynapipe.patching import UNKNOWN, refusal, survey
 
     found, error = None, None
     try:
-        found = survey(folder, load_all())
-        error = refusal(found, load_all()) if _is_mixed(found) else None
+        found = survey(folder)[0]
+        error = refusal(found) if found.named(*UNKNOWN) else None
     except PatchError as raised:
         error = raised
     if as_json:
         known = _result(found, "none", was=found.state) if found else {"format": FORMAT, "checkout": str(folder)}
-        refused = {"error": error.message, "hint": error.hint} if error else {}
-        print(json.dumps(known | refused, indent=2))
-    else:
-        if found:
-            print(_as_text(found, "none"))
-        if error:
-            print(error, file=sys.stderr)
+        print(json.dumps(known | ({"error": error.message, "hint": error.hint} if error else {}), indent=2))
+        return int(error is not None)
+    if found:
+        print(_as_text(found, "none"))
+    if error:
+        print(error, file=sys.stderr)
     return int(error is not None)
 
 
-def _is_mixed(found: "Survey") -> bool:
-    from megatron_dynapipe.patching import State
-
-    return found.state in (State.MODIFIED, State.MISSING)
-
-
-def _act(found: "Survey", args: argparse.Namespace) -> str:
-    """Change what is to be changed; what was done."""
-    from megatron_dynapipe.patching import Checkout, State, examine, load_all, merge, merged
-    from megatron_dynapipe.patching.applying import exchange
-
-    if _is_mixed(found) and args.merge:
-        if args.reverse:
-            exchange(found.folder, merged(found, reverse=True))
-            return "reversed and kept your changes"
-        from megatron_dynapipe.cli.smoke_test import train_two_ranks
-
-        print("merged; training two ranks on the CPU for two iterations", file=sys.stderr)
-        merge(found, train_two_ranks)
-        return "merged"
-    checkout: Checkout = examine(found.folder, load_all())
-    if args.reverse and checkout.is_patched:
-        checkout.reverse()
-        return "reversed"
-    if not args.reverse and checkout.state in (State.RELEASED, State.OUTDATED):
-        checkout.apply()
-        return "applied"
-    return "none"
-
-
-def _result(now: "Survey", done: str, *, was: str) -> dict[str, object]:
+def _result(now: "Survey", action: str, *, was: str) -> dict[str, object]:
     """For `--json`: `found` is the checkout's state before, `files` are as they are now."""
     patches = [
-        {"file": p.path.name, "subject": p.subject, "files": list(p.files), "added": p.added, "removed": p.removed}
-        for p in now.applied.patches
+        {"file": path.name, "subject": subject, "files": [changed], "added": len(added), "removed": 0}
+        for path, subject, changed, added in now.series.patches
     ]
-    files = [
-        {"name": file.name, "state": file.state, "releases": list(file.content.releases) if file.content else []}
-        for file in now.files
-    ]
-    result = {"format": FORMAT, "checkout": str(now.folder), "action": done, "says": now.says}
+    files = [{"name": file.name, "state": file.state, "releases": list(file.releases)} for file in now.files]
+    result = {"format": FORMAT, "checkout": str(now.folder), "action": action, "says": now.says}
     details = {"version": now.series.version, "found": was, "files": files, "patches": patches}
     return result | details | {"error": None, "hint": None}
 
 
-def _as_text(found: "Survey", done: str) -> str:
-    ends = {
-        "applied": "applied; to go back: --reverse",
-        "merged": "merged, and two ranks train; to go back: --reverse",
-        "reversed": "reversed: the files are as they were",
-        "reversed and kept your changes": "reversed: the patches are out, your changes are in",
-        "none": _nothing_done(found),
-    }
+def _as_text(found: "Survey", action: str) -> str:
+    """What a checkout is now, and what was done."""
     lines = [f"{found.folder}: Megatron {found.says}, patches of {found.series.version}"]
-    lines += [f"  {file}" for file in found.files]
-    lines += [f"  patch: {p.subject} ({', '.join(p.files)}: +{p.added} -{p.removed})" for p in found.applied.patches]
-    return "\n".join([*lines, ends[done]])
+    lines += [
+        f"  {name}: {state}{f' ({", ".join(releases)})' if releases else ''}" for name, state, releases in found.files
+    ]
+    lines += [f"  patch: {subject} ({file}: +{len(added)})" for _, subject, file, added in found.series.patches]
+    return "\n".join([*lines, _summary(found, action)])
 
 
-def _nothing_done(found: "Survey") -> str:
+def _summary(found: "Survey", action: str) -> str:
     from megatron_dynapipe.patching import State
 
-    if found.record is not None and not found.record.is_tried:
-        return "an earlier --merge did not end: --reverse puts the files back, then --merge again"
+    if action == "reversed":
+        return "reversed: the patches are out" + ("" if found.state is State.RELEASED else ", your changes are in")
+    if action != "none":
+        return f"{action}; to go back: --reverse"
     return {
         State.RELEASED: "not patched; nothing was changed",
         State.PATCHED: "patched already",
-        State.OUTDATED: "patched by an earlier release; run `megatron-dynapipe patch` on it to patch it anew",
-        State.MERGED: "merged and tried already",
+        State.MERGED: "patched already, beside changes of yours",
+        State.PARTLY: "patched in part: `megatron-dynapipe patch` patches the rest, --reverse takes the patches out",
     }.get(found.state, "not all files are as known; nothing was changed")

@@ -5,22 +5,24 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.errors import ConfigError, StoreError
+from megatron_dynapipe.outputs import write_file
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.store.address import StoreAddress
-    from megatron_dynapipe.store.admin import ServerReport
+    from megatron_dynapipe.store.admin import JobReport, ServerReport
 
 _LOOK_S = 1.0
+_OWN_URL = re.compile(rb"redis://:[A-Za-z0-9_-]{32}@[^/@\s]+/0\n")
 
 
 def add_parser(subparsers: "SubParsers") -> None:
@@ -40,17 +42,13 @@ def add_parser(subparsers: "SubParsers") -> None:
     )
     start.add_argument("--memory-limit-mb", type=int, default=4000, metavar="N", help="(%(default)s)")
 
-    stop = actions.add_parser("stop", help="stop a server; the plans it holds are lost")
+    stop = actions.add_parser("stop", help="stop a server that no job uses; what it holds is lost")
     _add_url(stop)
+    stop.add_argument("--force", action="store_true", help="also one that a job or another program uses")
 
-    inspect = actions.add_parser("inspect", help="what a server holds, job by job")
+    inspect = actions.add_parser("inspect", help="what a server holds: each job's plans ahead, its planner's failure")
     _add_url(inspect)
     inspect.add_argument("--json", action="store_true", help="print it for a machine to read")
-
-    status = actions.add_parser("status", help="what jobs' planners are doing: throughput, window, leases")
-    _add_url(status)
-    status.add_argument("--every", type=float, metavar="SECONDS", help="again and again, until Ctrl-C")
-    status.add_argument("--openmetrics", action="store_true", help="OpenMetrics text, as Prometheus reads it")
 
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +63,7 @@ def _add_url(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do what was asked; the exit code."""
-    return {"start": _start, "stop": _stop, "inspect": _inspect, "status": _status}[args.action](args)
+    return {"start": _start, "stop": _stop, "inspect": _inspect}[args.action](args)
 
 
 def _start(args: argparse.Namespace) -> int:
@@ -74,11 +72,12 @@ def _start(args: argparse.Namespace) -> int:
     if args.memory_limit_mb <= 0:
         raise ConfigError(f"--memory-limit-mb must be positive, got {args.memory_limit_mb}")
     try:
-        with _terminated_as_interrupted(), StoreServer(bind=args.bind, memory_limit_mb=args.memory_limit_mb) as server:
+        own = StoreServer(bind=args.bind, memory_limit_mb=args.memory_limit_mb, can_be_stopped=True)
+        with _terminated_as_interrupted(), own as server:
             if args.url_file is None:
                 print(server.address.url, flush=True)
             else:
-                _write_secret(args.url_file, server.address.url)
+                write_file(args.url_file, f"{server.address.url}\n", mine=_is_own_url, mode=0o600)
             print(f"serving plans at {server.address}; Ctrl-C or `store stop` ends it", file=sys.stderr)
             while (status := server.wait(_LOOK_S)) is None:
                 pass
@@ -103,15 +102,9 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _write_secret(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, whole or not at all."""
-    fresh = path.with_name(f".{path.name}.unfinished")
-    try:
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text + "\n")
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+def _is_own_url(head: bytes) -> bool:
+    """Whether a file is the URL of a server that `store start` started."""
+    return _OWN_URL.fullmatch(head) is not None
 
 
 def _address(args: argparse.Namespace) -> "StoreAddress":
@@ -129,7 +122,7 @@ def _address(args: argparse.Namespace) -> "StoreAddress":
 def _stop(args: argparse.Namespace) -> int:
     from megatron_dynapipe.store.admin import stop_server
 
-    stop_server(_address(args))
+    stop_server(_address(args), force=args.force)
     return 0
 
 
@@ -139,36 +132,29 @@ def _inspect(args: argparse.Namespace) -> int:
     address = _address(args)
     report = inspect_server(address)
     if args.json:
-        print(json.dumps({"format": "dynapipe-store-report/1", **dataclasses.asdict(report)}, indent=2))
+        fields = dataclasses.asdict(report) | {"jobs": [_fields(job) for job in report.jobs]}
+        print(json.dumps({"format": "dynapipe-store-report/1", **fields}, indent=2))
     else:
         print(f"{address}: {_as_text(report)}")
     return 0
 
 
-def _status(args: argparse.Namespace) -> int:
-    if args.every is not None and not 0.1 <= args.every <= 86_400:
-        raise ConfigError(f"expected --every from 0.1 to 86400 seconds, got {args.every:g}")
-    address = _address(args)
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            print(_planners(address, as_metrics=args.openmetrics), end="", flush=True)
-            if args.every is None:
-                break
-            time.sleep(args.every)
-    return 0
+def _fields(job: "JobReport") -> dict[str, Any]:
+    """A job's part of the report for machines."""
+    fields = dataclasses.asdict(job)
+    del fields["failure"]
+    return fields | {"error": _error(job)}
 
 
-def _planners(address: "StoreAddress", *, as_metrics: bool) -> str:
-    from megatron_dynapipe.service.figures import decode_figures, open_metrics
-    from megatron_dynapipe.store.admin import inspect_server, read_figures
+def _error(job: "JobReport") -> str | None:
+    """One line of a planner's failure, with the next step; None where none has failed."""
+    from megatron_dynapipe.service.failure import decode_failure
 
-    reports = [(job, decode_figures(data)) for job, data in read_figures(address)]
-    found = [(job, figures) for job, figures in reports if figures is not None]
-    if as_metrics:
-        return open_metrics(found)
-    lines = [f"{address}: {_as_text(inspect_server(address))}"]
-    lines += [f"  job {job}, planner {figures.planner}: {figures.as_line()}" for job, figures in found]
-    return "\n".join(lines) + "\n"
+    if job.failure is None:
+        return None
+    failure = decode_failure(job.failure)
+    hint = f" (hint: {failure.hint})" if failure.hint else ""
+    return " ".join(f"{failure.summary}{hint}".split())
 
 
 def _as_text(report: "ServerReport") -> str:
@@ -178,7 +164,15 @@ def _as_text(report: "ServerReport") -> str:
         f"{report.memory_bytes / 1e6:,.1f}{limit} MB, {len(report.jobs)} jobs"
     ]
     for job in report.jobs:
-        held = ", ".join(f"{split} {first}-{last}" for split, (first, last) in job.iterations.items())
-        failed = ", its planner failed" if job.failed else ""
-        lines.append(f"  job {job.job}: {job.plans} plans{f' ({held})' if held else ''}{failed}")
+        lines.append(f"  job {job.job}: {job.plans} plans")
+        for split in sorted({*job.iterations, *job.training}):
+            first, last = job.iterations.get(split, (None, None))
+            at = job.training.get(split)
+            held = "none" if last is None else f"iterations {first}-{last}"
+            ahead = "" if at is None or last is None else f", {max(last - at, 0)} ahead"
+            lines.append(f"    {split}: {'not begun' if at is None else f'at iteration {at}'}, plans of {held}{ahead}")
+        if (error := _error(job)) is not None:
+            lines.append(f"    {error}")
+    if report.other_keys:
+        lines.append(f"  {report.other_keys} keys of other programs")
     return "\n".join(lines)

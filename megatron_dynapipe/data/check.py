@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dynapipe.data.identity import changed_file, meta_path, whole_digest
+from megatron_dynapipe.data.identity import changed_file, file_digest, meta_path
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_meta, tokenizer_folder
 from megatron_dynapipe.data.tokenizer import fingerprint
 from megatron_dynapipe.errors import DataError
@@ -24,8 +24,8 @@ def problems(folder: Path) -> Iterator[str]:
     meta = read_meta(folder)
     for name, expected in sorted(meta.files.items()):
         try:
-            if (found := whole_digest(folder / name)) != expected.whole:
-                yield changed_file(folder / name, expected.whole, found).message
+            if (found := file_digest(folder / name)) != expected.quick:
+                yield changed_file(folder / name, expected.quick, found).message
         except DataError as error:
             yield error.message
     try:

@@ -22,13 +22,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_dynapipe.data.sample_rows import SampleRows, check_fits, put
-from megatron_dynapipe.data.segments import RowSegments
+from megatron_dynapipe.data.segments import RowSegments, SampleRows, check_fits, put
 from megatron_dynapipe.data.spans import LossOn, SpanTable, learned, truncated
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.sampling.long_samples import TruncationSide
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape, input_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,90 +149,70 @@ class Collator:
                 f"{micro_batch.layout}",
                 hint="plan again with the run's own settings",
             )
-        collate = self._decoder_only if family is ModelFamily.GPT else self._encoder_decoder
-        return collate(index, micro_batch)
-
-    def _decoder_only(self, index: int, plan: MicroBatch) -> HostMicroBatch:
-        positions = np.array(plan.positions(ModelFamily.GPT), np.int32)
-        rows = SampleRows.of(index, ModelFamily.GPT, plan)
-        check_fits(index, plan, "input", positions, plan.shape.input_length)
-        tokens = self._filled(plan, plan.shape.input_length) if self.required.tokens else None
-        labels, loss_mask, tasks = self._labels(plan, plan.shape.input_length)
-        if self.required.text:
-            for number, (sample, first) in enumerate(zip(plan.sample_ids, rows.input_starts, strict=True)):
-                given, wanted = self._read(sample)
-                planned = plan.input_lengths[number]
-                counts = learned(sample, len(given), len(wanted), self.loss_on, self.spans)
-                sequence = truncated(np.concatenate([given, wanted]), planned, self.truncate, "tokens", sample)
-                counts = truncated(counts, planned, self.truncate, "tokens", sample)
-                start = plan.pieces[number].start if plan.pieces else 0
-                here, following = (slice(start + ahead, start + ahead + positions[number]) for ahead in (0, 1))
-                # A sequence of one token keeps it, and trains on nothing.
-                put(tokens, first, sequence[here])
-                put(labels, first, sequence[following])
-                put(loss_mask, first, counts[following])
-                put(tasks, first, self._tasks_of(sample, len(sequence[following])))
-        return HostMicroBatch(
-            index=index,
-            family=ModelFamily.GPT,
-            shape=plan.shape,
-            input_lengths=torch.from_numpy(positions),
-            decoder_lengths=None,
-            input_segments=rows.input_segments,
-            decoder_segments=None,
-            tokens=_tensor(tokens),
-            decoder_tokens=None,
-            labels=_tensor(labels),
-            loss_mask=_tensor(loss_mask),
-            tasks=_tensor(tasks),
-        )
-
-    def _encoder_decoder(self, index: int, plan: MicroBatch) -> HostMicroBatch:
-        input_lengths = np.array(plan.input_lengths, np.int32)
-        decoder_lengths = np.array(plan.target_lengths, np.int32) + 1
-        rows = SampleRows.of(index, ModelFamily.T5, plan)
+        plan, has_decoder = micro_batch, family is ModelFamily.T5
+        rows = SampleRows.of(index, family, plan)
+        input_lengths = np.array(plan.positions(family), np.int32)
         check_fits(index, plan, "input", input_lengths, plan.shape.input_length)
-        check_fits(index, plan, "decoder", decoder_lengths, plan.shape.target_length)
-        tokens = self._filled(plan, plan.shape.input_length) if self.required.tokens else None
-        decoder_tokens = self._filled(plan, plan.shape.target_length) if self.required.decoder_tokens else None
-        labels, loss_mask, tasks = self._labels(plan, plan.shape.target_length)
-        if self.required.text:
-            for number, sample in enumerate(plan.sample_ids):
-                given, wanted = self._read(sample)
-                given = truncated(given, plan.input_lengths[number], self.truncate, "input tokens", sample)
-                wanted = truncated(wanted, plan.target_lengths[number], self.truncate, "target tokens", sample)
-                put(tokens, rows.input_starts[number], given)
-                first = rows.target_starts[number]
-                put(decoder_tokens, first, [self.special.bos_id, *wanted])
-                put(labels, first, [*wanted, self.special.eos_id])
-                put(loss_mask, first, np.ones(len(wanted) + 1))
-                put(tasks, first, self._tasks_of(sample, len(wanted) + 1))
+        decoder_lengths = None
+        if has_decoder:
+            decoder_lengths = np.array(plan.target_lengths, np.int32) + 1
+            check_fits(index, plan, "decoder", decoder_lengths, plan.shape.target_length)
         return HostMicroBatch(
             index=index,
-            family=ModelFamily.T5,
+            family=family,
             shape=plan.shape,
             input_lengths=torch.from_numpy(input_lengths),
-            decoder_lengths=torch.from_numpy(decoder_lengths),
+            decoder_lengths=None if decoder_lengths is None else torch.from_numpy(decoder_lengths),
             input_segments=rows.input_segments,
             decoder_segments=rows.target_segments,
-            tokens=_tensor(tokens),
-            decoder_tokens=_tensor(decoder_tokens),
-            labels=_tensor(labels),
-            loss_mask=_tensor(loss_mask),
-            tasks=_tensor(tasks),
+            **self._text(plan, has_decoder, rows),
         )
 
-    def _labels(
-        self, plan: MicroBatch, length: int
-    ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float32] | None, npt.NDArray[np.int64] | None]:
-        """Labels, loss mask and tasks to be written, where the stage needs them."""
-        if not self.required.labels:
-            return None, None, None
-        tasks = None if self.task_ids is None else np.zeros((plan.shape.size, length), np.int64)
-        return self._filled(plan, length), np.zeros((plan.shape.size, length), np.float32), tasks
+    def _text(self, plan: MicroBatch, has_decoder: bool, rows: SampleRows) -> dict[str, Tensor | None]:
+        """The tensors that come out of the dataset."""
+        needed, labelled = self.required, plan.shape.target_length if has_decoder else plan.shape.input_length
+        size = (plan.shape.size, labelled)
+        tokens = self._filled(plan, plan.shape.input_length) if needed.tokens else None
+        decoder_tokens = self._filled(plan, labelled) if needed.decoder_tokens and has_decoder else None
+        labels = self._filled(plan, labelled) if needed.labels else None
+        loss_mask = np.zeros(size, np.float32) if needed.labels else None
+        tasks = np.zeros(size, np.int64) if needed.labels and self.task_ids is not None else None
+        read, starts = (self._pair, rows.target_starts) if has_decoder else (self._sequence, rows.input_starts)
+        for number, sample in enumerate(plan.sample_ids if needed.text else ()):
+            given, decoder_given, wanted, counts = read(plan, number)
+            put(tokens, rows.input_starts[number], given)
+            put(decoder_tokens, starts[number], decoder_given)
+            put(labels, starts[number], wanted)
+            put(loss_mask, starts[number], counts)
+            if self.task_ids is not None:
+                put(tasks, starts[number], np.full(len(wanted), self.task_ids[sample], np.int64))
+        arrays: dict[str, npt.NDArray[Any] | None] = {
+            "tokens": tokens,
+            "decoder_tokens": decoder_tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "tasks": tasks,
+        }
+        return {name: None if array is None else torch.from_numpy(array) for name, array in arrays.items()}
 
-    def _tasks_of(self, sample: int, positions: int) -> npt.NDArray[np.int64]:
-        return np.full(positions, 0 if self.task_ids is None else self.task_ids[sample], np.int64)
+    def _sequence(self, plan: MicroBatch, number: int) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
+        """A decoder-only sample or its piece: tokens, none of a decoder's, labels, and which of these count."""
+        sample, planned = plan.sample_ids[number], plan.input_lengths[number]
+        given, wanted = self._read(sample)
+        counts = learned(sample, len(given), len(wanted), self.loss_on, self.spans)
+        sequence = truncated(np.concatenate([given, wanted]), planned, self.truncate, "tokens", sample)
+        counts = truncated(counts, planned, self.truncate, "tokens", sample)
+        start, end = plan.pieces[number] if plan.pieces else (0, input_positions(ModelFamily.GPT, planned))
+        following = slice(start + 1, end + 1)  # none of a sequence of one token, which trains on nothing
+        return sequence[start:end], (), sequence[following], counts[following]
+
+    def _pair(self, plan: MicroBatch, number: int) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
+        """An encoder–decoder sample, likewise."""
+        sample = plan.sample_ids[number]
+        given, wanted = self._read(sample)
+        given = truncated(given, plan.input_lengths[number], self.truncate, "input tokens", sample)
+        wanted = truncated(wanted, plan.target_lengths[number], self.truncate, "target tokens", sample)
+        return given, [self.special.bos_id, *wanted], [*wanted, self.special.eos_id], np.ones(len(wanted) + 1)
 
     def _read(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         assert self.reader is not None
@@ -242,7 +221,3 @@ class Collator:
 
     def _filled(self, plan: MicroBatch, length: int) -> npt.NDArray[np.int64]:
         return np.full((plan.shape.size, length), self.special.pad_id, np.int64)
-
-
-def _tensor(array: npt.NDArray[np.generic] | None) -> Tensor | None:
-    return None if array is None else torch.from_numpy(array)

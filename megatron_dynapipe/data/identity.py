@@ -3,13 +3,14 @@
     up to 2 GB   ████████████████████████    the whole file
     above        ██ · █ · █ · █ · █ · ██     its size, head, tail and blocks at fixed places: about a second
 
-Each sample is checked when it is read, and `data verify` reads everything.
+Each sample has a checksum, too, which is compared whenever it is read; `data verify` reads them all.
 """
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -30,13 +31,18 @@ class FileDigests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         size: bytes.
-        quick: digest of the parts that are read when a run starts.
-        whole: digest of everything.
+        quick: its digest, as `file_digest`.
+        whole: digest of everything; not written any more.
     """
 
     size: int
     quick: str
-    whole: str
+    whole: str = ""
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """What a manifest says of a file; raises as `file_digest`."""
+        return cls(quick=file_digest(path), size=path.stat().st_size)
 
 
 def checksums_path(prefix: Path) -> Path:
@@ -62,51 +68,51 @@ def meta_path(folder: Path) -> Path:
 
 def files_of(folder: Path, split: str) -> list[Path]:
     """The files of a split that are there."""
+    return [path for path in names_of(folder, split) if path.exists()]
+
+
+def names_of(folder: Path, split: str) -> tuple[Path, ...]:
+    """All files that a split may have."""
     prefix = folder / split
-    named = (
-        data_path(prefix),
-        index_path(prefix),
-        task_ids_path(folder, split),
-        checksums_path(prefix),
-        spans_path(prefix),
-    )
-    return [path for path in named if path.exists()]
+    arrays = task_ids_path(folder, split), checksums_path(prefix), spans_path(prefix)
+    return data_path(prefix), index_path(prefix), *arrays
 
 
-def quick_digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """32 hexadecimal digits of a file's size and contents, or of blocks of it where it is large.
 
     Raises:
         DataError: the file cannot be read.
     """
-    size = _size(path)
+    try:
+        descriptor = open_regular(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            state = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
+            for place, length in _parts(size):
+                state.update(os.pread(descriptor, length, place))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DataError(f"{path}: cannot read it: {error.strerror}") from error
+    return state.hexdigest()
+
+
+def _parts(size: int) -> Iterator[tuple[int, int]]:
+    """(place, bytes) of what is read of a file."""
     if size <= WHOLE_BYTES:
-        return whole_digest(path)
+        return ((place, _CHUNK_BYTES) for place in range(0, size, _CHUNK_BYTES))
     last = size - BLOCK_BYTES
-    places = [round(last * block / (BLOCKS - 1)) for block in range(BLOCKS)]
-    return _digest(path, size, ((place, BLOCK_BYTES) for place in places))
-
-
-def whole_digest(path: Path) -> str:
-    """32 hexadecimal digits of a file's size and contents; raises as `quick_digest`."""
-    size = _size(path)
-    return _digest(path, size, ((place, _CHUNK_BYTES) for place in range(0, size, _CHUNK_BYTES)))
-
-
-def file_digests(path: Path) -> FileDigests:
-    """What a manifest says of a file; raises as `quick_digest`."""
-    whole = whole_digest(path)
-    size = _size(path)
-    return FileDigests(size=size, quick=whole if size <= WHOLE_BYTES else quick_digest(path), whole=whole)
+    return ((round(last * block / (BLOCKS - 1)), BLOCK_BYTES) for block in range(BLOCKS))
 
 
 def check_files(folder: Path, splits: Iterable[str], manifest: Mapping[str, FileDigests]) -> dict[str, str]:
-    """The quick digest of every file of some splits, by name, each equal to the manifest's where that has it.
+    """The digest of every file of some splits, by name, each equal to the manifest's where that has it.
 
     Raises:
         DataError: a file has changed since the dataset was made, or cannot be read.
     """
-    digests = {path.name: quick_digest(path) for split in splits for path in files_of(folder, split)}
+    digests = {path.name: file_digest(path) for split in splits for path in files_of(folder, split)}
     for name, digest in digests.items():
         if name in manifest and digest != manifest[name].quick:
             raise changed_file(folder / name, manifest[name].quick, digest)
@@ -128,30 +134,5 @@ def folder_digest(folder: Path) -> str:
     state = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.iterdir()):
         if path.is_file():
-            state.update(f"{path.name}\0{whole_digest(path)}\0".encode())
+            state.update(f"{path.name}\0{file_digest(path)}\0".encode())
     return state.hexdigest()
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _digest(path: Path, size: int, parts: Iterable[tuple[int, int]]) -> str:
-    state = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
-    try:
-        descriptor = open_regular(path)
-        try:
-            for place, length in parts:
-                state.update(os.pread(descriptor, length, place))
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    return state.hexdigest()
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path}: cannot read it: {error.strerror}")

@@ -9,8 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,85 +39,43 @@ def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
     return DTYPES[8] if vocabulary_size < _UINT16_VOCABULARY else DTYPES[4]
 
 
-class IndexedWriter:
-    """Writes samples to `<prefix>.bin` and `<prefix>.idx`, and their checksums; all appear when `close` has succeeded.
+def write_samples(prefix: Path, samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocabulary_size: int) -> None:
+    """Write (input, target) samples as `<prefix>.bin` and `<prefix>.idx`, with their checksums.
 
-    A context manager: leaving it normally closes, leaving it with an error drops what was written.
-
-    Args:
-        prefix: path of the two files without their endings; its folder exists.
-        vocabulary_size: token ids are in 0 … vocabulary_size - 1.
+    Raises:
+        DataError: an input or a target is empty, or a token is outside the vocabulary; then nothing is written.
     """
-
-    def __init__(self, prefix: Path, vocabulary_size: int) -> None:
-        self._prefix = prefix
-        self._vocabulary_size = vocabulary_size
-        self._dtype = token_dtype(vocabulary_size)
-        self._lengths: list[int] = []
-        self._checksums: list[int] = []
-        # The index last: readers look for it first, and find the others already in place.
-        paths = (data_path(prefix), checksums_path(prefix), index_path(prefix))
-        self._unfinished = {path: _unfinished(path) for path in paths}
-        self._data = self._unfinished[data_path(prefix)].open("wb")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
-
-    def add(self, input_ids: Sequence[int], target_ids: Sequence[int]) -> None:
-        """Append one sample.
-
-        Raises:
-            DataError: the input or the target is empty, or a token is outside the vocabulary.
-        """
-        sample = len(self._lengths) // 2
-        for name, ids in (("input", input_ids), ("target", target_ids)):
+    dtype = token_dtype(vocabulary_size)
+    lengths: list[int] = []
+    tokens: list[bytes] = []
+    for sample, parts in enumerate(samples):
+        for name, ids in zip(("input", "target"), parts, strict=True):
             if not ids:
                 raise DataError(f"expected every {name} to have at least 1 token, sample {sample} has 0")
-            if min(ids) < 0 or max(ids) >= self._vocabulary_size:
+            if min(ids) < 0 or max(ids) >= vocabulary_size:
                 raise DataError(
-                    f"expected tokens in 0…{self._vocabulary_size - 1}, the {name} of sample {sample} has"
+                    f"expected tokens in 0…{vocabulary_size - 1}, the {name} of sample {sample} has"
                     f" {min(ids) if min(ids) < 0 else max(ids)}",
                     hint="the tokenizer and the vocabulary size do not belong together",
                 )
-        tokens = np.asarray([*input_ids, *target_ids], self._dtype).tobytes()
-        self._data.write(tokens)
-        self._lengths += [len(input_ids), len(target_ids)]
-        self._checksums.append(zlib.crc32(tokens))
+            lengths.append(len(ids))
+        tokens.append(np.asarray([*parts[0], *parts[1]], dtype).tobytes())
+    data_path(prefix).write_bytes(b"".join(tokens))
+    save_array(checksums_path(prefix), np.array([zlib.crc32(each) for each in tokens], np.uint32))
+    write_index(prefix, dtype, len(tokens), lambda: [np.asarray(lengths, "<i4")])
 
-    def close(self) -> None:
-        """Write the index and give both files their names."""
-        self._sync(self._data)
-        lengths = np.asarray(self._lengths, "<i4")
-        write_index(
-            self._prefix, self._dtype, len(lengths) // 2, lambda: [lengths], self._unfinished[index_path(self._prefix)]
-        )
-        with self._unfinished[checksums_path(self._prefix)].open("wb") as file:
-            np.lib.format.write_array(file, np.asarray(self._checksums, np.uint32), allow_pickle=False)
-            self._sync(file)
-        for path, unfinished in self._unfinished.items():
-            unfinished.replace(path)
 
-    def discard(self) -> None:
-        """Drop what was written; files of the same name from before stay."""
-        self._data.close()
-        for unfinished in self._unfinished.values():
-            unfinished.unlink(missing_ok=True)
+def save_array(path: Path, array: npt.NDArray[Any]) -> None:
+    """Write an array file and have it on the disk."""
+    with path.open("wb") as file:
+        np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
+        sync(file)
 
-    @staticmethod
-    def _sync(file: Any) -> None:
-        """Have the file's bytes on the disk before its name changes."""
-        if not file.closed:
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+
+def sync(file: IO[bytes]) -> None:
+    """Have a file's bytes on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def write_index(
@@ -126,7 +83,6 @@ def write_index(
     dtype: np.dtype[Any],
     samples: int,
     lengths: Callable[[], Iterable[npt.NDArray[np.int32]]],
-    path: Path | None = None,
 ) -> None:
     """Write the index of a data file whose samples stand one after another.
 
@@ -135,10 +91,9 @@ def write_index(
         dtype: of a token.
         samples: their number.
         lengths: gives tokens of every input and target in turn, in any number of pieces; called twice.
-        path: where to write, if not `<prefix>.idx`.
     """
     code = next(code for code, each in DTYPES.items() if each == dtype)
-    with (path or index_path(prefix)).open("wb") as index:
+    with index_path(prefix).open("wb") as index:
         index.write(HEADER.pack(MAGIC, VERSION, code, 2 * samples, samples + 1))
         for piece in lengths():
             index.write(np.ascontiguousarray(piece, "<i4").tobytes())
@@ -150,8 +105,7 @@ def write_index(
         for first in range(0, samples + 1, _DOCUMENTS_AT_ONCE):
             last = min(first + _DOCUMENTS_AT_ONCE, samples + 1)
             index.write(np.arange(2 * first, 2 * last, 2, dtype="<i8").tobytes())
-        index.flush()
-        os.fsync(index.fileno())
+        sync(index)
 
 
 class IndexedReader:
@@ -234,8 +188,3 @@ def read_checksums(prefix: Path, samples: int) -> npt.NDArray[np.uint32] | None:
         return None
     sums = read_array(path, np.dtype(np.uint32), samples)
     return np.asarray(sums, dtype=np.uint32)
-
-
-def _unfinished(path: Path) -> Path:
-    """Where a file is written before it gets its name."""
-    return path.with_name(f".{path.name}.unfinished")

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.data.identity import FileDigests, manifest_path, meta_path
+from megatron_dynapipe.data.identity import FileDigests, manifest_path, meta_path, names_of
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_bounded
@@ -26,6 +26,16 @@ FORMAT: Literal["dynapipe-dataset/2"] = "dynapipe-dataset/2"
 OLD_FORMAT: Literal["dynapipe-dataset/1"] = "dynapipe-dataset/1"
 SPLITS = ("train", "valid", "test")
 TOKENIZER_FOLDER = "tokenizer"
+_OF_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),
+)
+FILES = frozenset(
+    {"manifest.json", "meta.json"}
+    | {f"{TOKENIZER_FOLDER}/{name}" for name in _OF_TOKENIZERS}
+    | {path.name for split in SPLITS for path in names_of(Path(), split)}
+)
+"""Every file that a dataset folder may hold; others in it are the user's."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -82,6 +92,11 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         _check_splits(self.samples)
+
+    @property
+    def task_rates(self) -> tuple[float, ...]:
+        """How often each task is drawn in training, by its index; empty where by its size."""
+        return tuple(self.rates.get(task, 0.0) for task in self.tasks) if self.rates else ()
 
     @property
     def split_samples(self) -> dict[str, int]:

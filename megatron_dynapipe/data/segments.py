@@ -1,4 +1,4 @@
-"""Where the samples of a packed row lie, in the form that attention over it takes.
+"""Where samples stand in a micro-batch; those of a packed row in the form that attention over it takes.
 
     row         a a a b b c c c c . . .      rounded up; the tail is a segment of its own
     offsets     0     3   5       9     12   one more than there are segments
@@ -11,13 +11,18 @@ A segment may be a piece of a sample: its positions go on from those of the piec
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.plan.iteration import MicroBatch
+from megatron_dynapipe.plan.packing import holds_row, least_shape, row_offsets
+from megatron_dynapipe.plan.pieces import cut_entries
+from megatron_dynapipe.units import BatchLayout, ModelFamily, input_positions
 
 
 class CutSegment(NamedTuple):
@@ -60,10 +65,8 @@ class RowSegments:
     @property
     def most_keys(self) -> int:
         """Keys of the segment that attends to the most."""
-        return max(length + self._before(segment) for segment, length in enumerate(self.lengths))
-
-    def _before(self, segment: int) -> int:
-        return self.cuts[segment].start if segment in self.cuts else 0
+        before = {segment: cut.start for segment, cut in self.cuts.items()}
+        return max(length + before.get(segment, 0) for segment, length in enumerate(self.lengths))
 
     @classmethod
     def of(cls, starts: Sequence[int], length: int, cuts: Mapping[int, CutSegment] | None = None) -> "RowSegments":
@@ -94,4 +97,55 @@ class RowSegments:
             lengths=tuple(lengths.tolist()),
             cuts=cuts or {},
             key_offsets=torch.from_numpy(keys) if cuts else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRows:
+    """Where each sample begins among a micro-batch's positions, counted through all its rows."""
+
+    input_starts: Sequence[int]
+    target_starts: Sequence[int]
+    input_segments: RowSegments | None = None
+    target_segments: RowSegments | None = None
+
+    @classmethod
+    def of(cls, index: int, family: ModelFamily, plan: MicroBatch) -> Self:
+        """A row for each sample, or the offsets in a packed row; raises PlanError if those do not cover it."""
+        size, input_length, target_length = plan.shape
+        if plan.layout is BatchLayout.PADDED:
+            inputs, targets = ([row * length for row in range(size)] for length in (input_length, target_length))
+            return cls(input_starts=inputs, target_starts=targets)
+        if not holds_row(family, plan):
+            expected = least_shape(family, plan)
+            raise PlanError(
+                f"micro-batch {index}: expected a packed row of shape {expected} or longer for its "
+                f"{len(plan.sample_ids)} samples, got {plan.shape}"
+            )
+        offsets, cuts = row_offsets(family, plan), {}
+        for at, piece in cut_entries(plan):
+            followed = piece.end < input_positions(family, plan.input_lengths[at])
+            cuts[at] = CutSegment(plan.sample_ids[at], piece.start, followed)
+        return cls(
+            input_starts=offsets.inputs[:-1],
+            target_starts=offsets.targets[:-1],
+            input_segments=RowSegments.of(offsets.inputs, input_length, cuts),
+            target_segments=RowSegments.of(offsets.targets, target_length) if target_length else None,
+        )
+
+
+def put(array: npt.NDArray[Any] | None, first: int, values: npt.ArrayLike) -> None:
+    """Write values into an array's rows from a position on, where the stage has the array."""
+    if array is not None:
+        written = np.asarray(values)
+        array.reshape(-1)[first : first + len(written)] = written
+
+
+def check_fits(index: int, plan: MicroBatch, what: str, positions: npt.NDArray[np.int32], length: int) -> None:
+    """Every sample's real positions lie within the padded shape, and there is at least one."""
+    if int(positions.max()) > length or int(positions.min()) < 1:
+        at = int(np.argmax((positions > length) | (positions < 1)))
+        raise PlanError(
+            f"micro-batch {index} of shape {plan.shape}: expected 1…{length} {what} positions,"
+            f" sample {plan.sample_ids[at]} needs {positions[at]}"
         )

@@ -48,16 +48,12 @@ class TaskStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DatasetStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A split's statistics: `dynapipe-data-stats/1`.
-
-    `padding_waste`, by method: share of padding among all positions of a few batches; null where there is no plan.
-    """
+    """A split's statistics: `dynapipe-data-stats/1`."""
 
     format: str
     split: str
     tasks: tuple[TaskStatistics, ...]
     total: TaskStatistics
-    padding_waste: dict[str, float | None] = {}
 
 
 def dataset_statistics(folder: Path, split: str) -> DatasetStatistics:
@@ -131,8 +127,4 @@ def statistics_table(statistics: DatasetStatistics) -> str:
             f"{part.mean:7.1f}{part.p50:7d}{part.p90:7d}{part.p99:7d}{part.max:7d}" for part in (row.input, row.target)
         )
         lines.append(f"{row.task:<{width}} {row.samples:>9} {row.tokens:>12} {row.share:>7.2%} {cells}")
-    if statistics.padding_waste:
-        lines += ["", "padding of all positions, by the method that makes micro-batches:"]
-        for method, waste in statistics.padding_waste.items():
-            lines.append(f"  {method:<18} {'no plan' if waste is None else f'{waste:7.1%}'}")
     return "\n".join(lines)

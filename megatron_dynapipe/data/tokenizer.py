@@ -10,11 +10,13 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_dynapipe.data.identity import folder_digest, whole_digest
+from megatron_dynapipe.data.identity import file_digest, folder_digest
 from megatron_dynapipe.data.mixture.corruption import SENTINEL
 from megatron_dynapipe.errors import DataError
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+NO_CHAT_TEMPLATE = "pass --tokenizer of a chat model, or write a Jinja template into the mixture file (docs/data.md)"
+"""What to do where there is no chat template."""
 
 Tokenizer = Any
 """A `transformers.PreTrainedTokenizerBase`; the library carries no types."""
@@ -53,6 +55,11 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int, *, sentinels: in
             " special tokens)",
         )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, bos_token=BOS, eos_token=EOS)
+
+
+def words(text: str) -> int:
+    """How many pieces a trained tokenizer divides a text into before it looks for tokens, which lie within them."""
+    return len(pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text))
 
 
 def load_tokenizer(folder: Path, *, pad_token: str | None = None) -> Tokenizer:
@@ -104,12 +111,6 @@ def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(found)
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text, with nothing added; text that reads like a special token is only text."""
-    encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)
-    return [list(ids) for ids in encoded["input_ids"]]
-
-
 def fingerprint(folder: Path) -> str:
     """32 hexadecimal digits of what a tokenizer's folder encodes to: equal wherever it was loaded from."""
     tokens = folder / "tokenizer.json"
@@ -119,7 +120,7 @@ def fingerprint(folder: Path) -> str:
     config = json.loads(special.read_bytes()) if special.is_file() else {}
     kept = {name: str(value) for name, value in config.items() if name.endswith(("_token", "chat_template"))}
     state = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16)
-    state.update(whole_digest(tokens).encode())
+    state.update(file_digest(tokens).encode())
     return state.hexdigest()
 
 
@@ -158,9 +159,7 @@ def chat_renderer(folder: Path, template: str | None) -> Any:
     tokenizer = load_tokenizer(folder)
     if template is None and not getattr(tokenizer, "chat_template", None):
         raise DataError(
-            f"{folder}: expected a tokenizer with a chat template for conversations, it has none",
-            hint="pass --tokenizer of a chat model, or write a Jinja template into the mixture file, as chat_template:"
-            " (docs/data.md)",
+            f"{folder}: expected a tokenizer with a chat template for conversations, it has none", hint=NO_CHAT_TEMPLATE
         )
     return functools.partial(
         tokenizer.apply_chat_template, tokenize=False, **({} if template is None else {"chat_template": template})

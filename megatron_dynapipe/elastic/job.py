@@ -1,11 +1,23 @@
-"""What an agent and its ranks have in common: one record in the environment, exit statuses, a log of events."""
+"""What an agent and its ranks share: a record in the environment, exit statuses, a key-value store.
 
+The store is torchrun's: its agent hosts it at MASTER_ADDR:MASTER_PORT and says so in the environment; other launchers
+have none. Over it ranks agree before any process group exists.
+"""
+
+import contextlib
+import datetime
+import hashlib
 import os
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
+
+from megatron_dynapipe.errors import ConfigError, DynaPipeError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 VARIABLE = "MEGATRON_DYNAPIPE_LAUNCH"
 """Environment variable by which ranks know that `launch` started them, and how."""
@@ -13,30 +25,25 @@ LEFT = 75
 """Exit status of a rank that has saved a checkpoint and left because the set of nodes changes."""
 CANNOT_START = 2
 """Exit status of a rank that cannot run as it was asked to: starting it again does not help."""
+SAVE_EVERY = 50
+"""Iterations between two emergency checkpoints by default."""
+_SAY_S = 5.0
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `launch` tells its ranks.
+    """What `launch` passes to its ranks.
 
     Attributes:
         most_ranks: of the job, with all nodes there.
         wait_s: how long ranks wait for more of them where too few are there for any layout.
-        emergency_every: iterations between two checkpoints against a loss without notice; 0 saves none; None finds how
-            many keep within their share of the time (`pace`).
-        exclude_slow: a rank that takes more than this factor of the median time for its passes leaves with its node at
-            the next change; None only names it.
-        slow_file: a rank that is too slow makes this file, for its agent.
+        emergency_every: iterations between two checkpoints against a loss without notice; 0 saves none.
         trains_file: a rank makes this file after its first iteration, for its agent.
-        events: file to which events are appended; None keeps none.
     """
 
     most_ranks: int
     wait_s: float
-    emergency_every: int | None
-    exclude_slow: float | None
-    slow_file: str
+    emergency_every: int = SAVE_EVERY
     trains_file: str | None = None
-    events: str | None = None
 
     @classmethod
     def current(cls) -> Self | None:
@@ -49,20 +56,99 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         os.environ[VARIABLE] = msgspec.json.encode(self).decode()
 
 
-def note_training(iteration: int) -> None:
-    """Tell the agent, and the log of events, that this start has come to an iteration."""
+def note_training() -> None:
+    """Let the agent know that this start has completed an iteration."""
     job = Job.current()
     if job is not None and job.trains_file is not None:
         Path(job.trains_file).touch()
-    note("trains", iteration=iteration)
 
 
-def note(event: str, **fields: str | float | int) -> None:
-    """Append an event with the time to the job's log of events, if it keeps one."""
-    job = Job.current()
-    if job is None or job.events is None:
-        return
-    who = f"rank {os.environ['RANK']}" if "RANK" in os.environ else f"agent {os.getpid()}"
-    line = msgspec.json.encode({"time": time.time(), "who": who, "event": event, **fields})
-    with Path(job.events).open("ab") as file:  # one write of a short line: appended as a whole
-        file.write(line + b"\n")
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 made for all: a text, or the error that kept it from it."""
+
+    text: str = ""
+    error: str = ""
+    hint: str | None = None
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun's agent started this rank and shares its store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def agent_store(timeout_s: float) -> "Store | None":
+    """A client of the store, with keys of this start of the ranks alone; None without an agent.
+
+    Raises:
+        RuntimeError: the store does not answer within `timeout_s`.
+    """
+    if not has_agent_store():
+        return None
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # late: importing torch takes a second
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
+    return PrefixStore(f"dynapipe/{start_of_ranks()}", store)
+
+
+def start_of_ranks() -> str:
+    """The same on all ranks: tells a start of theirs from the others that use the same store.
+
+    torchrun keeps its store and counts its restarts. Under `launch` every start has a store of its own, and a node that
+    joined late has counted fewer failures than the others.
+    """
+    return "0" if Job.current() is not None else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
+    """A text that rank 0 makes for all; without an agent's store every rank makes it.
+
+    Args:
+        name: of the text, once in a start of the ranks; stands in errors.
+        make: makes it, on rank 0.
+        timeout_s: for rank 0.
+
+    Raises:
+        ConfigError: on the other ranks: rank 0 raised an error, which says the same, or took longer than `timeout_s`.
+    """
+    store = agent_store(timeout_s)
+    if store is None:
+        return make()
+    if os.environ["RANK"] == "0":
+        try:
+            text = make()
+        except BaseException as error:
+            store.set(name, msgspec.json.encode(_answer_of(error)).decode())
+            raise
+        store.set(name, msgspec.json.encode(_Answer(text=text)).decode())
+        return text
+    try:
+        store.wait([name], datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"waited {timeout_s:.0f} s for rank 0's {name}",
+            hint="--dynapipe-timeout-s, or timeout_s in a script of yours, allows more time",
+        ) from error
+    answer = msgspec.json.decode(store.get(name), type=_Answer)
+    if answer.error:
+        raise ConfigError(answer.error, hint=answer.hint)
+    return answer.text
+
+
+def _answer_of(error: BaseException) -> _Answer:
+    if isinstance(error, DynaPipeError):
+        return _Answer(error=error.message, hint=error.hint)
+    return _Answer(error=f"rank 0 failed: {type(error).__name__}: {error}")
+
+
+def says_first(text: str) -> bool:
+    """Whether this rank is the first of the job to print a text that others may print too; without a store it is."""
+    import torch.distributed as dist
+
+    rank = os.environ.get("RANK", "0")
+    with contextlib.suppress(Exception):  # the store may be gone with the process that hosts it
+        store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else agent_store(_SAY_S)
+        if store is not None:
+            key = f"said/{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
+            return store.compare_set(key, "", rank) == rank.encode()
+    return True

@@ -3,27 +3,35 @@
 ranks there     6     layouts of 6, else of 5, … of 1: the first number that has any; ranks beyond it stand by
 none            ►     layouts of 7, 8, … up to the job's most: how many ranks to wait for
 none            ►     an error
+
+Ranks ask before they make process groups: rank 0 chooses for all.
 """
 
 import hashlib
+import os
+import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
 import msgspec
 
 from megatron_dynapipe.cost import CostModel
+from megatron_dynapipe.elastic.job import LEFT, Job, agent_store, from_rank_0
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.files import read_bounded
+from megatron_dynapipe.files import read_bounded, user_cache_folder
+from megatron_dynapipe.outputs import replace_bytes
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tuning import Space, TunedLayout, tune
 
 _MOST_BYTES = 100_000
+_ENDED = "run/ended"
+_POLL_S = 1.0
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A layout, or how many ranks there must be for one.
 
     Attributes:
@@ -59,13 +67,13 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             reason=reason,
         )
 
-    def words(self) -> list[str]:
-        """The layout as flags."""
-        words = ["--tensor-model-parallel-size", str(self.tensor_parallel)]
-        words += ["--pipeline-model-parallel-size", str(self.pipeline_parallel)]
+    def flags(self) -> list[str]:
+        """The layout as flags of a Megatron run."""
+        flags = ["--tensor-model-parallel-size", str(self.tensor_parallel)]
+        flags += ["--pipeline-model-parallel-size", str(self.pipeline_parallel)]
         if self.pipeline_parallel > 1:
-            words += ["--dynapipe-layers-per-stage", ",".join(map(str, self.layers_per_stage))]
-        return words
+            flags += ["--dynapipe-layers-per-stage", ",".join(map(str, self.layers_per_stage))]
+        return flags
 
     def __str__(self) -> str:
         stages = ",".join(map(str, self.layers_per_stage))
@@ -75,95 +83,134 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What a choice depends on besides costs and batches.
+def choose_for_megatron(
+    base: PlannerSettings, space: Space, most_ranks: int, cost_model: CostModel, batches: Sequence[GlobalBatch]
+) -> LayoutChoice:
+    """`choose` among the layouts of a Megatron model.
 
-    Attributes:
+    Args:
         base: the planner's settings of the model on one device.
-        ranks: that are there.
+        space: what the job's checkpoints can be loaded under, on as many devices as ranks are there.
         most_ranks: of the job, with all nodes there.
-        tensor_sizes: of tensor parallelism, those that the job's checkpoints can be loaded under.
-        distributed_optimizer: whether the job's checkpoints are of one.
-        global_batch_size: samples that replicas must divide; None where batches differ.
-    """
-
-    base: PlannerSettings
-    ranks: int
-    most_ranks: int
-    tensor_sizes: tuple[int, ...]
-    distributed_optimizer: bool
-    global_batch_size: int | None
-
-
-def choose(question: Question, cost_model: CostModel, batches: Sequence[GlobalBatch]) -> Choice:
-    """The layout of the most ranks that have one, or how many ranks to wait for.
+        cost_model: of the model on these devices.
+        batches: by which layouts are judged.
 
     Raises:
-        ConfigError: no number of ranks up to the job's most has a layout.
+        ConfigError: as `choose`.
     """
-    return choose_of(question.ranks, question.most_ranks, lambda ranks: _best(question, cost_model, batches, ranks))
+
+    def best(ranks: int) -> TunedLayout:
+        return tune(base, cost_model, batches, msgspec.structs.replace(space, devices=ranks), top=1).layouts[0]
+
+    lengths = [each.tobytes() for batch in batches for each in (batch.input_lengths, batch.target_lengths)]
+    asked = [msgspec.json.encode([base, space]), cost_model.digest.encode(), *lengths]
+    return choose(space.devices, most_ranks, best, asked=asked)
 
 
-def choose_of(ranks_there: int, most_ranks: int, best: Callable[[int], TunedLayout]) -> Choice:
-    """The layout of the most ranks that have one, or how many ranks to wait for.
+def choose(
+    ranks_there: int, most_ranks: int, best: Callable[[int], TunedLayout], *, asked: Sequence[bytes]
+) -> LayoutChoice:
+    """The layout of the most ranks that have one, or how many ranks to wait for; kept in the user's cache folder.
 
     Args:
         ranks_there: how many there are.
         most_ranks: of the job, with all nodes there.
         best: the best layout of a number of ranks; one without a predicted time where none fits.
+        asked: everything that `best` depends on: the same is answered from the cache.
 
     Raises:
         ConfigError: no number of ranks up to the job's most has a layout.
     """
+    numbers = f"{ranks_there} of {most_ranks}".encode()
+    digest = hashlib.blake2b(b"|".join([numbers, *asked]), digest_size=12).hexdigest()
+    path = user_cache_folder() / f"layout-{digest}.json"
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(read_bounded(path, most_bytes=_MOST_BYTES), type=LayoutChoice)
+    choice = _search(ranks_there, most_ranks, best)
+    with suppress(OSError):  # it is only a cache
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_bytes(path, msgspec.json.encode(choice))
+    return choice
+
+
+def _search(ranks_there: int, most_ranks: int, best: Callable[[int], TunedLayout]) -> LayoutChoice:
     reason = ""
     for ranks in range(ranks_there, 0, -1):
         layout = best(ranks)
         if layout.predicted_ms is not None:
-            return Choice.of(layout, ranks, reason)
+            return LayoutChoice.of(layout, ranks, reason)
         reason = reason or f"{ranks} ranks: {layout.error}"
     for ranks in range(ranks_there + 1, most_ranks + 1):
         if best(ranks).predicted_ms is not None:
-            return Choice(ranks=0, needed=ranks, reason=reason)
+            return LayoutChoice(ranks=0, needed=ranks, reason=reason)
     raise ConfigError(
         f"no layout of up to {max(ranks_there, most_ranks)} ranks fits ({reason})",
         hint="`megatron-dynapipe tune` shows what is wrong with each; more nodes: --nnodes MIN:MAX",
     )
 
 
-def cached(question: Question, cost_model: CostModel, batches: Sequence[GlobalBatch], folder: Path) -> Choice:
-    """`choose`, from `folder` where the same was asked before."""
-    return kept(folder, _digest(question, cost_model, batches), lambda: choose(question, cost_model, batches))
+def agree_on_layout(
+    choose: Callable[[], LayoutChoice], *, timeout_s: float, describe: Callable[[LayoutChoice], str] = str
+) -> LayoutChoice:
+    """Have rank 0 choose for all ranks; afterwards WORLD_SIZE is the number of ranks that train.
 
+    A rank that the layout has no use for does not return: it stands by. Nor does any where there are too few ranks for
+    a layout: they wait for more.
 
-def kept(folder: Path, digest: str, make: Callable[[], Choice]) -> Choice:
-    """The choice that `folder` holds under a digest of what was asked; made and kept there if it holds none."""
-    path = folder / f"layout-{digest}.json"
-    with suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(read_bounded(path, most_bytes=_MOST_BYTES), type=Choice)
-    choice = make()
-    with suppress(OSError):  # it is only a cache
-        folder.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(".unfinished")
-        fresh.write_bytes(msgspec.json.encode(choice))
-        fresh.replace(path)
+    Args:
+        choose: called on rank 0.
+        timeout_s: for it.
+        describe: a layout in words, for the log.
+
+    Raises:
+        ConfigError: on every rank: no layout fits.
+    """
+    job, there = Job.current(), int(os.environ.get("WORLD_SIZE", "1"))
+
+    def make() -> str:
+        began = time.monotonic()
+        choice = choose()
+        if choice.ranks:
+            chosen = f"{describe(choice)}; chosen in {time.monotonic() - began:.1f} s"
+            left = f"; {there - choice.ranks} stand by ({choice.reason})" if choice.reason else ""
+            print(f"layout: {choice.ranks} ranks: {chosen}{left}", flush=True)
+        return msgspec.json.encode(choice).decode()
+
+    choice = msgspec.json.decode(from_rank_0("layout", make, timeout_s=timeout_s), type=LayoutChoice)
+    if not choice.ranks:
+        _await_more_ranks(choice, job)
+    if int(os.environ.get("RANK", "0")) >= choice.ranks:
+        _stand_by(choice, timeout_s=timeout_s)
+    os.environ["WORLD_SIZE"] = str(choice.ranks)
     return choice
 
 
-def _best(question: Question, cost_model: CostModel, batches: Sequence[GlobalBatch], ranks: int) -> TunedLayout:
-    space = Space(
-        devices=ranks,
-        distributed_optimizer=question.distributed_optimizer,
-        tensor_sizes=question.tensor_sizes,
-        global_batch_size=question.global_batch_size,
-    )
-    return tune(question.base, cost_model, batches, space, top=1).layouts[0]
+def _await_more_ranks(choice: LayoutChoice, job: Job | None) -> NoReturn:
+    """Wait until the agents start the ranks anew, with more of them."""
+    here = os.environ.get("WORLD_SIZE", "1")
+    needs = f"the smallest layout that fits needs {choice.needed} ranks, {here} are here ({choice.reason})"
+    if job is None:
+        raise ConfigError(needs, hint="start more ranks")
+    if os.environ["RANK"] == "0":
+        print(f"waiting for more ranks: {needs}", flush=True)
+    time.sleep(job.wait_s)
+    raise ConfigError(f"waited {job.wait_s:.0f} s for more ranks: {needs}", hint="start `launch` on more nodes")
 
 
-def _digest(question: Question, cost_model: CostModel, batches: Sequence[GlobalBatch]) -> str:
-    """Of everything a choice depends on."""
-    state = hashlib.blake2b(digest_size=12)
-    state.update(msgspec.json.encode(question))
-    state.update(cost_model.digest.encode())
-    for batch in batches:
-        state.update(batch.input_lengths.tobytes() + b"|" + batch.target_lengths.tobytes() + b"|")
-    return state.hexdigest()
+def _stand_by(choice: LayoutChoice, *, timeout_s: float) -> NoReturn:
+    """Do nothing until the agent ends this rank, or the run has ended."""
+    print(f"rank {os.environ['RANK']} stands by: {choice.ranks} ranks train", flush=True)
+    try:
+        store = agent_store(timeout_s)
+        while store is not None and not store.check([_ENDED]):
+            time.sleep(_POLL_S)
+    except RuntimeError:  # the node that hosts the store has gone
+        sys.exit(LEFT)
+    sys.exit(0)
+
+
+def announce_end() -> None:
+    """Let ranks that stand by know that the run has ended; rank 0 calls it."""
+    with suppress(RuntimeError):
+        if (store := agent_store(_POLL_S)) is not None:
+            store.set(_ENDED, "1")

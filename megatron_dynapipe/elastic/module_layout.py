@@ -5,11 +5,9 @@ dist.init_process_group(…)                                              of the
 part = split_model(model, batch, split_points=layout.split_points, replicas=layout.replicas)
 """
 
-import hashlib
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,11 +18,9 @@ import msgspec
 
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.cost.segments import SegmentCosts
-from megatron_dynapipe.elastic import rounds
-from megatron_dynapipe.elastic.job import CANNOT_START, Job, note
-from megatron_dynapipe.elastic.layout import Choice, choose_of, kept
+from megatron_dynapipe.elastic.job import CANNOT_START, Job, says_first
+from megatron_dynapipe.elastic.layout import LayoutChoice, agree_on_layout, choose
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError
-from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.planning.segments import batch_of_positions
 from megatron_dynapipe.tuning import TunedLayout, tune_segments
 
@@ -47,7 +43,7 @@ class ModuleLayout(msgspec.Struct, frozen=True, kw_only=True):
     predicted_ms: float
 
     @classmethod
-    def of(cls, choice: Choice, costs: SegmentCosts) -> Self:
+    def of(cls, choice: LayoutChoice, costs: SegmentCosts) -> Self:
         """A choice among divisions of these segments."""
         stage_of = tuple(stage for stage, count in enumerate(choice.layers_per_stage) for _ in range(count))
         changes = zip(costs.points, stage_of, stage_of[1:], strict=False)
@@ -73,10 +69,10 @@ def layout_for(
 ) -> ModuleLayout:
     """The fastest layout of the ranks that are there, by `tune_segments`. Every rank calls it, before it makes groups.
 
-    Rank 0 chooses and tells the others; the choice is kept in the user's cache folder. Ranks that the layout has no use
-    for do not return: they stand by, and WORLD_SIZE no longer counts them. Nor do any where there are too few for a
-    layout: they wait for more. Under `launch`, an error in what was asked for ends the job: a rank whose script lets
-    one of this package pass ends with status 2.
+    Rank 0 chooses for all; the choice is kept in the user's cache folder. A rank that the layout has no use for does
+    not return: it stands by, and WORLD_SIZE no longer counts it. Nor does any where there are too few ranks for a
+    layout: they wait for more. Under `launch`, an error of this package that the script does not catch ends the job,
+    with status 2.
 
     Args:
         costs: measured by `profile_module`, or the path of its file: the same on all nodes.
@@ -89,27 +85,18 @@ def layout_for(
         ConfigError: on every rank: no layout fits, or there are no batches.
         CostModelError: the costs cannot be read.
     """
-    job = Job.current()
+    job, there = Job.current(), int(os.environ.get("WORLD_SIZE", "1"))
     if job is not None:
         sys.excepthook = partial(_end, sys.excepthook)
     known = costs if isinstance(costs, SegmentCosts) else SegmentCosts.load(Path(costs))
-    there = int(os.environ.get("WORLD_SIZE", "1"))
 
-    def choose() -> str:
-        began = time.monotonic()
+    def choose_for_all() -> LayoutChoice:
         most = there if job is None else max(job.most_ranks, there)
-        choice = choose_segments(known, lengths, there, most, memory_limit_bytes, network, user_cache_folder())
-        _say(choice, known, there, time.monotonic() - began)
-        return msgspec.json.encode(choice).decode()
+        return choose_segments(known, lengths, there, most, memory_limit_bytes, network)
 
-    choice = msgspec.json.decode(rounds.from_rank_0("layout", choose, timeout_s=timeout_s), type=Choice)
-    if not choice.ranks:
-        if job is None:
-            raise ConfigError(f"expected at least {choice.needed} ranks, got {there} ({choice.reason})")
-        rounds.await_more_ranks(choice, job)
-    if int(os.environ.get("RANK", "0")) >= choice.ranks:
-        rounds.stand_by(choice, timeout_s=timeout_s)
-    os.environ["WORLD_SIZE"] = str(choice.ranks)
+    choice = agree_on_layout(
+        choose_for_all, timeout_s=timeout_s, describe=lambda choice: str(ModuleLayout.of(choice, known))
+    )
     return ModuleLayout.of(choice, known)
 
 
@@ -120,13 +107,8 @@ def choose_segments(
     most_ranks: int,
     memory_limit_bytes: int,
     network: Network | None,
-    folder: Path,
-) -> Choice:
-    """The layout of the most ranks that have one, or how many to wait for; from `folder` where it was asked before.
-
-    Raises:
-        ConfigError: no number of ranks up to the job's most has a layout, or there are no batches.
-    """
+) -> LayoutChoice:
+    """`choose` among the divisions of a model of segments; raises as it does, or where there is no batch."""
     batches = [batch_of_positions(each, number) for number, each in enumerate(lengths)]
 
     def best(count: int) -> TunedLayout:
@@ -135,19 +117,8 @@ def choose_segments(
         ).layouts[0]
 
     asked = [msgspec.json.encode(costs), msgspec.json.encode(network)]
-    asked.append(
-        json.dumps([ranks, most_ranks, memory_limit_bytes, [list(map(int, each)) for each in lengths]]).encode()
-    )
-    digest = hashlib.blake2b(b"|".join(asked), digest_size=12).hexdigest()
-    return kept(folder, digest, lambda: choose_of(ranks, most_ranks, best))
-
-
-def _say(choice: Choice, costs: SegmentCosts, there: int, seconds: float) -> None:
-    layout = str(ModuleLayout.of(choice, costs)) if choice.ranks else "none"
-    note("layout", ranks=choice.ranks, seconds=round(seconds, 3), layout=layout)
-    if choice.ranks:
-        left = f"; {there - choice.ranks} stand by ({choice.reason})" if choice.reason else ""
-        print(f"layout: {choice.ranks} ranks: {layout}; chosen in {seconds:.1f} s{left}", flush=True)
+    asked.append(json.dumps([memory_limit_bytes, [list(map(int, each)) for each in lengths]]).encode())
+    return choose(ranks, most_ranks, best, asked=asked)
 
 
 def _end(before: object, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -156,7 +127,7 @@ def _end(before: object, kind: type[BaseException], error: BaseException, trace:
         assert callable(before)
         before(kind, error, trace)
         return
-    if rounds.says_first(str(error)):
+    if says_first(str(error)):
         print(f"[rank {os.environ.get('RANK', '0')}] error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(CANNOT_START)  # whatever threads and groups there are may wait for other ranks

@@ -1,18 +1,29 @@
-"""What a stage must know of a micro-batch before it runs: what crosses its boundaries, and how to run."""
+"""What a stage must know of a micro-batch before it runs: what crosses its boundaries, how to run, in which order.
+
+passes (of a plan, or 1F1B) ──lower, once──► list without shapes ──fill, per iteration──► this rank's list
+"""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.inputs import Batch, Inputs
 from megatron_dynapipe.modules.ranks import Ranks
-from megatron_dynapipe.plan.instructions import TensorShape
+from megatron_dynapipe.plan.instructions import Instruction, Payload, RecvStart, SendStart, TensorShape
+from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.planning.lowering import Topology, lower
+from megatron_dynapipe.planning.problem import ScheduleProblem
+from megatron_dynapipe.planning.schedules import SCHEDULES
+from megatron_dynapipe.runtime.shared_weights import WeightCopies
+
+_NO_LIMIT = 2**60
 
 
 @dataclass(frozen=True)
@@ -42,8 +53,8 @@ Run = Callable[[Sequence[torch.Tensor], Batch, torch.device], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """How micro-batches of one shape run on this rank.
+class Specialization:
+    """The virtual stages of this rank, specialized for micro-batches of one shape.
 
     Attributes:
         boundaries: by the virtual stage before the boundary; those of this rank's stages.
@@ -102,13 +113,24 @@ class Part(nn.Module):
         """Weights that several virtual stages hold: under the first one's name, each stage and its name there."""
         raise NotImplementedError
 
+    def weight_copies(self) -> list[WeightCopies]:
+        """Weights that several virtual stages hold, in the same order on every rank."""
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        return [
+            WeightCopies(
+                [stage for stage, _ in places],
+                [parameters[name] for stage, name in places if stage % self.stages == self.stage],
+            )
+            for _, places in sorted(self.holders().items())
+        ]
+
     def knows(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> bool:
-        """Whether `layouts` has nothing to find out about micro-batches; the same on all ranks of a pipeline."""
+        """Whether `specialize` works without other ranks; the same on all ranks of a pipeline."""
         raise NotImplementedError
 
-    def find_out(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> None:
+    def learn(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> None:
         """Learn what some rank does not know of micro-batches; every rank of the job calls it."""
-        self.layouts(batches, autocast)
+        self.specialize(batches, autocast)
 
     def saved_names(self) -> dict[str, str]:
         """By its name on this rank, the name under which a weight is saved; the others are saved under their own."""
@@ -121,14 +143,82 @@ class Part(nn.Module):
             hint="leave tensor_shapes out",
         )
 
-    def layouts(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[Layout]:
-        """How each micro-batch runs. All ranks of a pipeline call it with batches of equal shapes."""
+    def specialize(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[Specialization]:
+        """For each micro-batch, how it runs. All ranks of a pipeline call it with batches of equal shapes."""
         raise NotImplementedError
 
 
 def signature(batch: Batch) -> tuple[Any, ...]:
-    """What a micro-batch's layout depends on: shapes and dtypes of its tensors, and its other values."""
+    """What a micro-batch's specialization depends on: shapes and dtypes of its tensors, and its other values."""
     return tuple(
         (key, tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else (key, repr(value))
         for key, value in batch.items()
     )
+
+
+@lru_cache(maxsize=256)
+def lists_without_shapes(
+    stages: int, chunks: int, micro_batches: int, schedule: str, *, forward_only: bool
+) -> tuple[tuple[Instruction, ...], ...]:
+    """The lists of all ranks under a schedule, every pass taken to be as long as any other."""
+    virtual = stages * chunks
+    ones, zeros = (np.full((micro_batches, virtual), value, np.int64) for value in (1, 0))
+    problem = ScheduleProblem(
+        stages=stages,
+        chunks=chunks,
+        forward_ns=ones,
+        backward_ns=2 * ones,
+        stored_bytes=zeros,
+        peak_bytes=zeros,
+        forward_transfer_ns=zeros,
+        backward_transfer_ns=zeros,
+        model_state_bytes=np.zeros(stages, np.int64),
+        memory_limit_bytes=_NO_LIMIT,
+        forward_only=forward_only,
+    )
+    nothing = (((),) * (virtual - 1),) * micro_batches
+    topology = Topology(stages=stages, chunks=chunks, shapes=nothing, forward_only=forward_only)
+    return lower(SCHEDULES[schedule](problem), topology)
+
+
+def fill(
+    instructions: Sequence[Instruction], specialized: Sequence[Specialization], *, stage: int, stages: int
+) -> StagePlan:
+    """One rank's list with the shapes of these micro-batches.
+
+    Args:
+        instructions: of the rank; shapes in it are not looked at.
+        specialized: the micro-batches.
+        stage: of the rank.
+        stages: ranks of the pipeline.
+    """
+    filled = [
+        type(each)(
+            each.payload,
+            each.micro_batch,
+            each.chunk,
+            each.peer,
+            shapes_of(each, specialized, stage=stage, stages=stages),
+        )
+        if isinstance(each, SendStart | RecvStart)
+        else each
+        for each in instructions
+    ]
+    return StagePlan(stage=stage, instructions=tuple(filled), predicted=())
+
+
+def shapes_of(
+    transfer: SendStart | RecvStart, specialized: Sequence[Specialization], *, stage: int, stages: int
+) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the tensors of a transfer."""
+    boundary = boundary_of(transfer, specialized, stage=stage, stages=stages)
+    return boundary.shapes if transfer.payload is Payload.ACTIVATION else boundary.gradient_shapes
+
+
+def boundary_of(
+    transfer: SendStart | RecvStart, specialized: Sequence[Specialization], *, stage: int, stages: int
+) -> Boundary:
+    """The boundary that a transfer crosses."""
+    virtual = transfer.chunk * stages + stage
+    downstream = (transfer.payload is Payload.ACTIVATION) == isinstance(transfer, SendStart)
+    return specialized[transfer.micro_batch].boundaries[virtual if downstream else virtual - 1]

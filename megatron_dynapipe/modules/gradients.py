@@ -3,44 +3,46 @@
 sum over replicas ──► sum over copies of shared weights ──► divide by the count ──► norm, overflow, clipping
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
 
-from megatron_dynapipe.modules.boundary import Part
-from megatron_dynapipe.modules.shared import SharedWeights
-from megatron_dynapipe.runtime.process_groups import backend_of
+from megatron_dynapipe.runtime.shared_weights import SharedWeights
 
 _BUCKET_BYTES = 64_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """Of all gradients of the job; not finite where any of them is not."""
-
-    value: float
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether every gradient is a number."""
-        return self.value == self.value and self.value != float("inf")
-
-
 class Gradients:
-    """The gradients of a rank's part. Every rank makes it at the same point: it makes process groups.
+    """The gradients of a rank's modules. All ranks make it at the same point.
 
     Replicas start with the first one's weights, and shared weights with their first copy's.
+
+    Args:
+        module: what this rank trains.
+        device: where its parameters are.
+        replicas: the ranks that hold the same; None where this one is alone.
+        stages: the ranks of the pipeline, over which the norm is taken; None where this one is alone.
+        shared: weights that other stages hold too, if there are any.
     """
 
-    def __init__(self, part: Part) -> None:
-        backend = backend_of(part.device)
-        self._part, self._parameters = part, list(part.parameters())
-        self._replicas = part.ranks.groups_over_replicas(backend)
-        self._stages = part.ranks.groups_over_stages(range(part.stages), backend)
-        self.shared = SharedWeights(part, backend)
-        self._start_equal()
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device: torch.device,
+        *,
+        replicas: dist.ProcessGroup | None,
+        stages: dist.ProcessGroup | None = None,
+        shared: SharedWeights | None = None,
+    ) -> None:
+        self._device, self._parameters = device, list(module.parameters())
+        self._replicas, self._stages, self._shared = replicas, stages, shared
+        if replicas is not None:
+            for tensor in [*self._parameters, *module.buffers()]:
+                dist.broadcast(tensor.data, group=replicas, group_src=0)
+        if shared is not None:
+            shared.start_equal()
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -57,41 +59,32 @@ class Gradients:
         """Sum over replicas and copies, then divide."""
         if self._replicas is not None:
             self._sum_over_replicas(self._replicas)
-        self.shared.reduce_gradients()
+        if self._shared is not None:
+            self._shared.reduce_gradients()
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if gradients and divisor != 1:
             torch._foreach_mul_(gradients, 1 / divisor)
 
     @torch.no_grad()
-    def norm(self) -> Norm:
-        """The norm over all stages, every weight counted once."""
-        mine = [p.grad for p in self.parameters if p.grad is not None and self.shared.counts(p)]
-        total = torch.zeros((), dtype=torch.float64, device=self._part.device)
+    def norm(self) -> float:
+        """The norm over all stages, every weight counted once; not finite where any gradient is not."""
+        counts = (lambda _: True) if self._shared is None else self._shared.counts
+        mine = [p.grad for p in self.parameters if p.grad is not None and counts(p)]
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         if mine:
             total += torch.stack([norm.double() for norm in torch._foreach_norm(mine)]).square().sum()
         if self._stages is not None:
             dist.all_reduce(total, group=self._stages)
-        return Norm(float(total.sqrt()))
+        return float(total.sqrt())
 
-    @torch.no_grad()
-    def clip(self, norm: Norm, max_norm: float) -> None:
-        """Scale all gradients so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
-        factor = max_norm / (norm.value + 1e-6)
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if gradients and factor < 1:
-            torch._foreach_mul_(gradients, factor)
-
-    @torch.no_grad()
-    def _start_equal(self) -> None:
-        if self._replicas is not None:
-            for tensor in [*self._part.parameters(), *self._part.buffers()]:
-                dist.broadcast(tensor.data, group=self._replicas, group_src=0)
-        self.shared.start_equal()
+    def clip(self, norm: float, max_norm: float) -> None:
+        """Scale all gradients, whose norm is `norm`, so that it is at most `max_norm`."""
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, torch.tensor(norm, device=self._device))
 
     def _sum_over_replicas(self, group: dist.ProcessGroup) -> None:
         """A weight that got a gradient on any replica has one on all; one that got none anywhere keeps none."""
         parameters = self.parameters
-        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self._part.device)
+        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self._device)
         dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
         wanted = [parameter for parameter, any_has in zip(parameters, has.tolist(), strict=True) if any_has]
         for parameter in wanted:
@@ -104,6 +97,44 @@ class Gradients:
                 list(bucket),
                 [piece.view_as(g) for piece, g in zip(flat.split([g.numel() for g in bucket]), bucket, strict=True)],
             )
+
+
+class LossScale:
+    """A `GradScaler` as the state of a loss scale on all ranks: each tells its own of an overflow on any.
+
+    The scaler sees one gradient that stands for all.
+
+    Args:
+        scaler: the same on every rank.
+    """
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+        self._stand_in = torch.nn.Parameter(torch.zeros(1))
+        self._optimizer = torch.optim.SGD([self._stand_in], lr=0.0)
+
+    @property
+    def value(self) -> float:
+        """Factor of the loss, now."""
+        return float(self._scaler.get_scale())
+
+    def update(self, *, overflow: bool) -> None:
+        """Take note of a step."""
+        self._scaler.scale(self._stand_in)  # makes its state
+        self._stand_in.grad = torch.full((1,), float("inf") if overflow else 0.0)
+        self._scaler.unscale_(self._optimizer)
+        self._scaler.update()
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint."""
+        state = self._scaler.state_dict()
+        return {"loss_scale": state["scale"], "good_steps": state["_growth_tracker"]} if state else {}
+
+    def load(self, saved: Mapping[str, float]) -> None:
+        """Take the state of a checkpoint."""
+        if state := self._scaler.state_dict():
+            state |= {"scale": saved["loss_scale"], "_growth_tracker": int(saved["good_steps"])}
+            self._scaler.load_state_dict(state)
 
 
 def _buckets(gradients: Iterable[torch.Tensor]) -> list[Sequence[torch.Tensor]]:

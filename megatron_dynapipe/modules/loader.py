@@ -16,13 +16,15 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.modules.collate import Collate, Pad, length_of
 from megatron_dynapipe.modules.planner import ModulePlanner
-from megatron_dynapipe.modules.published import PublishedPlans
-from megatron_dynapipe.plan.codec import decode_entry, encode
+from megatron_dynapipe.plan.codec import decode_entry, encode, encode_entries
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.sampling import Batches, LastBatch
-from megatron_dynapipe.store import StoreAddress
+from megatron_dynapipe.service.client import PlanClient
+from megatron_dynapipe.service.failure import PlannerFailure
+from megatron_dynapipe.store import PlanKeys, PlanStore, StoreAddress, open_store
 
 _NOT_TAKEN = ("batch_size", "batch_sampler", "sampler", "drop_last", "collate_fn")
+_SPLIT = "train"
 
 
 class DynaPipeDataLoader:
@@ -130,6 +132,53 @@ class DynaPipeDataLoader:
             epochs=1,
         )
         return [order[slice(*batches.bounds(number))] for number in range(batches.count or 0)]
+
+
+class PublishedPlans:
+    """A rank's plans through a store: rank i mod ranks plans iteration i. Connects at its first use, in a worker.
+
+    Args:
+        address: of the store.
+        job: name of this launch.
+        planner: of all ranks alike.
+        rank: of this process.
+        deadline_s: how long a plan is waited for.
+    """
+
+    def __init__(
+        self, address: StoreAddress, job: str, planner: ModulePlanner, *, rank: int, deadline_s: float = 300.0
+    ) -> None:
+        self._address, self._planner, self._rank = address, planner, rank
+        self._keys = PlanKeys(job=job, settings_digest=planner.digest)
+        self._deadline_s = deadline_s
+        self._store: PlanStore | None = None
+
+    def entry(self, iteration: int, lengths: Sequence[int], *, replica: int, stage: int) -> StageEntry:
+        """The share of this rank in an iteration; it is dropped from the store.
+
+        Raises:
+            PlanningError: the batch cannot be planned; on ranks that wait for it, a PlannerFailedError that says so.
+            StoreTimeoutError: the plan did not come.
+        """
+        if self._store is None:
+            self._store = open_store(self._address)
+        store, ranks = self._store, self._planner.replicas * self._planner.stages
+        if iteration % ranks == self._rank:
+            try:
+                plan = self._planner.plan(lengths, iteration)
+            except Exception as error:
+                failure = PlannerFailure.of(error, planner=self._rank, doing=f"planning iteration {iteration}")
+                store.put_first(self._keys.error, failure.encode())
+                raise
+            for to_replica, to_stage, data in encode_entries(plan):
+                store.put(self._key(iteration, to_replica, to_stage), data)
+        client = PlanClient(store, self._keys, replica=replica, stage=stage, deadline_s=self._deadline_s)
+        entry = client.fetch(_SPLIT, iteration)
+        store.delete([self._key(iteration, replica, stage)])
+        return entry
+
+    def _key(self, iteration: int, replica: int, stage: int) -> str:
+        return self._keys.plan(split=_SPLIT, iteration=iteration, replica=replica, stage=stage)
 
 
 class _Planned:

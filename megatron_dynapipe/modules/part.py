@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from megatron_dynapipe.modules.boundary import Layout, Part
+from megatron_dynapipe.modules.boundary import Part, Specialization
 from megatron_dynapipe.modules.inputs import Batch, Inputs
 from megatron_dynapipe.modules.program import Division
 from megatron_dynapipe.modules.ranks import Ranks
@@ -79,10 +79,10 @@ class ModelPart(Part):
         given, device = map(self.inputs.of_model, batches), self.device
         return all(self._variants.knows(batch, self._kind(batch, autocast, device)) for batch in given)
 
-    def layouts(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[Layout]:
-        """See `Part.layouts`."""
+    def specialize(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[Specialization]:
+        """See `Part.specialize`."""
         given, device = map(self.inputs.of_model, batches), self.device
-        return [self._variants.layout(batch, self._kind(batch, autocast, device)) for batch in given]
+        return [self._variants.specialize(batch, self._kind(batch, autocast, device)) for batch in given]
 
     def _kind(self, batch: Batch, autocast: torch.dtype | None, device: torch.device) -> Kind:
         return Kind.of(batch, training=self.training, autocast=autocast, device=device)

@@ -6,24 +6,41 @@ for batch in batches:
     loss, overflow = pipeline.step(batch)
 """
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.modules.boundary import Part
+from megatron_dynapipe.modules.boundary import Part, signature
 from megatron_dynapipe.modules.checkpoint import load_checkpoint, save_checkpoint
-from megatron_dynapipe.modules.gradients import Gradients, Norm
-from megatron_dynapipe.modules.handlers import LossFunction
+from megatron_dynapipe.modules.gradients import Gradients, LossScale
 from megatron_dynapipe.modules.inputs import Batch, batch_rows, split_batch
-from megatron_dynapipe.modules.loss_scale import LossScale
 from megatron_dynapipe.modules.planner import ModulePlanner
-from megatron_dynapipe.modules.runner import Outcome, Plan, Runner, Work
-from megatron_dynapipe.runtime import Trace
+from megatron_dynapipe.modules.ranks import start_agreement
+from megatron_dynapipe.modules.runner import LossFunction, ModuleRunner, ModuleStage
+from megatron_dynapipe.plan.instructions import Instruction
+from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry
+from megatron_dynapipe.runtime import PendingTotals, StepTotals, TorchTransport, Trace
+from megatron_dynapipe.runtime.control_group import StepAgreement
+from megatron_dynapipe.runtime.process_groups import backend_of, make_groups, warm_up
+from megatron_dynapipe.runtime.shared_weights import SharedWeights
+
+Plan = IterationPlan | StageEntry
+"""Gives the order in which passes run: a whole iteration's plan, or this rank's share of it."""
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Work(NamedTuple):
+    """Micro-batches by names of the model's arguments, and their plan, if there is one."""
+
+    micro_batches: Sequence[Batch]
+    plan: Plan | None
 
 
 class StepResult(NamedTuple):
@@ -64,12 +81,12 @@ class Pipeline:
         schedule: order of passes without a plan: "1f1b", "gpipe" or "adaptive".
         tensor_shapes: shapes of the tensors at every boundary of a `Stage`, or a function from a micro-batch to them;
             without them, stages exchange theirs once for every new shape of a micro-batch.
-        loss_scale: of fp16.
+        loss_scale: of fp16; by default `torch.amp.GradScaler("cpu")`, whose state lives on the host.
         timeout_s: deadline of every transfer.
 
     Attributes:
         part: as given.
-        loss_scale: of fp16, now.
+        loss_scale: of fp16; None without.
         norm: of the last step's gradients before clipping; None where nothing asked for it.
         trace: when the last iteration's instructions ran on this rank.
     """
@@ -87,7 +104,7 @@ class Pipeline:
         max_norm: float | None = None,
         schedule: str = "1f1b",
         tensor_shapes: Any = None,
-        loss_scale: LossScale | None = None,
+        loss_scale: GradScaler | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         if precision not in PRECISIONS:
@@ -97,13 +114,33 @@ class Pipeline:
         self.part, self._optimizer, self._planner = part, optimizer, planner
         self._micro_batches, self._micro_batch_size = micro_batches, micro_batch_size
         self._max_norm, self._schedule = max_norm, schedule
-        self.loss_scale = (loss_scale or LossScale()) if precision == "fp16" else None
-        self.norm: Norm | None = None
+        self.loss_scale = (loss_scale or GradScaler("cpu")) if precision == "fp16" else None
+        self._scale = None if self.loss_scale is None else LossScale(self.loss_scale)
+        self.norm: float | None = None
         self.trace: Trace | None = None
         if tensor_shapes is not None:
             part.use_shapes(tensor_shapes)
-        self._gradients = Gradients(part)
-        self._runner = Runner(part, loss_fn, autocast=PRECISIONS[precision], timeout_s=timeout_s)
+        self._loss_fn, self._autocast = loss_fn, PRECISIONS[precision]
+        ranks, backend = part.ranks, backend_of(part.device)
+        self._gradients = Gradients(
+            part,
+            part.device,
+            replicas=ranks.group_of_replicas(backend),
+            stages=ranks.group_of_stages(backend),
+            shared=SharedWeights(part.weight_copies(), ranks.pipelines, backend=backend, timeout_s=timeout_s),
+        )
+        groups = make_groups(ranks.pipelines, chunks=part.chunks, backend=backend, timeout_s=timeout_s)
+        assert groups is not None, "every rank is in a pipeline"
+        warm_up(groups, part.device)
+        self._runner = ModuleRunner(
+            TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s),
+            part.device,
+            stage=part.stage,
+            stages=part.stages,
+            chunks=part.chunks,
+            deadline_s=timeout_s,
+            control=ranks.control,
+        )
 
     @property
     def stage(self) -> int:
@@ -115,7 +152,11 @@ class Pipeline:
         """The replica that this rank is in."""
         return self.part.replica
 
-    def step(self, batch: Any, *, return_outputs: bool = False) -> Any:
+    @overload
+    def step(self, batch: Any, *, return_outputs: Literal[False] = False) -> StepResult: ...
+    @overload
+    def step(self, batch: Any, *, return_outputs: Literal[True]) -> StepOutputs: ...
+    def step(self, batch: Any, *, return_outputs: bool = False) -> StepResult | StepOutputs:
         """Run a batch forward and backward, reduce the gradients and update the weights.
 
         Args:
@@ -129,7 +170,17 @@ class Pipeline:
         """
         return self._train(lambda: self._divided(batch), keep_outputs=return_outputs)
 
-    def run(self, micro_batches: Sequence[Any], plan: Plan | None = None, *, return_outputs: bool = False) -> Any:
+    @overload
+    def run(
+        self, micro_batches: Sequence[Any], plan: Plan | None = None, *, return_outputs: Literal[False] = False
+    ) -> StepResult: ...
+    @overload
+    def run(
+        self, micro_batches: Sequence[Any], plan: Plan | None = None, *, return_outputs: Literal[True]
+    ) -> StepOutputs: ...
+    def run(
+        self, micro_batches: Sequence[Any], plan: Plan | None = None, *, return_outputs: bool = False
+    ) -> StepResult | StepOutputs:
         """`step` with micro-batches as they are, in the order of passes that a plan says.
 
         Args:
@@ -139,25 +190,33 @@ class Pipeline:
         """
         return self._train(lambda: self._given(micro_batches, plan), keep_outputs=return_outputs)
 
+    @overload
+    def evaluate(
+        self,
+        batch: Any = None,
+        *,
+        micro_batches: Sequence[Any] | None = None,
+        return_outputs: Literal[False] = False,
+    ) -> StepResult: ...
+    @overload
+    def evaluate(
+        self, batch: Any = None, *, micro_batches: Sequence[Any] | None = None, return_outputs: Literal[True]
+    ) -> StepOutputs: ...
     def evaluate(
         self, batch: Any = None, *, micro_batches: Sequence[Any] | None = None, return_outputs: bool = False
-    ) -> Any:
+    ) -> StepResult | StepOutputs:
         """The loss of a batch, or of micro-batches, without gradients; the part is in evaluation mode meanwhile."""
+
+        def work() -> _Work:
+            return self._divided(batch, forward_only=True) if micro_batches is None else self._given(micro_batches)
+
         training = self.part.training
         self.part.eval()
         try:
-            outcome = self._runner.run(
-                lambda: (
-                    self._divided(batch, forward_only=True) if micro_batches is None else self._given(micro_batches)
-                ),
-                schedule=self._schedule,
-                forward_only=True,
-                keep_outputs=return_outputs,
-            )
+            totals, stage = self._run(work, forward_only=True, keep_outputs=return_outputs)
         finally:
             self.part.train(training)
-        self.trace = outcome.trace
-        return _result(outcome, overflow=False, keep_outputs=return_outputs)
+        return _result(totals, stage, overflow=False, keep_outputs=return_outputs)
 
     def save(self, path: str | Path) -> None:
         """Write weights, optimizer state and loss scale into a folder; every rank calls it."""
@@ -170,30 +229,85 @@ class Pipeline:
             DataError: there is no such checkpoint, or it lacks a weight.
         """
         extra = load_checkpoint(Path(path), self.part, self._optimizer, self._extra())
-        if self.loss_scale is not None:
-            self.loss_scale.value, self.loss_scale.good_steps = extra["loss_scale"], int(extra["good_steps"])
+        if self._scale is not None:
+            self._scale.load(extra)
 
     def _extra(self) -> dict[str, float]:
-        scale = self.loss_scale
-        return {} if scale is None else {"loss_scale": scale.value, "good_steps": scale.good_steps}
+        return {} if self._scale is None else self._scale.state()
 
-    def _train(self, work: Callable[[], Work], *, keep_outputs: bool) -> Any:
+    def _train(self, work: Callable[[], _Work], *, keep_outputs: bool) -> StepResult | StepOutputs:
         self._gradients.zero()
-        scale = None if self.loss_scale is None else self.loss_scale.value
-        outcome = self._runner.run(work, schedule=self._schedule, scale=scale, keep_outputs=keep_outputs)
-        self.trace = outcome.trace
-        self._gradients.reduce(max(outcome.count, 1.0) * (scale or 1.0))
-        overflow = self._finish()
-        return _result(outcome, overflow=overflow, keep_outputs=keep_outputs)
+        scale = None if self._scale is None else self._scale.value
 
-    def _finish(self) -> bool:
+        def finish(totals: PendingTotals) -> None:
+            _, count = totals.wait()
+            self._gradients.reduce(max(count, 1.0) * (scale or 1.0))
+
+        totals, stage = self._run(work, scale=scale, keep_outputs=keep_outputs, finish=finish)
+        return _result(totals, stage, overflow=self._update(), keep_outputs=keep_outputs)
+
+    def _run(
+        self,
+        work: Callable[[], _Work],
+        *,
+        scale: float | None = None,
+        forward_only: bool = False,
+        keep_outputs: bool = False,
+        finish: Callable[[PendingTotals], None] = lambda _: None,
+    ) -> tuple[StepTotals, ModuleStage]:
+        """Run micro-batches through this rank's virtual stages; gradients are added to the parameters'."""
+        agreement, made, planned = self._begin(work)
+        specialized = self.part.specialize(made.micro_batches, self._autocast)
+        stage = ModuleStage(
+            self._runner.runner,
+            made.micro_batches,
+            specialized,
+            self._loss_fn,
+            autocast=self._autocast,
+            scale=scale,
+            labels=self.part.inputs.labels if keep_outputs else None,
+        )
+        plan = self._runner.fill_list(specialized, self._schedule, planned=planned, forward_only=forward_only)
+        totals = self._runner.run(plan, stage, agreement=agreement, forward_only=forward_only, finish=finish)
+        self.trace = totals.trace
+        return totals, stage
+
+    def _begin(self, work: Callable[[], _Work]) -> tuple[StepAgreement, _Work, Sequence[Instruction] | None]:
+        """The micro-batches, and the instructions of their plan, if there is one.
+
+        What is new to a rank of a pipeline is new to all of them, and learned by all together. Else the first passes
+        run while ranks still agree; the first transfer waits for it.
+        """
+        part, error = self.part, None
+        made, planned, new = _Work((), None), None, False
+        try:
+            made = work()
+            planned = None if made.plan is None else _planned(made.plan, part, len(made.micro_batches))
+            new = not part.knows(made.micro_batches, self._autocast)
+        except Exception as raised:  # noqa: BLE001  (whatever it is, the other ranks must raise too)
+            error = raised
+        plan = None if made.plan is None else (made.plan.iteration, made.plan.totals)
+        agreement = start_agreement(
+            part.ranks.control,
+            error,
+            repr([plan, *map(signature, made.micro_batches)]),
+            "a replica's batch, its shapes and its plan",
+            alike=part.ranks.pipelines,
+            new=new,
+            learn=partial(part.learn, made.micro_batches, self._autocast),
+        )
+        if error is not None or new:
+            agreement.settle()
+        return agreement, made, planned
+
+    def _update(self) -> bool:
         """Clip and update; whether gradients were not finite under a loss scale."""
         self.norm = None
-        if self._max_norm is not None or self.loss_scale is not None:
+        if self._max_norm is not None or self._scale is not None:
             self.norm = self._gradients.norm()
-        overflow = self.loss_scale is not None and self.norm is not None and not self.norm.is_finite
-        if self.loss_scale is not None:
-            self.loss_scale.update(overflow=overflow)
+        overflow = self._scale is not None and self.norm is not None and not math.isfinite(self.norm)
+        if self._scale is not None:
+            self._scale.update(overflow=overflow)
         if overflow:
             return True
         if self._max_norm is not None and self.norm is not None:
@@ -202,22 +316,41 @@ class Pipeline:
             self._optimizer.step()
         return False
 
-    def _divided(self, batch: Any, *, forward_only: bool = False) -> Work:
+    def _divided(self, batch: Any, *, forward_only: bool = False) -> _Work:
         """A replica's batch as micro-batches."""
         named = self.part.inputs.name(batch)
         if self._planner is not None:
-            return Work(*self._planner.share(named, forward_only=forward_only))
+            return _Work(*self._planner.share(named, forward_only=forward_only))
         count = self._micro_batches or self.part.stages * self.part.chunks
         if self._micro_batch_size is not None:
             count = -(-batch_rows(named) // self._micro_batch_size)
-        return Work(split_batch(named, count), None)
+        return _Work(split_batch(named, count), None)
 
-    def _given(self, micro_batches: Sequence[Any], plan: Plan | None = None) -> Work:
-        return Work([self.part.inputs.name(batch) for batch in micro_batches], plan)
+    def _given(self, micro_batches: Sequence[Any], plan: Plan | None = None) -> _Work:
+        return _Work([self.part.inputs.name(batch) for batch in micro_batches], plan)
 
 
-def _result(outcome: Outcome, *, overflow: bool, keep_outputs: bool) -> StepResult | StepOutputs:
-    loss = torch.tensor(outcome.loss, dtype=torch.float32)
+def _planned(plan: Plan, part: Part, micro_batches: int) -> Sequence[Instruction]:
+    """The instructions of this rank; raises ConfigError for a plan of other stages or other micro-batches."""
+    if (plan.pipeline_stages, plan.chunks) != (part.stages, part.chunks):
+        raise ConfigError(
+            f"expected a plan for {part.stages} stages of {part.chunks} chunks, got one for {plan.pipeline_stages} of "
+            f"{plan.chunks}"
+        )
+    if isinstance(plan, StageEntry):
+        mine = plan
+    else:  # of all replicas, or of this one alone
+        mine = StageEntry.of(plan, part.replica if len(plan.replicas) > 1 else 0, part.stage, plan_digest="")
+    if len(mine.micro_batches) != micro_batches:
+        raise ConfigError(
+            f"expected the {len(mine.micro_batches)} micro-batches that the plan is of, got {micro_batches}"
+        )
+    return mine.stage_plan.instructions
+
+
+def _result(totals: StepTotals, stage: ModuleStage, *, overflow: bool, keep_outputs: bool) -> StepResult | StepOutputs:
+    loss = torch.tensor(totals.mean_loss, dtype=torch.float32)
     if not keep_outputs:
         return StepResult(loss, overflow)
-    return StepOutputs(loss, overflow, list(outcome.outputs), list(outcome.labels))
+    kept = [stage.kept[row] for row in sorted(stage.kept)]
+    return StepOutputs(loss, overflow, [output for output, _ in kept], [labels for _, labels in kept])

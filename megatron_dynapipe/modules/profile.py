@@ -12,13 +12,12 @@ from torch import nn
 
 from megatron_dynapipe.cost.format import UNITS, Link, Table
 from megatron_dynapipe.cost.segments import Segment, SegmentCosts
-from megatron_dynapipe.modules.boundary import Layout
-from megatron_dynapipe.modules.cutpoint import cut_points, resolve_split_points
+from megatron_dynapipe.modules.boundary import Specialization
 from megatron_dynapipe.modules.inputs import Inputs
 from megatron_dynapipe.modules.part import segment_parameters
 from megatron_dynapipe.modules.program import Division
 from megatron_dynapipe.modules.split import without_memory
-from megatron_dynapipe.modules.trace import trace
+from megatron_dynapipe.modules.trace import cut_points, resolve_split_points, trace
 from megatron_dynapipe.modules.variants import Kind, Variants
 from megatron_dynapipe.runtime import Entry, StageGraph
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -95,7 +94,7 @@ class _Segments:
         """Measure all of them with a batch."""
         named = self._inputs.of_model(self._inputs.name(batch))
         on_device = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in named.items()}
-        layout = self._variants.layout(on_device, self._kind)
+        layout = self._variants.specialize(on_device, self._kind)
         received: Sequence[torch.Tensor] = ()
         for segment, table in enumerate(self._tables):
             received = table.add(size, length, _Segment(layout, segment, received, on_device, self.device), repeats)
@@ -113,7 +112,7 @@ class _Segment:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Specialization,
         segment: int,
         received: Sequence[torch.Tensor],
         batch: dict[str, Any],

@@ -3,15 +3,14 @@
 rank = stage × replicas + replica          replicas of a stage are neighbours, as Megatron places them
 """
 
-import datetime
 import hashlib
 from collections.abc import Callable, Sequence
 
-import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
+from megatron_dynapipe.runtime.process_groups import group_of_each
 
 
 class Ranks:
@@ -52,58 +51,52 @@ class Ranks:
         """Global ranks of this replica's stages."""
         return self.pipelines[self.replica]
 
-    @property
-    def first(self) -> bool:
-        """Whether this is rank 0 of the job."""
-        return self.control.rank == 0
-
     def require_equal(self, text: str, what: str, *, across: Sequence[int]) -> None:
         """Refuse, on all ranks, a text that differs among the ranks `across`. Every rank calls it.
 
         Raises:
             ConfigError: naming what differs and where.
         """
-        digests = [tuple(each.tolist()) for each in self.control.gather(digest_of(text))]
-        if (error := difference(digests, what, across)) is not None:
-            raise error
+        start_agreement(self.control, None, text, what, alike=[across]).settle()
 
-    def groups_over_replicas(self, backend: str) -> dist.ProcessGroup | None:
-        """Groups of every stage's replicas; this rank's, or None where there is one replica."""
-        return self._make([[p[stage] for p in self.pipelines] for stage in range(self.stages)], backend)
+    def group_of_replicas(self, backend: str) -> dist.ProcessGroup | None:
+        """The replicas of this rank's stage; None where there is one. Every rank calls it."""
+        lists = [[pipeline[stage] for pipeline in self.pipelines] for stage in range(self.stages)]
+        return group_of_each(lists, backend=backend, timeout_s=self.timeout_s)
 
-    def groups_over_stages(self, stages: Sequence[int], backend: str) -> dist.ProcessGroup | None:
-        """Groups of some stages in every pipeline; this rank's, or None where it is in none or alone."""
-        return self._make([[p[stage] for stage in stages] for p in self.pipelines], backend)
-
-    def _make(self, lists: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup | None:
-        mine: dist.ProcessGroup | None = None
-        for ranks in lists:
-            if len(ranks) > 1:
-                timeout = datetime.timedelta(seconds=self.timeout_s)
-                group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
-                if self.control.rank in ranks:
-                    assert isinstance(group, dist.ProcessGroup)
-                    mine = group
-        return mine
-
-    def run_on_all[T](self, function: Callable[[], T]) -> T:
-        """Call a function on every rank; if it fails on any, all raise the lowest such rank's error."""
-        return self.control.run_on_all(function)
+    def group_of_stages(self, backend: str) -> dist.ProcessGroup | None:
+        """The stages of this rank's pipeline; None where there is one. Every rank calls it."""
+        return group_of_each(self.pipelines, backend=backend, timeout_s=self.timeout_s)
 
 
-def digest_of(text: str) -> torch.Tensor:
-    """16 bytes that stand for a text: uint8[16]."""
-    return torch.tensor(list(hashlib.blake2b(text.encode(), digest_size=16).digest()), dtype=torch.uint8)
+def start_agreement(
+    control: ControlGroup,
+    error: Exception | None,
+    text: str,
+    what: str,
+    *,
+    alike: Sequence[Sequence[int]],
+    new: bool = False,
+    learn: Callable[[], object] = lambda: None,
+) -> StepAgreement:
+    """Start to agree with all ranks on a step.
 
+    Args:
+        control: of all ranks.
+        error: why this rank cannot run it.
+        text: stands for the step.
+        what: the text is of, for the message.
+        alike: groups of ranks whose texts must be equal.
+        new: this rank has to learn something together with the others before.
+        learn: does so; called on every rank if any has to.
+    """
 
-def difference(digests: Sequence[tuple[int, ...]], what: str, across: Sequence[int]) -> ConfigError | None:
-    """The error of digests that are not equal on some ranks; None where they are."""
-    first = across[0]
-    others = [rank for rank in across if digests[rank] != digests[first]]
-    if not others:
-        return None
-    return ConfigError(
-        f"expected {what} to be the same on ranks {', '.join(map(str, across))}, but rank {others[0]} has another than "
-        f"rank {first}",
-        hint="build the model and the batch alike on every rank of a pipeline, with the same arguments",
-    )
+    def differ(ranks: Sequence[int], other: int, _: Sequence[bytes]) -> ConfigError:
+        return ConfigError(
+            f"expected {what} to be the same on ranks {', '.join(map(str, ranks))}, but rank {other} has another "
+            f"than rank {ranks[0]}",
+            hint="build the model and the batch alike on every rank of a pipeline, with the same arguments",
+        )
+
+    identity = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return StepAgreement(control, error, identity=identity, differ=differ, alike=alike, new=new, learn=learn)

@@ -103,7 +103,7 @@ class Result:
     requires_grad: bool
 
 
-class Recorder(TorchFunctionMode):
+class ForwardRecorder(TorchFunctionMode):
     """Sees every operation while the block lasts; those inside a whole module are not written down.
 
     Args:

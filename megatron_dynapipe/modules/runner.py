@@ -1,190 +1,200 @@
-"""Running one iteration's micro-batches on this rank: agree, lay out, fill the list, execute, add up."""
+"""Running micro-batches on this rank: the passes of any module, and the list that orders them."""
 
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.modules.agreement import GatedTransport, StepAgreement, TotalsOverRanks
-from megatron_dynapipe.modules.boundary import Layout, Part, signature
-from megatron_dynapipe.modules.handlers import LossFunction, StageHandlers
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.modules.boundary import Specialization, boundary_of, fill, lists_without_shapes
 from megatron_dynapipe.modules.inputs import Batch
-from megatron_dynapipe.modules.lists import boundary_of, fill, lists_without_shapes
-from megatron_dynapipe.plan.instructions import Instruction, Payload, RecvStart, SendStart
-from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry, StagePlan
-from megatron_dynapipe.runtime import PipelineExecutor, TorchTransport, Trace, platform_of, watched
-from megatron_dynapipe.runtime.process_groups import backend_of, make_groups, warm_up
+from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Payload, RecvStart, SendStart
+from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.runtime import PendingTotals, Step, StepRunner, StepTotals, Transport
+from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 
-Plan = IterationPlan | StageEntry
-"""What says in which order passes run: a whole iteration's plan, or this rank's share of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Micro-batches by names of the model's arguments, and their plan, if there is one."""
-
-    micro_batches: Sequence[Batch]
-    plan: Plan | None
+LossFunction = Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor | float]]
+"""From a model's output and the micro-batch to the sum of the losses and their number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What an iteration came to, the same on every rank but for outputs and trace.
-
-    Attributes:
-        loss: sum of the losses / count.
-        count: of everything that the losses are of.
-        outputs: the model's, on the last stage, where they were kept.
-        labels: of each, where outputs were kept.
-        trace: of this rank's list.
-    """
-
-    loss: float
-    count: float
-    outputs: Sequence[Any]
-    labels: Sequence[Batch]
-    trace: Trace
-
-
-class Runner:
-    """Every rank makes it at the same point, and calls `run` together with the others.
+class ModuleStage:
+    """One step's passes through this rank's virtual stages; see `runtime.StageModel`.
 
     Args:
-        part: of this rank.
-        loss_fn: of a model's output and the micro-batch.
+        runner: whose step it is.
+        micro_batches: on the host or the device.
+        specialized: how each of them runs.
+        loss_fn: called on the last stage.
         autocast: dtype that operations are cast to, if any.
-        timeout_s: deadline of every transfer.
+        scale: factor of the loss that gradients are taken of.
+        labels: keys of what is kept with an output; None keeps no outputs.
+
+    Attributes:
+        kept: by micro-batch, what the model returned, without its graph, and the batch's labels, if they are kept.
     """
 
-    def __init__(self, part: Part, loss_fn: LossFunction, *, autocast: torch.dtype | None, timeout_s: float) -> None:
-        self._part, self._loss_fn, self._autocast = part, loss_fn, autocast
-        self._layouts: Sequence[Layout] = ()
-        self._filled: tuple[Any, Sequence[Instruction], StagePlan] | None = None
-        device, ranks = part.device, part.ranks
-        groups = make_groups(ranks.pipelines, chunks=part.chunks, backend=backend_of(device), timeout_s=timeout_s)
-        assert groups is not None, "every rank is in a pipeline"
-        warm_up(groups, device)
-        with ExitStack() as resources:
-            self._transport = GatedTransport(TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s))
-            self._executor = PipelineExecutor(
-                self._transport,
-                platform_of(device),
-                stages=part.stages,
-                dtype=torch.float32,
-                watch=resources.enter_context(watched(device, deadline_s=timeout_s, rank=ranks.control.rank)),
-                dtypes=self._dtypes,
+    def __init__(
+        self,
+        runner: StepRunner,
+        micro_batches: Sequence[Batch],
+        specialized: Sequence[Specialization],
+        loss_fn: LossFunction,
+        *,
+        autocast: torch.dtype | None = None,
+        scale: float | None = None,
+        labels: Sequence[str] | None = None,
+    ) -> None:
+        self._device, self._stage, self._stages = runner.device, runner.stage, runner.stages
+        self._last = runner.stages * runner.chunks - 1
+        self._micro_batches, self._specialized = micro_batches, specialized
+        self._loss_fn, self._autocast, self._scale, self._labels = loss_fn, autocast, scale, labels
+        self._losses: list[torch.Tensor] = []
+        self._counts: list[torch.Tensor | float] = []
+        self.kept: dict[int, tuple[Any, Batch]] = {}
+
+    def load(self, micro_batch: int) -> Batch:
+        """What this rank reads of a micro-batch, on the device; on the last stage the loss may read all of it."""
+        batch, keys = self._micro_batches[micro_batch], self._specialized[micro_batch].keys
+        if self._last not in keys:
+            wanted = {key for each in keys.values() for key in each}
+            batch = {key: value for key, value in batch.items() if key in wanted}
+        return {key: _moved(value, self._device) for key, value in batch.items()}
+
+    def begin_pass(self, instruction: Forward | Backward) -> None:
+        """Nothing is set for single micro-batches."""
+
+    def differentiable(self, micro_batch: int, boundary: int) -> Sequence[bool]:
+        """As the boundary says."""
+        return self._specialized[micro_batch].boundaries[boundary].differentiable
+
+    def forward(self, micro_batch: int, chunk: int, received: Sequence[torch.Tensor], data: Batch) -> Any:
+        """Run a virtual stage, on the last one the loss function as well."""
+        stage, specialized = chunk * self._stages + self._stage, self._specialized[micro_batch]
+        with self._casting():
+            output = specialized.runs[stage](received, data, self._device)
+            if stage == self._last:
+                return self._loss(micro_batch, output, data)
+        dtypes = specialized.boundaries[stage].dtypes
+        return [tensor.to(dtype) for tensor, dtype in zip(output, dtypes, strict=True)]
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """By the factor given."""
+        return loss if self._scale is None else loss * self._scale
+
+    def totals(self) -> torch.Tensor:
+        """See `StageModel`."""
+        if not self._losses:
+            return torch.zeros(2, dtype=torch.float64, device=self._device)
+        count = torch.as_tensor(sum(self._counts), dtype=torch.float64, device=self._device)
+        return torch.stack([torch.stack(self._losses).sum(dtype=torch.float64), count])
+
+    def _loss(self, micro_batch: int, output: Any, batch: Batch) -> torch.Tensor:
+        result = self._loss_fn(output, batch)
+        if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
+            raise DataError(
+                f"expected the loss function to return the sum of the losses and their number, got "
+                f"{type(result).__name__}",
+                hint="loss_fn(output, batch) returns (sum, count), so that uneven micro-batches add up exactly",
             )
-            weakref.finalize(self, resources.pop_all().close)  # the watchdog's thread ends with this object
+        loss, count = result
+        self._losses.append(loss.detach())
+        self._counts.append(count)
+        if self._labels is not None:
+            labels = {key: batch[key] for key in self._labels if key in batch}
+            detached = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+            self.kept[micro_batch] = detached, labels
+        return loss
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
+
+
+class ModuleRunner:
+    """Runs steps whose shapes are known only now: fills a list with them and gives it to a `StepRunner`.
+
+    Args:
+        transport: moves tensors between stages.
+        device: of this rank.
+        stage, stages, chunks: this rank's place in its pipeline, and the virtual stages of each rank.
+        deadline_s: of every transfer.
+        control: the group over which losses are added up.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        *,
+        stage: int,
+        stages: int,
+        chunks: int,
+        deadline_s: float,
+        control: ControlGroup,
+    ) -> None:
+        self._specialized: Sequence[Specialization] = ()
+        self._filled: tuple[Any, Sequence[Instruction], StagePlan] | None = None
+        self.runner = StepRunner(
+            transport,
+            device,
+            stage=stage,
+            stages=stages,
+            chunks=chunks,
+            dtype=torch.float32,
+            deadline_s=deadline_s,
+            control=control,
+            dtypes=self._dtypes,
+        )
+
+    def fill_list(
+        self,
+        specialized: Sequence[Specialization],
+        schedule: str,
+        *,
+        planned: Sequence[Instruction] | None = None,
+        forward_only: bool = False,
+    ) -> StagePlan:
+        """The list of this rank for micro-batches; that of the step before, where it was of the same.
+
+        Args:
+            specialized: the micro-batches.
+            schedule: order of passes where they are not planned.
+            planned: this rank's instructions in a plan; shapes in them are not looked at.
+            forward_only: no backward passes.
+        """
+        runner, instructions = self.runner, planned or ()
+        if planned is None and specialized:
+            lists = lists_without_shapes(
+                runner.stages, runner.chunks, len(specialized), schedule, forward_only=forward_only
+            )
+            instructions = lists[runner.stage]
+        key = (tuple(map(id, specialized)), id(instructions))
+        if self._filled is None or self._filled[0] != key:
+            filled = fill(instructions, specialized, stage=runner.stage, stages=runner.stages)
+            self._filled = key, instructions, filled
+        self._specialized = specialized
+        return self._filled[2]
 
     def run(
         self,
-        work: Callable[[], Work],
+        plan: StagePlan,
+        stage: ModuleStage,
         *,
-        schedule: str,
-        scale: float | None = None,
+        agreement: StepAgreement,
         forward_only: bool = False,
-        keep_outputs: bool = False,
-    ) -> Outcome:
-        """Run micro-batches through this rank's virtual stages; gradients are added to the parameters'.
-
-        Args:
-            work: makes them; its error is raised on every rank.
-            schedule: order of passes where there is no plan.
-            scale: factor of the loss that gradients are taken of.
-            forward_only: no backward passes.
-            keep_outputs: what the model returns is kept.
-        """
-        agreement, made, planned = self._begin(work)
-        layouts = self._part.layouts(made.micro_batches, self._autocast)
-        handlers = StageHandlers(
-            self._part,
-            made.micro_batches,
-            layouts,
-            self._loss_fn,
-            autocast=self._autocast,
-            scale=scale,
-            forward_only=forward_only,
-            keep_outputs=keep_outputs,
-        )
-        self._layouts = layouts
-        totals = TotalsOverRanks(self._part.ranks)
-        if self._part.device.type == "cpu":  # elsewhere the host would wait for the device
-            agreement.then(lambda: handlers.when_totalled(totals.start))
-        self._transport.agreement = agreement
-        instructions = self._list(layouts, planned, schedule, forward_only=forward_only)
-        trace = self._executor.execute(instructions, handlers.table)
-        agreement.settle()
-        loss, count = totals.wait(handlers.totals)
-        kept = [handlers.kept[row] for row in sorted(handlers.kept)]
-        return Outcome(
-            loss=loss / count if count else 0.0,
-            count=count,
-            outputs=[output for output, _ in kept],
-            labels=[labels for _, labels in kept],
-            trace=trace,
-        )
-
-    def _begin(self, work: Callable[[], Work]) -> tuple[StepAgreement, Work, Sequence[Instruction] | None]:
-        """The micro-batches, and the instructions of their plan, if there is one.
-
-        What is new to a rank of a pipeline is new to all of them, and found out while all look on. Else the first
-        passes run while ranks still agree; the first transfer waits for it.
-        """
-        part, error = self._part, None
-        made, planned, new = Work((), None), None, False
-        try:
-            made = work()
-            planned = None if made.plan is None else _planned(made.plan, part, len(made.micro_batches))
-            new = not part.knows(made.micro_batches, self._autocast)
-        except Exception as raised:  # noqa: BLE001  (whatever it is, the other ranks must hear of it)
-            error = raised
-        identity = repr([_identity(made.plan), *map(signature, made.micro_batches)])
-        find_out = partial(part.find_out, made.micro_batches, self._autocast)
-        agreement = StepAgreement(part.ranks, identity, error=error, new=new, find_out=find_out)
-        if error is not None or new:
-            agreement.settle()
-        return agreement, made, planned
-
-    def _list(
-        self, layouts: Sequence[Layout], planned: Sequence[Instruction] | None, schedule: str, *, forward_only: bool
-    ) -> StagePlan:
-        """The list to execute; that of the iteration before, where it was of the same."""
-        part, instructions = self._part, planned or ()
-        if planned is None and layouts:
-            lists = lists_without_shapes(part.stages, part.chunks, len(layouts), schedule, forward_only=forward_only)
-            instructions = lists[part.stage]
-        key = (tuple(map(id, layouts)), id(instructions))
-        if self._filled is None or self._filled[0] != key:
-            self._filled = key, instructions, fill(instructions, layouts, stage=part.stage, stages=part.stages)
-        return self._filled[2]
+        finish: Callable[[PendingTotals], None] = lambda _: None,
+    ) -> StepTotals:
+        """Run the list that `fill_list` has returned; see `Step`."""
+        step = Step(plan=plan, model=stage, agreement=agreement, forward_only=forward_only, finish=finish)
+        return self.runner.run(step)
 
     def _dtypes(self, transfer: SendStart | RecvStart) -> Sequence[torch.dtype]:
-        boundary = boundary_of(transfer, self._layouts, stage=self._part.stage, stages=self._part.stages)
+        boundary = boundary_of(transfer, self._specialized, stage=self.runner.stage, stages=self.runner.stages)
         return boundary.dtypes if transfer.payload is Payload.ACTIVATION else boundary.gradient_dtypes
 
 
-def _identity(plan: Plan | None) -> tuple[Any, ...] | None:
-    return None if plan is None else (plan.iteration, plan.totals)
-
-
-def _planned(plan: Plan, part: Part, micro_batches: int) -> Sequence[Instruction]:
-    """The instructions of this rank; raises ConfigError for a plan of another layout or other micro-batches."""
-    if (plan.pipeline_stages, plan.chunks) != (part.stages, part.chunks):
-        raise ConfigError(
-            f"expected a plan for {part.stages} stages of {part.chunks} chunks, got one for {plan.pipeline_stages} of "
-            f"{plan.chunks}"
-        )
-    if isinstance(plan, StageEntry):
-        mine = plan
-    else:  # of all replicas, or of this one alone
-        mine = StageEntry.of(plan, part.replica if len(plan.replicas) > 1 else 0, part.stage, plan_digest="")
-    if len(mine.micro_batches) != micro_batches:
-        raise ConfigError(
-            f"expected the {len(mine.micro_batches)} micro-batches that the plan is of, got {micro_batches}"
-        )
-    return mine.stage_plan.instructions
+def _moved(value: Any, device: torch.device) -> Any:
+    """A host tensor on the device, through pinned memory: a copy from any other waits for the device's work."""
+    if not isinstance(value, torch.Tensor) or value.device == device:
+        return value
+    return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)

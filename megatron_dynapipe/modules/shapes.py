@@ -1,7 +1,7 @@
 """Shapes at a boundary, learned once: what a stage of the user's own receives and sends for a batch of given shapes.
 
     stage 0                         stage 1                          stage 2
-    runs without memory ──layout──► runs without memory ──layout──► runs without memory
+    runs without memory ──shapes──► runs without memory ──shapes──► runs without memory
 
 Both sides of a boundary know the micro-batch's own shapes, which all ranks of a pipeline have agreed on. Where all of
 them have met these shapes before, nothing is sent. Where any has not, it says so in the step's agreement, all tell each
@@ -10,12 +10,16 @@ can wait for a message that the other does not send, and none sends one that is 
 that on in place of a structure.
 """
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
 from megatron_dynapipe.errors import ConfigError, ExecutionError
 from megatron_dynapipe.modules.boundary import Boundary
@@ -26,7 +30,7 @@ _MOST_SHAPES = 4096
 _FAILED = "failed: "
 
 
-class TensorMeta(msgspec.Struct, frozen=True, tag="tensor"):
+class TensorMeta(msgspec.Struct, frozen=True):
     """A tensor inside what a stage sends."""
 
     shape: TensorShape
@@ -34,27 +38,65 @@ class TensorMeta(msgspec.Struct, frozen=True, tag="tensor"):
     differentiable: bool
 
 
-class Items(msgspec.Struct, frozen=True, tag="items"):
-    """A tuple or list."""
+class Structure(msgspec.Struct, frozen=True):
+    """What crosses a boundary: tensors inside tuples, lists and dicts, and constants beside them.
 
-    kind: str
-    items: "tuple[Structure, ...]"
+    Attributes:
+        spec: the tree as `torch.utils._pytree` writes it.
+        leaves: its tensors and constants.
+    """
+
+    spec: str
+    leaves: tuple[TensorMeta | bool | int | float | str | None, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """That of what a stage returns; raises ConfigError for values that cannot cross a boundary."""
+        leaves, spec = tree_flatten(value)
+        try:
+            return cls(treespec_dumps(spec), tuple(map(_leaf, leaves)))
+        except NotImplementedError as error:
+            raise ConfigError(f"a stage returns {type(value).__name__}: {error}", hint=_CAN_CROSS) from error
+
+    @property
+    def tensors(self) -> list[TensorMeta]:
+        """Its tensors, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The value, given its tensors."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, TensorMeta) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, treespec_loads(self.spec))
+
+    def flatten(self, value: Any) -> list[torch.Tensor]:
+        """The tensors of what a stage returned; raises ExecutionError where it is not of this structure."""
+        if (found := Structure.of(value)) != self:
+            raise ExecutionError(f"expected the stage to return {self} for this batch, as it did before, got {found}")
+        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+    def boundary(self) -> Boundary:
+        """What crosses, for the executor."""
+        return Boundary(
+            shapes=tuple(meta.shape for meta in self.tensors),
+            dtypes=tuple(getattr(torch, meta.dtype) for meta in self.tensors),
+            differentiable=tuple(meta.differentiable for meta in self.tensors),
+        )
 
 
-class Mapped(msgspec.Struct, frozen=True, tag="mapped"):
-    """A dict."""
-
-    items: "dict[str, Structure]"
+_CAN_CROSS = "return tensors, numbers, strings, and tuples, lists and dicts of them"
 
 
-class Constant(msgspec.Struct, frozen=True, tag="constant"):
-    """What is no tensor."""
+def _leaf(value: Any) -> TensorMeta | bool | int | float | str | None:
+    match value:
+        case torch.Tensor():
+            differentiable = value.requires_grad and value.is_floating_point()
+            name = str(value.dtype).removeprefix("torch.")
+            return TensorMeta(tuple(int(n) for n in value.shape), name, differentiable)
+        case None | bool() | int() | float() | str():
+            return value
+    raise ConfigError(f"a stage returns a {type(value).__name__}, which cannot cross to the next one", hint=_CAN_CROSS)
 
-    value: bool | int | float | str | None
-
-
-Structure = TensorMeta | Items | Mapped | Constant
-"""What crosses a boundary: tensors inside tuples, lists and dicts, and constants beside them."""
 
 Run = Callable[[Structure | None], Structure | None]
 """From what a stage receives to what it sends; None at the pipeline's ends."""
@@ -139,74 +181,33 @@ class ShapeTracker:
             self._ranks.control.send_text(text, self._ranks.pipeline[self._ranks.stage + 1])
 
 
-def structure_of(value: Any) -> Structure:
-    """The structure of what a stage returns; raises ConfigError for values that cannot cross a boundary."""
-    match value:
-        case torch.Tensor():
-            differentiable = value.requires_grad and value.is_floating_point()
-            name = str(value.dtype).removeprefix("torch.")
-            return TensorMeta(tuple(int(n) for n in value.shape), name, differentiable)
-        case tuple() | list():
-            kind = "list" if isinstance(value, list) else "tuple"
-            return Items(kind, tuple(map(structure_of, value)))
-        case dict():
-            return Mapped({key: structure_of(each) for key, each in value.items()})
-        case None | bool() | int() | float() | str():
-            return Constant(value)
-    raise ConfigError(
-        f"a stage returns a {type(value).__name__}, which cannot cross to the next one",
-        hint="return tensors, numbers, strings, and tuples, lists and dicts of them",
-    )
+def output_structure(
+    module: nn.Module,
+    batch: Mapping[str, Any],
+    device: torch.device,
+    *,
+    received: Structure | None = None,
+    autocast: torch.dtype | None = None,
+) -> Structure:
+    """What a module returns, found on tensors without memory.
 
-
-def tensors_in(structure: Structure | None) -> list[TensorMeta]:
-    """Its tensors, in order."""
-    match structure:
-        case TensorMeta():
-            return [structure]
-        case Items():
-            return [meta for each in structure.items for meta in tensors_in(each)]
-        case Mapped():
-            return [meta for each in structure.items.values() for meta in tensors_in(each)]
-    return []
-
-
-def fill(structure: Structure, tensors: list[torch.Tensor]) -> Any:
-    """The value of a structure, given its tensors; they are taken from the front."""
-    match structure:
-        case TensorMeta():
-            return tensors.pop(0)
-        case Items():
-            items = [fill(each, tensors) for each in structure.items]
-            return items if structure.kind == "list" else tuple(items)
-        case Mapped():
-            return {key: fill(each, tensors) for key, each in structure.items.items()}
-        case Constant():
-            return structure.value
-
-
-def flatten(value: Any, structure: Structure) -> list[torch.Tensor]:
-    """The tensors of what a stage returned; raises ExecutionError where it is not of the structure."""
-    if (found := structure_of(value)) != structure:
-        raise ExecutionError(f"expected the stage to return {structure} for this batch, as it did before, got {found}")
-    leaves: list[torch.Tensor] = []
-    pending = [value]
-    while pending:
-        each = pending.pop(0)
-        if isinstance(each, torch.Tensor):
-            leaves.append(each)
-        elif isinstance(each, tuple | list):
-            pending = [*each, *pending]
-        elif isinstance(each, dict):
-            pending = [*each.values(), *pending]
-    return leaves
-
-
-def boundary_of(structure: Structure) -> Boundary:
-    """What crosses, as the executor is told of it."""
-    metas = tensors_in(structure)
-    return Boundary(
-        shapes=tuple(meta.shape for meta in metas),
-        dtypes=tuple(getattr(torch, meta.dtype) for meta in metas),
-        differentiable=tuple(meta.differentiable for meta in metas),
-    )
+    Args:
+        module: a stage's.
+        batch: its arguments by name.
+        device: where the module is.
+        received: its first argument, if it gets one of the stage before it.
+        autocast: dtype that operations are cast to, if any.
+    """
+    with contextlib.ExitStack() as stack:
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if autocast is not None:
+            stack.enter_context(torch.autocast(device.type, autocast))
+        given = {k: torch.empty_like(v, device=device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        empty = [
+            torch.empty(m.shape, dtype=getattr(torch, m.dtype), device=device, requires_grad=m.differentiable)
+            for m in (received.tensors if received else ())
+        ]
+        first = () if received is None else (received.fill(empty),)
+        held = [*module.named_parameters(), *module.named_buffers()]
+        weights: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held}
+        return Structure.of(torch.func.functional_call(module, weights, first, given))

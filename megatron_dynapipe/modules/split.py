@@ -14,13 +14,12 @@ from torch import nn
 
 from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.modules.cutpoint import cut_points, resolve_split_points
 from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
 from megatron_dynapipe.modules.materialise import Initialise, initialise_with, materialise
 from megatron_dynapipe.modules.part import ModelPart, parameter_names, segment_parameters
 from megatron_dynapipe.modules.program import Division
 from megatron_dynapipe.modules.ranks import Ranks
-from megatron_dynapipe.modules.trace import Trace, trace
+from megatron_dynapipe.modules.trace import TracedForward, cut_points, resolve_split_points, trace
 from megatron_dynapipe.planning.segments import even_split, even_split_of_costs
 
 
@@ -79,7 +78,7 @@ def split_model(
         materialise(part, names, state_dict, fill, target, later=part.received_weights())
         return part
 
-    part = ranks.run_on_all(split)
+    part = ranks.control.run_on_all(split)
     ranks.require_equal(_description(part, model), "the divided model", across=range(ranks.control.size))
     return part
 
@@ -136,7 +135,7 @@ def without_memory(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _stages(model: nn.Module, traced: Trace, ranks: Ranks, request: _Request) -> list[int]:
+def _stages(model: nn.Module, traced: TracedForward, ranks: Ranks, request: _Request) -> list[int]:
     """The virtual stage of each segment."""
     segments = len(traced.points) + 1
     wanted = request.stages or (ranks.stages if request.split_points is None else segments)

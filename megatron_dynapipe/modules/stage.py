@@ -1,36 +1,57 @@
 """A stage of the user's own: a module per rank, instead of a whole model that is divided."""
 
-import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
 import msgspec
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.modules.boundary import Layout, Part, signature
+from megatron_dynapipe.modules.boundary import Part, Specialization, signature
 from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.shapes import (
-    Items,
     ShapeTracker,
     Structure,
-    TensorMeta,
-    boundary_of,
-    fill,
-    flatten,
-    structure_of,
-    tensors_in,
+    output_structure,
 )
-from megatron_dynapipe.modules.shared import shared_modules
 from megatron_dynapipe.plan.instructions import TensorShape
 
 Shapes = Sequence[TensorShape] | Callable[[Batch], Sequence[TensorShape]]
 """Shapes of the tensors at every boundary, or a function from a micro-batch to them."""
+
+_MARK = "_dynapipe_shared_on"
+
+
+class SharedModule:
+    """Says that a module's weights are held by several stages, each of which builds the module alike.
+
+        self.embedding = SharedModule([0, 3]).register(nn.Embedding(…))      # on stages 0 and 3
+
+    Args:
+        stages: that hold it.
+    """
+
+    def __init__(self, stages: Sequence[int]) -> None:
+        if len(set(stages)) < 2:
+            raise ConfigError(f"expected two or more stages to share a module, got {list(stages)}")
+        self._stages = tuple(sorted(set(stages)))
+
+    def register[M: nn.Module](self, module: M) -> M:
+        """Mark this stage's copy; gives it back."""
+        module.__dict__[_MARK] = self._stages
+        return module
+
+
+def shared_modules(module: nn.Module) -> Iterator[tuple[tuple[int, ...], list[str]]]:
+    """Every marked module inside a stage: the stages that share it, and the names of its parameters."""
+    for prefix, each in module.named_modules():
+        if (stages := each.__dict__.get(_MARK)) is not None:
+            names = [name for name, _ in each.named_parameters()]
+            yield stages, [f"{prefix}.{name}" if prefix else name for name in names]
 
 
 class Stage(Part):
@@ -96,8 +117,8 @@ class Stage(Part):
         known = (self.tracker.knows(self._key(batch, autocast)) for batch in batches)
         return self._shapes is not None or all(known)
 
-    def find_out(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> None:
-        """See `Part.find_out`."""
+    def learn(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> None:
+        """See `Part.learn`."""
         self.tracker.learn({self._key(b, autocast): partial(self._run_without_memory, b, autocast) for b in batches})
 
     def saved_names(self) -> dict[str, str]:
@@ -106,11 +127,11 @@ class Stage(Part):
         shared = {n: first for first, places in self._shared.items() for stage, n in places if stage == self.stage}
         return own | shared
 
-    def layouts(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[Layout]:
-        """See `Part.layouts`."""
-        return [self._layout(batch, autocast) for batch in batches]
+    def specialize(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[Specialization]:
+        """See `Part.specialize`."""
+        return [self._specialize(batch, autocast) for batch in batches]
 
-    def _layout(self, batch: Batch, autocast: torch.dtype | None) -> Layout:
+    def _specialize(self, batch: Batch, autocast: torch.dtype | None) -> Specialization:
         if self._shapes is not None:
             shapes = self._shapes(batch) if callable(self._shapes) else self._shapes
             received: Structure | None = _given(shapes, autocast)
@@ -119,10 +140,10 @@ class Stage(Part):
             received, sent = self.tracker.known(self._key(batch, autocast))
         stage, boundaries = self.stage, {}
         if stage and received is not None:
-            boundaries[stage - 1] = boundary_of(received)
+            boundaries[stage - 1] = received.boundary()
         if stage < self.stages - 1 and sent is not None:
-            boundaries[stage] = boundary_of(sent)
-        return Layout(
+            boundaries[stage] = sent.boundary()
+        return Specialization(
             boundaries=boundaries,
             runs={stage: partial(self._run, received, sent)},
             keys={stage: [name for name in self._arguments if name in batch]},
@@ -136,9 +157,9 @@ class Stage(Part):
         batch: Batch,
         device: torch.device,
     ) -> Any:
-        first = () if received is None or not self.stage else (fill(received, list(tensors)),)
+        first = () if received is None or not self.stage else (received.fill(tensors),)
         output = self._module[0](*first, **{name: batch[name] for name in self._arguments if name in batch})
-        return output if sent is None or self.stage == self.stages - 1 else flatten(output, sent)
+        return output if sent is None or self.stage == self.stages - 1 else sent.flatten(output)
 
     def _run_without_memory(
         self, batch: Batch, autocast: torch.dtype | None, received: Structure | None
@@ -146,17 +167,8 @@ class Stage(Part):
         """What the module returns for a batch, found without computing it."""
         if self.stage == self.stages - 1:
             return None
-        (module,), device = self._module, self.device
-        with contextlib.ExitStack() as stack:
-            mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            if autocast is not None:
-                stack.enter_context(torch.autocast(device.type, autocast))
-            entries = {k: torch.empty_like(v, device=device) for k, v in batch.items() if isinstance(v, torch.Tensor)}
-            given = {name: entries.get(name, batch[name]) for name in self._arguments if name in batch}
-            first = () if received is None else (_empty(received, device),)
-            held = [*module.named_parameters(), *module.named_buffers()]
-            weights: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held}
-            return structure_of(torch.func.functional_call(module, weights, first, given))
+        given = {name: batch[name] for name in self._arguments if name in batch}
+        return output_structure(self._module[0], given, self.device, received=received, autocast=autocast)
 
     def _key(self, batch: Batch, autocast: torch.dtype | None) -> tuple[Any, ...]:
         return (self.training, autocast, signature(batch))
@@ -188,16 +200,8 @@ class Stage(Part):
         return found
 
 
-def _empty(structure: Structure, device: torch.device) -> Any:
-    tensors = [
-        torch.empty(m.shape, dtype=getattr(torch, m.dtype), device=device, requires_grad=m.differentiable)
-        for m in tensors_in(structure)
-    ]
-    return fill(structure, tensors)
-
-
 def _given(shapes: Sequence[TensorShape], autocast: torch.dtype | None) -> Structure:
     """The structure of tensors whose shapes the user gives: one alone, or a tuple."""
-    name = str(autocast or torch.float32).removeprefix("torch.")
-    metas = tuple(TensorMeta(tuple(shape), name, True) for shape in shapes)
-    return metas[0] if len(metas) == 1 else Items("tuple", metas)
+    dtype = autocast or torch.float32
+    tensors = [torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=True) for shape in shapes]
+    return Structure.of(tensors[0] if len(tensors) == 1 else tuple(tensors))

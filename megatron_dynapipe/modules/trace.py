@@ -24,16 +24,65 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.modules.cutpoint import CutPoint, containers
-from megatron_dynapipe.modules.record import Node, Recorder, Result
+from megatron_dynapipe.modules.record import ForwardRecorder, Node, Result
 from megatron_dynapipe.modules.symbols import Domain, SymbolicBatch
 
 _HOST = torch.device("cpu")
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
+class CutPoint(nn.Module):
+    """An identity that marks one place at which a pipeline stage may end.
+
+    Each instance marks one place and is called once in a forward: `x = self.cut(x)`. What else is needed later, beside
+    what passes through it, crosses the boundary by itself.
+    """
+
+    def forward(self, *values: Any) -> Any:
+        """Give back what was given: a value, or a tuple of several."""
+        return values[0] if len(values) == 1 else values
+
+
+def cut_points(model: nn.Module) -> list[str]:
+    """Names of the `CutPoint`s inside a model, in the order in which they were registered."""
+    return [name for name, module in model.named_modules() if isinstance(module, CutPoint)]
+
+
+def resolve_split_points(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Full names of the modules at which stages begin.
+
+    A name may leave out what stands before it in the model: "h.3" finds "transformer.h.3".
+
+    Raises:
+        ConfigError: no module or several have that name, or one is named twice.
+    """
+    known = [name for name, _ in model.named_modules() if name]
+    found: list[str] = []
+    for name in names:
+        matches = [name] if name in known else [full for full in known if full.endswith(f".{name}")]
+        if len(matches) != 1:
+            near = f"candidates are {', '.join(matches[:6])}" if matches else f"it has {', '.join(known[:12])}, …"
+            raise ConfigError(
+                f"expected the split point {name!r} to name one module of the model, got {len(matches)}",
+                hint=f"give the full name; {near}",
+            )
+        found += matches
+    if repeated := {name for name in found if found.count(name) > 1}:
+        raise ConfigError(f"expected every split point once, got {', '.join(sorted(repeated))} more than once")
+    return found
+
+
+def containers(model: nn.Module, points: Sequence[str]) -> set[str]:
+    """Names of the modules that are divided: the root, and whatever holds one of the points."""
+    holding = {""}
+    for point in points:
+        parts = point.split(".")
+        holding |= {".".join(parts[:end]) for end in range(1, len(parts))}
+    return holding
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trace:
+class TracedForward:
     """A model's forward as nodes.
 
     Attributes:
@@ -58,7 +107,7 @@ def trace(
     *,
     device: torch.device = _HOST,
     autocast: torch.dtype | None = None,
-) -> Trace:
+) -> TracedForward:
     """Run a model's forward on tensors without memory.
 
     Args:
@@ -78,7 +127,7 @@ def trace(
         weights |= {name: torch.empty_like(b, device=device) for name, b in model.named_buffers()}
     casting = torch.autocast(device.type, autocast) if autocast is not None else contextlib.nullcontext()
     with casting:
-        recorder = Recorder(symbolic.values, weights, device)
+        recorder = ForwardRecorder(symbolic.values, weights, device)
     calls = _Calls(model, recorder, points)
     with contextlib.ExitStack() as stack:
         for context in (_without_caches(model), enable_python_dispatcher(), symbolic.mode, casting, recorder, calls):
@@ -87,7 +136,7 @@ def trace(
             output = torch.func.functional_call(model, weights, (), symbolic.values)
             returned = recorder.encode(output)
     calls.check_reached()
-    return Trace(
+    return TracedForward(
         nodes=recorder.nodes,
         values=recorder.results(),
         output=returned,
@@ -99,7 +148,7 @@ def trace(
 class _Calls(contextlib.AbstractContextManager[None]):
     """Sees every call of a module while the block lasts, and tells the recorder of those that matter."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder, points: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, recorder: ForwardRecorder, points: Sequence[str]) -> None:
         self._recorder = recorder
         self._points = list(points)
         self.reached: list[str] = []

@@ -4,45 +4,37 @@
                         [0 1 2] [3 4 5]     ──►   [0 1 2 3 4 5]        activations, along the batch
                         [0 1 2] [3 4 5]     ◄──   [0 1 2 3 4 5]        their gradients
 
-Every unit is split over a stage's replicas in equal slices, in order, the first ones having one sample more where they
-do not divide. At a boundary every rank sends to each rank of the next stage the rows that both hold. Passes run in
-1F1B; sends do not hold up their rank. After the last pass each stage sums its gradients over its replicas.
+Every unit is a micro-batch of an ordinary list, in 1F1B; what a stage sends is split over the replicas of the next one
+by the transport (`runtime.sliced`). After the last pass each stage sums its gradients over its replicas.
 
 A stage takes one tensor, whose first dimension is the batch's, and returns one. Messages go over gloo, from the host's
 memory: for models that need no such stages, `Pipeline` sends from the device.
 """
 
-import datetime
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.modules.boundary import Specialization, signature
+from megatron_dynapipe.modules.gradients import Gradients
+from megatron_dynapipe.modules.inputs import Batch
+from megatron_dynapipe.modules.ranks import start_agreement
+from megatron_dynapipe.modules.runner import ModuleRunner, ModuleStage
+from megatron_dynapipe.modules.shapes import Structure, TensorMeta, output_structure
+from megatron_dynapipe.runtime import HostStagedTransport, PendingTotals, SlicedTransport, TorchTransport, Transport
+from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.runtime.process_groups import group_of_each, make_groups
+from megatron_dynapipe.runtime.sliced import slices
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | float]]
 """`loss_fn(output, target) → (sum, count)` of a slice."""
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_MOST_DIMENSIONS = 8
-
-
-def slices(rows: int, replicas: int) -> list[range]:
-    """The rows of every replica, in order: equal, the first ones having one more where they do not divide."""
-    ends = [0, *itertools.accumulate(rows // replicas + (at < rows % replicas) for at in range(replicas))]
-    return [range(first, end) for first, end in itertools.pairwise(ends)]
-
-
-def shared_rows(mine: range, theirs: Sequence[range]) -> list[tuple[int, slice]]:
-    """(which of theirs, the rows that it shares with mine, counted from my first) wherever there are any."""
-    found = []
-    for at, other in enumerate(theirs):
-        first, end = max(mine.start, other.start), min(mine.stop, other.stop)
-        if first < end:
-            found.append((at, slice(first - mine.start, end - mine.start)))
-    return found
+_MOST_SHAPES = 4096
 
 
 class UnevenPipeline:
@@ -78,16 +70,31 @@ class UnevenPipeline:
             )
         if units < 1:
             raise ConfigError(f"expected at least one unit, got {units}")
-        self.module, self._optimizer, self._loss_fn, self._units = module, optimizer, loss_fn, units
+        self.module, self._optimizer, self._units = module, optimizer, units
+        self._loss_fn = lambda output, batch: loss_fn(output, batch["targets"])
         self._stages = [list(ranks) for ranks in stages]
         self.stage = next(at for at, ranks in enumerate(self._stages) if rank in ranks)
         self.replica = self._stages[self.stage].index(rank)
-        timeout = datetime.timedelta(seconds=timeout_s)
-        self._all = dist.new_group(backend="gloo", timeout=timeout)
-        groups = [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in self._stages]
-        self._mine = groups[self.stage]
-        self._sends: list[tuple[dist.Work, torch.Tensor]] = []
-        self._start_equal()
+        self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        self._control = ControlGroup(timeout_s=timeout_s)
+        self._crossing: dict[bytes, Sequence[Structure]] = {}
+        replicas = group_of_each(self._stages, backend="gloo", timeout_s=timeout_s)
+        self._gradients = Gradients(module, self._device, replicas=replicas)
+        groups = make_groups([range(world)], chunks=1, backend="gloo", timeout_s=timeout_s)
+        assert groups is not None, "all ranks are in it"
+        wire: Transport = TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s)
+        if self._device.type == "cuda":
+            wire = HostStagedTransport(wire)
+        self._transport = SlicedTransport(wire, self._stages, rank=rank)
+        self._runner = ModuleRunner(
+            self._transport,
+            self._device,
+            stage=self.stage,
+            stages=len(self._stages),
+            chunks=1,
+            deadline_s=timeout_s,
+            control=self._control,
+        )
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """Train one batch; the loss, sum over everything / count over everything, on every rank.
@@ -97,117 +104,106 @@ class UnevenPipeline:
             targets: of as many samples, read by the last stage.
 
         Raises:
-            DataError: fewer samples than units, or than a stage's replicas in a unit.
+            DataError: on every rank alike: fewer samples than units, or than a stage's replicas in a unit.
+            ConfigError: on every rank alike: a stage cannot run what it receives, or does not return one tensor.
         """
         rows = [part.shape[0] for part in inputs.tensor_split(self._units)]
-        most = max(map(len, self._stages))
-        if len(targets) != len(inputs) or min(rows) < most:
-            raise DataError(
-                f"expected as many targets as inputs, at least {self._units * most} for {self._units} units over"
-                f" {most} replicas, got {len(inputs)} inputs and {len(targets)} targets"
-            )
-        self.module.zero_grad(set_to_none=True)
-        totals = torch.zeros(2, dtype=torch.float64)
-        held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
-        ends = [0, *itertools.accumulate(rows)]
-        for backward, unit in self._passes():
-            if backward:
-                self._backward(rows[unit], *held.pop(unit))
-            else:
-                here = slice(ends[unit], ends[unit + 1])
-                held[unit] = self._forward(inputs[here], targets[here], totals)
-        self._finish_sends()
-        dist.all_reduce(totals, group=self._all)
-        self._reduce(float(totals[1]))
+        agreement = start_agreement(
+            self._control,
+            self._unfit(inputs, targets, rows),
+            repr((signature({"inputs": inputs[:0]}), rows)) if self.stage == 0 else "",
+            "the batch's shape",
+            alike=[self._stages[0]],
+        )
+        agreement.settle()
+        key = agreement.identities[self._stages[0][0]]
+        if key not in self._crossing:
+            self._learn(key, inputs, rows[0])
+        self._gradients.zero()
+        specialized = [self._specialize(key, count) for count in rows]
+        plan = self._runner.fill_list(specialized, "1f1b")
+        self._transport.expect(plan.instructions, rows)
+        stage = ModuleStage(self._runner.runner, self._slices(inputs, targets, rows), specialized, self._loss_fn)
+
+        def finish(totals: PendingTotals) -> None:
+            _, count = totals.wait()
+            self._gradients.reduce(count or 1.0)
+
+        totals = self._runner.run(plan, stage, agreement=agreement, finish=finish)
         if self._optimizer is not None:
             self._optimizer.step()
-        return float(totals[0] / totals[1])
+        return totals.mean_loss
 
-    def _passes(self) -> list[tuple[bool, int]]:
-        """(whether backward, unit) in the order of 1F1B."""
-        ahead = min(self._units, len(self._stages) - self.stage)
-        forwards, backwards = ([(way, unit) for unit in range(self._units)] for way in (False, True))
-        paired = itertools.chain(*zip(backwards, forwards[ahead:], strict=False))
-        return [*forwards[:ahead], *paired, *backwards[self._units - ahead :]]
+    def _unfit(self, inputs: torch.Tensor, targets: torch.Tensor, rows: Sequence[int]) -> DataError | None:
+        most = max(map(len, self._stages))
+        if len(targets) == len(inputs) and min(rows) >= most:
+            return None
+        return DataError(
+            f"expected as many targets as inputs, at least {self._units * most} for {self._units} units over"
+            f" {most} replicas, got {len(inputs)} inputs and {len(targets)} targets"
+        )
+
+    def _mine(self, rows: int) -> range:
+        return slices(rows, len(self._stages[self.stage]))[self.replica]
+
+    def _slices(self, inputs: torch.Tensor, targets: torch.Tensor, rows: Sequence[int]) -> list[Batch]:
+        """The samples of this rank in every unit."""
+        parts = zip(inputs.split(list(rows)), targets.split(list(rows)), map(self._mine, rows), strict=True)
+        return [{"inputs": i[mine.start : mine.stop], "targets": t[mine.start : mine.stop]} for i, t, mine in parts]
+
+    def _specialize(self, key: bytes, rows: int) -> Specialization:
+        """How a unit runs on this rank."""
+        crossing, stage = self._crossing[key], self.stage
+        near = [boundary for boundary in (stage - 1, stage) if 0 <= boundary < len(crossing)]
+        return Specialization(
+            boundaries={at: _with_rows(crossing[at], len(self._mine(rows))).boundary() for at in near},
+            runs={stage: self._forward},
+            keys={stage: () if stage else ("inputs",)},
+        )
 
     def _forward(
-        self, inputs: torch.Tensor, targets: torch.Tensor, totals: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """What the stage received, to take its gradient from, and what it made: on the last stage the loss."""
-        rows = len(inputs)
-        mine = slices(rows, len(self._stages[self.stage]))[self.replica]
-        device = next((parameter.device for parameter in self.module.parameters()), inputs.device)
-        received = None
-        if self.stage == 0:
-            given = inputs[mine.start : mine.stop].to(device)
-        else:
-            received = self._receive(rows, self.stage - 1).to(device).requires_grad_()
-            given = received
-        output = self.module(given)
-        if self.stage < len(self._stages) - 1:
-            self._send(output.detach(), rows, self.stage + 1)
-            return received, output
-        loss, count = self._loss_fn(output, targets[mine.start : mine.stop].to(device))
-        totals += torch.tensor([float(loss.detach()), float(count)], dtype=torch.float64)
-        return received, loss
+        self, received: Sequence[torch.Tensor], batch: Batch, device: torch.device
+    ) -> torch.Tensor | tuple[torch.Tensor]:
+        output: torch.Tensor = self.module(*received) if self.stage else self.module(batch["inputs"])
+        return output if self.stage == len(self._stages) - 1 else (output,)
 
-    def _backward(self, rows: int, received: torch.Tensor | None, output: torch.Tensor) -> None:
-        gradient = None
-        if self.stage < len(self._stages) - 1:
-            gradient = self._receive(rows, self.stage + 1).to(output.device)
-        torch.autograd.backward(output, gradient)
-        if received is not None:
-            assert received.grad is not None
-            self._send(received.grad, rows, self.stage - 1)
+    def _learn(self, key: bytes, inputs: torch.Tensor, rows: int) -> None:
+        """What crosses every boundary, stage after stage; all ranks call it.
 
-    def _send(self, tensor: torch.Tensor, rows: int, to: int) -> None:
-        """Start sending its slice to the ranks of another stage that hold the same rows."""
-        ranks = self._stages[to]
-        mine = slices(rows, len(self._stages[self.stage]))[self.replica]
-        for at, part in shared_rows(mine, slices(rows, len(ranks))):
-            piece = tensor[part].cpu().contiguous()
-            for message in (_header(piece), piece):
-                work = dist.isend(message, ranks[at], group=self._all)
-                assert work is not None
-                self._sends.append((work, message))
+        Args:
+            key: of the batch's shape.
+            inputs: read by the first stage.
+            rows: of the unit by which it is found out.
+        """
+        if len(self._crossing) >= _MOST_SHAPES:
+            self._crossing.clear()
+        crossing = [Structure.of(inputs)]
+        for stage in range(len(self._stages) - 1):
+            sent = self._control.run_on_all(partial(self._sent, stage, crossing[-1], rows))
+            text = self._control.broadcast_text(sent, source=self._stages[stage][0])
+            crossing.append(msgspec.json.decode(text, type=Structure))
+        self._crossing[key] = crossing[1:]
 
-    def _receive(self, rows: int, source: int) -> torch.Tensor:
-        """Its slice, from the ranks of another stage that hold its rows."""
-        ranks = self._stages[source]
-        mine = slices(rows, len(self._stages[self.stage]))[self.replica]
-        pieces = []
-        for at, part in shared_rows(mine, slices(rows, len(ranks))):
-            header = torch.empty(_MOST_DIMENSIONS + 2, dtype=torch.int64)
-            dist.recv(header, ranks[at], group=self._all)
-            piece = _empty(header)
-            if len(piece) != part.stop - part.start:
-                raise DataError(f"expected {part.stop - part.start} samples of rank {ranks[at]}, got {len(piece)}")
-            dist.recv(piece, ranks[at], group=self._all)
-            pieces.append(piece)
-        return torch.cat(pieces)
+    def _sent(self, stage: int, received: Structure, rows: int) -> str:
+        """On the ranks of a stage, what it returns for what it receives; raises ConfigError if that cannot cross."""
+        if stage != self.stage:
+            return ""
+        mine = len(self._mine(rows))
+        sent = output_structure(self.module, {}, self._device, received=_with_rows(received, mine))
+        match sent.leaves:
+            case (TensorMeta(shape=(samples, *_), dtype=dtype),) if samples == mine and "float" in dtype:
+                return msgspec.json.encode(sent).decode()
+        raise ConfigError(
+            f"expected stage {stage} to return one floating tensor of {mine} samples, as many as it takes, got "
+            f"{sent.leaves}"
+        )
 
-    def _finish_sends(self) -> None:
-        for work, _ in self._sends:
-            work.wait()
-        self._sends.clear()
 
-    @torch.no_grad()
-    def _reduce(self, count: float) -> None:
-        """Gradients of sum over everything / count over everything, the same on every replica."""
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                total = gradient.cpu()
-                dist.all_reduce(total, group=self._mine)
-                parameter.grad = (total / count).to(parameter.device)
-
-    @torch.no_grad()
-    def _start_equal(self) -> None:
-        """All replicas take the first one's weights."""
-        for tensor in [*self.module.parameters(), *self.module.buffers()]:
-            whole = tensor.detach().cpu()
-            dist.broadcast(whole, self._stages[self.stage][0], group=self._mine)
-            tensor.copy_(whole)
+def _with_rows(structure: Structure, rows: int) -> Structure:
+    """One tensor, of a slice with so many samples, whose gradient is sent back."""
+    (meta,) = structure.tensors
+    resized = msgspec.structs.replace(meta, shape=(rows, *meta.shape[1:]), differentiable="float" in meta.dtype)
+    return Structure(structure.spec, (resized,))
 
 
 def stage_of_plan(layers: Sequence[nn.Module], plan_stages: Sequence[tuple[int, int]], stage: int) -> nn.Sequential:
@@ -225,19 +221,3 @@ def stage_of_plan(layers: Sequence[nn.Module], plan_stages: Sequence[tuple[int, 
         raise ConfigError(f"expected a plan of {len(layers)} layers, got one of {plan_stages[-1][1]}")
     first, end = plan_stages[stage]
     return nn.Sequential(*layers[first:end])
-
-
-def _header(tensor: torch.Tensor) -> torch.Tensor:
-    """Type and shape: int64[10]."""
-    if tensor.dtype not in _DTYPES or not 1 <= tensor.dim() <= _MOST_DIMENSIONS:
-        raise DataError(
-            f"expected a stage to return a floating tensor of 1 to {_MOST_DIMENSIONS} dimensions, got"
-            f" {tensor.dtype} of {tensor.dim()}"
-        )
-    words = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    return torch.tensor([*words, *[0] * (_MOST_DIMENSIONS + 2 - len(words))])
-
-
-def _empty(header: torch.Tensor) -> torch.Tensor:
-    kind, dimensions, *sizes = header.tolist()
-    return torch.empty(sizes[:dimensions], dtype=_DTYPES[kind])

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.modules.boundary import Boundary, Layout, Run, signature
+from megatron_dynapipe.modules.boundary import Boundary, Run, Specialization, signature
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.modules.program import Crossing, Division, StageFunction
 from megatron_dynapipe.modules.symbols import Evaluate
 from megatron_dynapipe.modules.trace import trace
 
-_MOST_LAYOUTS = 4096
-"""Shapes whose layouts are kept."""
+_MOST_SPECIALIZATIONS = 4096
+"""Shapes whose specializations are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Variants:
         self._mine = mine
         self._resolve = resolve
         self._known: dict[Kind, list[_Variant]] = {}
-        self._layouts: OrderedDict[tuple[Kind, Any], Layout] = OrderedDict()
+        self._specializations: OrderedDict[tuple[Kind, Any], Specialization] = OrderedDict()
 
     def add(self, kind: Kind, division: Division) -> None:
         """Use a division for the batches for which it holds."""
@@ -84,28 +84,28 @@ class Variants:
 
     def knows(self, batch: Batch, kind: Kind) -> bool:
         """Whether a known trace holds for a micro-batch."""
-        return (kind, signature(batch)) in self._layouts or self._bound(kind, _shapes(batch)) is not None
+        return (kind, signature(batch)) in self._specializations or self._bound(kind, _shapes(batch)) is not None
 
-    def layout(self, batch: Batch, kind: Kind) -> Layout:
+    def specialize(self, batch: Batch, kind: Kind) -> Specialization:
         """How a micro-batch runs; the model is traced again where no known trace holds for it."""
         key = (kind, signature(batch))
-        if (found := self._layouts.get(key)) is not None:
-            self._layouts.move_to_end(key)
+        if (found := self._specializations.get(key)) is not None:
+            self._specializations.move_to_end(key)
             return found
         shapes = _shapes(batch)
         if (layout := self._bound(kind, shapes)) is None:
             self.add(kind, self._trace(batch, kind))
             layout = self._bound(kind, shapes)
         assert layout is not None, "a trace holds for the batch that it was made with"
-        self._layouts[key] = layout
-        if len(self._layouts) > _MOST_LAYOUTS:
-            self._layouts.popitem(last=False)
+        self._specializations[key] = layout
+        if len(self._specializations) > _MOST_SPECIALIZATIONS:
+            self._specializations.popitem(last=False)
         return layout
 
-    def _bound(self, kind: Kind, shapes: Mapping[str, tuple[int, ...]]) -> Layout | None:
+    def _bound(self, kind: Kind, shapes: Mapping[str, tuple[int, ...]]) -> Specialization | None:
         for variant in self._known.get(kind, ()):
             if (symbols := variant.division.trace.domain.bind(shapes)) is not None:
-                return _layout(variant, symbols)
+                return _specialize(variant, symbols)
         return None
 
     def _trace(self, batch: Batch, kind: Kind) -> Division:
@@ -130,9 +130,9 @@ def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def _layout(variant: _Variant, symbols: Sequence[int]) -> Layout:
+def _specialize(variant: _Variant, symbols: Sequence[int]) -> Specialization:
     division = variant.division
-    return Layout(
+    return Specialization(
         boundaries={
             stage: _boundary(division.boundaries[stage], division, evaluate(symbols))
             for stage, evaluate in variant.boundaries.items()

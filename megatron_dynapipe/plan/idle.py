@@ -1,9 +1,9 @@
-"""How much of its stages' time a plan leaves without a pass."""
+"""The share of its stages' time in which a plan runs no pass."""
 
 from megatron_dynapipe.plan.iteration import IterationPlan
 
 MUCH_IDLE = 0.25
-"""From which on a reader is told what shortens it."""
+"""Idle share from which on commands and run summaries add a hint at what lowers it."""
 
 
 def idle_share(plan: IterationPlan) -> float:

@@ -1,17 +1,17 @@
-"""Executing one stage's plan: the instruction loop, buffers, transfers and the device beneath them.
+"""Executing one stage's plan: the step runner, the instruction loop, passes, transfers and the device beneath them.
 
 Nothing here plans: an executor runs a hand-written list as readily as a planned one.
 """
 
-from megatron_dynapipe.runtime.buffers import BufferTable
-from megatron_dynapipe.runtime.executor import Handler, Handlers, PipelineExecutor
-from megatron_dynapipe.runtime.graphs import Entry, StageGraph
-from megatron_dynapipe.runtime.host_staged import HostStagedTransport
+from megatron_dynapipe.runtime.executor import BufferTable, Handler, Handlers, PipelineExecutor
+from megatron_dynapipe.runtime.passes import Entry, PassContext, StageGraph, StageModel, pass_handlers
 from megatron_dynapipe.runtime.platform import CpuPlatform, CudaPlatform, DevicePlatform, platform_of
 from megatron_dynapipe.runtime.scatter_gather import ScatterGatherTransport
+from megatron_dynapipe.runtime.sliced import SlicedTransport
+from megatron_dynapipe.runtime.step import PendingTotals, Step, StepRunner, StepTotals
 from megatron_dynapipe.runtime.trace import Trace
-from megatron_dynapipe.runtime.transfer import TorchTransport, Transport, Work
-from megatron_dynapipe.runtime.watchdog import Watchdog, watched
+from megatron_dynapipe.runtime.transfer import GatedTransport, HostStagedTransport, TorchTransport, Transport, Work
+from megatron_dynapipe.runtime.watchdog import ListWatchdog, Watchdog, watched
 
 __all__ = [
     "BufferTable",
@@ -19,17 +19,27 @@ __all__ = [
     "CudaPlatform",
     "DevicePlatform",
     "Entry",
+    "GatedTransport",
     "Handler",
     "Handlers",
     "HostStagedTransport",
+    "ListWatchdog",
+    "PassContext",
     "PipelineExecutor",
     "ScatterGatherTransport",
+    "SlicedTransport",
     "StageGraph",
+    "StageModel",
+    "Step",
+    "StepTotals",
+    "StepRunner",
     "TorchTransport",
+    "PendingTotals",
     "Trace",
     "Transport",
     "Watchdog",
     "Work",
+    "pass_handlers",
     "platform_of",
     "watched",
 ]

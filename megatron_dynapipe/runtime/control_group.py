@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,8 +12,10 @@ import torch.distributed as dist
 from megatron_dynapipe.errors import DynaPipeError, PlanError, PlannerFailedError
 
 _T = TypeVar("_T")
+_IDENTITY = 16
+"""Bytes of a step's identity that ranks compare."""
 _DIGITS = 15
-"""Hexadecimal digits of a plan's digest that ranks compare: as many as fit a signed 64-bit integer."""
+"""Hexadecimal digits of a plan's digest in a message."""
 
 
 class ControlGroup:
@@ -95,9 +97,9 @@ class ControlGroup:
         try:
             value = function()
         except Exception as error:  # whatever it is, the other ranks must raise too
-            self.start_agreement(error).wait()
+            self.start_agreement(error).settle()
             raise
-        self.start_agreement(None).wait()
+        self.start_agreement(None).settle()
         return value
 
     def raise_on_all(self, error: Exception | None, source: int) -> None:
@@ -112,12 +114,23 @@ class ControlGroup:
             raise error
         raise _same_kind(text, source) from error
 
-    def start_agreement(self, error: Exception | None, *, plan: str = "", what: str = "") -> "Agreement":
-        """Start telling the other ranks whether this one has an error; `Agreement.wait` on all ranks ends it.
+    def start_agreement(self, error: Exception | None, *, plan: str = "", what: str = "") -> "StepAgreement":
+        """Start to agree with all ranks on a plan that they are about to run.
 
-        `plan` is the hexadecimal digest of the plan that this rank is about to run, of `what`: the same on all ranks.
+        Args:
+            error: what keeps this rank from it.
+            plan: the plan's hexadecimal digest.
+            what: the plan is of, for the message.
         """
-        return Agreement(self, self._group, error, plan=plan, what=what)
+
+        def differ(group: Sequence[int], other: int, digests: Sequence[bytes]) -> PlanError:
+            one, another = (f"{digests[rank].hex()[:_DIGITS]}… on rank {rank}" for rank in (group[0], other))
+            return PlanError(
+                f"expected one plan of {what} on all ranks: the digest of its plan is {one} and {another}",
+                hint="two jobs share a name in the plan store, or a rank runs another version of this package",
+            )
+
+        return StepAgreement(self, error, identity=bytes.fromhex(plan[: 2 * _IDENTITY]), differ=differ)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,45 +146,74 @@ class Difference:
         return f"{self.field} is {one} on rank {first} and {other} on rank {second}"
 
 
-class Agreement:
-    """An asynchronous reduction: does any rank have an error, and do all run the same plan?
+class StepAgreement:
+    """One exchange of all ranks, under way while they work: can each of them run the step, and is it the same step?
 
-    The lowest failing rank's error is raised on all.
+        rank 0   start ── F0 ── settle ── SEND_F0 …        the exchange runs while the first passes do
+        rank 1   start ── settle ── RECV_F0 …
+
+    Every rank makes it and settles it, in the same order as the others.
+
+    Args:
+        control: of all ranks.
+        error: why this rank cannot run the step.
+        identity: of the step, 16 bytes; shorter ones are filled up with zeros.
+        alike: groups of ranks whose identities must be equal; by default one group of all.
+        differ: the error where they are not, from such a group, the first rank that differs from the group's first,
+            and the identities of all ranks.
+        new: this rank has to learn something together with the others before it can run the step.
+        learn: does so; called on every rank if any has to.
+
+    Attributes:
+        is_settled: whether `settle` has been called.
+        identities: of all ranks, by rank, once it has returned.
     """
 
     def __init__(
-        self, control: ControlGroup, group: dist.ProcessGroup, error: Exception | None, *, plan: str, what: str
+        self,
+        control: ControlGroup,
+        error: Exception | None,
+        *,
+        identity: bytes,
+        differ: Callable[[Sequence[int], int, Sequence[bytes]], DynaPipeError],
+        alike: Sequence[Sequence[int]] = (),
+        new: bool = False,
+        learn: Callable[[], object] = lambda: None,
     ) -> None:
-        self._control = control
-        self._error = error
-        self._what = what
-        world = dist.get_world_size(group)
-        self._number = int(plan[:_DIGITS] or "0", 16)
-        # The largest of a number and of its negative are those of one number exactly where all ranks have the same.
-        self._code = torch.tensor([0 if error is None else world - control.rank, self._number, -self._number])
-        self._world = world
-        work = dist.all_reduce(self._code, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        assert work is not None
-        self._work = work
+        self._control, self._error, self._differ, self._learn = control, error, differ, learn
+        self._alike = alike or [range(control.size)]
+        row = [*identity[:_IDENTITY].ljust(_IDENTITY, b"\0"), error is not None, new]
+        self._rows = control.start_gather(torch.tensor(row, dtype=torch.uint8))
+        self._after: list[Callable[[], None]] = []
+        self.is_settled = False
+        self.identities: Sequence[bytes] = ()
 
-    def wait(self) -> None:
-        """Return if no rank had an error and all have the same plan; else raise, on every rank.
+    def settle(self) -> None:
+        """Return once every rank is known to be able to run the step; else raise, on every rank.
 
         The lowest failing rank raises its own exception; the others one of the same message.
         """
-        self._work.wait()
-        code, most, least = self._code.tolist()
-        if code:
-            self._control.raise_on_all(self._error, self._world - code)
-        if most != -least:
-            raise self._other_plans()
+        if self.is_settled:
+            return
+        self.is_settled = True
+        rows = [bytes(row.tolist()) for row in self._rows()]
+        if failing := [rank for rank, row in enumerate(rows) if row[_IDENTITY]]:
+            self._control.raise_on_all(self._error, failing[0])
+        self.identities = identities = [row[:_IDENTITY] for row in rows]
+        for group in self._alike:
+            if others := [rank for rank in group if identities[rank] != identities[group[0]]]:
+                raise self._differ(group, others[0], identities)
+        if any(row[_IDENTITY + 1] for row in rows):
+            self._control.run_on_all(self._learn)
+        for function in self._after:
+            function()
 
-    def _other_plans(self) -> PlanError:
-        found = self._control.find_difference({"plan": f"{self._number:0{_DIGITS}x}…"})
-        return PlanError(
-            f"expected one plan of {self._what} on all ranks: the digest of its {found}",
-            hint="two jobs share a name in the plan store, or a rank runs another version of this package",
-        )
+    def then(self, function: Callable[[], None]) -> None:
+        """Call a function once the agreement is settled."""
+        if self.is_settled:
+            function()
+        else:
+            self._after.append(function)
 
 
 def _after[T](work: dist.Work | None, result: T) -> T:

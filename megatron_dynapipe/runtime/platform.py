@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 ANCHOR_LASTS_NS = 60 * 10**9
-"""How long a device's clock is taken to keep step with the host's."""
+"""After this long the drift between a device's clock and the host's is corrected."""
 
 Mark = Callable[[], int]
 """A moment on the device: call it, once the device has passed it, for its time in nanoseconds."""
@@ -23,7 +23,7 @@ class DevicePlatform(Protocol):
         ...
 
     def align(self) -> None:
-        """Begin a stretch of marks: those that follow are told apart finely for as long as seconds."""
+        """Begin an iteration's marks: their times stay exact to a microsecond for some seconds after this call."""
         ...
 
     def mark(self) -> Mark:
@@ -49,7 +49,7 @@ class CpuPlatform:
     device = torch.device("cpu")
 
     def align(self) -> None:
-        """A clock of integers is as fine after a day as at first."""
+        """Nothing to do: an integer clock does not lose precision."""
 
     def mark(self) -> Mark:
         """The monotonic clock, which all processes of a host share."""
@@ -71,10 +71,10 @@ class CpuPlatform:
 class CudaPlatform:
     """One CUDA device; time passes on its current stream, so that marks cost no synchronisation.
 
-    CUDA tells how far two events are apart as a float of milliseconds: a microsecond in ten seconds, but 8 ms in a day.
-    So marks are timed from an event at their stretch's beginning, and that from an anchor whose time on the host's
-    monotonic clock is known. The two clocks drift apart by microseconds per second, which pictures of several ranks
-    would show: an old anchor is replaced.
+    CUDA gives the time between two events as a float32 of milliseconds: exact to 1 µs over ten seconds, to 8 ms over a
+    day. So marks are timed from the event at their iteration's beginning (`align`), and that event from an anchor whose
+    time on the host's monotonic clock is known. The two clocks drift apart by microseconds per second, which pictures
+    of several ranks would show, so an anchor older than `ANCHOR_LASTS_NS` is replaced.
     """
 
     def __init__(self, index: int | None = None) -> None:
@@ -82,7 +82,7 @@ class CudaPlatform:
         self._stretch = self._anchored(self._event())
 
     def align(self) -> None:
-        """An event from which marks are timed; waits for the device where the anchor is older than a minute."""
+        """Record the event from which marks are timed; waits for the device if the anchor has to be replaced."""
         start, anchor_ns = self._event(), self._stretch.anchor_ns
         if time.monotonic_ns() - anchor_ns > ANCHOR_LASTS_NS:
             self._stretch = self._anchored(start)
@@ -121,7 +121,7 @@ class CudaPlatform:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """The event at which a stretch of marks begins, and one before it whose time on the host's clock is known."""
+    """The event from which an iteration's marks are timed, and an earlier one whose time on the host is known."""
 
     start: torch.cuda.Event
     anchor: torch.cuda.Event

@@ -1,4 +1,4 @@
-"""Process groups of a pipeline's transfers: one per channel, so that those of one never wait for another's."""
+"""Process groups: one per channel of a pipeline, so that no transfer waits for another's; of any lists of ranks."""
 
 import datetime
 from collections.abc import Sequence
@@ -54,13 +54,36 @@ def make_groups(
     check_unbound(backend, getattr(dist.group.WORLD, "bound_device_id", None))
     mine: PipelineGroups | None = None
     for ranks in pipelines:
-        made: dict[Channel, dist.ProcessGroup] = {}
-        for channel in channels(len(ranks), chunks):
-            group = dist.new_group(list(ranks), backend=backend, timeout=datetime.timedelta(seconds=timeout_s))
-            if isinstance(group, dist.ProcessGroup):
-                made[channel] = group
+        groups = {
+            channel: group_of_each([ranks], backend=backend, timeout_s=timeout_s)
+            for channel in channels(len(ranks), chunks)
+        }
         if dist.get_rank() in ranks:
-            mine = PipelineGroups(ranks=tuple(ranks), channels=made)
+            mine = PipelineGroups(ranks=tuple(ranks), channels={c: g for c, g in groups.items() if g is not None})
+    return mine
+
+
+def group_of_each(
+    lists: Sequence[Sequence[int]], *, backend: str | None = None, timeout_s: float | None = None
+) -> dist.ProcessGroup | None:
+    """Make a group of each list of global ranks that names several. Every rank of the job calls it with the same lists.
+
+    Args:
+        lists: a rank is in one of them at most.
+        backend: gloo or nccl; None takes the default group's.
+        timeout_s: deadline of every operation; None takes torch's.
+
+    Returns:
+        That of the list this rank is in; None where it is in none, or alone.
+    """
+    mine: dist.ProcessGroup | None = None
+    timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    for ranks in lists:
+        if len(ranks) > 1:
+            group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+            if dist.get_rank() in ranks:
+                assert isinstance(group, dist.ProcessGroup), "this rank is in it"
+                mine = group
     return mine
 
 

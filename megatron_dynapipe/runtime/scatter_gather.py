@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.plan.instructions import Channel
-from megatron_dynapipe.runtime.transfer import Transport, Work
+from megatron_dynapipe.runtime.transfer import JoinedWork, Transport, Work
 
 IsSharded = Callable[[int, int], bool]
 """Whether a message is sharded, from its boundary (the stage upstream of it) and its total bytes."""
@@ -46,7 +46,7 @@ class ScatterGatherTransport:
         if not self._shards(channel, self._stage, stage, tensors):
             return self._transport.start_send(channel, stage, tensors)
         shards = [self._shard(_bytes_of(tensor)) for tensor in tensors]
-        return _Sending(self._transport.start_send(channel, stage, shards), shards)
+        return JoinedWork([self._transport.start_send(channel, stage, shards)], keep=shards)
 
     def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start receiving, the whole or this rank's shard of it; see `Transport`."""
@@ -54,7 +54,12 @@ class ScatterGatherTransport:
             return self._transport.start_recv(channel, stage, tensors)
         gathers = [_Gather(_bytes_of(tensor), self._rank, self._size) for tensor in tensors]
         work = self._transport.start_recv(channel, stage, [gather.shard for gather in gathers])
-        return _Receiving(work, gathers, self._group)
+
+        def gather() -> None:
+            for each in gathers:
+                each.run(self._group)
+
+        return JoinedWork([work], then=gather)
 
     def _shards(self, channel: Channel, source: int, destination: int, tensors: Sequence[torch.Tensor]) -> bool:
         boundary = source if channel.downstream else destination
@@ -82,31 +87,6 @@ class _Gather:
         dist.all_gather_into_tensor(self._gathered, self.shard, group=group)
         if self._gathered is not self._whole:
             self._whole.copy_(self._gathered[: self._whole.numel()])
-
-
-class _Sending:
-    """A send of shards; those that are copies live until they are sent."""
-
-    def __init__(self, work: Work, shards: Sequence[torch.Tensor]) -> None:
-        self._work = work
-        self._shards = shards
-
-    def wait(self) -> None:
-        self._work.wait()
-
-
-class _Receiving:
-    """A receive of shards, gathered when it is waited for."""
-
-    def __init__(self, work: Work, gathers: Sequence[_Gather], group: dist.ProcessGroup) -> None:
-        self._work = work
-        self._gathers = gathers
-        self._group = group
-
-    def wait(self) -> None:
-        self._work.wait()
-        for gather in self._gathers:
-            gather.run(self._group)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

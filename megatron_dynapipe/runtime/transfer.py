@@ -5,7 +5,7 @@ match in the order in which both ends start them. Every wait has the transport's
 """
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -54,29 +54,119 @@ class TorchTransport:
     def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start sending; see `Transport`."""
         group, places = self._groups[channel]
-        return _Works([dist.isend(t, group=group, group_dst=places[stage]) for t in tensors], self._wait_for(tensors))
+        return self._joined(tensors, lambda tensor: dist.isend(tensor, group=group, group_dst=places[stage]))
 
     def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start receiving; see `Transport`."""
         group, places = self._groups[channel]
-        return _Works([dist.irecv(t, group=group, group_src=places[stage]) for t in tensors], self._wait_for(tensors))
+        return self._joined(tensors, lambda tensor: dist.irecv(tensor, group=group, group_src=places[stage]))
 
-    def _wait_for(self, tensors: Sequence[torch.Tensor]) -> datetime.timedelta | None:
-        return None if tensors and tensors[0].is_cuda else self._deadline
+    def _joined(self, tensors: Sequence[torch.Tensor], start: Callable[[torch.Tensor], dist.Work | None]) -> Work:
+        deadline = None if tensors and tensors[0].is_cuda else self._deadline
+        return JoinedWork([_TorchWork(start(tensor), deadline) for tensor in tensors])
 
 
-class _Works:
-    """Several torch works as one; keeps a hold of nothing but the works."""
+class _TorchWork:
+    """One of torch's works, with the deadline of its wait; none for NCCL's."""
 
-    def __init__(self, works: Sequence[dist.Work | None], deadline: datetime.timedelta | None) -> None:
-        self._works = works
-        self._deadline = deadline
+    def __init__(self, work: dist.Work | None, deadline: datetime.timedelta | None) -> None:
+        assert work is not None, "this rank is in the group of the channel"
+        self._work, self._deadline = work, deadline
 
     def wait(self) -> None:
-        """Wait for all of them in turn."""
+        if self._deadline is None:
+            self._work.wait()
+        else:
+            self._work.wait(self._deadline)
+
+
+class JoinedWork:
+    """Transfers as one, which holds what must live until they are done.
+
+    Args:
+        works: waited for in turn.
+        keep: tensors that are being sent.
+        then: called once all are done.
+    """
+
+    def __init__(
+        self, works: Sequence[Work], *, keep: Sequence[torch.Tensor] = (), then: Callable[[], None] | None = None
+    ) -> None:
+        self._works, self._keep, self._then = works, keep, then
+
+    def wait(self) -> None:
+        """Wait for all of them."""
         for work in self._works:
-            assert work is not None, "this rank is in the group of the channel"
-            if self._deadline is None:
-                work.wait()
-            else:
-                work.wait(self._deadline)
+            work.wait()
+        if self._then is not None:
+            self._then()
+
+
+class HostStagedTransport:
+    """Transfers between devices through host memory, for ranks that NCCL cannot connect: several on one GPU.
+
+    What is sent is copied to (pinned) host memory, and what has been received from there to the device.
+
+    A send waits, on the host, until the device has made the tensors and copied them; so the host does not run ahead of
+    the device here. A receive's copy to the device runs on the current stream, which the passes that read it follow.
+
+    Args:
+        transport: carries tensors between hosts, as over gloo.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
+        """Copy to the host and start sending; see `Transport`."""
+        copies = [_host_tensor(tensor) for tensor in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        if tensors and tensors[0].is_cuda:
+            torch.cuda.current_stream(tensors[0].device).synchronize()
+        return JoinedWork([self._transport.start_send(channel, stage, copies)], keep=copies)
+
+    def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
+        """Start receiving on the host; see `Transport`."""
+        copies = [_host_tensor(tensor) for tensor in tensors]
+
+        def to_device() -> None:
+            # PyTorch's allocator of pinned memory keeps a copy's memory until the device has read it.
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy, non_blocking=True)
+
+        return JoinedWork([self._transport.start_recv(channel, stage, copies)], then=to_device)
+
+
+def _host_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+class GatedTransport:
+    """A transport whose first transfer of a step waits for the ranks' agreement on it.
+
+    Args:
+        transport: moves tensors.
+
+    Attributes:
+        gate: called before the next transfer, once; raises where the step cannot run.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.gate: Callable[[], None] | None = None
+
+    def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
+        """Start sending; see `Transport`."""
+        self._pass()
+        return self._transport.start_send(channel, stage, tensors)
+
+    def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
+        """Start receiving; see `Transport`."""
+        self._pass()
+        return self._transport.start_recv(channel, stage, tensors)
+
+    def _pass(self) -> None:
+        if self.gate is not None:
+            gate, self.gate = self.gate, None
+            gate()

@@ -1,9 +1,12 @@
-"""Reports the instruction at which a device hangs, before the process group's own deadline ends the process.
+"""Watchdogs: threads that act where nothing has happened for too long.
 
 A wait for NCCL does not raise where it is called: it makes the device's stream wait, the host runs ahead, and when the
-group's deadline has passed, NCCL's watchdog aborts the process with a message that does not mention the plan.
+group's deadline has passed, NCCL's watchdog aborts the process with a message that does not mention the plan. So
+`ListWatchdog` reports the instruction at which the device stands before that happens. Calls of torch's store, on the
+other hand, may wait for as long as TCP tries; a `Watchdog` ends a process whose peer is cut off.
 """
 
+import math
 import sys
 import threading
 import time
@@ -20,41 +23,35 @@ from megatron_dynapipe.plan.text import point_at
 from megatron_dynapipe.runtime.trace import Trace
 
 DEADLINE_FRACTION = 0.8
-"""Fraction of the deadline after which a device that makes no progress is reported."""
-
-
-def _to_stderr(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+"""Fraction of the process groups' deadline after which a device that makes no progress is reported."""
+_LONGEST_POLL_S = 1.0
 
 
 class Watchdog:
-    """A thread that watches the list in execution, from `PipelineExecutor(watch=…)`. A context manager.
+    """Calls a function once nobody has reset it in time; not armed until `reset`. A context manager, if it may end.
 
     Args:
-        deadline_s: of the process groups.
-        name: of this rank, for the message.
-        tell: takes the message; standard error by default.
-        begin: called in the thread before it looks at a device.
+        limit_s: after which it is called, in a thread of its own.
+        late: what is called; the watchdog is disarmed by then.
+        look: called in the thread many times within the limit; it may reset or disarm the watchdog.
+        begin: called in the thread first.
     """
 
     def __init__(
         self,
+        limit_s: float,
+        late: Callable[[], None],
         *,
-        deadline_s: float,
-        name: str,
-        tell: Callable[[str], None] = _to_stderr,
+        look: Callable[[], None] = lambda: None,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        self._patience_s = deadline_s * DEADLINE_FRACTION
-        self._name = name
-        self._tell = tell
-        self._begin = begin
-        self._watched: tuple[StagePlan, Trace] | None = None
+        self._limit_s, self._late, self._look, self._begin = limit_s, late, look, begin
+        self._due = math.inf
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dynapipe-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="dynapipe-watchdog", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Self:
-        self._thread.start()
         return self
 
     def __exit__(
@@ -63,32 +60,81 @@ class Watchdog:
         self._closed.set()
         self._thread.join()
 
+    def reset(self, more_s: float = 0.0) -> None:
+        """Begin to count anew; `more_s` allows more time once."""
+        self._due = time.monotonic() + self._limit_s + more_s
+
+    def disarm(self) -> None:
+        """Stop counting until the next `reset`."""
+        self._due = math.inf
+
+    def _watch(self) -> None:
+        self._begin()
+        while not self._closed.wait(min(_LONGEST_POLL_S, self._limit_s / 20)):
+            self._look()
+            if time.monotonic() >= self._due:
+                self.disarm()
+                self._late()
+
+
+def _to_stderr(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+class ListWatchdog(AbstractContextManager["ListWatchdog"]):
+    """Reports the instruction at which a device stands still, once; give it to `PipelineExecutor(watch=…)`.
+
+    Args:
+        deadline_s: of the process groups.
+        name: of this rank, for the message.
+        report: takes the message; standard error by default.
+        begin: called in the watchdog's thread before it looks at a device.
+    """
+
+    def __init__(
+        self,
+        *,
+        deadline_s: float,
+        name: str,
+        report: Callable[[str], None] = _to_stderr,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._name, self._report = name, report
+        self._limit_s = deadline_s * DEADLINE_FRACTION
+        self._watched: tuple[StagePlan, Trace] | None = None
+        self._place: tuple[Trace, int] | None = None
+        self._watchdog = Watchdog(self._limit_s, self._say_where, look=self._look, begin=begin)
+
+    def __exit__(self, *error: object) -> None:
+        self._watchdog.__exit__(None, None, None)
+
     def __call__(self, plan: StagePlan, trace: Trace) -> None:
         """Watch this list from now on."""
         self._watched = plan, trace
 
-    def _run(self) -> None:
-        self._begin()
-        standing: tuple[Trace, int] | None = None
-        since = time.monotonic()
-        told = False
-        while not self._closed.wait(self._patience_s / 20):
-            if (watched := self._watched) is None:
-                continue
-            plan, trace = watched
-            place = trace, trace.reached()
-            if place != standing:
-                standing, since, told = place, time.monotonic(), False
-            elif not told and place[1] < len(plan.instructions) and time.monotonic() - since > self._patience_s:
-                told = True
-                where = point_at(plan.instructions, place[1])
-                self._tell(
-                    f"[{self._name}] no progress for {self._patience_s:g} s at stage {plan.stage}, step {place[1]}: "
-                    f'{where} (if all stages say so: docs/parallelism.md, "What waits for a whole GPU")'
-                )
+    def _look(self) -> None:
+        if self._watched is None:
+            return
+        plan, trace = self._watched
+        place = trace, trace.reached()
+        if place != self._place:
+            self._place = place
+            if place[1] < len(plan.instructions):
+                self._watchdog.reset()
+            else:
+                self._watchdog.disarm()
+
+    def _say_where(self) -> None:
+        assert self._watched is not None and self._place is not None, "armed by a look at a list"
+        plan, step = self._watched[0], self._place[1]
+        self._report(
+            f"[{self._name}] no progress for {self._limit_s:g} s at stage {plan.stage}, step {step}: "
+            f"{point_at(plan.instructions, step)} "
+            '(if all stages say so: docs/parallelism.md, "What waits for a whole GPU")'
+        )
 
 
-def watched(device: torch.device, *, deadline_s: float, rank: int) -> AbstractContextManager[Watchdog | None]:
+def watched(device: torch.device, *, deadline_s: float, rank: int) -> AbstractContextManager[ListWatchdog | None]:
     """A watchdog for the lists of a rank on CUDA; None elsewhere, where a wait that expires raises an error itself.
 
     Args:
@@ -99,4 +145,4 @@ def watched(device: torch.device, *, deadline_s: float, rank: int) -> AbstractCo
     if device.type != "cuda":
         return nullcontext()
     # A thread begins with device 0 as its current one: asking an event there would make a context on it for every rank.
-    return Watchdog(deadline_s=deadline_s, name=f"rank {rank}", begin=partial(torch.cuda.set_device, device))
+    return ListWatchdog(deadline_s=deadline_s, name=f"rank {rank}", begin=partial(torch.cuda.set_device, device))

@@ -1,8 +1,7 @@
 """The planner process: sampler → planner → store, ahead of training; and the ranks' client."""
 
 from megatron_dynapipe.service.client import PlanClient
-from megatron_dynapipe.service.pool import PlannerPool
-from megatron_dynapipe.service.process import PlannerProcess
+from megatron_dynapipe.service.process import NodePlanners, PlannerProcess
 from megatron_dynapipe.service.settings import (
     AnalyticCosts,
     CostFile,
@@ -14,9 +13,9 @@ from megatron_dynapipe.service.settings import (
 __all__ = [
     "AnalyticCosts",
     "CostFile",
+    "NodePlanners",
     "PlanClient",
     "PlanInputs",
-    "PlannerPool",
     "PlannerProcess",
     "ServiceSettings",
     "SplitSettings",

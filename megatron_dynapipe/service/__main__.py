@@ -10,12 +10,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.service.failure import PlannerFailure
-from megatron_dynapipe.service.loop import PlannerLoop, publish_failure
+from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
+from megatron_dynapipe.service.loop import PlannerLoop
 from megatron_dynapipe.service.recalibration import Recalibrated
 from megatron_dynapipe.service.settings import ServiceSettings, decode_settings
 from megatron_dynapipe.service.source import IterationPlanner, PlannedSplits
@@ -44,8 +43,7 @@ def plan_all(settings: ServiceSettings) -> None:
     """Plan everything `settings` asks for; errors are published, then raised."""
     with settings.open_store(is_known=True) as store:
         try:
-            dumps = None if settings.dump_folder is None else Path(settings.dump_folder)
-            source = PlannedSplits(settings.inputs, training_planner(settings, store), dumps=dumps)
+            source = PlannedSplits(settings.inputs, training_planner(settings, store))
         except Exception as error:
             failure = PlannerFailure.of(error, planner=settings.planner, doing="reading lengths and costs")
             publish_failure(store, settings.keys, failure)

@@ -1,14 +1,23 @@
-"""A rank's end of the store: its plans, or what went wrong in a planner."""
+"""A rank's end of the store: its plans, or what went wrong in a planner; and what it publishes for planners itself."""
 
+import logging
+import threading
 import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
-from megatron_dynapipe.errors import PlanError, StoreFullError, StoreTimeoutError
+from megatron_dynapipe.errors import PlanError, StoreError, StoreFullError, StoreTimeoutError
 from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.service.failure import decode_failure
 from megatron_dynapipe.store import PlanKeys, PlanStore
 
+logger = logging.getLogger(__name__)
+
 _FULL_S = 0.1
+REPUBLISH_INTERVAL_S = 5.0
+_STOP_TIMEOUT_S = 5.0
 
 
 class PlanClient:
@@ -22,7 +31,8 @@ class PlanClient:
         replica: int,
         stage: int,
         deadline_s: float,
-        ask_s: float | None = None,
+        late_s: float = float("inf"),
+        on_late: Callable[[], None] = lambda: None,
     ) -> None:
         """Keep what is needed; nothing is sent.
 
@@ -32,14 +42,15 @@ class PlanClient:
             replica: data-parallel replica of this rank.
             stage: pipeline stage of this rank.
             deadline_s: how long one plan is waited for.
-            ask_s: after how much of that another planner is asked for; None never asks.
+            late_s: after how much of that a plan is late.
+            on_late: called then; the wait goes on.
         """
         self._store = store
         self._keys = keys
         self._replica = replica
         self._stage = stage
         self._deadline_s = deadline_s
-        self._ask_s = ask_s if ask_s is not None and ask_s < deadline_s else None
+        self._late_s, self._on_late = late_s, on_late
 
     def fetch(self, split: str, iteration: int) -> StageEntry:
         """Share of this rank in `iteration`; blocks until it is there.
@@ -64,16 +75,14 @@ class PlanClient:
         return entry
 
     def _await(self, keys: list[str], what: str) -> tuple[str, bytes]:
-        """One of the keys; where it takes long, the planners at work may hang, and another is asked for."""
+        """One of the keys, and what is there."""
         left_s = self._deadline_s
-        if self._ask_s is not None:
+        if self._late_s < left_s:
             try:
-                return self._store.wait_any(keys, timeout_s=self._ask_s, what=what)
+                return self._store.wait_any(keys, timeout_s=self._late_s, what=what)
             except StoreTimeoutError:
-                topic = self._keys.planners
-                asked = self._store.read_progress([topic]).get(topic, 1)
-                self._store.announce(topic, asked + 1)
-                left_s -= self._ask_s
+                self._on_late()
+                left_s -= self._late_s
         return self._store.wait_any(keys, timeout_s=left_s, what=what)
 
     def announce(self, split: str, iteration: int) -> None:
@@ -82,7 +91,78 @@ class PlanClient:
         while True:
             try:
                 return self._store.announce(self._keys.progress(split), iteration)
-            except StoreFullError:  # a planner that finds it so takes its last plans away again
+            except StoreFullError:  # a planner that finds it full deletes its last plans again
                 if time.monotonic() > given_up:
                     raise
                 time.sleep(_FULL_S)
+
+
+class Republisher:
+    """Context manager on a rank: publishes what the rank has published again, to a store that has come back empty.
+
+    Plans are the planners' to publish again. A job's progress and the passes that ranks measured are not theirs:
+    without them a planner that starts anew begins at the wrong iteration, or waits for passes that nobody sends again.
+
+    Args:
+        store: where it was published.
+        topic: any topic of the job, which is read to learn whether the store was out of reach.
+        interval_s: between two readings.
+    """
+
+    def __init__(self, store: PlanStore, topic: str, *, interval_s: float = REPUBLISH_INTERVAL_S) -> None:
+        self._store = store
+        self._topic = topic
+        self._interval_s = interval_s
+        self._interruptions = store.interruptions
+        self._values: dict[str, bytes] = {}
+        self._progress: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="dynapipe-republish", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(_STOP_TIMEOUT_S)
+
+    def keep(self, key: str, value: bytes) -> None:
+        """From now on `key` holds this value; it has been published."""
+        with self._lock:
+            self._values[key] = value
+
+    def keep_progress(self, topic: str, value: int) -> None:
+        """From now on a topic is this far; it has been announced."""
+        with self._lock:
+            self._progress[topic] = value
+
+    def forget(self, key: str) -> None:
+        """Nobody needs it any more."""
+        with self._lock:
+            self._values.pop(key, None)
+
+    def restore(self) -> int:
+        """Publish everything again if the store was out of reach; how many keys. Raises StoreError."""
+        self._store.read_progress([self._topic])  # only who uses a connection learns that it is lost
+        if (now := self._store.interruptions) == self._interruptions:
+            return 0
+        with self._lock:
+            values, progress = dict(self._values), dict(self._progress)
+        for key, value in values.items():
+            self._store.put(key, value)
+        for topic, reached in progress.items():
+            self._store.announce(topic, reached)
+        self._interruptions = now
+        return len(values) + len(progress)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            try:
+                if count := self.restore():
+                    logger.info("the store was out of reach: published %d keys of this rank again", count)
+            except StoreError as error:  # full, or gone: whoever waits for a plan says so
+                logger.info("cannot find out whether the store was out of reach: %s", error)

@@ -1,10 +1,14 @@
 """A planner's failure on its way to the ranks."""
 
+import logging
 import traceback
 
 import msgspec
 
-from megatron_dynapipe.errors import DynaPipeError, PlannerFailedError
+from megatron_dynapipe.errors import DynaPipeError, PlannerFailedError, StoreError
+from megatron_dynapipe.store import PlanKeys, PlanStore
+
+logger = logging.getLogger(__name__)
 
 
 class PlannerFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,12 +31,11 @@ class PlannerFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @classmethod
     def of(cls, error: BaseException, *, planner: int, doing: str) -> "PlannerFailure":
         """Describe an exception that is being handled."""
-        known = isinstance(error, DynaPipeError)
         return cls(
             planner=planner,
             doing=doing,
             error=f"{type(error).__name__}: {error.message if isinstance(error, DynaPipeError) else error}",
-            hint=error.hint if known and isinstance(error, DynaPipeError) else None,
+            hint=error.hint if isinstance(error, DynaPipeError) else None,
             details="".join(traceback.format_exception(error)).rstrip(),
         )
 
@@ -40,11 +43,15 @@ class PlannerFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Bytes for the store's error key."""
         return msgspec.json.encode(self)
 
+    @property
+    def summary(self) -> str:
+        """What went wrong, without the details."""
+        return f"planner {self.planner} failed while {self.doing}: {self.error}"
+
     def to_error(self) -> PlannerFailedError:
         """The error that every rank raises."""
         return PlannerFailedError(
-            f"planner {self.planner} failed while {self.doing}: {self.error}\n"
-            f"--- from its process ---\n{self.details}\n---",
+            f"{self.summary}\n--- from its process ---\n{self.details}\n---",
             hint=self.hint,
         )
 
@@ -61,3 +68,11 @@ def decode_failure(data: bytes) -> PlannerFailure:
             hint="install the same version on every node",
             details=data.decode(errors="replace"),
         )
+
+
+def publish_failure(store: PlanStore, keys: PlanKeys, failure: PlannerFailure) -> None:
+    """Publish a failure for all ranks, unless one was before; a store that is gone shows on every rank by itself."""
+    try:
+        store.put_first(keys.error, failure.encode())
+    except StoreError as error:
+        logger.warning("cannot publish what went wrong: %s", error)

@@ -1,4 +1,9 @@
-"""Starting, watching and stopping a planner process from the process that trains."""
+"""Starting, watching and stopping planner processes from the process that trains.
+
+job of 3 planners on 2 nodes    planner 0    1    2    3: the stand-in, on rank 0's node
+node 0                                  0         2   (3)
+node 1                                       1
+"""
 
 import logging
 import os
@@ -6,22 +11,22 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-import megatron_dynapipe
+import msgspec
+
 from megatron_dynapipe.errors import StoreError
-from megatron_dynapipe.service.failure import PlannerFailure
-from megatron_dynapipe.service.loop import publish_failure
+from megatron_dynapipe.processes import ChildLog, package_path, start, terminate
+from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
 from megatron_dynapipe.service.settings import ServiceSettings, encode_settings
-from megatron_dynapipe.store.child_log import ChildLog
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 RESTARTS = 3
-"""A planner that was killed starts again so often: what kills it every time is told."""
+"""How often a planner that was killed starts again; then its end is an error."""
 _COMMAND = (sys.executable, "-P", "-m", "megatron_dynapipe.service")
 
 
@@ -56,22 +61,9 @@ class PlannerProcess:
         return self
 
     def _start(self) -> subprocess.Popen[bytes]:
-        package_root = str(Path(megatron_dynapipe.__file__).parents[1])
-        paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        process = subprocess.Popen(
-            _COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=self._log.file,
-            stderr=subprocess.STDOUT,
-            # A planner is one thread of its own; the cores are training's.
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # a Ctrl-C in the terminal is for training to handle
-        )
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it died while starting: the watcher tells how
-            process.stdin.write(encode_settings(self._settings))
-            process.stdin.flush()
-        return process
+        # A planner is one thread of its own; the cores are training's.
+        env = os.environ | {"PYTHONPATH": package_path(), "OMP_NUM_THREADS": "1"}
+        return start(_COMMAND, log=self._log, stdin=encode_settings(self._settings), env=env)
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -92,15 +84,7 @@ class PlannerProcess:
         """End the process within some seconds; it may have ended already."""
         with self._lock:  # none is started from now on
             self._stopping.set()
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died with part of its settings unread
-            self._process.stdin.close()
-        self._process.terminate()  # a forked child of ours may still hold the pipe open
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        terminate(self._process, STOP_TIMEOUT_S)
         self._watcher.join(STOP_TIMEOUT_S)
         self._log.close()
 
@@ -136,3 +120,47 @@ class PlannerProcess:
             )
             self._process = self._start()
             return True
+
+
+class NodePlanners:
+    """Context manager on one process of each node: its planners, for as long as the block lasts.
+
+    Args:
+        settings: of every planner.
+        node, nodes: this node, and how many there are.
+        log_folder: where planner p logs to `planner-p.log`.
+    """
+
+    def __init__(self, settings: ServiceSettings, *, node: int, nodes: int, log_folder: Path) -> None:
+        self._settings = settings
+        self._node, self._nodes = node, nodes
+        self._log_folder = log_folder
+        self._processes = ExitStack()
+        self._lock = threading.Lock()
+        self._has_stand_in = False
+
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            undo.push(self._processes)
+            for planner in range(self._node, self._settings.planners, self._nodes):
+                self._start(planner)
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._has_stand_in = True  # none is started from now on
+        self._processes.close()
+
+    def start_stand_in(self) -> None:
+        """Start a planner that plans what is about to be late, once: the others may hang. Called from any thread."""
+        with self._lock:
+            if not self._has_stand_in:
+                self._has_stand_in = True
+                logger.warning("a plan is late: starting planner %d to help", self._settings.planners)
+                self._start(self._settings.planners)
+
+    def _start(self, planner: int) -> None:
+        settings = msgspec.structs.replace(self._settings, planner=planner)
+        log = self._log_folder / f"planner-{planner}.log"
+        self._processes.enter_context(PlannerProcess(settings, log_path=log))

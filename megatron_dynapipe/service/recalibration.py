@@ -97,7 +97,7 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise CostModelError(f"expected a rank's measured passes, got something else: {error}") from error
 
 
-class WithinRoom:
+class MemoryBoundPlanner:
     """A planner within the memory that tensors can have, and without that limit where a batch cannot be planned so.
 
     Args:
@@ -158,9 +158,9 @@ class Recalibrated:
         self._keys = keys
         self._deadline_s = deadline_s
         self._version = 0
-        self._planner = self._first = WithinRoom(settings, base, None)
+        self._planner = self._first = MemoryBoundPlanner(settings, base, None)
 
-    def planner(self, iteration: int) -> WithinRoom:
+    def planner(self, iteration: int) -> MemoryBoundPlanner:
         """The planner of an iteration.
 
         Raises:
@@ -177,7 +177,7 @@ class Recalibrated:
             )
             data = self._published(version, [sample for each in measured for sample in each.passes], room)
             costs = TableCostModel.decode(data, origin=f"cost model version {version}")
-            self._planner = WithinRoom(self._settings, costs, room)
+            self._planner = MemoryBoundPlanner(self._settings, costs, room)
             self._version = version
         return self._planner
 

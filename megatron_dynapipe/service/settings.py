@@ -97,12 +97,11 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         store: where plans go; its password is why these settings never touch a command line or the environment.
         job: name of this launch.
         settings_digest: `PlanInputs.digest()`, as the readers compute it.
-        planner: this process, from 0, the one that is always there; planners claim iterations one by one.
-        most_planners: processes that the job may have in all.
+        planner: this process, which plans the iterations i with i mod planners = planner; one from `planners` on has
+            none of its own, and plans those that are about to be late.
+        planners: processes that share the iterations.
         look_ahead: how many iterations beyond the one in training are planned.
         look_ahead_bytes: how many bytes of plans lie beyond the iteration in training; the next iteration's always may.
-        lease_s: how long a planner may take for an iteration that it has claimed, at first; planners that take longer
-            claim for longer.
         keep_behind: iterations before the one in training whose plans stay, for ranks that lag and for replays.
         retention_s: how long a key stays that nobody renews or deletes; None keeps all, on a server of the job's own.
         reply_timeout_s: how long the store may take for a reply.
@@ -111,17 +110,15 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         idle_timeout_s: how long training may make no progress before the planner takes it for dead.
         inputs: what plans are made from.
         recalibration: when the cost model of the training split is corrected; None where it is not.
-        dump_folder: where every whole plan goes besides, as a file; None for nowhere.
     """
 
     store: StoreAddress
     job: str
     settings_digest: str
     planner: _AtLeastZero = 0
-    most_planners: _AtLeastOne = 1
+    planners: _AtLeastOne = 1
     look_ahead: _AtLeastOne = 8
     look_ahead_bytes: _AtLeastOne = 1_000_000_000
-    lease_s: _Seconds = 15.0
     keep_behind: _AtLeastZero = 2
     retention_s: _AtLeastOne | None = RETENTION_S
     reply_timeout_s: _Seconds = REPLY_TIMEOUT_S
@@ -130,11 +127,6 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     idle_timeout_s: _Seconds = 6 * 3600.0
     inputs: PlanInputs
     recalibration: Recalibration | None = None
-    dump_folder: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.planner >= self.most_planners:
-            raise ConfigError(f"expected a planner from 0 to {self.most_planners - 1}, got {self.planner}")
 
     @property
     def keys(self) -> PlanKeys:

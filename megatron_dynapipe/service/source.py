@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_dynapipe.plan.codec import encode_entries
-from megatron_dynapipe.plan.dumps import dump_plan
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import GlobalBatch, LengthTable, Sampler, read_task_ids
@@ -29,15 +28,12 @@ class PlannedSplits:
         self,
         inputs: PlanInputs,
         training_planner: Callable[[int], IterationPlanner] | None = None,
-        *,
-        dumps: Path | None = None,
     ) -> None:
         """Read lengths and costs.
 
         Args:
             inputs: what plans are made from.
             training_planner: the planner of each training iteration, where it is not the same for all.
-            dumps: where every whole plan goes besides, as a file (`plan.dumps`).
 
         Raises:
             DataError: the dataset is missing or damaged, or holds samples that are too long.
@@ -46,7 +42,6 @@ class PlannedSplits:
         """
         self._planner = Planner(inputs.planner, inputs.costs.load())
         self._training_planner = training_planner
-        self._dumps = dumps
         self._forward_only = {split.name: split.forward_only for split in inputs.splits}
         self._samplers = {split.name: split_sampler(Path(inputs.data_folder), split) for split in inputs.splits}
         for name, sampler in self._samplers.items():
@@ -59,18 +54,7 @@ class PlannedSplits:
         planner: IterationPlanner = self._planner
         if self._training_planner is not None and not forward_only:
             planner = self._training_planner(iteration)
-        plan = planner.plan(batch, iteration, forward_only=forward_only)
-        self._dump(split, plan)
-        return encode_entries(plan)
-
-    def _dump(self, split: str, plan: IterationPlan) -> None:
-        """Write a plan where that is wanted; where it fails, training goes on without more of them."""
-        if self._dumps is not None:
-            try:
-                dump_plan(self._dumps, split, plan)
-            except OSError as error:
-                logger.warning("cannot write plans to %s, and goes on without: %s", self._dumps, error)
-                self._dumps = None
+        return encode_entries(planner.plan(batch, iteration, forward_only=forward_only))
 
 
 def split_sampler(folder: Path, split: SplitSettings) -> Sampler:

@@ -2,15 +2,12 @@
 
 from megatron_dynapipe.store.address import StoreAddress, find_address
 from megatron_dynapipe.store.keys import PlanKeys, new_job_name
-from megatron_dynapipe.store.lease import JobLease
-from megatron_dynapipe.store.memory import MemoryStore
 from megatron_dynapipe.store.protocol import PlanStore
-from megatron_dynapipe.store.redis_store import RedisStore, open_store
+from megatron_dynapipe.store.redis_store import KeyRenewal, RedisStore, open_store
 from megatron_dynapipe.store.server import StoreServer
 
 __all__ = [
-    "JobLease",
-    "MemoryStore",
+    "KeyRenewal",
     "PlanKeys",
     "PlanStore",
     "RedisStore",

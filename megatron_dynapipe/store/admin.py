@@ -1,21 +1,18 @@
 """Looking at a plan store's server from outside a run, and stopping it."""
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import redis
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-from redis.retry import Retry
 
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.store.address import StoreAddress
-from megatron_dynapipe.store.keys import parse_key
+from megatron_dynapipe.store.keys import PATTERN, parse_key
+from megatron_dynapipe.store.redis_store import RedisStore, open_store
 
 TIMEOUT_S = 10.0
-_SCAN_COUNT = 1000
+_FAILURE_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +23,29 @@ class JobReport:
         job: the name of the launch.
         plans: stages' plans that wait or have not been cleared away.
         iterations: per split, the first and the last iteration that a plan is held for.
-        failed: whether a planner of this job has published its failure.
+        training: per split, the iteration that training is at; none before the first.
+        failure: what a planner of this job has published of its failure; None where none has failed.
     """
 
     job: str
-    plans: int
-    iterations: dict[str, tuple[int, int]]
-    failed: bool
+    plans: int = 0
+    iterations: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    training: Mapping[str, int] = field(default_factory=dict)
+    failure: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerReport:
-    """A store's server and what it holds. A memory limit of 0 bytes is none."""
+    """A store's server and what it holds. A memory limit of 0 bytes is none.
+
+    Attributes:
+        server: program and version.
+        uptime_s: since it started.
+        clients: connections beside the one that asks.
+        memory_bytes, memory_limit_bytes: used, and at most.
+        jobs: what it holds of each.
+        other_keys: keys of other programs, and of other databases of the server.
+    """
 
     server: str
     uptime_s: int
@@ -45,84 +53,104 @@ class ServerReport:
     memory_bytes: int
     memory_limit_bytes: int
     jobs: tuple[JobReport, ...]
+    other_keys: int
 
 
 def inspect_server(address: StoreAddress) -> ServerReport:
     """Describe the server at `address`; raises `StoreError` when it cannot be reached or refuses."""
-    with _client(address, "inspecting it") as client:
-        info: dict[str, Any] = client.info()
-        keys = sorted(key.decode(errors="replace") for key in client.scan_iter("dynapipe:*", count=_SCAN_COUNT))
+    with open_store(address, reply_timeout_s=TIMEOUT_S) as store:
+        found = [key for keys in store.server.scan("inspecting it", PATTERN) for key in keys]
+        keys = {key.decode(errors="replace") for key in found}
+        info = store.server.info()
+        jobs = tuple(_with_state(job, store, keys) for job in jobs_of(keys))
     version = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {info.get('redis_version')}"
     return ServerReport(
         server=version,
         uptime_s=_number(info, "uptime_in_seconds"),
-        clients=_number(info, "connected_clients") - 1,  # less the one that asks
+        clients=_number(info, "connected_clients") - 1,
         memory_bytes=_number(info, "used_memory"),
         memory_limit_bytes=_number(info, "maxmemory"),
-        jobs=jobs_of(keys),
+        jobs=jobs,
+        other_keys=_all_keys(info) - sum(parse_key(key) is not None for key in keys),
     )
 
 
-def read_figures(address: StoreAddress) -> list[tuple[str, bytes]]:
-    """(job, what a planner of it last reported of itself); raises `StoreError` as `inspect_server` does."""
-    with _client(address, "reading planners' figures") as client:
-        keys = sorted(client.scan_iter("dynapipe:*:planner:*", count=_SCAN_COUNT, _type="string"))
-        names = [parse_key(key.decode(errors="replace")) for key in keys]
-        found = zip(names, client.mget(keys) if keys else [], strict=True)
-        return [(name.job, data) for name, data in found if name is not None and name.is_figures and data is not None]
+def stop_server(address: StoreAddress, *, force: bool = False) -> None:
+    """Stop the server at `address`; what it holds is lost.
+
+    Args:
+        address: of the server.
+        force: also where somebody uses it.
+
+    Raises:
+        StoreError: it cannot be reached or refuses, holds keys of other programs, or serves a job.
+    """
+    if not force:
+        _check_unused(address, inspect_server(address))
+    with open_store(address, reply_timeout_s=TIMEOUT_S) as store:
+        try:
+            store.server.request("stopping it", "SHUTDOWN", "NOSAVE")  # NOW is not known to Redis 6.2
+        except StoreError as error:
+            if not isinstance(error.__cause__, redis.ConnectionError):  # the connection's end is the answer
+                raise
 
 
-def stop_server(address: StoreAddress) -> None:
-    """Stop the server at `address`; what it holds is lost. Raises `StoreError` as `inspect_server` does."""
-    with _client(address, "stopping it") as client:
-        client.ping()
-        client.shutdown(nosave=True)  # answered by the end of the connection; NOW is not known to Redis 6.2
+def _check_unused(address: StoreAddress, report: ServerReport) -> None:
+    hint = "what it holds is lost when it stops; --force stops it all the same"
+    if report.other_keys > 0:
+        raise StoreError(
+            f"expected a server of plans alone at {address}, it holds {report.other_keys} keys of other programs",
+            hint=hint,
+        )
+    if report.jobs and report.clients > 0:
+        names = ", ".join(job.job for job in report.jobs)
+        raise StoreError(
+            f"expected no job that uses the server at {address}, it has {report.clients} clients and holds plans of"
+            f" {names}",
+            hint=hint,
+        )
 
 
-def jobs_of(keys: list[str]) -> tuple[JobReport, ...]:
-    """Sum up a store's keys (their layout: `keys.py`) by job; keys of other programs are passed over."""
+def jobs_of(keys: Iterable[str]) -> tuple[JobReport, ...]:
+    """Sum up a store's keys (their layout: `keys.py`) by job; keys of other programs are left out."""
     plans: dict[str, list[tuple[str, int]]] = {}
-    failed = set()
     for name in map(parse_key, keys):
-        if name is None:
-            continue
-        held = plans.setdefault(name.job, [])
-        if name.plan is not None:
-            held.append(name.plan)
-        if name.is_error:
-            failed.add(name.job)
-    return tuple(_job(job, plans[job], failed=job in failed) for job in sorted(plans))
+        if name is not None:
+            plans.setdefault(name.job, []).extend([] if name.plan is None else [name.plan])
+    return tuple(_job(job, plans[job]) for job in sorted(plans))
 
 
-def _job(name: str, plans: list[tuple[str, int]], *, failed: bool) -> JobReport:
+def _job(name: str, plans: list[tuple[str, int]]) -> JobReport:
     splits: dict[str, list[int]] = {}
     for split, iteration in plans:
         splits.setdefault(split, []).append(iteration)
-    return JobReport(
-        job=name,
-        plans=len(plans),
-        iterations={split: (min(held), max(held)) for split, held in splits.items()},
-        failed=failed,
-    )
+    iterations = {split: (min(splits[split]), max(splits[split])) for split in sorted(splits)}
+    return JobReport(job=name, plans=len(plans), iterations=iterations)
 
 
-def _number(info: dict[str, Any], name: str) -> int:
+def _with_state(job: JobReport, store: RedisStore, keys: Iterable[str]) -> JobReport:
+    """A job's report with its progress and its failure, as the store has them now."""
+    topics: dict[str, str] = {}
+    failure = None
+    for key in keys:
+        name = parse_key(key)
+        if name is None or name.job != job.job:
+            continue
+        if name.progress is not None:
+            topics[key] = name.progress
+        if name.is_error:
+            failure = store.wait_any([key], timeout_s=_FAILURE_TIMEOUT_S, what="a planner's failure")[1]
+    training = {topics[topic]: value for topic, value in sorted(store.read_progress(list(topics)).items())}
+    return dataclasses.replace(job, training=training, failure=failure)
+
+
+def _all_keys(info: Mapping[str, str]) -> int:
+    """Keys of all databases, as in `db0:keys=3,expires=0`."""
+    counts = (value.partition("keys=")[2].partition(",")[0] for name, value in info.items() if name.startswith("db"))
+    return sum(int(count) for count in counts if count.isdecimal())
+
+
+def _number(info: Mapping[str, str], name: str) -> int:
     """A number that a server reports of itself; 0 where it does not."""
-    number = info.get(name)
-    return number if isinstance(number, int) else 0
-
-
-@contextlib.contextmanager
-def _client(address: StoreAddress, doing: str) -> Iterator[Any]:
-    client = redis.Redis.from_url(
-        address.url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0)
-    )
-    try:
-        yield client
-    except (RedisError, OSError) as error:
-        raise StoreError(
-            f"plan store {address.redacted} failed while {doing}: {error}",
-            hint="is the URL, password included, the one that `store start` printed, and the server still up?",
-        ) from error
-    finally:
-        client.close()
+    text = info.get(name, "")
+    return int(text) if text.isdecimal() and len(text) < 20 else 0

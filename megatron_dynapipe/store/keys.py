@@ -2,16 +2,13 @@
 
     dynapipe:{job}:{settings digest}:{split}:{iteration}:{replica}:{stage}     one stage's plan
     dynapipe:{job}:{settings digest}:{split}:progress                          the iteration training is at
-    dynapipe:{job}:{settings digest}:{split}:{iteration}:claim                 who plans an iteration: a lease
     dynapipe:{job}:{settings digest}:{split}:{iteration}:done                  its plans are all there: their bytes
-    dynapipe:{job}:{settings digest}:planners                                  how many planners the job asks for
-    dynapipe:{job}:{settings digest}:planner:{planner}                         figures of a planner, the latest
     dynapipe:{job}:error                                                       the first failure of any planner
     dynapipe:{job}:{settings digest}:passes:{version}:{rank}                   passes that a rank measured
     dynapipe:{job}:{settings digest}:costs:{version}                           a cost model corrected by them
     dynapipe:{job}:report:{rank}                                               a rank's records at the run's end
 
-The server drops them when the job ends (`server`), or after some time without a renewal (`lease`).
+The server drops them when the job ends (`server`), or after some time without a renewal (`KeyRenewal`).
 
 A job name belongs to one launch: progress and errors of an earlier launch must not be met again.
 """
@@ -22,13 +19,13 @@ from dataclasses import dataclass
 
 from megatron_dynapipe.errors import ConfigError
 
+PATTERN = "dynapipe:*"
+"""All keys of this package, as a server's SCAN and ACL take it."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _JOB = re.compile(rf"dynapipe:({_NAME.pattern}):(?:(error)|report:[0-9]+|{_NAME.pattern}:(.+))")
 _PLAN = re.compile(r"([a-z]+):([0-9]{1,18}):[0-9]+:[0-9]+")
-_FIGURES = re.compile(r"planner:[0-9]+")
-_OTHER = re.compile(r"[a-z]+:progress|[a-z]+:[0-9]+:(claim|done)|planners|passes:[0-9]+:[0-9]+|costs:[0-9]+")
-LEASE_SUFFIX = ":claim"
-"""What the keys end with that expire by themselves, whatever is renewed."""
+_PROGRESS = re.compile(r"([a-z]+):progress")
+_OTHER = re.compile(r"[a-z]+:[0-9]+:done|passes:[0-9]+:[0-9]+|costs:[0-9]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +35,14 @@ class KeyName:
     Attributes:
         job: the launch.
         plan: of a stage's plan, the split and the iteration.
+        progress: of a topic, the split whose progress it is.
         is_error: whether it is the job's failure.
-        is_figures: whether it is what a planner reports of itself.
     """
 
     job: str
     plan: tuple[str, int] | None = None
+    progress: str | None = None
     is_error: bool = False
-    is_figures: bool = False
 
 
 def parse_key(key: str) -> KeyName | None:
@@ -58,8 +55,8 @@ def parse_key(key: str) -> KeyName | None:
         return KeyName(job=job, is_error=error is not None)
     if plan := _PLAN.fullmatch(rest):
         return KeyName(job=job, plan=(plan[1], int(plan[2])))
-    if _FIGURES.fullmatch(rest):
-        return KeyName(job=job, is_figures=True)
+    if progress := _PROGRESS.fullmatch(rest):
+        return KeyName(job=job, progress=progress[1])
     return KeyName(job=job) if _OTHER.fullmatch(rest) else None
 
 
@@ -98,22 +95,9 @@ class PlanKeys:
         """Topic under which training says which iteration of `split` it has begun."""
         return f"dynapipe:{self.job}:{self.settings_digest}:{split}:progress"
 
-    def claim(self, split: str, iteration: int) -> str:
-        """Key of the planner that plans an iteration, for as long as its lease."""
-        return f"dynapipe:{self.job}:{self.settings_digest}:{split}:{iteration}{LEASE_SUFFIX}"
-
     def done(self, split: str, iteration: int) -> str:
         """Topic that has the bytes of an iteration's plans once all of them are published."""
         return f"dynapipe:{self.job}:{self.settings_digest}:{split}:{iteration}:done"
-
-    def figures(self, planner: int) -> str:
-        """Key of what a planner last reported of itself."""
-        return f"dynapipe:{self.job}:{self.settings_digest}:planner:{planner}"
-
-    @property
-    def planners(self) -> str:
-        """Topic under which planners say how many of them the job needs."""
-        return f"dynapipe:{self.job}:{self.settings_digest}:planners"
 
     def passes(self, version: int, rank: int) -> str:
         """Key of the passes that a rank measured for a version of the cost model."""

@@ -19,12 +19,11 @@ class PlanStore(Protocol):
 
     Every method raises `StoreError` when the store cannot be reached or refuses the request, `StoreFullError` when it
     has no memory left.
-
-    Attributes:
-        interruptions: how often the store was out of reach; it may have come back empty.
     """
 
-    interruptions: int
+    @property
+    def interruptions(self) -> int:
+        """How often the store was out of reach; it may have come back empty."""
 
     def put(self, key: str, value: bytes) -> None:
         """Publish `value` under `key`, all at once; publishing equal bytes again does nothing.
@@ -38,22 +37,10 @@ class PlanStore(Protocol):
     def put_all(self, items: Sequence[tuple[str, bytes]]) -> None:
         """Publish several keys as `put` does, in few requests; one after another, so that the last is last."""
 
-    def put_latest(self, key: str, value: bytes) -> None:
-        """Replace what is reported under `key`; only `read_latest` reads it."""
-
-    def read_latest(self, keys: Sequence[str]) -> list[bytes | None]:
-        """What `put_latest` last wrote under each key; None where nothing is. Does not wait."""
-
-    def claim(self, key: str, owner: bytes, *, lease_s: float) -> bool:
-        """Become the owner of `key` for `lease_s` by the store's clock; False while it has another owner.
-
-        An owner that claims again before its lease ends keeps what is left of it.
-        """
-
     def wait_any(self, keys: Sequence[str], *, timeout_s: float, what: str) -> tuple[str, bytes]:
         """Block until one of `keys` exists; that key (the first in order, if several do) and its value.
 
-        The value stays for other readers. `what` says in words what is awaited; `StoreTimeoutError` repeats it.
+        The value stays for other readers. `what` names what is awaited, for the error of a wait in vain.
         """
 
     def delete(self, keys: Sequence[str]) -> None:

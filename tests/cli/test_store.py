@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from megatron_dynapipe.cli import main
-from megatron_dynapipe.service.figures import PlannerFigures
+from megatron_dynapipe.service.failure import PlannerFailure
 from megatron_dynapipe.store.address import StoreAddress
 from megatron_dynapipe.store.keys import PlanKeys
 from megatron_dynapipe.store.redis_store import open_store
@@ -39,52 +38,52 @@ def started() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate(timeout=120)
 
 
-def test_inspect_says_what_is_held(
+def test_inspect_says_what_is_held_and_what_went_wrong(
     started: tuple[subprocess.Popen[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, url = started
+    failure = PlannerFailure(planner=0, doing="planning iteration 5 of train", error="E: no", hint="try", details="…")
     with open_store(url) as store:
+        store.announce(KEYS.progress("train"), 3)
         store.put(KEYS.plan(split="train", iteration=3, replica=0, stage=0), b"plan")
         store.put(KEYS.plan(split="train", iteration=4, replica=0, stage=0), b"plan")
-        store.put_first(KEYS.error, b"failure")
-        assert main.main(["store", "inspect", url, "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert told["format"] == "dynapipe-store-report/1"
-        assert told["memory_limit_bytes"] == 64_000_000
-        assert told["jobs"] == [{"job": "job", "plans": 2, "iterations": {"train": [3, 4]}, "failed": True}]
         assert main.main(["store", "inspect", url]) == 0
-    out = capsys.readouterr().out
-    assert "job job: 2 plans (train 3-4), its planner failed" in out
-    assert StoreAddress(url).redacted in out
-    assert url not in out
+        out = capsys.readouterr().out
+        assert "job job: 2 plans\n    train: at iteration 3, plans of iterations 3-4, 1 ahead\n" in out
+        assert StoreAddress(url).redacted in out and url not in out
+        store.put_first(KEYS.error, failure.encode())
+        assert main.main(["store", "inspect", url, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["format"], found["memory_limit_bytes"]) == ("dynapipe-store-report/1", 64_000_000)
+        error = "planner 0 failed while planning iteration 5 of train: E: no (hint: try)"
+        job = {"job": "job", "plans": 2, "iterations": {"train": [3, 4]}, "training": {"train": 3}, "error": error}
+        assert found["jobs"] == [job]
+        assert main.main(["store", "inspect", url]) == 0
+        assert error in capsys.readouterr().out
 
 
-def test_status_says_what_planners_do(
+def test_a_server_that_a_job_uses_is_stopped_by_force_alone(
     started: tuple[subprocess.Popen[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, url = started
+    process, url = started
     with open_store(url) as store:
-        store.put_latest(KEYS.figures(1), msgspec.json.encode(PlannerFigures(planner=1, planned=7, taken_over=2)))
-        store.put_latest(KEYS.figures(2), b"of another version")
-        assert main.main(["store", "status", url]) == 0
-        out = capsys.readouterr().out
-        assert "  job job, planner 1: 7 iterations planned" in out and "2 taken over" in out
-        assert "planner 2" not in out and url not in out
-        assert main.main(["store", "status", url, "--openmetrics"]) == 0
-        out = capsys.readouterr().out
-        assert 'dynapipe_planner_iterations_total{job="job",planner="1"} 7\n' in out and out.endswith("# EOF\n")
-        assert main.main(["store", "status", url, "--every", "0"]) == 2
+        store.announce(KEYS.progress("train"), 3)
+        assert main.main(["store", "stop", url]) == 2
+        assert capsys.readouterr().err.startswith("error: expected no job that uses the server at redis://***@127")
+        store.announce(KEYS.progress("train"), 4)
+    assert main.main(["store", "stop", url, "--force"]) == 0
+    assert process.wait(timeout=120) == 0
 
 
-def test_status_goes_on_until_it_is_interrupted(started: tuple[subprocess.Popen[str], str]) -> None:
-    _, url = started
-    words = [sys.executable, "-m", "megatron_dynapipe", "store", "status", url, "--every", "0.1"]
-    sigint = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=sigint) as status:
-        assert status.stdout is not None
-        assert ["jobs" in status.stdout.readline() for _ in range(3)] == [True] * 3
-        status.send_signal(signal.SIGINT)
-        assert status.wait(120) == 0
+@pytest.mark.parametrize(
+    "text", ["notes\n", "redis://:theirs@10.0.0.1:6379/0\n", "redis://:" + "x" * 32 + "@h:1/0\nmore"]
+)
+def test_a_file_of_the_users_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    file = tmp_path / "file"
+    file.write_text(text)
+    assert main.main(["store", "start", "--url-file", str(file)]) == 2
+    assert f"expected {file} to be absent or a file that this program wrote" in capsys.readouterr().err
+    assert file.read_text() == text and list(tmp_path.iterdir()) == [file]
 
 
 def test_stop_ends_the_server_and_the_command_that_started_it(started: tuple[subprocess.Popen[str], str]) -> None:
@@ -123,8 +122,9 @@ def test_bad_input_is_one_error(capsys: pytest.CaptureFixture[str], argv: list[s
 
 def test_the_url_can_be_kept_out_of_ps(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     file = tmp_path / "url"
-    words = [sys.executable, "-m", "megatron_dynapipe", "store", "start", "--url-file", str(file)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    file.write_text("redis://:" + "x" * 32 + "@127.0.0.1:1/0\n")  # of an earlier start
+    command = [sys.executable, "-m", "megatron_dynapipe", "store", "start", "--url-file", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None and process.stdout is not None
         assert "serving plans at redis://***@" in process.stderr.readline()
         assert file.stat().st_mode & 0o777 == 0o600

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dynapipe.data.collate import Collator, RequiredFields
-from megatron_dynapipe.data.indexed import IndexedWriter
+from megatron_dynapipe.data.indexed import write_samples
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_meta, write_meta
 from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals
 from megatron_dynapipe.sampling.lengths import task_ids_path
@@ -21,9 +21,7 @@ def write_dataset(folder: Path) -> Path:
     """A dataset folder with `SAMPLES` as its training split, and empty validation and test."""
     for split in SPLITS:
         samples = SAMPLES if split == "train" else []
-        with IndexedWriter(folder / split, 100) as writer:
-            for given, wanted in samples:
-                writer.add(given, wanted)
+        write_samples(folder / split, samples, 100)
         np.save(task_ids_path(folder, split), np.array(TASKS[: len(samples)], np.int16))
     meta = DatasetMeta(
         source="a table in a test",

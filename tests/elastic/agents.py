@@ -12,6 +12,8 @@ from typing import Self
 
 import psutil
 
+from megatron_dynapipe.elastic.rendezvous import KEY_VARIABLE
+
 TOY = Path(__file__).parent / "toy_ranks.py"
 DEADLINE_S = 240.0
 """Of every wait; on a quiet machine none takes more than a few seconds."""
@@ -53,9 +55,11 @@ class Nodes:
                     process.kill()
             agent.wait(DEADLINE_S)
 
-    def start(self, *flags: str, address: str = "127.0.0.1", before: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-        """One more node, at an address, with words before its command; what it says goes to `said`."""
-        words = [
+    def start(
+        self, *flags: str, address: str | None = "127.0.0.1", before: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """One more node, at an address, with a command before its own; its output goes to `said`."""
+        argv = [
             *before,
             sys.executable,
             "-m",
@@ -66,11 +70,13 @@ class Nodes:
             "--nproc-per-node",
             "1",
         ]
-        words += ["--rdzv-endpoint", self._endpoint, "--local-addr", address, "--last-call", "1"]
-        words += ["--notice-every", "0.2", "--join-timeout", "60", *flags, *self._script]
+        argv += ["--rdzv-endpoint", self._endpoint, "--last-call", "1"]
+        argv += [] if address is None else ["--local-addr", address]
+        argv += ["--join-timeout", "60", *flags, *self._script]
         with (self.folder / f"agent-{len(self._started)}").open("wb") as file:
             environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-            agent = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment)
+            environment.setdefault(KEY_VARIABLE, "a key for tests alone")
+            agent = subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT, env=environment)
         self._started.append(agent)
         return agent
 

@@ -1,5 +1,6 @@
 """Agents of `launch` over ranks that train nothing: who starts, saves and leaves when nodes come and go."""
 
+import base64
 import signal
 import subprocess
 import sys
@@ -7,10 +8,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+from torch.distributed import TCPStore
 
 from megatron_dynapipe.elastic import rendezvous
-from megatron_dynapipe.elastic.agent import MOST_FRUITLESS
+from megatron_dynapipe.elastic.launch import MOST_FRUITLESS
+from megatron_dynapipe.elastic.rendezvous import KEY_VARIABLE
 from megatron_dynapipe.errors import ConfigError
 from tests.elastic.agents import DEADLINE_S, TOY, Nodes
 from tests.store.servers import free_port
@@ -55,26 +57,11 @@ def test_a_lost_rank_is_started_again_and_counted_and_a_lost_node_is_noticed(nod
 
 
 @pytest.mark.slow
-def test_a_machine_list_sends_a_node_away_and_calls_it_back(nodes: Nodes) -> None:
-    machines = nodes.folder / "machines"
-    machines.write_text("one slots=1\ntwo # spare\n")
-    for name in ("one", "two"):
-        nodes.start("--machine-list", str(machines), "--node-name", name)
-    nodes.await_starts(2)
-    machines.write_text("one\n")
-    nodes.await_starts(1)
-    machines.write_text("one\ntwo:1\n")
-    nodes.await_starts(2, rounds=2)
-    assert nodes.end() == [0, 0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["--notice-file", "--preemption-command"])
-def test_a_notice_of_the_cloud_sends_the_node_away(nodes: Nodes, source: str) -> None:
+def test_a_notice_file_sends_the_node_away(nodes: Nodes) -> None:
     notice = nodes.folder / "notice"
     nodes.start()
     nodes.await_starts(1)
-    going = nodes.start(source, str(notice) if source == "--notice-file" else f"test -e {notice}")
+    going = nodes.start("--notice-file", str(notice))
     nodes.await_starts(2)
     notice.touch()
     assert going.wait(DEADLINE_S) == 0
@@ -97,63 +84,70 @@ def test_ranks_that_fail_before_their_first_iteration_are_not_started_for_ever(n
 
 
 @pytest.mark.slow
-def test_a_slow_node_is_left_out_at_the_next_change(nodes: Nodes) -> None:
+@pytest.mark.parametrize("other", ["key", "command"])
+def test_a_node_of_another_job_is_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     nodes.start()
     nodes.await_starts(1)
-    slow = nodes.start()
-    nodes.await_starts(2)
-    (folder,) = {Path(path.decode().partition("=")[2]) for path in _slow_folders(slow)}
-    (folder / "slow").write_text("rank 1 takes 3.0 of the median time")
-    nodes.signal_rank(0, signal.SIGTERM)
-    assert slow.wait(DEADLINE_S) == 0
-    nodes.await_starts(1, rounds=2)
-    assert "left out as slow: rank 1 takes 3.0" in nodes.said(1)
-
-
-def _slow_folders(agent: subprocess.Popen) -> list[bytes]:
-    """From the environment of an agent's rank."""
-    import msgspec
-
-    (rank,) = psutil.Process(agent.pid).children()
-    job = msgspec.json.decode(rank.environ()["MEGATRON_DYNAPIPE_LAUNCH"])
-    return [f"slow={Path(job['slow_file']).parent}".encode()]
-
-
-@pytest.mark.slow
-def test_another_job_of_the_same_id_is_refused(nodes: Nodes, tmp_path: Path) -> None:
-    nodes.start()
-    nodes.await_starts(1)
-    other = nodes.folder / "other"
-    other.mkdir()
-    intruder = Nodes(other, nodes._port, least=1, most=3)
+    folder = nodes.folder / "other"
+    folder.mkdir()
+    if other == "key":
+        monkeypatch.setenv(KEY_VARIABLE, "another key for tests alone")
+    intruder = Nodes(
+        folder, nodes._port, least=1, most=3, script=[str(TOY), str(nodes.folder)] if other == "key" else ()
+    )
     assert intruder.start().wait(DEADLINE_S) == 2
-    assert "expected the job 'dynapipe' to be this one, toy_ranks.py with arguments of digest" in intruder.said(0)
+    assert "expected job 'dynapipe' at" in intruder.said(0)
+    assert "to be signed with this node's key and to run this command, it is not" in intruder.said(0)
     assert nodes.end() == [0]
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "local_addr", "is_host"),
-    [
-        ("192.0.2.7:29400", "192.0.2.7", "true"),  # an address that no name of this machine resolves to
-        ("192.0.2.7:29400", "192.0.2.8", None),
-        ("127.0.0.1:29400", "127.0.0.1", None),  # torch finds out, and lets the second node here join
-    ],
-)
-def test_the_node_whose_own_address_is_the_endpoint_hosts_the_rendezvous(
-    monkeypatch: pytest.MonkeyPatch, endpoint: str, local_addr: str, is_host: str | None
-) -> None:
-    asked: list[RendezvousParameters] = []
+def listening(process: psutil.Process) -> set[str]:
+    return {each.laddr.ip for each in process.net_connections() if each.status == psutil.CONN_LISTEN}
 
-    def get_handler(parameters: RendezvousParameters) -> None:
-        asked.append(parameters)
-        raise RendezvousConnectionError
 
-    monkeypatch.setattr(rendezvous, "get_rendezvous_handler", get_handler)
-    with pytest.raises(ConfigError, match="and nobody answers there"):
-        rendezvous.open_rendezvous(
-            RendezvousParameters("c10d", endpoint, "id", min_nodes=1, max_nodes=2, local_addr=local_addr)
-        )
-    assert asked[0].config.get("is_host") == is_host
+def test_it_listens_at_the_address_of_its_endpoint_alone(nodes: Nodes) -> None:
+    """It listened on all interfaces, although the endpoint was this machine's loopback."""
+    agent = nodes.start(address=None)
+    nodes.await_starts(1)
+    assert listening(psutil.Process(agent.pid)) == {"127.0.0.1"}
+    assert nodes.end() == [0]
+
+
+def test_a_state_that_nobody_of_the_job_signed_is_not_unpickled(nodes: Nodes) -> None:
+    """Whoever reached the port ran code as the user of the job."""
+    proof = nodes.folder / "proof"
+    attack = base64.b64encode(f"cposix\nsystem\n(S'touch {proof}'\ntR.".encode())  # a pickle that runs a command
+    store = TCPStore("127.0.0.1", nodes._port, is_master=True, wait_for_workers=False)
+    store.set("torch.rendezvous.dynapipe", attack)
+    assert nodes.start().wait(DEADLINE_S) == 2
+    assert "to be signed with this node's key" in nodes.said(0)
+    assert not proof.exists()
+
+
+def test_a_key_is_made_for_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    key = rendezvous.shared_key()
+    assert len(key) == 64 and rendezvous.shared_key() == key
+    (path,) = (tmp_path / "megatron-dynapipe").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="to be readable by its owner alone"):
+        rendezvous.shared_key()
+    monkeypatch.setenv(KEY_VARIABLE, "short")
+    with pytest.raises(ConfigError, match="to have 16 characters or more, got 5"):
+        rendezvous.shared_key()
+
+
+@pytest.mark.slow
+def test_the_node_whose_own_address_is_the_endpoint_hosts_the_rendezvous(nodes: Nodes) -> None:
+    """Also where no name of this machine resolves to the address."""
+    others = Nodes(nodes.folder, nodes._port, least=1, most=1, host="127.0.0.77")
+    with others:
+        agent = others.start(address="127.0.0.77")
+        others.await_starts(1)
+        assert listening(psutil.Process(agent.pid)) == {"127.0.0.77"}
+        assert others.end() == [0]
 
 
 BAD = {
@@ -165,17 +159,10 @@ BAD = {
         ["--nnodes", "2:3", "--join-timeout", "2"],
         "expected at least 2 nodes of job 'dynapipe' at",
     ),
-    "no machine list": (["--machine-list", "/nowhere"], "expected a machine list at /nowhere: No such file"),
-    "not in the machine list": (
-        ["--machine-list", str(TOY), "--node-name", "this", "--join-timeout", "1"],
-        "to name this machine (this)",
-    ),
-    "no command": (["--preemption-command", "'"], "expected --preemption-command to be a command"),
     "no nodes": (["--nnodes", "3:2"], "expected --nnodes MIN:MAX with 1 ≤ MIN ≤ MAX, got 3:2"),
     "no etcd": (["--rdzv-backend", "etcd-v2"], "pip install python-etcd"),
-    "no factor": (["--exclude-slow", "0.5"], "expected --exclude-slow to be above 1, got 0.5"),
 }
-DAILY = ("no machine list", "no nodes")
+DAILY = ("no nodes",)
 ROWS = [pytest.param(*row, id=name, marks=() if name in DAILY else pytest.mark.slow) for name, row in BAD.items()]
 
 

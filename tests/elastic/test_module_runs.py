@@ -5,18 +5,16 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
+import psutil
 import pytest
 
 from megatron_dynapipe.elastic import module_layout
 from megatron_dynapipe.elastic.job import VARIABLE, Job
 from megatron_dynapipe.elastic.module_layout import ModuleLayout, choose_segments, layout_for
-from megatron_dynapipe.elastic.pace import SAVE_EVERY
 from megatron_dynapipe.elastic.run import ElasticRun
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError
 from megatron_dynapipe.tuning import tune_segments
@@ -57,27 +55,27 @@ def test_the_layout_is_the_best_of_tune(alone: Path, monkeypatch: pytest.MonkeyP
     assert layout_for(COSTS, LENGTHS, memory_limit_bytes=LIMIT) == layout
 
 
-def choice(tmp_path: Path, ranks: int, most: int, limit: int) -> Any:
-    return choose_segments(COSTS, LENGTHS, ranks, most, limit, None, tmp_path)
+def choice(ranks: int, most: int, limit: int) -> Any:
+    return choose_segments(COSTS, LENGTHS, ranks, most, limit, None)
 
 
-def test_split_points_are_those_between_stages(tmp_path: Path) -> None:
-    found = choice(tmp_path, 1, 1, LIMIT)
+def test_split_points_are_those_between_stages(alone: Path) -> None:
+    found = choice(1, 1, LIMIT)
     changed = msgspec.structs.replace(found, pipeline_parallel=3, layers_per_stage=(2, 1, 1))
     layout = ModuleLayout.of(changed, COSTS)
     assert layout.stage_of == (0, 0, 1, 2) and layout.split_points == ("cuts.1", "cuts.2")
     assert ModuleLayout.of(found, COSTS).split_points == ()
 
 
-def test_ranks_are_left_out_or_waited_for_where_no_layout_fits(tmp_path: Path) -> None:
+def test_ranks_are_left_out_or_waited_for_where_no_layout_fits(alone: Path) -> None:
     """Three ranks are three replicas or three stages; memory for one segment takes four."""
     largest = max(segment.state_mb + segment.largest_mb() for segment in COSTS.segments)
     limit = round(largest * 1.2 * 10**6)
-    found = choice(tmp_path, 1, 4, limit)
+    found = choice(1, 4, limit)
     assert found.ranks == 0 and found.needed > 1 and found.reason.startswith("1 ranks: ")
     with pytest.raises(ConfigError, match="no layout of up to 1 ranks fits"):
-        choice(tmp_path, 1, 1, limit)
-    more = choice(tmp_path, 6, 6, limit)
+        choice(1, 1, limit)
+    more = choice(6, 6, limit)
     assert more.ranks >= found.needed
 
 
@@ -121,7 +119,7 @@ def some_iterations(rank: int, world_size: int, folder: str, stages: int, until:
 
 def test_a_run_goes_on_in_another_layout_after_a_notice_to_one_rank(tmp_path: Path) -> None:
     folder, expected = tmp_path / "run", whole_losses(6)
-    job = Job(most_ranks=4, wait_s=60, emergency_every=0, exclude_slow=None, slow_file="/nowhere/slow")
+    job = Job(most_ranks=4, wait_s=60, emergency_every=0)
     launched = {VARIABLE: msgspec.json.encode(job).decode()}
     starts = [(4, 2, 0, 1), (2, 2, 1, 4), (1, 1, 4, None)]  # ranks, stages, goes on at, notice after
     for ranks, stages, began, notice in starts:
@@ -131,32 +129,9 @@ def test_a_run_goes_on_in_another_layout_after_a_notice_to_one_rank(tmp_path: Pa
             assert found["began"] == began and found["status"] == (None if notice is None else 75)
             assert list(found["losses"]) == list(range(began, end))
             assert list(found["losses"].values()) == pytest.approx(expected[began:end], abs=1e-5)
-        assert [path.name for path in folder.iterdir()] == [f"iteration_{end:07d}"], "the last one alone is kept"
-
-
-def paced(rank: int, world_size: int, folder: str) -> tuple[list[int], int]:
-    """After which iterations a run saves that nobody tells when, and the interval at its end, from two on."""
-    _, pipeline = toy_pipeline(split_points=SPLITS[2])
-    run, saved = ElasticRun(folder, pipeline, timeout_s=60), []
-    run._pace.every, save = 2, run.save
-
-    def slow_save() -> None:
-        saved.append(run.iteration)
-        time.sleep(0.5)
-        save()
-
-    with patch.object(run, "save", slow_save):
-        for iteration in run.iterations(7):
-            step_of(pipeline, iteration)
-    return saved, run._pace.every
-
-
-def test_ranks_agree_on_how_far_apart_saves_are(tmp_path: Path) -> None:
-    """The first save does not count; the second takes as long as many iterations, and the last is that of the end."""
-    first, second = run_ranks(paced, 2, {"folder": str(tmp_path / "run")})
-    assert first == second
-    saved, every = first
-    assert saved == [2, 4, 7] and every > SAVE_EVERY
+        (folder / f"iteration_{end:07d}_best").mkdir(exist_ok=True)  # the user's
+        assert [path.name for path in folder.glob("iteration_*[0-9]")] == [f"iteration_{end:07d}"], "the last one alone"
+    assert len(list(folder.glob("*_best"))) == 3
 
 
 def another_model(rank: int, world_size: int, folder: str) -> list[str]:
@@ -249,6 +224,20 @@ def test_the_example_goes_on_when_a_node_leaves_on_notice(
     expected = undisturbed(costs, tmp_path / "undisturbed")
     for iteration, (_, loss) in found.items():
         assert loss == pytest.approx(expected[iteration][1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_do_not_outlive_a_killed_agent(costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They went on to save, beside the ranks of the next `launch`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    script = [str(SCRIPT), "--costs", str(costs), "--save", str(tmp_path / "run"), "--iterations", "100000"]
+    with Nodes(tmp_path, free_port(), least=1, most=1, script=script) as nodes:
+        agent = nodes.start()
+        nodes.until(lambda: len(losses_of(nodes.said(0))) > 3, "three iterations")
+        ranks = psutil.Process(agent.pid).children(recursive=True)
+        agent.kill()
+        assert not psutil.wait_procs(ranks, timeout=10)[1]
 
 
 @pytest.mark.slow

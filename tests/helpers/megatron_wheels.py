@@ -1,6 +1,7 @@
 """The real sources of Megatron that set-up caches: the wheels hold `megatron/core` and `megatron/training`."""
 
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,10 @@ def wheel(version: str) -> Path:
     return found[0]
 
 
-def unpack(version: str, folder: Path) -> Path:
-    """A fresh checkout in `folder`, made from the wheel."""
+def unpack(version: str, folder: Path, only: Collection[str] = ()) -> Path:
+    """A fresh checkout in `folder`, made from the wheel: all of Megatron, or only the named files."""
     with zipfile.ZipFile(wheel(version)) as archive:
-        archive.extractall(folder, [name for name in archive.namelist() if name.startswith("megatron/")])
+        archive.extractall(folder, only or [name for name in archive.namelist() if name.startswith("megatron/")])
     return folder
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dynapipe.data.indexed import IndexedWriter
+from megatron_dynapipe.data.indexed import write_samples
 from megatron_dynapipe.data.meta import DatasetMeta, write_meta
 
 VOCABULARY = 512
@@ -34,10 +34,9 @@ def make_dataset(
     fast.save_pretrained(folder / "tokenizer")
     draw = np.random.default_rng(5)
     for split in ("train", "valid", "test"):
-        with IndexedWriter(folder / split, VOCABULARY) as writer:
-            for _ in range(samples):
-                given, wanted = (draw.integers(3, 40, draw.integers(*ends)) for ends in (lengths, (1, target)))
-                writer.add(given.tolist(), wanted.tolist())
+        ends = (lengths, (1, target))
+        rows = [[draw.integers(3, 40, draw.integers(*each)).tolist() for each in ends] for _ in range(samples)]
+        write_samples(folder / split, rows, VOCABULARY)
         np.save(folder / f"{split}.tasks.npy", (np.arange(samples) % len(tasks)).astype(np.int16))
     counts = {task: len(range(place, samples, len(tasks))) for place, task in enumerate(tasks)}
     meta = DatasetMeta(

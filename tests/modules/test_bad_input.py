@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_dynapipe.errors import ConfigError, DataError, DynaPipeError
-from megatron_dynapipe.modules.cutpoint import CutPoint
 from megatron_dynapipe.modules.inputs import Inputs
+from megatron_dynapipe.modules.trace import CutPoint
 from tests.helpers.processes import run_ranks
 from tests.modules.test_pipeline import Toy, toy, toy_batch, toy_loss
 

@@ -141,11 +141,11 @@ def test_replicas_of_different_sizes_and_tied_weights():
 
 
 def half_precision(rank: int, world_size: int) -> dict[str, Any]:
-    from megatron_dynapipe.modules import LossScale, Pipeline, split_model
+    from megatron_dynapipe.modules import Pipeline, split_model
 
     part, pipeline = toy_pipeline(precision="bf16")
     found: dict[str, Any] = {"bf16": [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(3)]}
-    scale = LossScale(value=2.0**40, growth_interval=2)
+    scale = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)
     part = split_model(toy(), toy_batch(2, 3, 0))
     pipeline = Pipeline(
         part, torch.optim.AdamW(part.parameters(), lr=0.1), toy_loss, precision="fp16", loss_scale=scale
@@ -155,7 +155,7 @@ def half_precision(rank: int, world_size: int) -> dict[str, Any]:
     while not overflows or overflows[-1]:
         loss, overflow = pipeline.step(toy_batch(4, 5, 0))
         overflows.append(overflow)
-        scales.append(pipeline.loss_scale.value)
+        scales.append(pipeline.loss_scale.get_scale())
         if overflow:
             assert all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
@@ -175,10 +175,10 @@ def test_half_precision_and_a_loss_scale_that_all_ranks_agree_on():
 
 
 def one_overflows(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    from megatron_dynapipe.modules import LossScale, Pipeline
+    from megatron_dynapipe.modules import Pipeline
 
     part, _ = toy_pipeline(replicas=2, split_points=["layers.1"])
-    settings = {"precision": "fp16", "loss_scale": LossScale(value=8.0)}
+    settings = {"precision": "fp16", "loss_scale": torch.amp.GradScaler("cpu", init_scale=8.0)}
 
     def loss_fn(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
         loss, count = toy_loss(output, batch)
@@ -193,9 +193,10 @@ def one_overflows(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         kept = all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
         assert kept == overflows[-1]
     pipeline.save(folder)
-    pipeline.loss_scale.value, pipeline.loss_scale.good_steps = 1.0, 0
+    pipeline.loss_scale.update(1.0)
     pipeline.load(folder)
-    return {"overflows": overflows, "scale": pipeline.loss_scale.value, "good": pipeline.loss_scale.good_steps}
+    state = pipeline.loss_scale.state_dict()
+    return {"overflows": overflows, "scale": state["scale"], "good": state["_growth_tracker"]}
 
 
 def test_an_overflow_on_one_replica_skips_the_step_on_all(tmp_path):

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules import shapes
-from megatron_dynapipe.modules.shapes import ShapeTracker, Structure, TensorMeta
+from megatron_dynapipe.modules.shapes import ShapeTracker, Structure
 
 STAGES, KEYS = 3, ("a", "b")
 DEADLINE_S = 20
@@ -74,8 +75,8 @@ class Job:
         return None if stage == STAGES - 1 else meta(stage, key)
 
 
-def meta(stage: int, key: str) -> TensorMeta:
-    return TensorMeta((stage, ord(key)), "float32", True)
+def meta(stage: int, key: str) -> Structure:
+    return Structure.of(torch.empty(stage, ord(key), device="meta", requires_grad=True))
 
 
 def forget(job: Job, forgotten: set[tuple[int, str]]) -> None:

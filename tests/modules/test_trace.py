@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.modules.cutpoint import CutPoint, cut_points, resolve_split_points
 from megatron_dynapipe.modules.program import Division
-from megatron_dynapipe.modules.trace import trace
+from megatron_dynapipe.modules.trace import CutPoint, cut_points, resolve_split_points, trace
 
 HOST = torch.device("cpu")
 

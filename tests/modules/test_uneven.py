@@ -7,7 +7,8 @@ from torch import nn
 
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.modules.uneven import UnevenPipeline, shared_rows, slices, stage_of_plan
+from megatron_dynapipe.modules.uneven import UnevenPipeline, stage_of_plan
+from megatron_dynapipe.runtime.sliced import shared_rows, slices
 from megatron_dynapipe.tuning import Cluster, Layer, LayerProfile, orchestrate
 from tests.helpers.processes import run_ranks
 
@@ -60,15 +61,26 @@ def alone(rows: int, steps: int) -> tuple[list[float], dict[str, torch.Tensor], 
     return losses, gradients, model.state_dict()
 
 
-def train(rank: int, world_size: int, stages: list[tuple[int, int, list[int]]], rows: int, units: int, steps: int):
+Stages = list[tuple[int, int, list[int]]]
+"""(first layer, end, ranks) of every stage."""
+
+
+def train(rank: int, world_size: int, cases: list[tuple[Stages, int, int]], steps: int) -> list:
+    """Losses, gradients and weights of this rank for each (stages, rows, units)."""
     dist.init_process_group("gloo")
+    return [train_one(rank, stages, rows, units, steps) for stages, rows, units in cases]
+
+
+def train_one(rank: int, stages: Stages, rows: int, units: int, steps: int):
     mine = next(at for at, (_, _, ranks) in enumerate(stages) if rank in ranks)
     module = stage_of_plan(layers(), [(first, end) for first, end, _ in stages], mine)
     if rank != stages[mine][2][0]:
         nn.init.zeros_(module[0][0].weight)  # replicas take the first one's weights
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     pipeline = UnevenPipeline(module, [ranks for _, _, ranks in stages], optimizer, squares, units=units, timeout_s=60)
-    losses = [pipeline.step(*batch(rows)) for _ in range(steps)]
+    inputs, targets = batch(rows)
+    given = inputs if mine == 0 else torch.zeros(rows)  # later stages look at the first dimension alone
+    losses = [pipeline.step(given, targets) for _ in range(steps)]
     first = stages[mine][0]
 
     def whole(name: str) -> str:
@@ -76,36 +88,12 @@ def train(rank: int, world_size: int, stages: list[tuple[int, int, list[int]]], 
         return f"{int(number) + first}.{rest}"
 
     gradients = {whole(name): parameter.grad for name, parameter in module.named_parameters()}
-    dist.destroy_process_group()
     return losses, gradients, {whole(name): value for name, value in module.state_dict().items()}
 
 
-def check(stages: list[tuple[int, int, list[int]]], rows: int, units: int) -> None:
-    losses, gradients, weights = alone(rows, 2)
-    ranks = sum(len(each) for _, _, each in stages)
-    seen = set()
-    for found in run_ranks(train, ranks, {"stages": stages, "rows": rows, "units": units, "steps": 2}):
-        assert found[0] == pytest.approx(losses, rel=1e-5)
-        for name, gradient in found[1].items():
-            torch.testing.assert_close(gradient, gradients[name], rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(found[2][name], weights[name], rtol=1e-5, atol=1e-6)
-            seen.add(name)
-    assert seen == set(gradients)
+def orchestrated() -> tuple[Stages, int, int]:
+    """A plan that gives its stages different numbers of replicas."""
 
-
-@pytest.mark.parametrize(
-    ("stages", "rows", "units"),
-    [
-        pytest.param([(0, 2, [0, 1]), (2, 4, [2])], 12, 3, id="two and one"),
-        pytest.param([(0, 2, [0, 1]), (2, 4, [2])], 11, 4, id="two and one, slices that do not divide"),
-        pytest.param([(0, 1, [2]), (1, 4, [0, 1])], 10, 2, id="one and two, in another order"),
-    ],
-)
-def test_gradients_are_those_of_one_process(stages, rows, units):
-    check(stages, rows, units)
-
-
-def test_an_orchestrated_plan_runs():
     def layer(ms: float, weights: float) -> Layer:
         return Layer(
             name="", forward_ms=(ms,), backward_ms=(ms,), boundary_bytes=1, stored_bytes=0, parameter_bytes=weights
@@ -115,7 +103,36 @@ def test_an_orchestrated_plan_runs():
     network = Network(devices_per_node=1, inter_node_gbps=8, inter_node_latency_us=0)
     plan = orchestrate(profile, 2, 12, Cluster(devices=3, network=network))
     assert sorted(stage.replicas for stage in plan.stages) == [1, 2]
-    check([(stage.first_layer, stage.end_layer, list(stage.devices)) for stage in plan.stages], 12, plan.units)
+    return [(stage.first_layer, stage.end_layer, list(stage.devices)) for stage in plan.stages], 12, plan.units
+
+
+def test_gradients_are_those_of_one_process():
+    """Two replicas and one, slices that do not divide, one and two in another order, three stages, a planned one."""
+    cases = [
+        ([(0, 2, [0, 1]), (2, 4, [2])], 12, 3),
+        ([(0, 2, [0, 1]), (2, 4, [2])], 11, 4),
+        ([(0, 1, [2]), (1, 4, [0, 1])], 10, 2),
+        ([(0, 1, [0]), (1, 2, [2]), (2, 4, [1])], 8, 4),
+        orchestrated(),
+    ]
+    ranks = run_ranks(train, 3, {"cases": cases, "steps": 2})
+    for number, (_, rows, _) in enumerate(cases):
+        losses, gradients, weights = alone(rows, 2)
+        seen = set()
+        for found in (rank[number] for rank in ranks):
+            assert found[0] == pytest.approx(losses, rel=1e-5)
+            for name, gradient in found[1].items():
+                torch.testing.assert_close(gradient, gradients[name], rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(found[2][name], weights[name], rtol=1e-5, atol=1e-6)
+                seen.add(name)
+        assert seen == set(gradients)
+
+
+class Halves(nn.Module):
+    """A stage that loses samples."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[::2]
 
 
 def refused(rank: int, world_size: int):
@@ -129,7 +146,11 @@ def refused(rank: int, world_size: int):
     pipeline = UnevenPipeline(module, [[0, 1]], None, squares, units=2)
     with pytest.raises(DataError, match="at least 4 for 2 units over 2 replicas, got 3 inputs and 3 targets"):
         pipeline.step(*batch(3))
-    dist.destroy_process_group()
+    with pytest.raises(DataError, match="got 4 inputs and 3 targets"):  # on one rank alone
+        pipeline.step(batch(4)[0], batch(4 - rank)[1])
+    pipeline = UnevenPipeline(Halves() if rank == 0 else module, [[0], [1]], None, squares, units=2)
+    with pytest.raises(ConfigError, match="stage 0 to return one floating tensor of 2 samples, as many as it takes"):
+        pipeline.step(*batch(4))
     return said
 
 

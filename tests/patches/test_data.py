@@ -25,7 +25,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=VERSIONS)
 def patched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = unpack(request.param, tmp_path_factory.mktemp("checkout"))
-    patching.examine(folder, patching.load_all()).apply()
+    patching.change(folder)
     return folder
 
 

@@ -1,8 +1,8 @@
-"""Recognising checkouts, applying all or nothing, taking back byte for byte; the command."""
+"""What a checkout's files are, patching them, merging with changes, and the way back, byte for byte."""
 
 import json
 import re
-import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,38 +12,39 @@ import pytest
 from megatron_dynapipe import checkout_hooks, patching
 from megatron_dynapipe.cli import main
 from megatron_dynapipe.errors import PatchError
-from megatron_dynapipe.patching import State, applying, examine, load_all, survey
-from megatron_dynapipe.patching.series import digest
+from megatron_dynapipe.patching import State, change, load_all, survey
 from tests.helpers.megatron_wheels import VERSIONS, unpack
 
 ROOT = Path(__file__).parents[2]
 SERIES = load_all()
-CURRENT = [series for series in SERIES if series.is_current]
-MAX_CHANGED_LINES = 60
-TRAINING = "megatron/training/training.py"
+MAX_ADDED_LINES = 60
+UTILS, ARGUMENTS, TRAINING = FILES = (
+    "megatron/core/utils.py",
+    "megatron/training/arguments.py",
+    "megatron/training/training.py",
+)
+PACKAGE_INFO = "megatron/core/package_info.py"
+GIT = ("git", "-c", "user.name=me", "-c", "user.email=me@example.org")
+BESIDE_A_HUNK = ("from megatron.training.config import FaultInjectorConfig\n", "import ours\n")
+IN_A_HUNK = ("import build_pretraining_data_loader\n", "import build_pretraining_data_loader\nimport ours\n")
+FAR_FROM_HUNKS = ('"""Pretrain utilities."""', '"""Ours."""')
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
-def released(request, tmp_path_factory) -> Path:
-    return unpack(request.param, tmp_path_factory.mktemp("released"))
+@pytest.fixture(params=VERSIONS)
+def each(request, tmp_path) -> Path:
+    """What patches touch, and what tells the version, of every wheel."""
+    return unpack(request.param, tmp_path / "tree", [*FILES, PACKAGE_INFO])
 
 
 @pytest.fixture
-def tree(released, tmp_path) -> Path:
-    """What patches touch, and what tells the version, of a released checkout."""
-    series = next(series for series in CURRENT if _is_released(released, series))
-    for name in (*series.files, "megatron/core/package_info.py"):
-        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(released / name, tmp_path / "tree" / name)
-    return tmp_path / "tree"
+def tree(tmp_path) -> Path:
+    """The same of the newest one."""
+    return unpack(VERSIONS[-1], tmp_path / "tree", [*FILES, PACKAGE_INFO])
 
 
-def _is_released(folder: Path, series: patching.Series) -> bool:
-    return digest((folder / TRAINING).read_bytes()) in {each.before for each in series.files[TRAINING]}
-
-
-def as_git(folder: Path) -> Path:
-    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+def with_history(folder: Path) -> Path:
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "as released"]):
+        subprocess.run([*GIT, *command], cwd=folder, check=True)
     return folder
 
 
@@ -51,26 +52,46 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in (folder / "megatron").rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("series", CURRENT, ids=lambda series: series.version)
-def test_patches_are_small_and_say_why(series):
+def edit(folder: Path, old: str, new: str, name: str = TRAINING) -> dict[str, bytes]:
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new, 1))
+    return files(folder)
+
+
+def state(folder: Path) -> State:
+    return survey(folder)[0].state
+
+
+def run(capsys, *words: object) -> tuple[int, str, str]:
+    code = main.main(["patch", *map(str, words)])
+    return code, *capsys.readouterr()
+
+
+# The patches.
+
+
+@pytest.mark.parametrize("series", SERIES, ids=lambda series: series.version)
+def test_patches_are_small_say_why_and_call_the_public_hooks_alone(series):
     assert [patch.path.name[:4] for patch in series.patches] == [f"{n:04}" for n in range(1, len(series.patches) + 1)]
+    assert set(series.files) == {patch.file for patch in series.patches} == set(FILES)
     for patch in series.patches:
-        header = patch.path.read_text().partition("\ndiff --git")[0]
-        assert patch.added + patch.removed < MAX_CHANGED_LINES
+        header, _, body = patch.path.read_text().partition("\ndiff --git")
         assert "\nWhy: " in header and "\nUpstream: " in header and "can go when" in header
-        assert set(patch.files) <= set(series.files)
+        assert len(patch.added) < MAX_ADDED_LINES and not re.search(r"^-(?!-- )", body, re.MULTILINE)
+        assert set(re.findall(r"dynapipe\.(\w+)\(", "\n".join(patch.added))) <= set(checkout_hooks.__all__)
+        imports = {line.strip() for line in patch.added if "import" in line}
+        assert imports <= {"from megatron_dynapipe import checkout_hooks as dynapipe"}
 
 
-@pytest.mark.parametrize("series", CURRENT, ids=lambda series: series.version)
-def test_patches_call_the_public_hooks_alone(series):
-    for patch in series.patches:
-        added = [line[1:] for line in patch.path.read_text().splitlines() if re.match(r"\+(?!\+\+ )", line)]
-        assert {name for line in added for name in re.findall(r"dynapipe\.(\w+)\(", line)} <= set(
-            checkout_hooks.__all__
-        )
-        for line in added:
-            if "import" in line:
-                assert line.strip() == "from megatron_dynapipe import checkout_hooks as dynapipe"
+@pytest.mark.parametrize("series", SERIES, ids=lambda series: series.version)
+def test_patches_name_the_contents_between_them(series):
+    """By these names three-way merges, and `git am -3`, find what a patch was made from."""
+    for name, contents in series.files.items():
+        texts = [patch.path.read_text() for patch in series.patches if patch.file == name]
+        pairs = [re.search(r"^index ([0-9a-f]+)\.\.([0-9a-f]+)", text, re.MULTILINE).groups() for text in texts]
+        assert [before for before, _ in pairs[1:]] == [after for _, after in pairs[:-1]]
+        assert any(each.released.startswith(pairs[0][0]) and each.patched.startswith(pairs[-1][1]) for each in contents)
 
 
 def test_a_wheel_holds_the_patches(tmp_path):
@@ -79,243 +100,284 @@ def test_a_wheel_holds_the_patches(tmp_path):
     words = ["-q", "egg_info", "--egg-base", str(tmp_path / "egg"), "build_py", "--build-lib", str(tmp_path / "lib")]
     subprocess.run([sys.executable, "setup.py", *words], cwd=ROOT, check=True, capture_output=True, timeout=200)
     packed = load_all(tmp_path / "lib" / "megatron_dynapipe" / "patches")
-    assert [(s.version, s.is_current, len(s.patches)) for s in packed] == [
-        (s.version, s.is_current, len(s.patches)) for s in SERIES
-    ]
+    assert [(s.version, len(s.patches)) for s in packed] == [(s.version, len(s.patches)) for s in SERIES]
 
 
-def test_every_version_has_a_row_in_the_readme():
+def test_every_series_has_a_row_in_the_readme_and_every_wheel_a_series():
     readme = (ROOT / "megatron_dynapipe" / "patches" / "README.md").read_text()
     rows = dict(re.findall(r"^\| `(core_v[\w.]+)` \| ([^|]*) \|", readme, re.MULTILINE))
-    assert rows == {series.version: ", ".join(series.releases) for series in CURRENT}
+    assert rows == {series.version: ", ".join(series.releases) for series in SERIES}
+    assert set(VERSIONS) <= {name for series in SERIES for name in series.releases}
 
 
-def test_the_wheels_of_continuous_integration_are_known_releases():
-    assert set(VERSIONS) <= {name for series in CURRENT for name in series.releases}
+def test_a_package_without_patches_is_named(tmp_path):
+    with pytest.raises(PatchError, match="no patches in"):
+        load_all(tmp_path)
 
 
-@pytest.mark.parametrize("series", CURRENT, ids=lambda series: series.version)
-def test_blobs_are_what_the_patches_say_they_change(series):
-    """The index line of the first patch of a file has git's short name of one of its released contents."""
-    for name, contents in series.files.items():
-        first = next(patch for patch in series.patches if name in patch.files)
-        short = re.search(r"^index ([0-9a-f]+)\.\.", first.path.read_text(), re.MULTILINE)[1]
-        assert any(each.blob.startswith(short) for each in contents)
+# Files as released.
 
 
-@pytest.mark.parametrize("is_git", [True, False], ids=["git", "patch"])
-def test_applying_and_reversing_restores_every_byte(is_git, tree):
+@pytest.mark.parametrize("is_git", [True, False], ids=["git", "plain"])
+def test_the_command_checks_applies_and_reverses(is_git, each, capsys):
     if is_git:
-        as_git(tree)
-    before = files(tree)
-    found = examine(tree, SERIES)
-    assert found.state is State.RELEASED
-    assert found.tool == ("git" if is_git else "patch")
-    found.apply()
-    assert files(tree) != before
-    assert files(tree).keys() == before.keys()  # no .orig, no .rej
-    patched = examine(tree, SERIES)
-    assert patched.state is State.PATCHED and patched.series == found.series
-    patched.reverse()
-    assert files(tree) == before
+        with_history(each)
+    before = files(each)
+    rows = [
+        ("--check", "none", "as released", "not patched; nothing was changed"),
+        ("", "applied", "as released", "applied; to go back: --reverse"),
+        ("", "none", "patched", "patched already"),
+        ("--check", "none", "patched", "patched already"),
+        ("--reverse", "reversed", "patched", "reversed: the patches are out"),
+        ("--reverse", "none", "as released", "not patched; nothing was changed"),
+    ]
+    for flag, action, found, said in rows:
+        code, output, _ = run(capsys, each, "--json", *flag.split())
+        result = json.loads(output)
+        assert (code, result["action"], result["found"], result["error"]) == (0, action, found, None)
+        assert result["format"] == "dynapipe-patch/2" and len(result["patches"]) == 6
+        if action == "applied":
+            assert files(each).keys() == before.keys()  # no .orig, no .rej
+            assert {name for name, data in files(each).items() if data != before[name]} == set(FILES)
+        if action != "none":  # once more, for the text
+            change(each, reverse=action == "applied")
+        assert run(capsys, each, *flag.split())[1].endswith(f"{said}\n")
+    assert files(each) == before
 
 
-@pytest.mark.parametrize("is_git", [True, False], ids=["git", "patch"])
-def test_what_an_earlier_release_patched_is_patched_anew_or_reversed(is_git, tree):
-    if is_git:
-        as_git(tree)
-    before = files(tree)
-    examine(tree, SERIES).apply()
-    today = files(tree)
-    examine(tree, SERIES).reverse()
-    found = examine(tree, SERIES)
-    version = found.series.version
-    (earlier,) = (s for s in SERIES if not s.is_current and s.version == version)
-    if found.found.says not in earlier.releases:
-        pytest.skip("the earlier release did not know this one")
-    for patch in earlier.patches:
-        subprocess.run(["patch", "-p1", "--batch", "-s", "--input", str(patch.path)], cwd=tree, check=True)
-    outdated = files(tree)
-    assert outdated not in (before, today)
-    assert main.main(["patch", str(tree), "--check"]) == 0
-    found = examine(tree, SERIES)
-    assert found.state is State.OUTDATED and files(tree) == outdated
-    found.apply()
-    assert files(tree) == today
-    for name, data in outdated.items():
-        (tree / name).write_bytes(data)
-    assert main.main(["patch", str(tree), "--reverse"]) == 0
-    assert files(tree) == before
+def test_git_am_takes_the_series(each):
+    with_history(each)
+    paths = [str(patch.path.resolve()) for patch in survey(each)[0].series.patches]
+    subprocess.run([*GIT, "am", "-q", *paths], cwd=each, check=True)
+    assert state(each) is State.PATCHED
 
 
-def test_git_am_takes_the_series(tree):
-    series = examine(tree, SERIES).series
-    as_git(tree)
-    identity = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
-    subprocess.run(["git", "add", "."], cwd=tree, check=True)
-    subprocess.run(["git", *identity, "commit", "-qm", "base"], cwd=tree, check=True)
-    paths = [str(patch.path) for patch in series.patches]
-    subprocess.run(["git", *identity, "am", "-q", *paths], cwd=tree, check=True)
-    assert examine(tree, SERIES).state is State.PATCHED
+def test_what_a_checkout_says_of_itself_does_not_matter(each):
+    series = survey(each)[0].series
+    (each / PACKAGE_INFO).write_text("MAJOR = 7\nMINOR = 1\nPATCH = 0\n")
+    (found,) = survey(each)
+    assert (found.state, found.series) == (State.RELEASED, series)
 
 
-def test_a_modified_file_is_named_with_the_failing_hunk(tree):
-    path = tree / TRAINING
-    path.write_text(path.read_text().replace("    # Data stuff.\n", "    # Our own data.\n"))
-    before = files(tree)
-    with pytest.raises(PatchError) as told:
-        examine(tree, SERIES)
-    assert f"found modified: {TRAINING}" in told.value.message
-    assert "0002-Take-planned-iterations-in-place-of-datasets.patch: " in told.value.message
-    assert re.search(r"training\.py:\d+", told.value.message)
-    assert files(tree) == before
+def test_settings_of_git_do_not_change_what_is_written(tree, tmp_path, monkeypatch):
+    """A user's global settings may make git write other line ends, or ignore files."""
+    (tmp_path / ".gitconfig").write_text("[core]\nautocrlf = true\n[apply]\nwhitespace = fix\n")
+    (tmp_path / "git").mkdir()
+    (tmp_path / "git" / "ignore").write_text("*.py\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))
+    change(tree)
+    assert state(tree) is State.PATCHED
 
 
-def test_a_file_modified_elsewhere_is_named(tree):
-    (tree / TRAINING).write_text((tree / TRAINING).read_text() + "\n# a line of our own\n")
-    with pytest.raises(PatchError, match=r"found modified: megatron/training/training.py; every hunk applies"):
-        examine(tree, SERIES)
+# Refusals: nothing is changed.
 
 
-def test_a_half_patched_tree_is_refused(tree):
-    found = examine(tree, SERIES)
-    arguments = (tree / "megatron/training/arguments.py").read_bytes()
-    found.apply()
-    (tree / "megatron/training/arguments.py").write_bytes(arguments)
-    with pytest.raises(PatchError, match=r"patched, found as released: megatron/training/arguments.py") as told:
-        examine(tree, SERIES)
-    assert "git checkout -- FILE" in told.value.hint
+def test_a_modified_file_is_named_with_the_failing_hunk(each, capsys):
+    before = edit(each, "    # Data stuff.\n", "    # Our own data.\n")
+    code, _, said = run(capsys, each)
+    assert (
+        code == 2 and f"found modified: {TRAINING}; 0002-Take-planned-iterations-in-place-of-datasets.patch: " in said
+    )
+    assert re.search(r"training\.py:\d+", said)
+    assert files(each) == before
 
 
-def test_an_edited_file_of_a_patched_tree_is_the_only_one_named(tree, capsys):
-    examine(tree, SERIES).apply()
-    (tree / TRAINING).write_text((tree / TRAINING).read_text() + "\n# a line of our own\n")
-    assert main.main(["patch", str(tree), "--reverse"]) == 2
-    said = capsys.readouterr().err
-    assert f"patched, found modified: {TRAINING}\n" in said
-    assert "arguments.py" not in said and "utils.py" not in said
-    assert "--reverse --merge takes out the patches alone" in said
-
-
-@pytest.mark.parametrize("is_git", [True, False], ids=["git", "patch"])
-def test_reversing_by_merging_keeps_our_own_line(is_git, tree):
-    if is_git:
-        as_git(tree)
-    before = files(tree)
-    examine(tree, SERIES).apply()
-    (tree / TRAINING).write_text((tree / TRAINING).read_text() + "\n# a line of our own\n")
-    assert main.main(["patch", str(tree), "--reverse", "--merge"]) == 0
-    assert files(tree) == before | {TRAINING: before[TRAINING] + b"\n# a line of our own\n"}
+def test_check_says_the_state_of_each_file(each, capsys):
+    (each / TRAINING).write_text((each / TRAINING).read_text() + "\n# a line of our own\n")
+    code, _, said = run(capsys, each, "--check")
+    assert code == 1 and said.endswith("or set these aside (git stash), patch, and put them back\n")
+    (each / UTILS).unlink()
+    code, output, said = run(capsys, each, "--check")
+    assert code == 1 and "hint: check out the whole of Megatron-LM" in said
+    assert f"  {UTILS}: missing\n" in output and f"  {TRAINING}: modified\n" in output
+    assert re.search(rf"^  {ARGUMENTS}: as released \(0[\d., ]*\)$", output, re.M)
+    code, output, _ = run(capsys, each, "--check", "--json")
+    states = {file["name"]: file["state"] for file in json.loads(output)["files"]}
+    assert code == 1 and states == {UTILS: "missing", ARGUMENTS: "as released", TRAINING: "modified"}
 
 
 def test_an_unknown_version_is_refused_with_the_known_ones(tree):
-    for name in examine(tree, SERIES).series.files:
+    for name in FILES:
         (tree / name).write_text("# another version\n")
-    (tree / "megatron/core/package_info.py").write_text("MAJOR = 0\nMINOR = 12\nPATCH = 0\n")
+    (tree / PACKAGE_INFO).write_text("MAJOR = 0\nMINOR = 12\nPATCH = 0\n")
     with pytest.raises(PatchError, match=r"releases 0.18.0, 0.18.1, .*, found one that says 0.12.0") as told:
-        examine(tree, SERIES)
+        change(tree)
     assert "first on PYTHONPATH and use this project's entry scripts" in told.value.hint
 
 
-def test_what_a_checkout_says_of_itself_does_not_matter(tree):
-    found = examine(tree, SERIES)
-    (tree / "megatron/core/package_info.py").write_text("MAJOR = 7\nMINOR = 1\nPATCH = 0\n")
-    again = examine(tree, SERIES)
-    assert (again.state, again.series) == (State.RELEASED, found.series)
+@pytest.mark.parametrize("flag", ["", "--merge", "--reverse"])
+def test_lines_of_other_patches_are_refused(flag, tree, capsys):
+    """As a series of another version of this project leaves them, or a merge by hand that was not ended."""
+    change(tree)
+    before = edit(tree, "    dynapipe.finish()\n", "    dynapipe.end()\n")
+    code, _, said = run(capsys, tree, *flag.split())
+    assert code == 2 and f"found patched in part: {TRAINING}\nhint: take DynaPipe's lines out" in said
+    assert files(tree) == before
 
 
-def test_check_says_the_state_of_each_file(tree, capsys):
-    (tree / TRAINING).write_text((tree / TRAINING).read_text() + "\n# a line of our own\n")
-    (tree / "megatron/core/utils.py").unlink()
-    assert main.main(["patch", str(tree), "--check"]) == 1
-    said = capsys.readouterr()
-    version = survey(tree, SERIES).says
-    assert "  megatron/core/utils.py: missing\n" in said.out
-    assert f"  {TRAINING}: modified\n" in said.out
-    assert re.search(rf"^  megatron/training/arguments.py: as released \(.*{re.escape(version)}.*\)$", said.out, re.M)
-    assert "hint: check out the whole of Megatron-LM" in said.err
-    assert main.main(["patch", str(tree), "--check", "--json"]) == 1
-    states = {file["name"]: file["state"] for file in json.loads(capsys.readouterr().out)["files"]}
-    assert states == {
-        "megatron/core/utils.py": "missing",
-        "megatron/training/arguments.py": "as released",
-        TRAINING: "modified",
-    }
+@pytest.mark.parametrize("flags", [[], ["--check", "--json"], ["--check"]], ids=" ".join)
+def test_a_folder_that_is_no_checkout(flags, tmp_path, capsys):
+    code, output, said = run(capsys, tmp_path, *flags)
+    assert code == (1 if flags else 2)
+    assert "found no folder megatron/" in output + said and "give the folder" in output + said
 
 
-def test_a_folder_that_is_no_checkout(tmp_path):
-    with pytest.raises(PatchError, match=r"found no folder megatron/ there"):
-        examine(tmp_path, SERIES)
+def test_a_missing_git_is_named(tree, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(PatchError, match="the program git is needed here"):
+        change(tree)
 
 
-def test_a_failure_while_files_are_exchanged_leaves_all_as_they_were(tree, monkeypatch):
-    before, replace = files(tree), applying._replace
-    calls = []
+def test_a_failed_write_leaves_all_files_as_they_were(tree, monkeypatch, capsys):
+    before, replace, calls = files(tree), patching.replace_bytes, []
 
     def fail_once(path: Path, data: bytes) -> None:
         calls.append(path)
         if len(calls) == 3:
-            raise OSError("no space left on device")
+            raise OSError(28, "No space left on device", str(path))
         replace(path, data)
 
-    monkeypatch.setattr(applying, "_replace", fail_once)
-    with pytest.raises(OSError, match="no space"):
-        examine(tree, SERIES).apply()
+    monkeypatch.setattr(patching, "replace_bytes", fail_once)
+    code, _, said = run(capsys, tree)
+    assert code == 2 and f"{TRAINING}: No space left on device" in said
     assert files(tree) == before
 
 
-def test_a_missing_tool_is_named(tree, monkeypatch):
-    found = examine(tree, SERIES)
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(PatchError, match="the program patch is needed here"):
-        found.apply()
+# Merging.
 
 
-def test_folders_without_patches_are_refused(tmp_path):
-    with pytest.raises(PatchError, match="no patches in"):
-        load_all(tmp_path)
-    (tmp_path / "core_v1").mkdir()
-    (tmp_path / "core_v1" / "digests.json").write_text("{}x")
-    with pytest.raises(PatchError, match="cannot read the digests"):
-        load_all(tmp_path)
+@pytest.mark.parametrize(
+    ("change_of_ours", "is_git"), [(BESIDE_A_HUNK, True), (FAR_FROM_HUNKS, True), (FAR_FROM_HUNKS, False)]
+)
+def test_a_merge_keeps_changes_and_is_reversed_exactly(change_of_ours, is_git, tree, capsys):
+    """The first change is part of a hunk's context: no patch applies, a three-way merge does."""
+    if is_git:
+        with_history(tree)
+    before = edit(tree, *change_of_ours)
+    assert run(capsys, tree)[0] == 2 and files(tree) == before
+    assert run(capsys, tree, "--merge")[1].endswith("merged; to go back: --reverse\n")
+    text = (tree / TRAINING).read_text()
+    assert change_of_ours[1] in text and "dynapipe.dataset_provider(" in text
+    assert state(tree) is State.MERGED
+    if is_git:
+        status = subprocess.run(["git", "status", "--short"], cwd=tree, check=True, capture_output=True, text=True)
+        assert {line.split()[1] for line in status.stdout.splitlines()} == set(FILES)
+    assert run(capsys, tree, "--merge")[1].endswith("patched already, beside changes of yours\n")
+    assert run(capsys, tree, "--reverse")[1].endswith("reversed: the patches are out, your changes are in\n")
+    assert files(tree) == before
 
 
-# The command.
+@pytest.mark.parametrize("is_git", [True, False], ids=["git", "plain"])
+def test_a_conflict_is_all_that_is_said_and_nothing_is_changed(is_git, tree, capsys):
+    if is_git:
+        with_history(tree)
+    before = edit(tree, *IN_A_HUNK)
+    code, output, said = run(capsys, tree, "--merge")
+    assert (code, output) == (2, "") and said.startswith(
+        "error: 0002-Take-planned-iterations-in-place-of-datasets.patch:"
+    )
+    assert (f"your changes of {TRAINING} conflict with it" if is_git else f"patch failed: {TRAINING}:") in said
+    assert "git fetch --unshallow --tags" in said
+    assert files(tree) == before
 
 
-def told(capsys, *words: str) -> tuple[int, dict]:
-    code = main.main(["patch", *words, "--json"])
-    return code, json.loads(capsys.readouterr().out)
+def test_a_change_that_could_not_be_told_from_the_patches_is_refused(tree):
+    """Taken out again, the patches would take the user's own line with them."""
+    line = "        log_string = dynapipe.log_line(log_string)\n"
+    before = edit(
+        with_history(tree), "        print_rank_last(log_string)\n", f"{line}        print_rank_last(log_string)\n"
+    )
+    with pytest.raises(PatchError, match="the way back would not give the same bytes; nothing was changed"):
+        change(tree, merge=True)
+    assert files(tree) == before
 
 
-def test_the_command_checks_applies_and_reverses(tree, capsys):
+def test_a_release_between_two_known_ones_is_merged_with_the_series_that_fits(tmp_path):
+    """Nothing of it is known: each series is tried, the newest first."""
+    tree = unpack(VERSIONS[0], tmp_path, [*FILES, PACKAGE_INFO])
+    for name in FILES:
+        (tree / name).write_text((tree / name).read_text() + "\n# a later day\n")
     before = files(tree)
-    steps = [
-        ("--check", "none", "as released"),
-        (None, "applied", "as released"),
-        (None, "none", "patched"),
-        ("--check", "none", "patched"),
-        ("--reverse", "reversed", "patched"),
-        ("--reverse", "none", "as released"),
-    ]
-    for flag, action, found in steps:
-        code, result = told(capsys, str(tree), *([flag] if flag else []))
-        assert (code, result["action"], result["found"], result["error"]) == (0, action, found, None)
-        assert result["format"] == "dynapipe-patch/2" and len(result["patches"]) == 6
+    change(tree, merge=True)
+    assert state(tree) is State.MERGED
+    change(tree, reverse=True)
     assert files(tree) == before
 
 
-def test_the_command_says_that_a_tree_is_patched_already(tree, capsys):
-    assert main.main(["patch", str(tree)]) == 0
-    assert capsys.readouterr().out.endswith("applied; to go back: --reverse\n")
-    assert main.main(["patch", str(tree)]) == 0
-    assert capsys.readouterr().out.endswith("patched already\n")
+def test_a_missing_file_is_not_merged(tree):
+    (tree / TRAINING).unlink()
+    with pytest.raises(PatchError, match=f"found missing: {TRAINING}"):
+        change(tree, merge=True)
 
 
-def test_the_command_refuses_with_a_hint(tmp_path, capsys):
-    assert main.main(["patch", str(tmp_path)]) == 2
-    assert "hint: give the folder" in capsys.readouterr().err
-    code, result = told(capsys, str(tmp_path), "--check")
-    assert code == 1 and "found no folder megatron/" in result["error"]
-    assert main.main(["patch", str(tmp_path), "--check"]) == 1
-    assert "found no folder megatron/" in capsys.readouterr().err
+def test_reversing_keeps_a_line_that_was_added_to_a_patched_file(each):
+    before = files(each)
+    change(each)
+    (each / TRAINING).write_text((each / TRAINING).read_text() + "\n# a line of our own\n")
+    change(each, reverse=True)
+    assert files(each) == before | {TRAINING: before[TRAINING] + b"\n# a line of our own\n"}
+
+
+# Killed, linked.
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from megatron_dynapipe import patching
+
+def replace(path, data, left=[int(sys.argv[2])], real=patching.replace_bytes):
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    real(path, data)
+
+patching.replace_bytes = replace
+patching.change(Path(sys.argv[1]), merge=True, reverse=len(sys.argv) > 3)
+"""
+
+
+def kill(folder: Path, *words: str) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), *words], check=False, timeout=100)
+    assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("written", ["0", "1", "2"])
+def test_a_merge_that_was_killed_is_repeated_and_reversed(written, tree, capsys):
+    """The user's own bytes come back, after a kill at any file and however often it is repeated."""
+    before = edit(with_history(tree), *BESIDE_A_HUNK)
+    kill(tree, written)
+    assert main.main(["patch", str(tree), "--reverse"]) == 0
+    assert files(tree) == before
+    kill(tree, written)
+    assert main.main(["patch", str(tree), "--merge"]) == 0
+    assert state(tree) is State.MERGED
+    kill(tree, written, "reverse")
+    assert main.main(["patch", str(tree), "--reverse"]) == 0
+    assert files(tree) == before
+
+
+def test_a_tree_that_is_patched_in_part_is_patched_to_its_end(tree, capsys):
+    arguments = (tree / ARGUMENTS).read_bytes()
+    change(tree)
+    done = files(tree)
+    (tree / ARGUMENTS).write_bytes(arguments)
+    code, output, _ = run(capsys, tree, "--check")
+    assert code == 0 and "patched in part: `megatron-dynapipe patch` patches the rest" in output
+    change(tree)
+    assert files(tree) == done
+
+
+def test_links_and_modes_stay(tree, tmp_path):
+    """A checkout may share files with another by links."""
+    target = tmp_path / "shared.py"
+    (tree / TRAINING).rename(target)
+    (tree / TRAINING).symlink_to(target)
+    target.chmod(0o640)
+    before = files(tree)
+    for reverse in (False, True):
+        change(tree, reverse=reverse)
+        assert (tree / TRAINING).readlink() == target
+        assert target.stat().st_mode & 0o777 == 0o640
+    assert files(tree) == before

@@ -33,13 +33,13 @@ def patched(request, tmp_path_factory) -> Iterator[Path]:
     """A checkout made from the wheel, patched; at the end patches are reversed, and it is compared with the wheel."""
     folder = unpack(request.param, tmp_path_factory.mktemp("checkout"))
     before = contents(folder)
-    found = patching.examine(folder, patching.load_all())
+    (found,) = patching.survey(folder)
     assert request.param in found.series.releases and found.state is patching.State.RELEASED
-    found.apply()
+    patching.change(folder)
     changed = {name for name, data in contents(folder).items() if before.get(name) != data}
     assert changed == set(found.series.files)
     yield folder
-    patching.examine(folder, patching.load_all()).reverse()
+    patching.change(folder, reverse=True)
     assert {name: data for name, data in contents(folder).items() if "__pycache__" not in name} == before
 
 
@@ -69,6 +69,17 @@ def test_a_patched_checkout_trains_as_the_plug_in_does(layout, patched, plugged_
     log = "".join(outputs)
     assert f"iteration        {ITERATIONS}/       {ITERATIONS}" in log
     assert "padding efficiency" in log
+
+
+@pytest.mark.slow
+def test_a_checkout_that_was_merged_with_changes_trains(data, tmp_path):
+    folder = unpack(VERSIONS[-1], tmp_path / "checkout")
+    path = folder / "megatron" / "training" / "training.py"
+    path.write_text(path.read_text().replace('"""Pretrain utilities."""', 'print("a change of ours")', 1))
+    patching.change(folder, merge=True)
+    flags = f"{SMALL['gpt']} {COMMON} {LAYOUTS['two stages']} --train-iters 2 --use-dynapipe"
+    output = "".join(launch(BY_HAND, folder, f"{flags} --dynapipe-data {data}", tmp_path))
+    assert "a change of ours" in output and "iteration        2/       2" in output
 
 
 @pytest.mark.slow

@@ -23,45 +23,46 @@ def _control(function):
     return function(ControlGroup(timeout_s=20))
 
 
-def _texts(*, rank: int, world_size: int) -> list[str]:
-    return _control(lambda control: [control.broadcast_text(f"{rank} ü" * rank, source=source) for source in (0, 2)])
+def _fail_on(control, ranks: list[int], kind: str) -> str:
+    def work() -> int:
+        if control.rank in ranks:
+            raise InfeasibleError("too large", hint="less") if kind == "ours" else OSError(f"disk of {control.rank}")
+        return control.rank
+
+    try:
+        value = control.run_on_all(work)
+    except Exception as error:  # noqa: BLE001  (the outcome under test)
+        return f"{type(error).__name__}: {error}"
+    return f"value {value}"
 
 
-def test_a_text_reaches_every_rank():
-    assert run_ranks(_texts, 3) == [["", "2 ü2 ü"]] * 3
-
-
-def _fail_on(*, rank: int, world_size: int, ranks: list[int], kind: str) -> str:
-    def run(control) -> str:
-        def work() -> int:
-            if rank in ranks:
-                error = InfeasibleError("too large", hint="less") if kind == "ours" else OSError(f"disk of {rank}")
-                raise error
-            return rank
-
-        try:
-            value = control.run_on_all(work)
-        except Exception as error:  # noqa: BLE001  (the outcome under test)
-            return f"{type(error).__name__}: {error}"
-        return f"value {value}"
+def _agreements(*, rank: int, world_size: int) -> dict[str, object]:
+    def run(control) -> dict[str, object]:
+        return {
+            "texts": [control.broadcast_text(f"{rank} ü" * rank, source=source) for source in (0, 2)],
+            "no failure": _fail_on(control, [], "ours"),
+            "two fail": _fail_on(control, [1, 2], "ours"),
+            "other kind": _fail_on(control, [1], "other"),
+            "plans": [_agree(control, SAME), _agree(control, OTHER if rank == 2 else SAME)],
+        }
 
     return _control(run)
 
 
-def test_without_a_failure_every_rank_has_its_own_value():
-    assert run_ranks(_fail_on, 3, {"ranks": [], "kind": "ours"}) == ["value 0", "value 1", "value 2"]
-
-
-def test_the_lowest_failing_ranks_error_is_raised_on_all():
-    outcomes = run_ranks(_fail_on, 3, {"ranks": [1, 2], "kind": "ours"})
-    assert outcomes[1] == "InfeasibleError: too large\nhint: less"
-    for rank in (0, 2):
-        assert outcomes[rank] == "InfeasibleError: rank 1: too large\nhint: less"
-
-
-def test_an_error_of_another_kind_keeps_its_name_in_the_message():
-    outcomes = run_ranks(_fail_on, 2, {"ranks": [1], "kind": "other"})
-    assert outcomes == [f"{PlannerFailedError.__name__}: rank 1: OSError: disk of 1", "OSError: disk of 1"]
+def test_what_all_ranks_agree_on():
+    """One text; each its own value, or the lowest failing rank's error, by its name; one plan."""
+    ranks = run_ranks(_agreements, 3)
+    said = (
+        "expected one plan of iteration 4 on all ranks: the digest of its plan is 0123456789abcde… on rank 0 and "
+        "fedcba987654321… on rank 2"
+    )
+    for rank, found in enumerate(ranks):
+        assert found["texts"] == ["", "2 ü2 ü"]
+        assert found["no failure"] == f"value {rank}"
+        assert found["two fail"] == f"InfeasibleError: {'' if rank == 1 else 'rank 1: '}too large\nhint: less"
+        kind = "OSError" if rank == 1 else f"{PlannerFailedError.__name__}: rank 1: OSError"
+        assert found["other kind"] == f"{kind}: disk of 1"
+        assert found["plans"] == ["agreed", said]
 
 
 DIFFERENCES = [
@@ -83,29 +84,18 @@ def test_the_first_field_in_which_ranks_differ_is_the_same_on_all():
     assert run_ranks(_differences, 2) == [[found for _, found in DIFFERENCES]] * 2
 
 
-def _plans(*, rank: int, world_size: int) -> list[str]:
-    def agree(control, plan: str) -> str:
-        try:
-            control.start_agreement(None, plan=plan, what="iteration 4").wait()
-        except PlanError as error:
-            return error.message
-        return "agreed"
-
-    return _control(lambda control: [agree(control, SAME), agree(control, OTHER if rank == 2 else SAME)])
-
-
-def test_ranks_that_hold_different_plans_do_not_begin():
-    said = (
-        "expected one plan of iteration 4 on all ranks: the digest of its plan is 0123456789abcde… on rank 0 and "
-        "fedcba987654321… on rank 2"
-    )
-    assert run_ranks(_plans, 3) == [["agreed", said]] * 3
+def _agree(control, plan: str) -> str:
+    try:
+        control.start_agreement(None, plan=plan, what="iteration 4").settle()
+    except PlanError as error:
+        return error.message
+    return "agreed"
 
 
 def _same_run(*, rank: int, world_size: int, folders: list[str], seeds: list[int]) -> str:
     import argparse
 
-    from megatron_dynapipe.integration.supply.same_run import check_same_run
+    from megatron_dynapipe.integration.supply.agreement import check_same_run
 
     def check(control) -> str:
         sampler = SamplerSettings(

@@ -13,9 +13,9 @@ from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import (
     CudaPlatform,
     HostStagedTransport,
+    ListWatchdog,
     PipelineExecutor,
     ScatterGatherTransport,
-    Watchdog,
     Work,
 )
 
@@ -112,7 +112,7 @@ def test_the_watchdog_names_the_instruction_at_which_the_device_stands():
         said.append(message)
         heard.set()
 
-    with Watchdog(deadline_s=0.5, name="rank 0", tell=tell) as watchdog:
+    with ListWatchdog(deadline_s=0.5, name="rank 0", report=tell) as watchdog:
         executor = PipelineExecutor(Mirror(), CudaPlatform(), stages=2, dtype=torch.float32, watch=watchdog)
         executor.register_handler(Load, lambda instruction, buffers: None)
         executor.register_handler(Forward, lambda instruction, buffers: busy(3))

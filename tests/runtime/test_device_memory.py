@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.runtime import device_memory
-from megatron_dynapipe.runtime.device_memory import MemoryCounts, memory_counts, reserve, tensor_room_bytes
+from megatron_dynapipe.runtime import memory
+from megatron_dynapipe.runtime.memory import MemoryCounts, memory_counts, reserve, tensor_room_bytes
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 
@@ -31,7 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 400)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (900, 2000))
-    monkeypatch.setattr(device_memory.torch, "empty", empty)
+    monkeypatch.setattr(memory.torch, "empty", empty)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     return state

@@ -48,7 +48,6 @@ class Counting:
 
 def make_executor(rank: int, *, shards_from: int, dtype: torch.dtype, staged: bool = False):
     """Ranks 0, 1 are stage 0 and 2, 3 are stage 1; messages of at least so many bytes are sharded."""
-    dist.init_process_group("gloo")
     stage, tensor_rank = divmod(rank, 2)
     made: dict[tuple[int, ...], dict[Channel, dist.ProcessGroup]] = {}
     for pipeline in ((0, 2), (1, 3)):
@@ -90,7 +89,12 @@ def drawn(shape: Sequence[int], seed: int, dtype: torch.dtype) -> torch.Tensor:
     return bits.view(dtype).view(shape)
 
 
-def exchange(*, rank: int, world_size: int, shapes: str, shards_from: int, dtype: str, staged: bool) -> dict:
+def exchanges(*, rank: int, world_size: int, cases: list[dict]) -> list[dict]:
+    dist.init_process_group("gloo")
+    return [exchange(rank, **case) for case in cases]
+
+
+def exchange(rank: int, *, shapes: str, shards_from: int, dtype: str, staged: bool) -> dict:
     """Both directions: stage 0 sends random tensors, stage 1 sends others back; every rank says if all came whole."""
     kind = getattr(torch, dtype)
     executor, stage, counting = make_executor(rank, shards_from=shards_from, dtype=kind, staged=staged)
@@ -126,24 +130,24 @@ def exchange(*, rank: int, world_size: int, shapes: str, shards_from: int, dtype
     return {"right": right, "sent": counting.sent, "received": counting.received}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-def test_what_arrives_is_what_was_sent_bit_by_bit(shapes, dtype):
-    arguments = {"shapes": shapes, "dtype": dtype, "shards_from": 0, "staged": False}
-    for result in run_ranks(exchange, 4, arguments):
-        assert len(result["right"]) == 6 and all(result["right"])
-
-
-def test_a_sharded_message_is_half_the_bytes_and_a_small_one_goes_whole():
-    arguments = {"shapes": "2x3,5", "dtype": "bfloat16", "shards_from": 22, "staged": True}
-    for result in run_ranks(exchange, 4, arguments):
-        assert all(result["right"])
-        assert result["sent"] == [6 + 5, 4] * 2  # of 12 + 10 bytes, and of 4
-        assert result["received"] == result["sent"]
+def test_what_arrives_is_what_was_sent_bit_by_bit():
+    """Also: a sharded message is half the bytes, and a small one goes whole."""
+    cases = [
+        {"shapes": shapes, "dtype": dtype, "shards_from": 0, "staged": False}
+        for shapes in SHAPES.values()
+        for dtype in ("float32", "bfloat16")
+    ]
+    cases.append({"shapes": "2x3,5", "dtype": "bfloat16", "shards_from": 22, "staged": True})
+    for results in run_ranks(exchanges, 4, {"cases": cases}):
+        for case, result in zip(cases, results, strict=True):
+            assert len(result["right"]) == 6 and all(result["right"]), case
+        assert results[-1]["sent"] == [6 + 5, 4] * 2  # of 12 + 10 bytes, and of 4
+        assert results[-1]["received"] == results[-1]["sent"]
 
 
 def abandon(*, rank: int, world_size: int) -> None:
     """Stage 1 receives on one of its tensor-parallel ranks alone: the other never comes to gather."""
+    dist.init_process_group("gloo")
     executor, stage, _ = make_executor(rank, shards_from=0, dtype=torch.float32)
     instructions = parse_stages(
         "stage 0: F0 SEND_F0>1[4] WAIT_SEND_F0>1 FREE_OUTPUT0\nstage 1: RECV_F0<0[4] WAIT_RECV_F0<0 FREE_INPUT0"

@@ -8,7 +8,7 @@ import torch
 
 from megatron_dynapipe.plan.instructions import Backward, Forward, Load
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.runtime import PipelineExecutor, Watchdog, watched
+from megatron_dynapipe.runtime import ListWatchdog, PipelineExecutor, Watchdog, watched
 
 LIST = (Load(0), Forward(0), Backward(0))
 PLAN = StagePlan(stage=1, instructions=LIST, predicted=())
@@ -38,7 +38,7 @@ class LaggingDevice:
     def peak_bytes(self) -> None: ...
 
 
-def executed(device: LaggingDevice, watchdog: Watchdog) -> None:
+def executed(device: LaggingDevice, watchdog: ListWatchdog) -> None:
     executor = PipelineExecutor(None, device, stages=2, dtype=torch.float32, watch=watchdog)
     for kind in (Load, Forward, Backward):
         executor.register_handler(kind, lambda instruction, buffers: None)
@@ -53,7 +53,7 @@ def test_a_device_that_stands_still_is_reported_once():
         heard.set()
 
     device = LaggingDevice()
-    with Watchdog(deadline_s=0.1, name="rank 3", tell=tell) as watchdog:
+    with ListWatchdog(deadline_s=0.1, name="rank 3", report=tell) as watchdog:
         device.done = 2  # the list's beginning, and the end of the load
         executed(device, watchdog)
         assert heard.wait(60)
@@ -70,15 +70,31 @@ def test_only_a_rank_on_cuda_is_watched_by_a_thread_on_its_device(monkeypatch):
     with watched(torch.device("cpu"), deadline_s=1, rank=0) as watchdog:
         assert watchdog is None
     with watched(torch.device("cuda", 1), deadline_s=1, rank=0) as watchdog:
-        assert isinstance(watchdog, Watchdog)
+        assert isinstance(watchdog, ListWatchdog)
     assert chosen == {"dynapipe-watchdog": torch.device("cuda", 1)}
 
 
 def test_a_device_that_has_done_everything_is_not():
     said: list[str] = []
     device = LaggingDevice()
-    with Watchdog(deadline_s=0.05, name="rank 3", tell=said.append) as watchdog:
+    with ListWatchdog(deadline_s=0.05, name="rank 3", report=said.append) as watchdog:
         device.done = 1000
         executed(device, watchdog)
         time.sleep(0.3)
     assert not said
+
+
+def test_a_watchdog_calls_when_it_is_late_and_only_while_it_is_armed() -> None:
+    called = threading.Event()
+    watchdog = Watchdog(0.4, called.set)
+    assert not called.wait(0.8), "never armed"
+    for _ in range(8):
+        watchdog.reset()
+        time.sleep(0.1)
+    assert not called.is_set(), "reset in time"
+    watchdog.reset(0.4)
+    watchdog.disarm()
+    assert not called.wait(1.0), "disarmed"
+    watchdog.reset(0.4)
+    began = time.monotonic()
+    assert called.wait(60) and time.monotonic() - began > 0.7

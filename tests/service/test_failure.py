@@ -6,15 +6,15 @@ from megatron_dynapipe.errors import PlannerFailedError
 from megatron_dynapipe.service import PlanClient
 from megatron_dynapipe.service.failure import PlannerFailure, decode_failure
 from megatron_dynapipe.service.loop import publish_failure
-from megatron_dynapipe.store import MemoryStore
+from tests.helpers.memory_store import MemoryStore
 
 
-def test_the_first_failure_is_the_one_told(settings) -> None:
-    told, store = settings(), MemoryStore()
+def test_the_first_failure_is_the_one_raised(settings) -> None:
+    job, store = settings(), MemoryStore()
     for text in ("first", "second"):
-        publish_failure(store, told.keys, PlannerFailure.of(ValueError(text), planner=0, doing="testing"))
+        publish_failure(store, job.keys, PlannerFailure.of(ValueError(text), planner=0, doing="testing"))
     with pytest.raises(PlannerFailedError, match=r"failed while testing: ValueError: first\n"):
-        PlanClient(store, told.keys, replica=0, stage=0, deadline_s=60).fetch("train", 0)
+        PlanClient(store, job.keys, replica=0, stage=0, deadline_s=60).fetch("train", 0)
 
 
 def test_a_failure_that_cannot_be_published_is_logged(settings, caplog) -> None:

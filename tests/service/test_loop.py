@@ -1,4 +1,4 @@
-"""The planner's loop on a store in memory: what is planned when, what is forgotten, what is said when it fails."""
+"""The planner's loop on a store in memory: what is planned when, what is deleted, what is said when it fails."""
 
 import threading
 import time
@@ -18,10 +18,9 @@ from megatron_dynapipe.errors import (
 from megatron_dynapipe.plan.codec import encode
 from megatron_dynapipe.plan.iteration import StageEntry, StagePlan, Totals
 from megatron_dynapipe.service import PlanClient, ServiceSettings
-from megatron_dynapipe.service.figures import decode_figures
-from megatron_dynapipe.service.loop import PlannerLoop
-from megatron_dynapipe.store import MemoryStore
+from megatron_dynapipe.service.loop import PlannerLoop, SplitWindow
 from megatron_dynapipe.units import ModelFamily
+from tests.helpers.memory_store import MemoryStore
 
 
 class FakeSource:
@@ -66,7 +65,7 @@ def source() -> FakeSource:
 
 
 def only_train(settings: ServiceSettings, **changes: object) -> ServiceSettings:
-    """Settings whose one split is train, changed as told."""
+    """Settings whose one split is train, changed as job."""
     train = msgspec.structs.replace(settings.inputs.splits[0], **changes)
     return msgspec.structs.replace(settings, inputs=msgspec.structs.replace(settings.inputs, splits=(train,)))
 
@@ -101,25 +100,25 @@ def client(settings: ServiceSettings, store: MemoryStore, *, stage: int = 0, dea
 
 
 def test_it_plans_look_ahead_beyond_training_and_no_further(settings, source, store) -> None:
-    told = only_train(settings(look_ahead=3))
-    with running(told, source, store):
+    job = only_train(settings(look_ahead=3))
+    with running(job, source, store):
         until(lambda: len(source.planned) == 4)
         time.sleep(0.05)
         assert source.planned == [("train", iteration) for iteration in range(4)]
-        client(told, store).announce("train", 2)
+        client(job, store).announce("train", 2)
         until(lambda: len(source.planned) == 6)
         time.sleep(0.05)
         assert source.planned[4:] == [("train", 4), ("train", 5)]
 
 
 def test_every_rank_fetches_its_share(settings, source, store) -> None:
-    told = only_train(settings())
-    with running(told, source, store):
+    job = only_train(settings())
+    with running(job, source, store):
         for iteration in range(20):
             for stage in range(2):
-                rank = client(told, store, stage=stage)
+                rank = client(job, store, stage=stage)
                 assert rank.fetch("train", iteration) == entry(iteration, stage)
-            client(told, store).announce("train", iteration)
+            client(job, store).announce("train", iteration)
 
 
 def test_it_ends_when_all_is_planned(settings, source, store) -> None:
@@ -127,80 +126,93 @@ def test_it_ends_when_all_is_planned(settings, source, store) -> None:
     assert source.planned == [("train", iteration) for iteration in range(7)]
 
 
-@pytest.mark.parametrize("planners", [1, 2, 3])
-def test_planners_share_iterations_among_them(settings, store, planners: int) -> None:
-    """Each is planned once, whoever is first."""
-    sources = [FakeSource() for _ in range(planners)]
+@pytest.mark.parametrize(
+    ("planner", "planners", "planned"),
+    [
+        (0, 1, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        (0, 3, [0, 3, 6, 1, 2, 4]),  # its own, then what is missing of the near half
+        (1, 3, [1, 4, 7, 0, 2, 3]),
+        (3, 3, [0, 1, 2, 3, 4]),  # a stand-in has none of its own
+    ],
+)
+def test_iterations_are_shared_by_their_number(settings, source, store, planner, planners, planned) -> None:
+    job = only_train(settings(planner=planner, planners=planners, look_ahead=8))
+    with running(job, source, store):
+        until(lambda: len(source.planned) == len(planned))
+        time.sleep(0.05)
+        assert [iteration for _, iteration in source.planned] == planned
+
+
+def test_several_planners_plan_everything(settings, store) -> None:
+    sources = [FakeSource() for _ in range(3)]
     threads = []
     for planner, own in enumerate(sources):
-        told = only_train(settings(planner=planner, most_planners=planners, look_ahead=100, job="shared"), iterations=9)
-        threads.append(threading.Thread(target=PlannerLoop(told, own, store).run))
+        job = only_train(settings(planner=planner, planners=3, look_ahead=100, job="shared"), iterations=9)
+        threads.append(threading.Thread(target=PlannerLoop(job, own, store).run))
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    planned = sorted(iteration for own in sources for _, iteration in own.planned)
-    assert planned == list(range(9))
+    assert {iteration for own in sources for _, iteration in own.planned} == set(range(9))
+
+
+def test_a_planner_that_hangs_is_stood_in_for(settings, source, store) -> None:
+    """Planner 0 of 2 never plans: training goes on at planner 1's plans of the near half."""
+    job = only_train(settings(planner=1, planners=2, look_ahead=3))
+    with running(job, source, store):
+        for iteration in range(8):
+            assert client(job, store).fetch("train", iteration).iteration == iteration
+            client(job, store).announce("train", iteration)
 
 
 def test_a_planner_that_joins_begins_at_the_iteration_in_training(settings, source, store) -> None:
-    told = only_train(settings(planner=1, most_planners=2, look_ahead=3))
-    client(told, store).announce("train", 40)
-    with running(told, source, store):
+    job = only_train(settings(look_ahead=3))
+    client(job, store).announce("train", 40)
+    with running(job, source, store):
         until(lambda: len(source.planned) == 4)
         time.sleep(0.05)
         assert source.planned == [("train", iteration) for iteration in range(40, 44)]
 
 
 def test_what_is_published_is_not_planned_again(settings, source, store) -> None:
-    told = only_train(settings(planner=1, most_planners=2, look_ahead=3))
-    store.announce(told.keys.done("train", 1), 100)  # its lease has ended
-    with running(told, source, store):
+    job = only_train(settings(look_ahead=3))
+    store.announce(job.keys.done("train", 1), 100)
+    with running(job, source, store):
         until(lambda: len(source.planned) == 3)
         assert source.planned == [("train", 0), ("train", 2), ("train", 3)]
-
-
-def test_an_iteration_whose_lease_ends_is_planned_by_another(settings, source, store) -> None:
-    told = only_train(settings(planner=1, most_planners=2, look_ahead=3, lease_s=0.05))
-    assert store.claim(told.keys.claim("train", 1), b"0", lease_s=0.3)
-    with running(told, source, store):
-        until(lambda: len(source.planned) == 3)
-        assert source.planned == [("train", 0), ("train", 2), ("train", 3)]
-        store.announce(told.keys.progress("train"), 1)
-        until(lambda: ("train", 1) in source.planned)
 
 
 def test_a_window_holds_so_many_bytes(settings, source, store) -> None:
     size = sum(len(encode(entry(0, stage))) for stage in range(2))
-    told = only_train(settings(look_ahead=8, look_ahead_bytes=3 * size))
-    with running(told, source, store):
+    job = only_train(settings(look_ahead=8, look_ahead_bytes=3 * size))
+    with running(job, source, store):
         until(lambda: len(source.planned) == 3)
         time.sleep(0.05)
         assert len(source.planned) == 3
-        client(told, store).announce("train", 1)
+        client(job, store).announce("train", 1)
         until(lambda: len(source.planned) == 4)
 
 
 def test_the_next_iteration_is_planned_however_large_it_is(settings, source, store) -> None:
-    told = only_train(settings(look_ahead=8, look_ahead_bytes=1))
-    with running(told, source, store):
+    job = only_train(settings(look_ahead=8, look_ahead_bytes=1))
+    with running(job, source, store):
         until(lambda: len(source.planned) == 2)
         for iteration in range(1, 5):
-            client(told, store).announce("train", iteration)
+            client(job, store).announce("train", iteration)
             until(lambda iteration=iteration: source.planned[-1] == ("train", iteration + 1))
 
 
 def test_a_store_that_came_back_empty_is_filled_again(settings, source, store) -> None:
-    told = only_train(settings(look_ahead=2))
-    with running(told, source, store):
-        client(told, store).announce("train", 5)
+    job = only_train(settings(look_ahead=2))
+    with running(job, source, store):
+        client(job, store).announce("train", 5)
         until(lambda: ("train", 7) in source.planned)
         with store._changed:
-            for held in (store._values, store._claims, store._progress):
+            for held in (store._values, store._progress):
                 held.clear()
         store.interruptions += 1
-        client(told, store).announce("train", 6)
-        assert client(told, store).fetch("train", 6).iteration == 6
+        client(job, store).announce("train", 6)
+        assert client(job, store).fetch("train", 6).iteration == 6
         until(lambda: source.planned[-1] == ("train", 8))
 
 
@@ -214,19 +226,19 @@ class ForgetfulStore(MemoryStore):
             self.lost += 1
             self.interruptions += 1
             with self._changed:
-                for held in (self._values, self._claims, self._progress):
+                for held in (self._values, self._progress):
                     held.clear()
         super().announce(topic, value)
 
 
 def test_what_is_said_to_be_published_is_there(settings, source) -> None:
-    told, store = only_train(settings(look_ahead=4)), ForgetfulStore()
-    assert told.keys.done("train", 3).endswith(":train:3:done")
-    with running(told, source, store):
+    job, store = only_train(settings(look_ahead=4)), ForgetfulStore()
+    assert job.keys.done("train", 3).endswith(":train:3:done")
+    with running(job, source, store):
         for iteration in range(6):
             for stage in range(2):
-                assert client(told, store, stage=stage).fetch("train", iteration).iteration == iteration
-            client(told, store).announce("train", iteration)
+                assert client(job, store, stage=stage).fetch("train", iteration).iteration == iteration
+            client(job, store).announce("train", iteration)
     assert store.lost == 1
 
 
@@ -246,22 +258,22 @@ def test_a_full_store_slows_planners_down_and_stops_nothing(settings, source) ->
     store = FullStore()
     size = sum(len(encode(entry(0, stage))) for stage in range(2))
     store.limit = 3 * size + size // 2
-    told = only_train(settings(look_ahead=8, keep_behind=0))
-    with running(told, source, store):
+    job = only_train(settings(look_ahead=8, keep_behind=0))
+    with running(job, source, store):
         for iteration in range(12):
             for stage in range(2):
-                assert client(told, store, stage=stage).fetch("train", iteration).iteration == iteration
-            client(told, store).announce("train", iteration)
+                assert client(job, store, stage=stage).fetch("train", iteration).iteration == iteration
+            client(job, store).announce("train", iteration)
 
 
 def test_a_store_too_small_for_one_iteration_ends_the_planner(settings, source) -> None:
     store = FullStore()
     store.limit = 10
-    told = only_train(settings(full_timeout_s=0.2))
+    job = only_train(settings(full_timeout_s=0.2))
     with pytest.raises(StoreFullError, match="the store is full"):
-        PlannerLoop(told, source, store).run()
+        PlannerLoop(job, source, store).run()
     with pytest.raises(PlannerFailedError, match="while publishing iteration 0 of train: StoreFullError"):
-        client(told, store).fetch("train", 0)
+        client(job, store).fetch("train", 0)
 
 
 def test_training_waits_for_room_to_say_how_far_it_is(settings, store, monkeypatch) -> None:
@@ -274,81 +286,50 @@ def test_training_waits_for_room_to_say_how_far_it_is(settings, store, monkeypat
         announce(topic, value)
 
     monkeypatch.setattr(store, "announce", refuse)
-    told = settings()
-    client(told, store).announce("train", 3)
-    assert store.read_progress([told.keys.progress("train")]) == {told.keys.progress("train"): 3}
+    job = settings()
+    client(job, store).announce("train", 3)
+    assert store.read_progress([job.keys.progress("train")]) == {job.keys.progress("train"): 3}
     refusals += [StoreFullError("the store is full")] * 99
     with pytest.raises(StoreFullError):
-        client(told, store, deadline_s=0.15).announce("train", 4)
-
-
-def test_it_reports_what_it_does(settings, source, store) -> None:
-    told = only_train(settings(look_ahead=3), iterations=2)
-    loop = PlannerLoop(told, source, store)
-    loop.run()
-    assert (loop.figures.planned, loop.figures.taken_over, loop.figures.store_full) == (2, 0, 0)
-    (reported,) = store.read_latest([told.keys.figures(0)])
-    assert reported is not None and decode_figures(reported) is not None
-
-
-@pytest.mark.parametrize(
-    ("progress", "planner", "most", "asked"),
-    [
-        ([1, 2, 3], 0, 4, 0),  # one behind the other: the window stays full
-        ([8], 0, 4, 1),  # training has used up what was planned
-        ([8, 16, 24, 32, 40, 48], 0, 4, 3),  # never more than the job may have
-        ([8], 1, 4, 0),  # planner 0 asks, for all
-        ([8], 0, 1, 0),
-    ],
-)
-def test_another_planner_is_asked_for_as_the_window_needs(
-    settings, source, store, progress: list[int], planner: int, most: int, asked: int
-) -> None:
-    told = only_train(settings(planner=planner, most_planners=most, look_ahead=8))
-    with running(told, source, store):
-        until(lambda: len(source.planned) == 9)
-        for iteration in progress:
-            client(told, store).announce("train", iteration)
-            until(lambda iteration=iteration: source.planned[-1] == ("train", iteration + 8))
-        assert store._progress.get(told.keys.planners, 1) - 1 == asked
+        client(job, store, deadline_s=0.15).announce("train", 4)
 
 
 def test_splits_take_turns_and_neither_waits_for_the_other(settings, source, store) -> None:
-    told = settings(look_ahead=1)
-    with running(told, source, store):
+    job = settings(look_ahead=1)
+    with running(job, source, store):
         until(lambda: len(source.planned) == 4)
         assert source.planned == [("train", 0), ("valid", 0), ("train", 1), ("valid", 1)]
         # Training stands still while it evaluates.
         for iteration in range(1, 5):
-            client(told, store).announce("valid", iteration)
+            client(job, store).announce("valid", iteration)
             until(lambda iteration=iteration: source.planned[-1] == ("valid", iteration + 1))
-        client(told, store).announce("train", 1)
+        client(job, store).announce("train", 1)
         until(lambda: source.planned[-1] == ("train", 2))
 
 
 def test_plans_that_training_has_left_behind_are_forgotten(settings, source, store) -> None:
-    told = only_train(settings(look_ahead=2, keep_behind=3))
-    with running(told, source, store):
+    job = only_train(settings(look_ahead=2, keep_behind=3))
+    with running(job, source, store):
         for iteration in range(12):
-            client(told, store).announce("train", iteration)
+            client(job, store).announce("train", iteration)
             until(lambda iteration=iteration: ("train", iteration + 2) in source.planned)
         kept = sorted(int(key.split(":")[4]) for key in store._values if key.endswith(":0:0"))
         assert kept == list(range(8, 14))
         with pytest.raises(
             StoreTimeoutError, match=r"waited 0\.05 s for the plan of iteration 7 of train for replica 0"
         ):
-            client(told, store, deadline_s=0.05).fetch("train", 7)
+            client(job, store, deadline_s=0.05).fetch("train", 7)
 
 
 def test_its_failure_reaches_the_ranks_after_the_plans_made_before(settings, source, store) -> None:
-    told = only_train(settings(look_ahead=9))
+    job = only_train(settings(look_ahead=9))
     source.fails_at = ("train", 3)
     with pytest.raises(InfeasibleError):
-        PlannerLoop(told, source, store).run()
+        PlannerLoop(job, source, store).run()
     for iteration in range(3):
-        assert client(told, store).fetch("train", iteration).iteration == iteration
+        assert client(job, store).fetch("train", iteration).iteration == iteration
     with pytest.raises(PlannerFailedError) as caught:
-        client(told, store).fetch("train", 3)
+        client(job, store).fetch("train", 3)
     assert caught.value.message.startswith(
         "planner 0 failed while planning iteration 3 of train: "
         "InfeasibleError: sample 17 needs 99 MB of 10 MB\n--- from its process ---\nTraceback (most recent call last):"
@@ -358,19 +339,90 @@ def test_its_failure_reaches_the_ranks_after_the_plans_made_before(settings, sou
 
 
 def test_training_that_stands_still_too_long_is_taken_for_dead(settings, source, store) -> None:
-    told = settings(idle_timeout_s=0.1)
+    job = settings(idle_timeout_s=0.1)
     with pytest.raises(StoreTimeoutError, match=r"waited 0\.1 s for training to go on"):
-        PlannerLoop(told, source, store).run()
+        PlannerLoop(job, source, store).run()
     with pytest.raises(
         PlannerFailedError, match="failed while waiting for training: train at 0, valid at 0: StoreTime"
     ):
-        client(told, store).fetch("train", 99)
+        client(job, store).fetch("train", 99)
 
 
 def test_a_plan_of_another_rank_under_our_key_is_refused(settings, store) -> None:
-    told = settings()
-    store.put(told.keys.plan(split="train", iteration=3, replica=0, stage=0), encode(entry(3, 1)))
+    job = settings()
+    store.put(job.keys.plan(split="train", iteration=3, replica=0, stage=0), encode(entry(3, 1)))
     with pytest.raises(
         PlanError, match=r"expected the plan of \(iteration, replica, stage\) \(3, 0, 0\) under .*, got \(3, 0, 1\)"
     ):
-        client(told, store).fetch("train", 3)
+        client(job, store).fetch("train", 3)
+
+
+@pytest.fixture
+def window(settings):
+    """A window of the training split, changed as asked."""
+
+    def make(*, first_iteration: int = 0, iterations: int | None = None, **changes: object) -> SplitWindow:
+        job = only_train(settings(**changes), first_iteration=first_iteration, iterations=iterations)
+        return SplitWindow(job.inputs.splits[0], job)
+
+    return make
+
+
+def plan(window: SplitWindow, size: int = 10) -> list[int]:
+    """Plan for as long as there is room; the iterations."""
+    found = []
+    while (iteration := window.own()) is not None:
+        window.add(iteration, size)
+        found.append(iteration)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("limits", "progress", "size", "planned"),
+    [
+        ({"look_ahead": 3}, 0, 10, [0, 1, 2, 3]),
+        ({"look_ahead": 3}, 2, 10, [2, 3, 4, 5]),
+        ({"look_ahead": 8, "look_ahead_bytes": 30}, 0, 10, [0, 1, 2]),
+        ({"look_ahead": 8, "look_ahead_bytes": 5}, 0, 10, [0, 1]),  # the next one always may
+        ({"look_ahead": 3, "iterations": 2}, 0, 10, [0, 1]),
+    ],
+)
+def test_it_is_bounded_in_iterations_and_bytes(window, limits, progress, size, planned) -> None:
+    found = window(**limits)
+    found.reach(progress)
+    assert plan(found, size) == planned
+
+
+def test_training_leaves_iterations_behind_once(window) -> None:
+    found = window(look_ahead=4, keep_behind=1)
+    plan(found)
+    found.reach(3)
+    assert found.left_behind() == [0, 1]
+    assert found.left_behind() == []
+    found.reach(4)
+    assert found.left_behind() == [2]
+
+
+def test_one_that_learns_late_how_far_training_is_goes_on_there(window) -> None:
+    found = window(look_ahead=4, keep_behind=2)
+    assert plan(found) == [0, 1, 2, 3, 4]  # into a store that had come back empty
+    found.reach(40)
+    assert plan(found) == [40, 41, 42, 43, 44]
+    assert found.left_behind() == [0, 1, 2, 3, 4, 34, 35, 36, 37]
+    assert found.left_behind() == []
+
+
+def test_one_that_publishes_late_deletes_what_it_published(window) -> None:
+    found = window(look_ahead=4, keep_behind=1)
+    found.reach(9)
+    found.left_behind()
+    found.add(3, 10)
+    assert found.left_behind() == [3]
+
+
+def test_a_limit_that_a_full_store_has_lowered_grows_with_training(window) -> None:
+    found = window(look_ahead=8, look_ahead_bytes=1000)
+    found.bytes_limit = 32
+    for progress in range(1, 200):
+        found.reach(progress)
+    assert found.bytes_limit == 1000

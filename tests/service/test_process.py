@@ -8,17 +8,15 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
-from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.errors import PlannerFailedError
-from megatron_dynapipe.plan.codec import encode_entries
-from megatron_dynapipe.plan.dumps import dump_path, read_dump
-from megatron_dynapipe.plan.iteration import StageEntry
-from megatron_dynapipe.service import PlanClient, PlannerProcess, ServiceSettings
+from megatron_dynapipe.service import NodePlanners, PlanClient, PlannerProcess, ServiceSettings
 from megatron_dynapipe.service.settings import encode_settings
 from megatron_dynapipe.service.source import PlannedSplits
 from megatron_dynapipe.store import RedisStore, StoreServer, open_store
@@ -44,49 +42,22 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("is_writable", [True, False])
-def test_whole_plans_are_dumped_where_that_is_wanted(settings, tmp_path: Path, capsys, is_writable: bool) -> None:
-    folder, log = tmp_path / "dumps", tmp_path / "log"
-    if not is_writable:
-        folder.write_text("a file where the folder should be")
-    told = msgspec.structs.replace(settings(iterations=3), dump_folder=str(folder))
-    here = PlannedSplits(told.inputs)
-    with PlannerProcess(told, log_path=log) as planner, open_store(told.store) as store:
-        rank = client(store, told, 1, 1)
-        for iteration in range(3):
-            entry = rank.fetch("train", iteration)
-            if is_writable:
-                plan = read_dump(dump_path(folder, "train", iteration))
-                assert encode_entries(plan) == here.entries("train", iteration)
-                assert StageEntry.of(plan, 1, 1, plan_digest=entry.plan_digest) == entry
-                assert main(["verify", str(dump_path(folder, "train", iteration))]) == 0
-            rank.announce("train", iteration)
-        assert rank.fetch("valid", 0).forward_only
-        planner.check()
-    assert (folder / "valid").is_dir() == is_writable
-    assert (f"cannot write plans to {folder}" in log.read_text()) != is_writable
-    if is_writable:
-        assert main(["show", str(dump_path(folder, "train", 2))]) == 0
-        said = capsys.readouterr().out
-        assert "tokens (input+target)" in said and "MB on virtual stages" in said
-
-
 def test_plans_arrive_ahead_of_training_and_are_the_same_here(settings) -> None:
-    told = settings(iterations=6)
-    here = PlannedSplits(told.inputs)
-    with PlannerProcess(told) as planner, open_store(told.store) as store:
+    job = settings(iterations=6)
+    here = PlannedSplits(job.inputs)
+    with PlannerProcess(job) as planner, open_store(job.store) as store:
         for iteration in range(6):
             expected = {(replica, stage): data for replica, stage, data in here.entries("train", iteration)}
             entries = []
             for replica, stage in expected:
-                rank = client(store, told, replica, stage)
+                rank = client(store, job, replica, stage)
                 entries.append(rank.fetch("train", iteration))
-                key = told.keys.plan(split="train", iteration=iteration, replica=replica, stage=stage)
+                key = job.keys.plan(split="train", iteration=iteration, replica=replica, stage=stage)
                 assert store.wait_any([key], timeout_s=60, what="it")[1] == expected[replica, stage]
             assert sum(len(mb.sample_ids) for entry in entries[::2] for mb in entry.micro_batches) == 12
             assert len({entry.plan_digest for entry in entries}) == 1
-            client(store, told).announce("train", iteration)
-        assert client(store, told).fetch("valid", 0).forward_only
+            client(store, job).announce("train", iteration)
+        assert client(store, job).fetch("valid", 0).forward_only
         planner.check()
 
 
@@ -96,11 +67,11 @@ def test_it_needs_no_torch() -> None:
 
 
 def test_its_password_shows_nowhere(settings, tmp_path: Path) -> None:
-    told = settings()
-    password = told.store.url.partition("://:")[2].partition("@")[0]
+    job = settings()
+    password = job.store.url.partition("://:")[2].partition("@")[0]
     log = tmp_path / "planner.log"
-    with PlannerProcess(told, log_path=log) as planner, open_store(told.store) as store:
-        client(store, told).fetch("train", 0)
+    with PlannerProcess(job, log_path=log) as planner, open_store(job.store) as store:
+        client(store, job).fetch("train", 0)
         for name in ("cmdline", "environ"):
             assert password.encode() not in Path(f"/proc/{planner.pid}/{name}").read_bytes()
     text = log.read_text()
@@ -121,15 +92,15 @@ def test_it_is_gone_after_a_block_that_failed(settings) -> None:
     assert not is_running(planner.pid)
 
 
-def test_a_planner_that_was_killed_is_told_to_a_waiting_rank(settings) -> None:
-    told = settings()
-    with PlannerProcess(told, restarts=0) as planner, open_store(told.store) as store:
-        client(store, told).fetch("train", 2)
+def test_a_killed_planner_is_the_error_of_ranks_that_wait(settings) -> None:
+    job = settings()
+    with PlannerProcess(job, restarts=0) as planner, open_store(job.store) as store:
+        client(store, job).fetch("train", 2)
         errors: list[PlannerFailedError] = []
 
         def wait(stage: int) -> None:
             try:
-                client(store, told, stage=stage).fetch("train", 99)
+                client(store, job, stage=stage).fetch("train", 99)
             except PlannerFailedError as error:
                 errors.append(error)
 
@@ -152,80 +123,100 @@ def test_a_planner_that_was_killed_is_told_to_a_waiting_rank(settings) -> None:
             planner.check()
 
 
-def test_a_planner_that_was_killed_starts_again_and_plans_what_it_had_claimed(settings) -> None:
-    told = settings()
-    with PlannerProcess(told, restarts=1) as planner, open_store(told.store) as store:
-        client(store, told).fetch("train", 2)
+def test_a_planner_that_was_killed_starts_again(settings) -> None:
+    job = settings()
+    with PlannerProcess(job, restarts=1) as planner, open_store(job.store) as store:
+        client(store, job).fetch("train", 2)
         first = planner.pid
-        store.announce(told.keys.progress("train"), 3)
-        assert store.claim(told.keys.claim("train", 5), b"0", lease_s=60)  # as if it died while planning it
         os.kill(first, signal.SIGKILL)
-        assert client(store, told).fetch("train", 5).iteration == 5
+        store.announce(job.keys.progress("train"), 3)
+        assert client(store, job).fetch("train", 5).iteration == 5
         assert planner.pid != first
         planner.check()
         os.kill(planner.pid, signal.SIGKILL)
         with pytest.raises(PlannerFailedError, match="ended with exit status -9"):
-            client(store, told).fetch("train", 99)
+            client(store, job).fetch("train", 99)
 
 
-def test_a_planner_that_is_stopped_loses_its_lease_to_another(settings) -> None:
-    """The second is asked for by the rank that waits."""
-    told = settings(most_planners=2, lease_s=0.5)
-    with PlannerProcess(told) as stopped, open_store(told.store) as store:
-        client(store, told).fetch("train", 2)
-        os.kill(stopped.pid, signal.SIGSTOP)
-        store.announce(told.keys.progress("train"), 2)
-        assert store.claim(told.keys.claim("train", 3), b"0", lease_s=1.0)
-        with PlannerProcess(msgspec.structs.replace(told, planner=1)):
-            rank = PlanClient(store, told.keys, replica=0, stage=0, deadline_s=30, ask_s=0.05)
-            assert rank.fetch("train", 3).iteration == 3
-        assert store.read_progress([told.keys.planners]) == {told.keys.planners: 2}
-        os.kill(stopped.pid, signal.SIGCONT)
+def test_a_planner_that_is_stopped_gets_a_stand_in(settings, tmp_path: Path) -> None:
+    job = settings()
+    with NodePlanners(job, node=0, nodes=1, log_folder=tmp_path) as planners, open_store(job.store) as store:
+        client(store, job).fetch("train", 2)
+        (stopped,) = [
+            child.pid for child in psutil.Process().children() if "megatron_dynapipe.service" in child.cmdline()
+        ]
+        os.kill(stopped, signal.SIGSTOP)
+        store.announce(job.keys.progress("train"), 2)
+        late = planners.start_stand_in
+        rank = PlanClient(store, job.keys, replica=0, stage=0, deadline_s=30, late_s=0.05, on_late=late)
+        assert rank.fetch("train", 3).iteration == 3
+        planners.start_stand_in()  # one is enough
+        assert logs_of(tmp_path) == [0, 1]
+        os.kill(stopped, signal.SIGCONT)
+    planners.start_stand_in()  # from a thread that comes late
+    assert logs_of(tmp_path) == [0, 1]
+
+
+def logs_of(folder: Path) -> list[int]:
+    """Planners that were started; a log is made when its process is."""
+    return sorted(int(log.stem.partition("-")[2]) for log in folder.glob("planner-*.log"))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "planners", "by_node"), [(1, 1, [[0]]), (2, 4, [[0, 2], [1, 3]]), (3, 2, [[0], [1], []])]
+)
+def test_planners_are_spread_over_nodes(settings, tmp_path, nodes, planners, by_node) -> None:
+    with ExitStack() as stack:
+        for node in range(nodes):
+            folder = tmp_path / str(node)
+            folder.mkdir()
+            stack.enter_context(NodePlanners(settings(planners=planners), node=node, nodes=nodes, log_folder=folder))
+        assert [logs_of(tmp_path / str(node)) for node in range(nodes)] == by_node
 
 
 def test_it_runs_below_training(settings) -> None:
-    told = settings()
-    with PlannerProcess(told) as planner, open_store(told.store) as store:
-        client(store, told).fetch("train", 0)
+    job = settings()
+    with PlannerProcess(job) as planner, open_store(job.store) as store:
+        client(store, job).fetch("train", 0)
         assert os.getpriority(os.PRIO_PROCESS, planner.pid) - os.getpriority(os.PRIO_PROCESS, 0) in range(1, 11)
 
 
-def test_sigterm_ends_it_and_is_told(settings) -> None:
-    told = settings()
-    with PlannerProcess(told) as planner, open_store(told.store) as store:
-        client(store, told).fetch("train", 2)
+def test_sigterm_ends_it_and_is_an_error(settings) -> None:
+    job = settings()
+    with PlannerProcess(job) as planner, open_store(job.store) as store:
+        client(store, job).fetch("train", 2)
         os.kill(planner.pid, signal.SIGTERM)
         with pytest.raises(PlannerFailedError, match="ended with exit status 143"):
-            client(store, told).fetch("train", 99)
+            client(store, job).fetch("train", 99)
 
 
 def test_samples_that_are_too_long_are_told_with_a_traceback(settings) -> None:
-    told = settings(max_length=8)
-    with PlannerProcess(told) as planner, open_store(told.store) as store:
+    job = settings(max_length=8)
+    with PlannerProcess(job) as planner, open_store(job.store) as store:
         with pytest.raises(PlannerFailedError, match="failed while reading lengths and costs: DataError: ") as caught:
-            client(store, told).fetch("train", 0)
+            client(store, job).fetch("train", 0)
         assert "Traceback (most recent call last):" in caught.value.message
         until(lambda: planner._failure is not None)
         with pytest.raises(PlannerFailedError, match="ended with exit status 1"):
             planner.check()
 
 
-def test_a_bug_in_starting_up_is_told_too(settings, tmp_path: Path) -> None:
+def test_a_bug_in_starting_up_is_an_error_too(settings, tmp_path: Path) -> None:
     for name in ("train.idx", "train.bin"):
         (tmp_path / name).mkdir()
-    told = settings()
-    told = msgspec.structs.replace(told, inputs=msgspec.structs.replace(told.inputs, data_folder=str(tmp_path)))
-    with PlannerProcess(told), open_store(told.store) as store:
+    job = settings()
+    job = msgspec.structs.replace(job, inputs=msgspec.structs.replace(job.inputs, data_folder=str(tmp_path)))
+    with PlannerProcess(job), open_store(job.store) as store:
         with pytest.raises(PlannerFailedError, match="failed while reading lengths and costs: "):
-            client(store, told).fetch("train", 0)
+            client(store, job).fetch("train", 0)
 
 
 def test_a_store_that_dies_ends_the_planner(settings, data_folder: Path) -> None:
     with StoreServer() as server:
-        told = settings(store=server.address)
-        with PlannerProcess(told) as planner:
-            with open_store(told.store) as store:
-                client(store, told).fetch("train", 2)
+        job = settings(store=server.address)
+        with PlannerProcess(job) as planner:
+            with open_store(job.store) as store:
+                client(store, job).fetch("train", 2)
             assert server._guard is not None
             server._guard.kill()
             until(lambda: planner._failure is not None)
@@ -239,8 +230,8 @@ def test_a_store_that_cannot_be_reached_ends_the_planner(settings, nowhere, capl
         with pytest.raises(PlannerFailedError, match="Connection refused") as caught:
             planner.check()
         # The watcher tries to publish the failure after it has kept it: the warning comes a moment later.
-        told = "the planner died, and its failure cannot be published: plan store redis://***@127.0.0.1:1/0"
-        until(lambda: told in caplog.text)
+        said = "the planner died, and its failure cannot be published: plan store redis://***@127.0.0.1:1/0"
+        until(lambda: said in caplog.text)
         assert "hunter2" not in str(caught.value) + caplog.text
 
 
@@ -256,7 +247,7 @@ OWNER = """
 
 @pytest.mark.parametrize("then", ["time.sleep(60)", "raise SystemExit(3)", "os._exit(4)"])
 def test_it_is_gone_when_its_owner_is_gone(settings, then: str) -> None:
-    told = settings()
+    job = settings()
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(OWNER.format(then=then))],
         stdin=subprocess.PIPE,
@@ -264,12 +255,12 @@ def test_it_is_gone_when_its_owner_is_gone(settings, then: str) -> None:
     ) as owner:
         assert owner.stdin is not None and owner.stdout is not None
         try:
-            owner.stdin.write(encode_settings(told))
+            owner.stdin.write(encode_settings(job))
             owner.stdin.flush()
             pid = int(owner.stdout.readline())
             if "sleep" in then:
-                with open_store(told.store) as store:
-                    client(store, told).fetch("train", 0)
+                with open_store(job.store) as store:
+                    client(store, job).fetch("train", 0)
                 assert is_running(pid)
         finally:
             if "sleep" in then:
@@ -286,7 +277,7 @@ def test_unusable_settings_are_refused_in_one_line(stdin: bytes) -> None:
 
 
 def test_two_planners_plan_for_one_job(settings) -> None:
-    shared = settings(most_planners=2)
+    shared = settings(planners=2)
     both = [msgspec.structs.replace(shared, planner=planner) for planner in range(2)]
     with PlannerProcess(both[0]), PlannerProcess(both[1]), open_store(shared.store) as store:
         for iteration in range(8):

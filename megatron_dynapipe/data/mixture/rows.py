@@ -121,9 +121,17 @@ def hub_blocks(name: str, rows: Any) -> Iterator[Block]:
     return _table_blocks(name, batches)
 
 
-def rows_as_block(rows: Sequence[Any], file: str, first: int = 0) -> Block:
-    """Rows in memory."""
-    return Block(file=file, unit="row", first=first, lines=b"\n".join(map(msgspec.json.encode, rows)), done=0)
+def rows_as_block(rows: Sequence[Any], file: str, first: int, done: int = 0) -> Block:
+    """Rows in memory.
+
+    Raises:
+        DataError: a row holds what JSON cannot.
+    """
+    try:
+        lines = b"\n".join(map(msgspec.json.encode, rows))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise DataError(f"{file}, near row {first}: expected text, numbers and lists of these: {error}") from error
+    return Block(file=file, unit="row", first=first, lines=lines, done=done)
 
 
 def _unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
@@ -178,18 +186,12 @@ def _csv_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
             rows.append(row)
             size += sum(map(len, row.values()))
             if size > BLOCK_BYTES:
-                yield _rows_of_file(rows, path, first, raw)
+                yield rows_as_block(rows, str(path), first, raw.tell())
                 rows, first, size = [], number + 1, 0
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, after row {first + len(rows) - 1}: expected UTF-8: {error}") from error
     if rows:
-        yield _rows_of_file(rows, path, first, raw)
-
-
-def _rows_of_file(rows: Sequence[Any], path: Path, first: int, raw: BinaryIO) -> Block:
-    return Block(
-        file=str(path), unit="row", first=first, lines=b"\n".join(map(msgspec.json.encode, rows)), done=raw.tell()
-    )
+        yield rows_as_block(rows, str(path), first, raw.tell())
 
 
 def _parquet(path: Path) -> Iterator[Any]:
@@ -219,12 +221,5 @@ def _table_blocks(name: str, tables: Iterator[Any], *, bytes_per_row: float = 0.
         at_once = max(1, min(_ROWS_AT_ONCE, table.num_rows * BLOCK_BYTES // max(table.nbytes, 1)))
         for start in range(0, table.num_rows, at_once):
             rows = table.slice(start, at_once).to_pylist()
-            try:
-                lines = b"\n".join(map(msgspec.json.encode, rows))
-            except (TypeError, UnicodeError) as error:
-                raise DataError(
-                    f"{name}, near row {first}: expected text, numbers and lists of these: {error}"
-                ) from error
-            done = round((first + len(rows)) * bytes_per_row)
-            yield Block(file=name, unit="row", first=first, lines=lines, done=done)
+            yield rows_as_block(rows, name, first, round((first + len(rows)) * bytes_per_row))
             first += len(rows)

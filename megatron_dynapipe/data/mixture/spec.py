@@ -17,6 +17,7 @@ mixing: {by: size, cap: 30000, temperature: 1}
 """
 
 import enum
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ import yaml
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
 
-_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 _Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 _Name = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -81,7 +82,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     messages: _Name | None = None
     text: _Name | None = None
     objective: Objective = Objective.NEXT_TOKEN
-    length: Annotated[int, msgspec.Meta(ge=2)] = 512
+    length: Annotated[int, msgspec.Meta(ge=2, le=2**31)] = 512
     weight: float = 1.0
     limit: _Positive | None = None
     valid: _Fraction | None = None
@@ -166,14 +167,38 @@ def read_mixture(path: Path) -> Mixture:
         content: Any = yaml.safe_load(read_bounded(path, most_bytes=10_000_000))
     except OSError as error:
         raise DataError(f"{path}: cannot read it: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: expected YAML: {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        raise ConfigError(f"{path}: expected YAML: {error or type(error).__name__}") from error
     try:
         return msgspec.convert(content, Mixture)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: expected a mixture: {error}", hint="docs/data.md describes the form") from error
+    except (msgspec.MsgspecError, RecursionError, MemoryError, OverflowError) as error:
+        raise ConfigError(
+            f"{path}: expected a mixture: {error or type(error).__name__}", hint="docs/data.md describes the form"
+        ) from error
 
 
 def plain_mixture(paths: tuple[str, ...]) -> Mixture:
     """JSON lines with task, input and target, without a mixture file."""
     return Mixture(tasks=(TaskSpec(task_column="task", source=paths),))
+
+
+def task_rates(mixture: Mixture, tasks: Sequence[Sequence[str]], samples: Mapping[str, int]) -> dict[str, float]:
+    """The rate of each task that has samples, together 1; `Mixing` says by which rule.
+
+    Args:
+        mixture: its entries' weights and the rule.
+        tasks: of each entry.
+        samples: of each task.
+    """
+    mixing = mixture.mixing
+    rates: dict[str, float] = {}
+    for spec, names in zip(mixture.tasks, tasks, strict=False):
+        sizes = {
+            name: min(samples[name], mixing.cap or samples[name]) ** (1 / mixing.temperature)
+            for name in names
+            if samples.get(name, 0)
+        }
+        shared = sum(sizes.values()) if mixing.by is Mixed.WEIGHT else 1.0
+        rates |= {name: spec.weight * size / shared for name, size in sizes.items()}
+    total = sum(rates.values())
+    return {name: rates[name] / total for name in sorted(rates)}

@@ -1,30 +1,33 @@
-"""Staged samples → the files of a dataset: who is left out, which split is whose, and everything in Megatron's format.
+"""Staged samples → a dataset: who is left out, which split is whose, files in Megatron's format, and the manifest.
 
 Reads the staging files in pieces, so that memory depends on the number of samples alone, a few bytes each.
 """
 
-import os
-from collections import Counter
+import hashlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.data.identity import checksums_path, spans_path
-from megatron_dynapipe.data.indexed import token_dtype, write_index
-from megatron_dynapipe.data.meta import SPLITS
-from megatron_dynapipe.data.mixture.spec import TaskSpec
-from megatron_dynapipe.data.prepare.encode import KEPT, STATUSES
+from megatron_dynapipe.data.identity import FileDigests, checksums_path, files_of, spans_path
+from megatron_dynapipe.data.indexed import save_array, sync, token_dtype, write_index
+from megatron_dynapipe.data.meta import SPLITS, DatasetMeta
+from megatron_dynapipe.data.mixture.spec import Mixture, TaskSpec, task_rates
+from megatron_dynapipe.data.prepare.encode import TRUNCATED, status_of
 from megatron_dynapipe.data.prepare.settings import PrepareSettings, Skipped
 from megatron_dynapipe.data.prepare.staging import Staging
+from megatron_dynapipe.data.tokenizer import Tokenizer, start_id
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.index_file import data_path
 from megatron_dynapipe.sampling.lengths import task_ids_path
 
 _SAMPLES_AT_ONCE = 2**14
 LEFT_OUT = len(SPLITS)
+
+Array = npt.NDArray[Any]
 
 
 def assign_splits(
@@ -57,123 +60,160 @@ def assign_splits(
     return splits
 
 
-def decide(staging: Staging, tasks: Sequence[TaskSpec], settings: PrepareSettings) -> npt.NDArray[np.uint8]:
-    """Each staged sample's split, or `LEFT_OUT`; duplicates and samples over a limit get their status."""
+def decide(staging: Staging, tasks: Sequence[TaskSpec], settings: PrepareSettings) -> tuple[Array, Array]:
+    """Each staged sample's split, or `LEFT_OUT`, and its status, now also of duplicates and of samples over a limit.
+
+    Returns:
+        uint8[samples] each.
+
+    Raises:
+        DataError: no sample is left for training.
+    """
     digests, statuses = staging.column("digests"), np.array(staging.column("statuses"))
     splits = np.full(staging.samples, LEFT_OUT, np.uint8)
+
+    def leave_out(rows: Array, reason: Skipped) -> None:
+        statuses[rows[statuses[rows] <= TRUNCATED]] = status_of(reason)
+
     first = 0
     for spec, count in zip(tasks, staging.checkpoint.entries, strict=False):
-        part = slice(first, first + count)
-        first += count
         # Samples that are left out for their text count, so that the others' splits do not depend on maximum lengths.
-        rows = np.arange(part.start, part.stop)
+        rows = np.arange(first, first + count)
+        first += count
         if spec.deduplicate:
-            _, firsts = np.unique(digests[part], return_index=True)
+            _, firsts = np.unique(digests[rows], return_index=True)
             again = np.ones(count, np.bool_)
             again[firsts] = False
-            statuses[rows[again & (statuses[part] == KEPT)]] = 1 + STATUSES.index(Skipped.DUPLICATE)
+            leave_out(rows[again], Skipped.DUPLICATE)
             rows = rows[~again]
         if spec.limit is not None and len(rows) > spec.limit:
             # By other bits than those that choose the splits.
             order = np.argsort(digests[rows] << np.uint64(32) | digests[rows] >> np.uint64(32), kind="stable")
-            over = rows[np.sort(order[spec.limit :])]
-            statuses[over[statuses[over] == KEPT]] = 1 + STATUSES.index(Skipped.OVER_LIMIT)
+            leave_out(rows[order[spec.limit :]], Skipped.OVER_LIMIT)
             rows = rows[np.sort(order[: spec.limit])]
         if len(rows):
             valid = settings.valid_fraction if spec.valid is None else spec.valid
             test = settings.test_fraction if spec.test is None else spec.test
             splits[rows] = assign_splits(digests[rows], valid, test)
-    splits[statuses != KEPT] = LEFT_OUT
-    staging_statuses = staging.folder / "decided"
-    statuses.tofile(staging_statuses)
-    return splits
+    splits[statuses > TRUNCATED] = LEFT_OUT
+    if not (splits == 0).any():
+        others = ": all others are too long or empty" if len(splits) else ""
+        raise DataError(f"expected at least 1 sample for training, got 0{others}")
+    return splits, statuses
 
 
-def skipped_counts(staging: Staging) -> dict[str, int]:
-    """Samples left out, by reason; after `decide`."""
-    statuses = np.fromfile(staging.folder / "decided", np.uint8)
-    counts = np.bincount(statuses, minlength=1 + len(STATUSES))[1:]
-    return {str(status): int(count) for status, count in zip(STATUSES, counts, strict=True) if count}
-
-
-def task_counts(staging: Staging, ranks: npt.NDArray[np.int16], chosen: npt.NDArray[np.bool_]) -> Counter[int]:
-    """Samples of each task among those that are chosen, by the task's place in the manifest."""
-    counts: Counter[int] = Counter()
-    tasks = staging.column("tasks")
-    for first in range(0, len(tasks), _SAMPLES_AT_ONCE):
-        part = slice(first, first + _SAMPLES_AT_ONCE)
-        found = np.bincount(ranks[tasks[part][chosen[part]]], minlength=len(ranks))
-        counts.update({at: int(count) for at, count in enumerate(found) if count})
-    return counts
-
-
-def write_split(
+def write_dataset(
     staging: Staging,
     folder: Path,
-    split: str,
-    chosen: npt.NDArray[np.bool_],
-    ranks: npt.NDArray[np.int16],
-    vocabulary: int,
-) -> tuple[int, int]:
-    """Write the files of a split from the chosen samples; its longest input and target.
+    *,
+    mixture: Mixture,
+    settings: PrepareSettings,
+    tokenizer: Tokenizer,
+    fingerprint: str,
+) -> DatasetMeta:
+    """Write the files of all splits into a folder; its manifest.
 
-    Args:
-        staging: with every sample.
-        folder: of the dataset.
-        split: its name.
-        chosen: bool[samples].
-        ranks: the place of each staged task in the manifest.
-        vocabulary: entries, from which the tokens' type follows.
+    Raises:
+        DataError: no sample is left for training, or a task is in two entries of the mixture.
     """
-    prefix, dtype = folder / split, token_dtype(vocabulary)
+    names = sorted(staging.checkpoint.names)
+    ranks = np.array([names.index(name) for name in staging.checkpoint.names], np.int16)
+    entries = _tasks_of_entries(staging, ranks, names)
+    splits, statuses = decide(staging, mixture.tasks, settings)
+    by_task = partial(_by_task, staging, ranks, names)
+    longest = np.max([_write_split(staging, folder, at, splits, ranks, len(tokenizer)) for at in range(3)], axis=0)
+    files = {path.name: FileDigests.of(path) for split in SPLITS for path in files_of(folder, split)}
+    state = hashlib.blake2b(fingerprint.encode(), digest_size=16)
+    for name in sorted(files):
+        state.update(f"\0{name}\0{files[name].quick}".encode())
+    samples = {split: by_task(splits == place) for place, split in enumerate(SPLITS)}
+    skipped = {str(reason): int((statuses == status_of(reason)).sum()) for reason in Skipped}
+    return DatasetMeta(
+        source=settings.source,
+        tasks=tuple(names),
+        samples=samples,
+        read=by_task(np.ones(len(splits), np.bool_)),
+        skipped={reason: count for reason, count in skipped.items() if count},
+        truncated=by_task(statuses == TRUNCATED),
+        rates={} if mixture.is_even else task_rates(mixture, entries, samples["train"]),
+        loss="targets" if any(spec.messages for spec in mixture.tasks) else "everything",
+        lengths=_histogram(staging, splits == 0),
+        vocabulary_size=len(tokenizer),
+        pad_id=tokenizer.pad_token_id,
+        bos_id=start_id(tokenizer),
+        eos_id=tokenizer.eos_token_id,
+        max_input_length=settings.max_input_length or max(int(longest[0]), 1),
+        max_target_length=settings.max_target_length or max(int(longest[1]), 1),
+        tokenizer=fingerprint,
+        content_hash=state.hexdigest(),
+        recipe=staging.checkpoint.recipe,
+        files=files,
+    )
+
+
+def _tasks_of_entries(staging: Staging, ranks: npt.NDArray[np.int16], names: Sequence[str]) -> list[list[str]]:
+    """The tasks of each entry of the mixture."""
+    tasks, first = staging.column("tasks"), 0
+    seen: set[str] = set()
+    found = []
+    for count in staging.checkpoint.entries:
+        found.append([names[at] for at in np.unique(ranks[tasks[first : first + count]])])
+        first += count
+        if twice := seen & set(found[-1]):
+            raise DataError(
+                f"expected every task in one entry of the mixture, {min(twice)} is in two",
+                hint="give one of them another name",
+            )
+        seen |= set(found[-1])
+    return found
+
+
+def _by_task(
+    staging: Staging, ranks: npt.NDArray[np.int16], names: Sequence[str], chosen: npt.NDArray[np.bool_]
+) -> dict[str, int]:
+    """Samples of each task among those that are chosen."""
+    tasks, counts = staging.column("tasks"), np.zeros(len(names), np.int64)
+    for part in _pieces(len(tasks)):
+        counts += np.bincount(ranks[tasks[part][chosen[part]]], minlength=len(names))
+    return {name: int(count) for name, count in zip(names, counts, strict=True) if count}
+
+
+def _histogram(staging: Staging, chosen: npt.NDArray[np.bool_]) -> dict[str, dict[str, int]]:
+    lengths = staging.column("lengths").reshape(-1, 2)
+    found: dict[str, dict[str, int]] = {}
+    for part, name in enumerate(("input", "target")):
+        bins = np.ceil(np.log2(np.maximum(lengths[:, part][chosen], 1))).astype(np.int64)
+        found[name] = {str(2**at): int(count) for at, count in enumerate(np.bincount(bins)) if count}
+    return found
+
+
+def _write_split(
+    staging: Staging, folder: Path, at: int, splits: Array, ranks: npt.NDArray[np.int16], vocabulary: int
+) -> Array:
+    """Write the files of the split of this place in `SPLITS`; its longest input and target."""
+    prefix, dtype, chosen = folder / SPLITS[at], token_dtype(vocabulary), splits == at
     lengths = staging.column("lengths").reshape(-1, 2)
     longest = np.zeros(2, np.int32)
-    with data_path(prefix).open("wb") as data:
-        for part, tokens in _pieces(staging, dtype):
+    with data_path(prefix).open("wb") as data, (staging.folder / "tokens").open("rb") as source:
+        for part in _pieces(len(lengths)):
+            # Read rather than mapped: mapped tokens stay resident.
+            tokens = np.fromfile(source, dtype, int(lengths[part].sum(dtype=np.int64)))
             keep = chosen[part]
-            mask = np.repeat(keep, lengths[part].sum(1))
-            data.write(np.asarray(tokens[mask]).tobytes())
+            data.write(tokens[np.repeat(keep, lengths[part].sum(1))].tobytes())
             longest = np.maximum(longest, np.max(lengths[part][keep], axis=0, initial=0))
         sync(data)
-    _save(task_ids_path(folder, split), ranks[staging.column("tasks")[chosen]])
-    _save(checksums_path(prefix), staging.column("checksums")[chosen])
+    save_array(task_ids_path(folder, SPLITS[at]), ranks[staging.column("tasks")[chosen]])
+    save_array(checksums_path(prefix), staging.column("checksums")[chosen])
     spans = staging.column("spans").reshape(-1, 3)
     if len(spans) and (kept := chosen[spans[:, 0]]).any():
-        number = np.cumsum(chosen) - 1
         spans = np.array(spans[kept])
-        spans[:, 0] = number[spans[:, 0]]
-        _save(spans_path(prefix), spans)
-    count = int(chosen.sum())
-    chunks = [slice(first, first + _SAMPLES_AT_ONCE) for first in range(0, len(chosen), _SAMPLES_AT_ONCE)]
-    write_index(prefix, dtype, count, lambda: (lengths[part][chosen[part]].reshape(-1) for part in chunks))
-    return int(longest[0]), int(longest[1])
+        spans[:, 0] = (np.cumsum(chosen) - 1)[spans[:, 0]]
+        save_array(spans_path(prefix), spans)
+    pieces = list(_pieces(len(chosen)))
+    kept_lengths = lambda: (lengths[part][chosen[part]].reshape(-1) for part in pieces)  # noqa: E731
+    write_index(prefix, dtype, int(chosen.sum()), kept_lengths)
+    return longest
 
 
-def _pieces(staging: Staging, dtype: np.dtype[Any]) -> Iterator[tuple[slice, npt.NDArray[Any]]]:
-    """Samples a number at a time, with their tokens, which are read rather than mapped: mapped ones stay resident."""
-    lengths = staging.column("lengths").reshape(-1, 2)
-    with (staging.folder / "tokens").open("rb") as file:
-        for first in range(0, len(lengths), _SAMPLES_AT_ONCE):
-            part = slice(first, first + _SAMPLES_AT_ONCE)
-            yield part, np.fromfile(file, dtype, int(lengths[part].sum(dtype=np.int64)))
-
-
-def check_training(splits: npt.NDArray[np.uint8]) -> None:
-    """Raises DataError if no sample is left for training."""
-    if not (splits == 0).any():
-        raise DataError(
-            "expected at least 1 sample for training, got 0"
-            + (": all others are too long or empty" * bool(len(splits)))
-        )
-
-
-def sync(file: Any) -> None:
-    """Have a file's bytes on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _save(path: Path, array: npt.NDArray[Any]) -> None:
-    with path.open("wb") as file:
-        np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
-        sync(file)
+def _pieces(count: int) -> Iterator[slice]:
+    return (slice(first, first + _SAMPLES_AT_ONCE) for first in range(0, count, _SAMPLES_AT_ONCE))

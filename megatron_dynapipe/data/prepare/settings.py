@@ -1,4 +1,4 @@
-"""What decides how text becomes a dataset folder, and what became of the text."""
+"""What decides how text becomes a dataset folder, what became of the text, and errors of samples that are refused."""
 
 import enum
 import os
@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from megatron_dynapipe.data.meta import DatasetMeta
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples, TruncationSide
+from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.sampling.long_samples import LongSamples, TruncationSide
 
 
 class TextSample(msgspec.Struct, frozen=True):
@@ -80,26 +80,48 @@ class PrepareSettings:
         """Processes that tokenise."""
         return self.workers or len(os.sched_getaffinity(0))
 
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """Maximum lengths of inputs and of targets."""
+        return self.max_input_length, self.max_target_length
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What was written, and what was not.
+    """What was written.
 
     Attributes:
         meta: the dataset's description.
-        long_samples: samples over the maximum lengths, and what became of them.
-        replaced: the dataset that was there before, if there was one of a known form.
         is_new: False if the dataset was there already, made of the same.
         notes: what else the user should know, a line each.
     """
 
     meta: DatasetMeta
-    long_samples: LongSampleReport
-    replaced: DatasetMeta | None = None
     is_new: bool = True
     notes: tuple[str, ...] = ()
 
-    @property
-    def empty_samples(self) -> int:
-        """Samples left out because their input or target was empty."""
-        return self.meta.skipped.get(Skipped.EMPTY, 0)
+
+def empty(place: str, is_input: bool, reason: Skipped) -> DataError:
+    """The error of a sample without an input or a target."""
+    if reason is Skipped.NO_ASSISTANT_TURN:
+        return DataError(
+            f"{place}: expected a conversation with a turn of the assistant, found none",
+            hint="take such conversations out, or use --skip-empty",
+        )
+    return DataError(
+        f"{place}: expected every {'input' if is_input else 'target'} to have at least 1 token, this one has 0",
+        hint="take such samples out of the text, or use --skip-empty",
+    )
+
+
+def too_long(place: str, found: str, settings: PrepareSettings) -> DataError:
+    """The error of a sample over a maximum length, with what was found in words."""
+    allowed = " and ".join(
+        f"{limit} {name} tokens"
+        for limit, name in zip(settings.limits, ("input", "target"), strict=True)
+        if limit is not None
+    )
+    return DataError(
+        f"{place}: expected samples of at most {allowed}, this one has {found}",
+        hint="raise the maximum length, or use --long-samples truncate (or skip)",
+    )

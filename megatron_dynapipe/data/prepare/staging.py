@@ -1,6 +1,6 @@
 """Encoded samples on the way to a dataset: files that only grow, and how far they are whole.
 
-    tokens.bin   ████████████████████▒▒▒     ▒ is written, but not in the checkpoint yet: dropped when
+    tokens       ████████████████████▒▒▒     ▒ is written, but not in the checkpoint yet: dropped when
     lengths      ██████████▒▒                a run that was killed continues
     checkpoint   blocks done, bytes of each file, tasks, samples of each entry
 
@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from megatron_dynapipe.data.prepare.encode import EncodedBlock
 from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.outputs import replace_bytes
 
 COLUMNS: dict[str, str] = {
     "tokens": "u1",  # bytes: the tokens' type follows from the vocabulary
@@ -29,11 +30,13 @@ COLUMNS: dict[str, str] = {
     "checksums": "<u4",
     "digests": "<u8",
     "statuses": "u1",
-    "long": "u1",
     "tasks": "<u2",
     "spans": "<i8",
 }
 """Files of a staging folder, and their types."""
+CHECKPOINT, TOKENIZER, FINISHED, OLD = "checkpoint.json", "tokenizer", "dataset", "old"
+"""Also in it: how far it is, the tokenizer, the dataset that is put together, and the one that was replaced."""
+_OWN = {*COLUMNS, CHECKPOINT.partition(".")[0], TOKENIZER, FINISHED, OLD}
 CHECKPOINT_S = 1.0
 MOST_TASKS = 2**15
 
@@ -57,10 +60,10 @@ class Checkpoint(msgspec.Struct, kw_only=True):
 
 
 class Staging:
-    """A staging folder; `opened` makes or continues one.
+    """The files of a staging folder.
 
     Attributes:
-        folder: where it is.
+        folder: where they are.
         checkpoint: the state as of now; on the disk it is the latest that was saved.
         continued: blocks that an earlier run had done.
     """
@@ -69,14 +72,11 @@ class Staging:
         self.folder = folder
         self.checkpoint = checkpoint
         self.continued = checkpoint.blocks
-        self._files: dict[str, BinaryIO] = {}
         self._task_ids = {name: at for at, name in enumerate(checkpoint.names)}
         self._saved = time.monotonic()
-        for name in COLUMNS:
-            path = folder / name
-            path.touch()
-            os.truncate(path, checkpoint.sizes.get(name, 0))
-            self._files[name] = path.open("ab")
+        self._files = {name: (folder / name).open("ab") for name in COLUMNS}
+        for name, file in self._files.items():
+            file.seek(file.truncate(checkpoint.sizes.get(name, 0)))
 
     @property
     def samples(self) -> int:
@@ -85,15 +85,12 @@ class Staging:
 
     def add(self, entry: int, block: EncodedBlock) -> None:
         """Append a block's samples; saves a checkpoint now and then."""
-        first, state = self.samples, self.checkpoint
+        state, columns = self.checkpoint, dict(block.columns)
         names = [self._task_id(name) for name in block.names]
-        tasks = np.array(names, np.uint16)[np.frombuffer(block.tasks, np.uint16)]
-        spans = np.frombuffer(block.spans, "<i4").reshape(-1, 3).astype(np.int64)
-        spans[:, 0] += first
-        for name in ("tokens", "lengths", "checksums", "digests", "statuses", "long"):
-            self._files[name].write(getattr(block, name))
-        self._files["tasks"].write(tasks.tobytes())
-        self._files["spans"].write(spans.tobytes())
+        columns["tasks"] = np.array(names, np.uint16)[columns["tasks"]]
+        columns["spans"] = columns["spans"] + [self.samples, 0, 0]
+        for name, file in self._files.items():
+            file.write(columns[name].tobytes())
         state.entries += [0] * (entry + 1 - len(state.entries))
         state.entries[entry] += block.samples
         state.blocks += 1
@@ -106,7 +103,7 @@ class Staging:
             file.flush()
             os.fsync(file.fileno())
         self.checkpoint.sizes = {name: file.tell() for name, file in self._files.items()}
-        write_whole(self.folder / "checkpoint.json", msgspec.json.encode(self.checkpoint))
+        replace_bytes(self.folder / CHECKPOINT, msgspec.json.encode(self.checkpoint))
         self._saved = time.monotonic()
 
     def column(self, name: str) -> npt.NDArray[Any]:
@@ -135,46 +132,44 @@ def staging_folder(output: Path) -> Iterator[Path]:
     """The folder beside a dataset in which it is made; no other process has it at the same time.
 
     Raises:
-        DataError: another process is making the same dataset.
+        DataError: another process is making the same dataset, or a folder of this name holds something else.
+        OSError: it cannot be made.
     """
     folder = output.parent / f".{output.name}.prepare"
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise DataError(
+            f"expected nobody else to make {output}, another process does", hint="wait for it, or end it"
+        ) from error
+    try:
+        others = sorted({path.name for path in folder.iterdir() if path.name.strip(".").partition(".")[0] not in _OWN})
+        if others:
             raise DataError(
-                f"expected nobody else to make {output}, another process does", hint="wait for it, or end it"
-            ) from error
+                f"expected {folder} to hold an unfinished dataset, found {', '.join(others[:5])}",
+                hint="move that away: datasets are made there",
+            )
         yield folder
     finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # if nothing is left to continue
         os.close(lock)
 
 
 def read_checkpoint(folder: Path, recipe: str) -> Checkpoint | None:
     """What an earlier run of the same recipe has left; None where there is none."""
     try:
-        checkpoint = msgspec.json.decode((folder / "checkpoint.json").read_bytes(), type=Checkpoint)
-    except (OSError, msgspec.MsgspecError):
+        checkpoint = msgspec.json.decode((folder / CHECKPOINT).read_bytes(), type=Checkpoint)
+        whole = all((folder / name).stat().st_size >= checkpoint.sizes[name] for name in COLUMNS)
+    except (OSError, KeyError, msgspec.MsgspecError):
         return None
-    whole = all(
-        (folder / name).exists() and (folder / name).stat().st_size >= checkpoint.sizes[name] for name in COLUMNS
-    )
     return checkpoint if checkpoint.recipe == recipe and whole else None
 
 
 def clear(folder: Path) -> None:
-    """Delete what is in a folder."""
+    """Delete what is in a staging folder."""
     for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 
 from megatron_dynapipe import config, cpu
+from megatron_dynapipe.elastic import orphans
+from megatron_dynapipe.elastic.job import says_first
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
-from megatron_dynapipe.integration.entry import elastic_run, environment, launch, parent_death
+from megatron_dynapipe.integration.entry import elastic_run, environment, launch
 from megatron_dynapipe.megatron_version import INSTALL_HINT, found_version
 
 
@@ -21,7 +23,7 @@ def run(main: Callable[[], None], *, device: cpu.Device | None = None) -> None:
         main: the run.
         device: to run on; that of `--dynapipe-device` if None.
     """
-    parent_death.end_with_launcher()
+    orphans.end_with_launcher()
     with reported():
         wanted = device or config.value_of(sys.argv[1:], "dynapipe-device", "auto")
         environment.prepare(sys.argv[1:], wanted)  # before anything asks for a device
@@ -40,14 +42,14 @@ def check_megatron() -> None:
         UnsupportedMegatronError: something of it is not there.
     """
     try:
-        from megatron_dynapipe.integration.hooks import behaviour
+        from megatron_dynapipe.integration.hooks import compatibility
     except ImportError as error:
         if not (error.name or "").startswith("megatron."):
             raise
         raise UnsupportedMegatronError(
             f"Megatron {found_version()} lacks what planned runs rely on: {error}", hint=INSTALL_HINT
         ) from error
-    behaviour.check()
+    compatibility.check()
 
 
 @contextlib.contextmanager
@@ -74,7 +76,7 @@ def _report(error: DynaPipeError, prefix: str) -> None:
     more = [f"hint: {error.hint}"] if error.hint is not None else []
     more += getattr(error, "__notes__", ())
     told = "\n".join(more)
-    if told and not launch.says_first(told):
+    if told and not says_first(told):
         told = ""  # another rank has the same error
     print(f"{prefix}error: {error.message}" + f"\n{told}" * bool(told), file=sys.stderr, flush=True)
     launch.write_error_file(str(error))

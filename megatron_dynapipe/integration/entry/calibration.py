@@ -22,16 +22,16 @@ import torch
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.cost import TableCostModel
+from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.errors import CostModelError, DynaPipeError
 from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import launch
 from megatron_dynapipe.integration.flags.arguments import RunSettings, recompute_modes
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.repredict import repredicted_ns
+from megatron_dynapipe.processes import ChildLog, package_path, start_guarded
 from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs
 from megatron_dynapipe.service.source import split_sampler
-from megatron_dynapipe.store import guard
-from megatron_dynapipe.store.child_log import ChildLog
 from megatron_dynapipe.units import NS_PER_MS, ModelFamily
 
 START_S = 120.0
@@ -70,7 +70,7 @@ def measured_costs(args: argparse.Namespace, family: ModelFamily, flags: Sequenc
         return _digest(path)
 
     timeout_s = args.dynapipe_timeout_s + args.dynapipe_calibrate + START_S
-    digest = launch.from_rank_0("calibration", measure, timeout_s=timeout_s)
+    digest = from_rank_0("calibration", measure, timeout_s=timeout_s)
     if not digest:
         return None
     if os.environ.get("RANK", "0") == "0" or not path.exists() or _digest(path) != digest:
@@ -158,26 +158,13 @@ def _run(command: Sequence[str], *, deadline_s: float) -> str | None:
     log = ChildLog()
     ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    root = str(Path(__file__).parents[3])
-    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__],
-        stdin=subprocess.PIPE,
-        stdout=log.file,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
+    process = start_guarded(command, log=log, env=environment | {"PYTHONPATH": package_path()})
     try:
-        process.stdin.write(json.dumps({"command": list(command), "stdin": ""}).encode() + b"\n")
-        process.stdin.flush()
         status = process.wait(deadline_s)
     except subprocess.TimeoutExpired:
         return f"not done after {deadline_s:.0f} s"
-    except BrokenPipeError:
-        status = process.wait()
     finally:
+        assert process.stdin is not None
         process.stdin.close()  # ends what still runs
         last = [line for line in log.tail(200).splitlines() if "error: " in line or "Error: " in line]
         log.close()
@@ -186,9 +173,7 @@ def _run(command: Sequence[str], *, deadline_s: float) -> str | None:
 
 def _share(path: Path, timeout_s: float) -> None:
     """Rank 0's file, at the same place on this rank's node."""
-    data = launch.from_rank_0(
-        "calibration-file", lambda: path.read_text(encoding="utf-8"), timeout_s=timeout_s
-    ).encode()
+    data = from_rank_0("calibration-file", lambda: path.read_text(encoding="utf-8"), timeout_s=timeout_s).encode()
     TableCostModel.decode(data, origin="rank 0's measured costs")
     if path.exists() and path.read_bytes() == data:
         return

@@ -14,12 +14,13 @@ import torch
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.meta import tokenizer_folder
+from megatron_dynapipe.elastic import orphans
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.entry import environment, parent_death
+from megatron_dynapipe.integration.entry import environment
 from megatron_dynapipe.integration.entry.bootstrap import reported
 from megatron_dynapipe.integration.flags import arguments, split_words
 from megatron_dynapipe.integration.flags.plan_inputs import train_iterations
-from megatron_dynapipe.integration.hooks import active_run, behaviour, optimizer_patches
+from megatron_dynapipe.integration.hooks import active_run, compatibility, optimizer_patches
 from megatron_dynapipe.units import ModelFamily
 
 if TYPE_CHECKING:
@@ -53,11 +54,11 @@ def check_arguments(args: argparse.Namespace) -> None:
     """
     if not args.use_dynapipe:
         return
-    parent_death.end_with_launcher()
+    orphans.end_with_launcher()
     with reported():
         _check_device()
-        behaviour.check_patches()
-        behaviour.check()
+        compatibility.check_patches()
+        compatibility.check()
         optimizer_patches.apply()
         settings = arguments.check(args, ModelFamily.GPT)
         _check_model_flags(args)

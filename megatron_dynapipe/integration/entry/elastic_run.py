@@ -1,6 +1,6 @@
 """A rank under `megatron-dynapipe launch`: the layout for as many ranks as there are, resuming, leaving on notice.
 
-    rank 0        parses the flags as for one rank, has the layout chosen, tells all ranks
+    rank 0        parses the flags as for one rank, and chooses the layout for all
     ranks of it   go on with the layout's flags
     others        stand by until the set of nodes changes, or the run ends
 
@@ -15,24 +15,24 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.elastic import rounds
-from megatron_dynapipe.elastic.job import LEFT, Job, note
-from megatron_dynapipe.elastic.pace import SAVE_EVERY
+from megatron_dynapipe.cost import CostModel
+from megatron_dynapipe.elastic import orphans
+from megatron_dynapipe.elastic.job import LEFT, Job
+from megatron_dynapipe.elastic.layout import LayoutChoice, agree_on_layout, announce_end, choose_for_megatron
+from megatron_dynapipe.elastic.run_folder import lock_folder
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
-from megatron_dynapipe.files import read_bounded, user_cache_folder
-from megatron_dynapipe.integration.entry import emergency, launch
+from megatron_dynapipe.outputs import replace_bytes
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tuning import Space
 from megatron_dynapipe.units import ModelFamily
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.elastic.layout import Choice, Question
 
 LAYOUT_FLAGS = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"),
@@ -41,15 +41,19 @@ LAYOUT_FLAGS = (
 )
 """Flags that take one value and are chosen here; what the user gives of them has no effect."""
 HANDLER = "--exit-signal-handler"
+SAVING = ".dynapipe-saving"
+"""In the folder of emergency checkpoints: the iteration whose checkpoint this job began to save last."""
 BATCHES = 2
 """Global batches by which layouts are judged."""
+_LOCK_SHARE = 0.8
+"""Of the deadline of exchanges: how long rank 0 waits for the folder's lock while the others wait for rank 0."""
 
-_heard_notice = False
+_has_notice = False
 """Whether some rank has had a notice; the same on all ranks, after the iteration in which they agreed on it."""
 
 
 def prepare(family: ModelFamily) -> None:
-    """Turn the command line into that of this number of ranks; nothing happens where `launch` did not start the rank.
+    """Give the command line the layout that fits the ranks that are there. Does nothing without `launch`.
 
     A rank that the layout has no use for does not return.
 
@@ -59,37 +63,47 @@ def prepare(family: ModelFamily) -> None:
     job = Job.current()
     if job is None:
         return
-    _listen()
-    words = _words()
-    if job.emergency_every is None and not _saves_itself(words):
-        emergency.keep_pace()
-    words += _saving(words, job)
-    timeout_s = float(config.value_of(words, "dynapipe-timeout-s", "300"))
-
-    def decide() -> str:
-        return msgspec.json.encode(_choose(family, words, job)).decode()
-
-    choice = _decoded(launch.from_rank_0("layout", decide, timeout_s=timeout_s))
-    if not choice.ranks:
-        rounds.await_more_ranks(choice, job)
-    if int(os.environ["RANK"]) >= choice.ranks:
-        rounds.stand_by(choice, timeout_s=timeout_s)
-    os.environ["WORLD_SIZE"] = str(choice.ranks)
-    sys.argv[1:] = words + choice.words()
+    orphans.end_with_launcher(signal.SIGKILL)  # SIGTERM would be a notice, and the rank would go on to save
+    _take_notices()
+    argv = _resumable_flags()
+    argv += _saving_flags(argv, job)
+    timeout_s = float(config.value_of(argv, "dynapipe-timeout-s", "300"))
+    choice = agree_on_layout(lambda: _choose(family, argv, job, timeout_s), timeout_s=timeout_s)
+    sys.argv[1:] = argv + choice.flags()
 
 
 @contextlib.contextmanager
 def status() -> Iterator[None]:
-    """Around a run: a rank that leaves on notice ends with the status that says so; standing ranks hear of the end."""
+    """Around a run: a rank that leaves on notice ends with the status that says so; ranks that stand by end with it."""
     try:
         yield
     except SystemExit as leaving:
-        if leaving.code or not _heard_notice:
+        if leaving.code or not _has_notice:
             raise
-        note("saved")
         _leave()
     if Job.current() is not None and os.environ.get("RANK") == "0":
-        rounds.tell_end()
+        announce_end()
+
+
+def lock_checkpoints(args: argparse.Namespace) -> None:
+    """Let this run alone save to `--save` until rank 0 ends, and to its folder of emergency checkpoints.
+
+    Raises:
+        ConfigError: on rank 0: another run does, or the folder cannot be written to.
+    """
+    if args.rank == 0 and args.save is not None:
+        _lock(args.save, args.dynapipe_timeout_s)
+
+
+def _lock(saved: str, timeout_s: float) -> None:
+    if "://" in saved:  # an object store, through Megatron's multi-storage client
+        return
+    try:
+        lock_folder(Path(saved), wait_s=timeout_s * _LOCK_SHARE)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write checkpoints to {saved}: {error.strerror}", hint="give --save a folder of yours"
+        ) from error
 
 
 def _leave() -> NoReturn:
@@ -102,31 +116,54 @@ def _leave() -> NoReturn:
     sys.exit(LEFT)
 
 
-def _decoded(text: str) -> "Choice":
-    from megatron_dynapipe.elastic.layout import Choice
-
-    return msgspec.json.decode(text, type=Choice)
-
-
-def _listen() -> None:
-    """Take SIGUSR1 as SIGTERM, which Megatron's handler takes; remember what all ranks agree on."""
+def _take_notices() -> None:
+    """Take SIGUSR1 as SIGTERM, which Megatron's handler takes; after every iteration, see what ranks agreed on."""
+    from megatron.training import get_args
     from megatron.training.dist_signal_handler import DistributedSignalHandler
 
     received = DistributedSignalHandler.signals_received
 
     def signals_received(handler: DistributedSignalHandler) -> Any:
-        global _heard_notice
-        heard = received(handler)
-        if any(heard) and not _heard_notice:
-            _heard_notice = True
-            note("agreed")
-        return heard
+        global _has_notice
+        found = received(handler)
+        _has_notice = _has_notice or any(found)
+        note_save(get_args())
+        return found
 
     DistributedSignalHandler.signals_received = signals_received
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
 
-def _words() -> list[str]:
+def note_save(args: argparse.Namespace) -> None:
+    """Before Megatron saves an emergency checkpoint, record which; called on every rank after every iteration."""
+    iteration = args.curr_iteration + 1
+    every, lasting = args.non_persistent_save_interval, args.save_interval
+    if args.rank != 0 or args.non_persistent_ckpt_type != "global" or not every or iteration % every:
+        return
+    if not (lasting and iteration % lasting == 0):
+        folder = Path(args.non_persistent_global_ckpt_dir or Path(args.save, "non_persistent"))
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_bytes(folder / SAVING, f"{iteration}\n".encode())
+
+
+def delete_unfinished(folder: Path) -> None:
+    """Delete the emergency checkpoint that this job began and did not complete; no rank may be saving.
+
+    Megatron keeps the one of the highest iteration, complete or not, and deletes the others before it saves again.
+
+    Args:
+        folder: of emergency checkpoints. Where its tracker cannot be read, nothing is deleted.
+    """
+    from megatron_dynapipe.integration.flags.run_record import checkpoint_of, last_iteration
+
+    begun, complete = last_iteration(folder, SAVING), last_iteration(folder)
+    path = checkpoint_of(folder, begun)
+    if begun is None or complete is None or begun <= complete or path is None or path.is_symlink():
+        return
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _resumable_flags() -> list[str]:
     """The command line without a layout, with what makes it resume.
 
     Raises:
@@ -137,43 +174,43 @@ def _words() -> list[str]:
     from megatron_dynapipe.integration.flags import arguments
 
     parser = arguments.add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    words = config.expand(sys.argv[1:], arguments.switches(parser))
-    if os.environ["RANK"] == "0" and (given := [word for word in words if word.partition("=")[0] in LAYOUT_FLAGS]):
+    argv = config.expand(sys.argv[1:], arguments.switches(parser))
+    if os.environ["RANK"] == "0" and (given := [each for each in argv if each.partition("=")[0] in LAYOUT_FLAGS]):
         print(f"without effect under launch, which chooses the layout: {', '.join(given)}", flush=True)
-    words = without(words, LAYOUT_FLAGS)
-    saved = config.value_of(words, "save", "")
+    argv = without(argv, LAYOUT_FLAGS)
+    saved = config.value_of(argv, "save", "")
     if not saved:
         raise ConfigError("expected --save DIR under launch, got none", hint="a folder that all nodes see")
-    if not config.value_of(words, "save-interval", ""):
+    if not config.value_of(argv, "save-interval", ""):
         raise ConfigError("expected --save-interval N with --save, got none", hint="iterations between checkpoints")
-    if (kind := config.value_of(words, "ckpt-format", "torch_dist")) != "torch_dist":
+    if (kind := config.value_of(argv, "ckpt-format", "torch_dist")) != "torch_dist":
         raise ConfigError(
             f"expected --ckpt-format torch_dist under launch, got {kind}", hint="others load in one layout alone"
         )
-    if int(config.value_of(words, "context-parallel-size", "1")) > 1:
+    if int(config.value_of(argv, "context-parallel-size", "1")) > 1:
         raise ConfigError("launch knows no layouts with context parallelism", hint="remove --context-parallel-size")
-    return [*words, *resuming(words, Path(saved))]
+    return [*argv, *resuming(argv, Path(saved))]
 
 
-def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+def without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
     """A command line without flags that take one value."""
     kept: list[str] = []
-    left = iter(words)
-    for word in left:
-        if word in flags:
+    left = iter(argv)
+    for each in left:
+        if each in flags:
             next(left, None)
-        elif word.partition("=")[0] not in flags:
-            kept.append(word)
+        elif each.partition("=")[0] not in flags:
+            kept.append(each)
     return kept
 
 
-def resuming(words: Sequence[str], saved: Path) -> list[str]:
+def resuming(argv: Sequence[str], saved: Path) -> list[str]:
     """Flags that resume what this job has saved, whatever it first began from; none before it has."""
     from megatron_dynapipe.integration.flags.run_record import TRACKER
 
-    if not any((folder / TRACKER).exists() for folder in (saved, _emergency_folder(words, saved))):
+    if not any((folder / TRACKER).exists() for folder in (saved, _emergency_folder(argv, saved))):
         return []
-    if "--finetune" in words:
+    if "--finetune" in argv:
         raise ConfigError(
             f"{saved} holds checkpoints of this job, and --finetune would begin from them anew",
             hint="leave --finetune out when a job is resumed, or --save in an empty folder",
@@ -181,65 +218,35 @@ def resuming(words: Sequence[str], saved: Path) -> list[str]:
     return ["--load", str(saved)]
 
 
-def _emergency_folder(words: Sequence[str], saved: Path) -> Path:
-    return Path(config.value_of(words, "non-persistent-global-ckpt-dir", str(saved / "non_persistent")))
+def _emergency_folder(argv: Sequence[str], saved: Path) -> Path:
+    return Path(config.value_of(argv, "non-persistent-global-ckpt-dir", str(saved / "non_persistent")))
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove emergency checkpoints that were not completed; no rank may be saving.
-
-    Megatron keeps the one of the highest iteration, complete or not, and removes the others before it saves again.
-    """
-    from megatron_dynapipe.integration.flags.run_record import TRACKER
-
-    try:
-        complete = int(read_bounded(folder / TRACKER, most_bytes=100))
-    except (OSError, ValueError):
-        complete = -1
-    for path in folder.glob("iter_*"):
-        number = path.name.removeprefix("iter_")
-        if number.isdecimal() and int(number) > complete:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _saves_itself(words: Sequence[str]) -> bool:
-    return any(word.startswith("--non-persistent-") for word in words)
-
-
-def _saving(words: Sequence[str], job: Job) -> list[str]:
+def _saving_flags(argv: Sequence[str], job: Job) -> list[str]:
     """Flags by which every checkpoint can be loaded in every layout, on notice and every few iterations."""
     added = [HANDLER]
-    if "--use-distributed-optimizer" in words:
+    if "--use-distributed-optimizer" in argv:
         added += ["--dist-ckpt-optim-fully-reshardable"]
-    every = SAVE_EVERY if job.emergency_every is None else job.emergency_every
-    if every and not _saves_itself(words):
-        added += ["--non-persistent-save-interval", str(every), "--non-persistent-ckpt-type", "global"]
+    if job.emergency_every and not any(each.startswith("--non-persistent-") for each in argv):
+        added += ["--non-persistent-save-interval", str(job.emergency_every), "--non-persistent-ckpt-type", "global"]
     return added
 
 
-def _choose(family: ModelFamily, words: Sequence[str], job: Job) -> "Choice":
-    from megatron_dynapipe.elastic.layout import cached
-
-    began = time.monotonic()
-    remove_unfinished(_emergency_folder(words, Path(config.value_of(words, "save", ""))))
-    with _one_rank(words):
-        question, costs, batches = _question(family, job)
-    question = msgspec.structs.replace(question, ranks=int(os.environ["WORLD_SIZE"]))
+def _choose(family: ModelFamily, argv: Sequence[str], job: Job, timeout_s: float) -> LayoutChoice:
+    saved = config.value_of(argv, "save", "")
+    _lock(saved, timeout_s)
+    delete_unfinished(_emergency_folder(argv, Path(saved)))
+    ranks = int(os.environ["WORLD_SIZE"])
+    with _one_rank(argv):
+        base, space, costs, batches = _choices(family, job)
     try:
-        choice = cached(question, costs, batches, user_cache_folder())
+        return choose_for_megatron(base, msgspec.structs.replace(space, devices=ranks), job.most_ranks, costs, batches)
     except InfeasibleError as error:
         raise ConfigError(error.message, hint=error.hint) from error
-    seconds = time.monotonic() - began
-    note("layout", ranks=choice.ranks, seconds=round(seconds, 3), layout=str(choice))
-    if choice.ranks:
-        left = f"; {question.ranks - choice.ranks} stand by ({choice.reason})" if choice.reason else ""
-        print(f"layout: {choice.ranks} ranks: {choice}; chosen in {seconds:.1f} s{left}", flush=True)
-    return choice
 
 
-def _question(family: ModelFamily, job: Job) -> "tuple[Question, Any, list[Any]]":
-    """What is to be chosen, by which costs, for which batches: from the command line of one rank."""
-    from megatron_dynapipe.elastic.layout import Question
+def _choices(family: ModelFamily, job: Job) -> tuple[PlannerSettings, Space, CostModel, list[GlobalBatch]]:
+    """What there is to choose from, by which costs, for which batches: from the command line of one rank."""
     from megatron_dynapipe.integration.entry import runs
     from megatron_dynapipe.integration.flags.arguments import RunSettings
     from megatron_dynapipe.integration.flags.plan_inputs import preview_inputs
@@ -249,16 +256,15 @@ def _question(family: ModelFamily, job: Job) -> "tuple[Question, Any, list[Any]]
     settings = RunSettings.from_args(args)
     inputs = preview_inputs(args, settings, family, on_cpu=cpu.is_enabled())
     sampler = split_sampler(settings.data, inputs.splits[0])
-    question = Question(
-        base=inputs.planner,
-        ranks=1,
-        most_ranks=job.most_ranks,
+    space = Space(
+        devices=1,
         tensor_sizes=_tensor_sizes(args, job.most_ranks),
         distributed_optimizer=args.use_distributed_optimizer,
         global_batch_size=None if args.tokens_per_global_batch else args.global_batch_size,
     )
     count = sampler.batches.count
-    return question, inputs.costs.load(), [sampler.batch(at) for at in range(min(BATCHES, count or BATCHES))]
+    batches = [sampler.batch(at) for at in range(min(BATCHES, count or BATCHES))]
+    return inputs.planner, space, inputs.costs.load(), batches
 
 
 def _tensor_sizes(args: argparse.Namespace, most: int) -> tuple[int, ...]:
@@ -273,18 +279,18 @@ def _tensor_sizes(args: argparse.Namespace, most: int) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _one_rank(words: Sequence[str]) -> Iterator[None]:
+def _one_rank(argv: Sequence[str]) -> Iterator[None]:
     """The command line and the environment of a run of one rank, for the length of a block.
 
     Parsing sets Megatron's global variables, a signal handler among them: there is to be none yet.
     """
     from megatron.training.global_vars import unset_global_variables
 
-    argv, world = sys.argv[1:], os.environ["WORLD_SIZE"]
+    before, world = sys.argv[1:], os.environ["WORLD_SIZE"]
     os.environ["WORLD_SIZE"] = "1"
-    sys.argv[1:] = [word for word in words if word != HANDLER]
+    sys.argv[1:] = [each for each in argv if each != HANDLER]
     try:
         yield
     finally:
         unset_global_variables()
-        sys.argv[1:], os.environ["WORLD_SIZE"] = argv, world
+        sys.argv[1:], os.environ["WORLD_SIZE"] = before, world

@@ -6,7 +6,6 @@ error reports it for all, and no rank goes on into Megatron's initialisation, wh
 
 import contextlib
 import datetime
-import hashlib
 import json
 import os
 import signal
@@ -16,14 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_dynapipe.elastic.rounds import awaited, start_of_ranks
+from megatron_dynapipe.elastic.job import agent_store, has_agent_store
 from megatron_dynapipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _READY, _VERDICT, _GO = "ready", "verdict", "go"
-_FAILED = "failed"
 REPORTED_HERE = "reported_here"
 """Attribute of an error that this rank reports, whichever it is."""
 _RANK_0_FIRST_S = 2.0
@@ -40,10 +38,11 @@ def start_together[T](check: Callable[[], T], *, timeout_s: float) -> T:
     Raises:
         ConfigError: some rank did not finish its check within `timeout_s`.
     """
-    store = _agent_store(timeout_s)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    store = agent_store(timeout_s) if world > 1 else None
     if store is None:
         return check()
-    rank, world = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
+    rank = os.environ["RANK"]
     try:
         value = check()
     except Exception as error:
@@ -73,78 +72,19 @@ def _wait_for_rank_0(store: "Store") -> None:
         store.wait([_VERDICT], datetime.timedelta(seconds=_RANK_0_FIRST_S))
 
 
-def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
-    """A text that rank 0 makes for all, in the check of `start_together` or later; without a store every rank makes it.
-
-    Where rank 0 cannot make it, it raises; the others exit with status 2 and leave the report to it.
-
-    Raises:
-        ConfigError: rank 0 did not finish within `timeout_s`.
-    """
-    store = _agent_store(timeout_s)
-    if store is None:
-        return make()
-    if os.environ["RANK"] == "0":
-        try:
-            text = make()
-        except BaseException:
-            store.set(name, _FAILED)
-            raise
-        store.set(name, text)
-        return text
-    hint = "--dynapipe-timeout-s allows more time"
-    text = awaited(store, name, f"rank 0's {name}", timeout_s=timeout_s, hint=hint)
-    if text == _FAILED:
-        leave_report_to_another_rank(2)
-    return text
-
-
-def _has_agent_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _agent_store(timeout_s: float) -> "Store | None":
-    """A client of torchrun's store, with keys of this launch's own; None where another launcher started the ranks."""
-    if not _has_agent_store() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return None
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # late: importing torch takes a second
-
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
-    return PrefixStore(f"dynapipe/{start_of_ranks()}", store)
-
-
 def ranks_stand_alone() -> bool:
     """Whether there are several ranks without a launch store: they agree on nothing before Megatron connects them."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not _has_agent_store()
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not has_agent_store()
 
 
 def checks_for_all() -> bool:
     """Whether this rank runs the checks that one rank can run for all: rank 0, or every rank without a launch store."""
-    return os.environ.get("RANK", "0") == "0" or not _has_agent_store()
+    return os.environ.get("RANK", "0") == "0" or not has_agent_store()
 
 
 def reports_for_all() -> bool:
     """Whether this rank prints an error that all ranks have: the first of each node, in case nodes differ."""
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
-
-
-def says_first(text: str) -> bool:
-    """Whether this rank is the first of the job to print a text that others may print too; without a store it is."""
-    import torch.distributed as dist
-
-    rank = os.environ.get("RANK", "0")
-    with contextlib.suppress(Exception):  # the store may be gone with the process that hosts it
-        made = dist.is_initialized()
-        store = dist.distributed_c10d._get_default_store() if made else _agent_store(_GRACE_S)
-        if store is not None:
-            key = f"dynapipe/said/{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
-            return store.compare_set(key, "", rank) == rank.encode()
-    return True
 
 
 def leave_report_to_another_rank(status: int) -> NoReturn:

@@ -10,9 +10,7 @@ batch's lengths, so all ranks come to the same one, and no store or planner proc
 loop plans ahead instead, in a process of its own (`session`).
 """
 
-import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -31,17 +28,17 @@ from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
-from megatron_dynapipe.integration.execution.transport import open_transport
+from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.execution.warm_up import warm_up
 from megatron_dynapipe.integration.hooks import fused_kernels, optimizer_patches
-from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.specs import packing_obstacle
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
+from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.runtime import PipelineExecutor, Trace, platform_of, watched
+from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
@@ -60,7 +57,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class StepReport:
     """The result of one iteration, the same on every rank except for the trace.
 
     Attributes:
@@ -119,32 +116,18 @@ class MegatronPipeline:
         self._device = next(models[0].parameters()).device
         self.planner = planner
         self._config = get_model_config(models[0])
+        self._dtype = self._config.pipeline_dtype or self._config.params_dtype
         self._check()
         optimizer_patches.apply()
         fused_kernels.fuse_adam(optimizer)
         self._control = ControlGroup(timeout_s=timeout_s)
-        link = open_transport(self._control, planner.settings, device=self._device, timeout_s=timeout_s)
-        self._stage, self._stages, self._last_rank = link.stage, len(link.ranks), link.ranks[-1]
-        with ExitStack() as resources:
-            self._executor = PipelineExecutor(
-                link.transport,
-                platform_of(self._device),
-                stages=self._stages,
-                dtype=self._config.pipeline_dtype or self._config.params_dtype,
-                watch=resources.enter_context(watched(self._device, deadline_s=timeout_s, rank=self._control.rank)),
-            )
-            weakref.finalize(self, resources.pop_all().close)  # the watchdog's thread ends with this object
-        self._replica = parallel_state.get_data_parallel_rank()
-        self._state = MicroBatchContext(
-            models,
-            seed=seed,
-            replica=self._replica,
-            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            stage=self._stage,
+        self._runner = open_runner(
+            self._control, planner.settings, device=self._device, dtype=self._dtype, timeout_s=timeout_s, adds_up=True
         )
+        self._replica = parallel_state.get_data_parallel_rank()
+        self._state = MicroBatchContext(models, seed=seed)
         self._required, self._tokens = required_fields_of(models), tokens
         self.iteration = first_iteration
-        self._is_warm = False
         self._configure()
 
     def plan(self, batch: Sequence[Sample], *, forward_only: bool = False) -> IterationPlan:
@@ -153,7 +136,7 @@ class MegatronPipeline:
             global_batch(batch, self._family, self.iteration), self.iteration, forward_only=forward_only
         )
 
-    def step(self, batch: Sequence[Sample], plan: IterationPlan | None = None) -> StepResult:
+    def step(self, batch: Sequence[Sample], plan: IterationPlan | None = None) -> StepReport:
         """Plan a global batch, run it, reduce the gradients and update the weights.
 
         Args:
@@ -172,7 +155,7 @@ class MegatronPipeline:
         self._optimizer.zero_grad()
         result = self.run(batch, plan)
         updated, norm, _ = self._optimizer.step()
-        return StepResult(
+        return StepReport(
             loss=result.loss,
             tokens=result.tokens,
             overflowed=not updated,
@@ -181,7 +164,7 @@ class MegatronPipeline:
             trace=result.trace,
         )
 
-    def evaluate(self, batch: Sequence[Sample]) -> StepResult:
+    def evaluate(self, batch: Sequence[Sample]) -> StepReport:
         """The loss of a global batch, without gradients; the models are in evaluation mode meanwhile."""
         for model in self._models:
             model.eval()
@@ -199,7 +182,7 @@ class MegatronPipeline:
         *,
         forward_only: bool = False,
         force_all_reduce: bool = False,
-    ) -> StepResult:
+    ) -> StepReport:
         """Plan and run a global batch; gradients are added to the models' buffers, reduced and divided by tokens.
 
         Args:
@@ -208,34 +191,46 @@ class MegatronPipeline:
             forward_only: no backward passes.
             force_all_reduce: whole gradients on every replica, also with the distributed optimizer.
         """
-        if plan is None:
-            plan = self.plan(batch, forward_only=forward_only)
-        if self._device.type == "cuda" and not self._is_warm and not forward_only:
-            self.warm_up(plan)
+        plan = self._agreed(batch, plan, forward_only=forward_only)
         replica = plan.replicas[self._replica]
         collate = Collator(required=self._required, reader=_Reader(batch), special=self._tokens)
 
         def prepare(index: int) -> None:
             self._state.begin(plan.iteration, index, replica.micro_batches[index].recompute)
 
-        result = run_iteration(
-            replica.stages[self._stage],
-            self._executor,
+        result, _ = run_iteration(
+            self._runner,
+            replica.stages[self._runner.stage],
             self._models,
             self._step_function,
             lambda index: self._make_batch(collate(index, replica.micro_batches[index], self._family), self._device),
-            stage=self._stage,
-            stages=self._stages,
             prepare=prepare,
+            warm_up=lambda: self.warm_up(plan),
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
         )
         if not forward_only:
             self.iteration += 1
-        loss, tokens = self._reduce(result.losses)
-        return StepResult(
-            loss=loss / tokens, tokens=tokens, overflowed=False, gradient_norm=None, plan=plan, trace=result.trace
+        return StepReport(
+            loss=result.mean_loss,
+            tokens=int(result.count),
+            overflowed=False,
+            gradient_norm=None,
+            plan=plan,
+            trace=result.trace,
         )
+
+    def _agreed(self, batch: Sequence[Sample], plan: IterationPlan | None, *, forward_only: bool) -> IterationPlan:
+        """The plan to run, the same on all ranks; raises on all of them where one has none."""
+        error: Exception | None = None
+        try:
+            plan = plan or self.plan(batch, forward_only=forward_only)
+        except Exception as raised:  # noqa: BLE001  (whatever it is, the other ranks must raise too)
+            error = raised
+        identity = "" if plan is None else digest(plan)
+        self._control.start_agreement(error, plan=identity, what=f"iteration {self.iteration}").settle()
+        assert plan is not None, "without a plan the agreement raises"
+        return plan
 
     def warm_up(self, plan: IterationPlan) -> None:
         """Run a small micro-batch under each mode of recomputation, so that no list meets a kernel not yet loaded.
@@ -253,11 +248,11 @@ class MegatronPipeline:
             make_batch=lambda host: self._make_batch(host, self._device),
             prepare=lambda mode: self._state.begin(plan.iteration, 0, mode),
             required=self._required,
-            stage=self._stage,
+            stage=self._runner.stage,
             longest=Shape(1, max(s.input_length for s in shapes), max(s.target_length for s in shapes)),
-            dtype=self._config.pipeline_dtype or self._config.params_dtype,
+            dtype=self._dtype,
         )
-        self._is_warm = True
+        self._runner.is_warm = True
 
     @property
     def _family(self) -> ModelFamily:
@@ -315,20 +310,6 @@ class MegatronPipeline:
             config.grad_scale_func = self._optimizer.scale_loss
         if getattr(models[0], "ddp_config").overlap_grad_reduce:  # noqa: B009  (not an attribute nn.Module knows)
             config.no_sync_func = [getattr(model, "no_sync") for model in models]  # noqa: B009
-
-    def _reduce(self, losses: Sequence[dict[str, torch.Tensor]]) -> tuple[float, int]:
-        """Loss and tokens summed over micro-batches and replicas, from the last stage to all."""
-        total = torch.zeros(2, dtype=torch.float64, device=self._device)
-        if self._stage == self._stages - 1:
-            for report in losses:
-                total += report[LOSS_NAME]
-            replicas = parallel_state.get_data_parallel_group()
-            if replicas.size() > 1:  # NCCL would make a communicator for a rank alone, which takes memory
-                dist.all_reduce(total, group=replicas)
-        if self._stages > 1:
-            dist.broadcast(total, self._last_rank, group=parallel_state.get_pipeline_model_parallel_group())
-        loss, tokens = total.tolist()
-        return loss, int(tokens)
 
 
 class _Reader:

@@ -19,13 +19,13 @@ from megatron.training.arguments import add_megatron_arguments, parse_and_valida
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.meta import tokenizer_folder
+from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import calibration, elastic_run, launch
 from megatron_dynapipe.integration.entry.session import MakeBatch, Session
+from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
-from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.step_functions import (
-    StepFunction,
     check_losses,
     gpt_batch,
     gpt_step,
@@ -76,7 +76,7 @@ class Run:
     args: argparse.Namespace
     session: Session
     model_provider: ModelProvider
-    forward_step: StepFunction
+    forward_step: ForwardStep
     embedding_ranks: EmbeddingRanks | None = None
     position_embedding_ranks: EmbeddingRanks | None = None
 
@@ -146,6 +146,7 @@ def _preflight(args: argparse.Namespace, family: ModelFamily) -> None:
         settings = arguments.RunSettings.from_args(args)
         on_cpu = cpu.is_enabled()
         check_run(args, settings, preview_inputs(args, settings, family, on_cpu=on_cpu), on_cpu=on_cpu)
+    elastic_run.lock_checkpoints(args)
 
 
 def _report_calibration(args: argparse.Namespace, family: ModelFamily) -> None:
@@ -167,7 +168,7 @@ def _plan_layer_split(args: argparse.Namespace, family: ModelFamily) -> tuple[in
         settings = arguments.RunSettings.from_args(args)
         return ",".join(map(str, chosen_layer_split(args, settings, family, on_cpu=cpu.is_enabled())))
 
-    split = launch.from_rank_0("layer-split", choose, timeout_s=args.dynapipe_timeout_s)
+    split = from_rank_0("layer-split", choose, timeout_s=args.dynapipe_timeout_s)
     args.dynapipe_layers_per_stage = split
     if args.rank == 0:
         print(f"layers per stage: {split}", flush=True)

@@ -22,30 +22,28 @@ from megatron.core.utils import get_model_config
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.elastic.job import Job, note, note_training
+from megatron_dynapipe.elastic.job import note_training
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.progress import progress_bar
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
+from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep, PrepareMicroBatch
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
-from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep, PrepareMicroBatch
 from megatron_dynapipe.integration.execution.task_losses import named_losses
-from megatron_dynapipe.integration.execution.transport import open_transport
+from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
 from megatron_dynapipe.integration.flags.arguments import RunSettings
 from megatron_dynapipe.integration.flags.model_state import StateBytes
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.hooks.timers import add_times
-from megatron_dynapipe.integration.supply.agreed_iterator import AgreedIterator
+from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.integration.supply.recorder import Recorder
-from megatron_dynapipe.integration.supply.same_run import check_same_run
-from megatron_dynapipe.integration.supply.slow_ranks import SlowRanks
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import RunRecord
-from megatron_dynapipe.runtime import PipelineExecutor, Trace, platform_of, watched
+from megatron_dynapipe.runtime import Trace, platform_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.runtime.device_memory import memory_counts, reserve, tensor_room_bytes
+from megatron_dynapipe.runtime.memory import memory_counts, reserve, tensor_room_bytes
 from megatron_dynapipe.service.recalibration import Recalibration
 from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs
 from megatron_dynapipe.units import NS_PER_MS, Shape, input_positions, target_positions
@@ -140,7 +138,6 @@ class Session:
         Chunks of a rank share them; the schedule takes one item per iteration, whatever their number.
         """
         if not self._iterators:
-            note("loaded")
             self._start()
         return self._iterators["train"], self._iterators.get("valid"), self._iterators.get("test")
 
@@ -164,33 +161,29 @@ class Session:
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         item: PlannedIteration = next(iterator)
         self._record_checkpoint()
-        if self._device.type == "cuda" and self._trained is None and not forward_only:
-            self._warm_up(models, forward_step_func, item)
-        result = run_iteration(
+        result, losses = run_iteration(
+            self._runner,
             item.entry.stage_plan,
-            self._executor,
             models,
             self._wrap_step(forward_step_func),
             lambda index: self._make_batch(item.micro_batches[index], self._device),
-            stage=self._stage,
-            stages=self._stages,
             prepare=self._prepare(models, item),
+            warm_up=lambda: self._warm_up(models, forward_step_func, item),
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
         )
-        self._check_losses(result.losses)
+        self._check_losses(losses)
         if forward_only:
-            return self._evaluated(iterator, result.losses)
+            return self._evaluated(iterator, losses)
         add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
         if self._trained is None:
-            note_training(item.entry.iteration)
+            note_training()
         self._trained, self._trace = item, result.trace
-        self._recorder.add(item, result.trace, result.losses)
-        self._slow_ranks.add(item, result.trace)
+        self._recorder.add(item, result.trace, losses)
         self._move_bar()
         count_flops(item)
         self._iterators["train"].prepare()
-        return result.losses
+        return losses
 
     def _evaluated(self, iterator: Any, losses: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """The loss reports of an evaluation's iteration, with every task's, for Megatron and the records."""
@@ -223,13 +216,7 @@ class Session:
     def _prepare(self, models: Sequence[torch.nn.Module], item: PlannedIteration) -> PrepareMicroBatch:
         """Sets the model chunks for each micro-batch of an iteration."""
         if self._context is None:
-            self._context = MicroBatchContext(
-                models,
-                seed=self._seed,
-                replica=parallel_state.get_data_parallel_rank(),
-                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-                stage=self._stage,
-            )
+            self._context = MicroBatchContext(models, seed=self._seed)
         state, entry = self._context, item.entry
 
         def prepare(index: int) -> None:
@@ -278,16 +265,15 @@ class Session:
         self._control = ControlGroup(timeout_s=self._settings.timeout_s)
         inputs = self._with_model_state(self._control.run_on_all(self._make_inputs))
         check_same_run(self._control, self._settings, inputs)
-        self._slow_ranks = SlowRanks(self._control, Job.current())
         timeout_s = self._settings.timeout_s
         if self._settings.reserve_all_memory:
             limit = inputs.planner.memory_limit_bytes
             self._control.run_on_all(lambda: reserve(limit, self._device))
-        link = open_transport(self._control, inputs.planner, device=self._device, timeout_s=timeout_s)
-        self._stage, self._stages = link.stage, len(link.ranks)
-        platform = platform_of(self._device)
-        watch = self._resources.enter_context(watched(self._device, deadline_s=timeout_s, rank=self._control.rank))
-        self._executor = PipelineExecutor(link.transport, platform, stages=self._stages, dtype=self._dtype, watch=watch)
+        self._runner = open_runner(
+            self._control, inputs.planner, device=self._device, dtype=self._dtype, timeout_s=timeout_s, adds_up=False
+        )
+        self._resources.callback(self._runner.close)
+        self._stage, self._stages = self._runner.stage, self._runner.stages
         supply = self._resources.enter_context(PlanSupply(self._settings, self._control, inputs, device=self._device))
         names = read_meta(self._settings.data).tasks
         self._tasks = names if len(names) > 1 else ()
@@ -312,7 +298,7 @@ class Session:
             replica=replica,
             stage=self._stage,
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            metrics=MetricsWriter(platform, interval=self._metrics_interval, planners=supply.planner_metrics),
+            metrics=MetricsWriter(platform_of(self._device), interval=self._metrics_interval),
             maximum=self._longest,
             timeout_s=timeout_s,
             publisher=None if rule is None else self._publisher(rule, supply, rank),

@@ -8,93 +8,93 @@ in return it wants gradients accumulated and finalized and the loss reports of t
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron_dynapipe.integration.execution.parameter_gather import gather_parameters
-from megatron_dynapipe.integration.execution.stage_handlers import (
+from megatron_dynapipe.integration.execution.megatron_stage import (
     ForwardStep,
     LoadMicroBatch,
+    MegatronStage,
     PrepareMicroBatch,
-    StageHandlers,
 )
-from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.hooks.timers import without_timers
-from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
-from megatron_dynapipe.plan.instructions import Backward, Instruction
+from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.runtime import PipelineExecutor, Trace
-
-
-@dataclass(frozen=True, slots=True)
-class IterationResult:
-    """What one iteration gives back: the last stage's loss reports (empty elsewhere) and when instructions ran."""
-
-    losses: list[dict[str, torch.Tensor]]
-    trace: Trace
+from megatron_dynapipe.runtime import Step, StepRunner, StepTotals
 
 
 def run_iteration(
+    runner: StepRunner,
     plan: StagePlan,
-    executor: PipelineExecutor,
     models: Sequence[torch.nn.Module],
     forward_step: ForwardStep,
     load: LoadMicroBatch,
     *,
-    stage: int,
-    stages: int,
     prepare: PrepareMicroBatch = lambda _: None,
+    warm_up: Callable[[], None] = lambda: None,
     forward_only: bool = False,
     force_all_reduce: bool = False,
-) -> IterationResult:
-    """Run a stage's plan and hand the gradients to Megatron's finalisation.
+) -> tuple[StepTotals, list[dict[str, torch.Tensor]]]:
+    """Run a stage's plan and hand the gradients to Megatron's finalisation; with the last stage's loss reports.
 
-    `prepare` is called with the micro-batch before each of its passes (`MicroBatchContext.begin`). A replica without
-    micro-batches takes part in the reductions with zeros.
+    A replica without micro-batches takes part in the reductions with zeros. All ranks have agreed on the iteration
+    before: passes communicate among tensor-parallel ranks and replicas.
+
+    Args:
+        runner: of this rank.
+        plan: of this rank's stage.
+        models: this rank's model chunks, wrapped in Megatron's `DistributedDataParallel`.
+        forward_step: Megatron's step function.
+        load: makes a micro-batch's device tensors.
+        prepare: called with the micro-batch before each of its passes (`MicroBatchContext.begin`).
+        warm_up: runs the models before the first training step on a GPU (`warm_up`).
+        forward_only: an evaluation.
+        force_all_reduce: whole gradients on every replica, also with the distributed optimizer.
     """
-    config, groups = get_model_config(models[0]), ProcessGroupCollection.use_mpu_process_groups()
-    device = next(models[0].parameters()).device
+    if not forward_only:
+        runner.warm_up(warm_up)
+    config = get_model_config(models[0])
+    reduction = _GradientReduction(
+        config,
+        models,
+        plan.instructions,
+        is_first_stage=runner.stage == 0,
+        forward_only=forward_only,
+        force_all_reduce=force_all_reduce,
+    )
+    stage = MegatronStage(
+        models,
+        forward_step,
+        load,
+        is_last=runner.stage == runner.stages - 1,
+        prepare=prepare,
+        before_backward=reduction.before_backward,
+    )
+    step = Step(
+        plan=plan,
+        model=stage,
+        forward_only=forward_only,
+        around=_passes(config, models, plan.instructions, reduction),
+        finish=lambda _: stage.finalize(force_all_reduce=force_all_reduce),
+    )
     with _timed(config.timers, "forward-backward", barrier=config.barrier_with_L1_time):
-        reduction = _GradientReduction(
-            config,
-            models,
-            plan.instructions,
-            is_first_stage=stage == 0,
-            forward_only=forward_only,
-            force_all_reduce=force_all_reduce,
-        )
-        stage_handlers = StageHandlers(
-            models,
-            config,
-            forward_step,
-            load,
-            stage=stage,
-            stages=stages,
-            context_parallel_size=groups.cp.size(),
-            forward_only=forward_only,
-            prepare=prepare,
-            before_backward=reduction.before_backward,
-        )
-        with reduction, without_timers(config):
-            gather_parameters(models, plan.instructions)
-            trace = executor.execute(plan, stage_handlers.table)
-        if not forward_only and config.finalize_model_grads_func is not None:
-            config.finalize_model_grads_func(
-                list(models),
-                stage_handlers.tokens.to(torch.int) if config.calculate_per_token_loss else None,
-                pg_collection=groups,
-                force_all_reduce=force_all_reduce,
-            )
-            reduce_shared_gradients(models)
-    losses = stage_handlers.losses
-    if stage == stages - 1 and not losses:
-        # The loop reduces the last stages' reports over the replicas: one without work must not be missing.
-        losses = [{LOSS_NAME: torch.zeros(2, device=device)}]
-    return IterationResult(losses, trace)
+        totals = runner.run(step)
+    return totals, stage.reports()
+
+
+@contextlib.contextmanager
+def _passes(
+    config: Any,
+    models: Sequence[torch.nn.Module],
+    instructions: Sequence[Instruction],
+    reduction: "_GradientReduction",
+) -> Iterator[None]:
+    """While a list runs."""
+    with reduction, without_timers(config):
+        gather_parameters(models, instructions)
+        yield
 
 
 class _GradientReduction(AbstractContextManager["_GradientReduction"]):
@@ -172,3 +172,28 @@ def _timed(timers: Any, name: str, *, barrier: bool) -> Iterator[None]:
     yield
     if timers is not None:
         timers(name).stop()
+
+
+def gather_parameters(models: Sequence[torch.nn.Module], instructions: Sequence[Instruction]) -> None:
+    """Join the parameter gathers of the chunks that run no forward pass in this list, in the other replicas' order.
+
+    With `--overlap-param-gather` a rank joins the all-gather of a bucket of parameters when the first module that uses
+    it runs. A replica without micro-batches would never join, and the others would wait for it.
+
+    Args:
+        models: this rank's model chunks, wrapped in Megatron's `DistributedDataParallel`.
+        instructions: of this rank.
+    """
+    run = {instruction.chunk for instruction in instructions if isinstance(instruction, Forward)}
+    for chunk, model in enumerate(models):
+        if chunk not in run and _gathers_in_forward_passes(model):
+            groups: list[Any] = getattr(model, "bucket_groups")  # noqa: B009  (not an attribute nn.Module knows)
+            for group in reversed(
+                groups
+            ):  # buckets are filled from the model's end; a forward pass begins at its start
+                group.finish_param_sync()
+
+
+def _gathers_in_forward_passes(model: torch.nn.Module) -> bool:
+    """Whether hooks are on: they are off in a run's first iteration and while it evaluates."""
+    return bool(getattr(model, "use_forward_hook", False) and getattr(model, "remove_forward_pre_hook_handles", None))

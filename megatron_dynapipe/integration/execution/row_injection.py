@@ -14,7 +14,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep
+from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 
 _MASK = 2

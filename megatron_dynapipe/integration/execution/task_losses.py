@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep
+from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 
 BY_TASK = "by task"

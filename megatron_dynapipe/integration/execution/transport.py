@@ -2,7 +2,6 @@
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,31 +9,22 @@ from megatron.core import parallel_state
 
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.execution.process_groups import connect, tensor_group
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.runtime import HostStagedTransport, ScatterGatherTransport, TorchTransport, Transport
+from megatron_dynapipe.runtime import HostStagedTransport, ScatterGatherTransport, StepRunner, TorchTransport, Transport
 from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.runtime.process_groups import PipelineGroups, backend_of, group_of_each, make_groups, warm_up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTransport:
-    """A rank's place in its pipeline, and what carries its messages.
-
-    Attributes:
-        ranks: global rank of every stage of this pipeline.
-        stage: of this rank.
-        transport: to and from the other stages.
-    """
-
-    ranks: Sequence[int]
-    stage: int
-    transport: Transport
-
-
-def open_transport(
-    control: ControlGroup, settings: PlannerSettings, *, device: torch.device, timeout_s: float
-) -> StageTransport:
-    """Make the process groups of all pipelines, and this rank's transport. Every rank calls it, at the same point.
+def open_runner(
+    control: ControlGroup,
+    settings: PlannerSettings,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    timeout_s: float,
+    adds_up: bool,
+) -> StepRunner:
+    """Make the process groups of all pipelines, and the runner of this rank's steps. Every rank calls it at one point.
 
     Messages are divided over the tensor-parallel ranks where the planner counts on it. Where ranks share a GPU, which
     NCCL refuses, they go through the host, undivided. Rank 0 says either in one line.
@@ -43,7 +33,9 @@ def open_transport(
         control: by which ranks tell each other where they are.
         settings: those that plans are made with.
         device: of this rank.
+        dtype: of the tensors that cross stage boundaries.
         timeout_s: deadline of every transfer.
+        adds_up: steps sum losses over all ranks; Megatron's loop does it by itself.
 
     Raises:
         ConfigError: messages are to be divided, but go through the host.
@@ -51,23 +43,94 @@ def open_transport(
     staged = share_a_device(control, device)
     groups = connect(control, chunks=settings.chunks, device=device, timeout_s=timeout_s, staged=staged)
     stage = groups.ranks.index(control.rank)
-    transport: Transport = TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s)
+    wire = TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s)
     if staged:
-        if settings.scatter_gather is ScatterGather.ON:
-            raise ConfigError(
-                "ranks share a GPU, so that messages go through the host: they cannot be divided there",
-                hint="leave scatter-gather at auto or off, or give every rank a GPU of its own",
-            )
-        _say(control, "ranks share a GPU: messages between stages go through the host, which NCCL would not do")
-        return StageTransport(ranks=groups.ranks, stage=stage, transport=HostStagedTransport(transport))
+        transport: Transport = _through_the_host(control, settings, wire)
+    else:
+        transport = _divided(control, settings, wire, stage=stage, device=device, timeout_s=timeout_s)
+    return StepRunner(
+        transport,
+        device,
+        stage=stage,
+        stages=len(groups.ranks),
+        chunks=settings.chunks,
+        dtype=dtype,
+        deadline_s=timeout_s,
+        control=control if adds_up else None,
+    )
+
+
+def _through_the_host(control: ControlGroup, settings: PlannerSettings, wire: Transport) -> Transport:
+    if settings.scatter_gather is ScatterGather.ON:
+        raise ConfigError(
+            "ranks share a GPU, so that messages go through the host: they cannot be divided there",
+            hint="leave scatter-gather at auto or off, or give every rank a GPU of its own",
+        )
+    _say(control, "ranks share a GPU: messages between stages go through the host, which NCCL would not do")
+    return HostStagedTransport(wire)
+
+
+def _divided(
+    control: ControlGroup,
+    settings: PlannerSettings,
+    wire: Transport,
+    *,
+    stage: int,
+    device: torch.device,
+    timeout_s: float,
+) -> Transport:
+    """The transport with messages divided where that is planned."""
     links = settings.links
-    if any(links.sharded) and links.gbps.size:
-        group = tensor_group(control, device=device, timeout_s=timeout_s)
-        transport = ScatterGatherTransport(transport, group, stage=stage, is_sharded=links.is_sharded)
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        which = "where that is faster" if settings.scatter_gather is ScatterGather.AUTO else "all of them"
-        _say(control, f"messages between stages are divided over {size} tensor-parallel ranks, {which}")
-    return StageTransport(ranks=groups.ranks, stage=stage, transport=transport)
+    if not (any(links.sharded) and links.gbps.size):
+        return wire
+    group = tensor_group(control, device=device, timeout_s=timeout_s)
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    which = "where that is faster" if settings.scatter_gather is ScatterGather.AUTO else "all of them"
+    _say(control, f"messages between stages are divided over {size} tensor-parallel ranks, {which}")
+    return ScatterGatherTransport(wire, group, stage=stage, is_sharded=links.is_sharded)
+
+
+def connect(
+    control: ControlGroup, *, chunks: int, device: torch.device, timeout_s: float, staged: bool = False
+) -> PipelineGroups:
+    """Find the pipelines of the job, make the groups of all of them, and warm up this rank's.
+
+    Every rank calls it, at the same point.
+
+    Args:
+        control: by which ranks tell each other their pipelines.
+        chunks: virtual stages per rank.
+        device: where transfers take place.
+        timeout_s: deadline of every operation.
+        staged: messages go through the host, whatever the device.
+    """
+    if staged:
+        device = torch.device("cpu")
+    mine = torch.tensor(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
+    pipelines = sorted({tuple(int(rank) for rank in ranks) for ranks in control.gather(mine)})
+    groups = make_groups(pipelines, chunks=chunks, backend=backend_of(device), timeout_s=timeout_s)
+    assert groups is not None, "every rank is in a pipeline"
+    warm_up(groups, device)
+    return groups
+
+
+def tensor_group(control: ControlGroup, *, device: torch.device, timeout_s: float) -> dist.ProcessGroup:
+    """The tensor-parallel ranks of this one's stage, as a group that carries nothing but gathers; warmed up.
+
+    Every rank calls it, at the same point: all of them make all the groups, in one order.
+
+    Args:
+        control: by which ranks tell each other who they are parallel with.
+        device: where gathers take place.
+        timeout_s: deadline of every gather.
+    """
+    mine = torch.tensor(dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()))
+    stages = sorted({tuple(int(rank) for rank in ranks) for ranks in control.gather(mine)})
+    group = group_of_each(stages, backend=backend_of(device), timeout_s=timeout_s)
+    assert group is not None, "messages are divided over several ranks"
+    gathered = torch.zeros(group.size(), device=device)
+    dist.all_gather_into_tensor(gathered, gathered[:1].clone(), group=group)
+    return group
 
 
 def share_a_device(control: ControlGroup, device: torch.device) -> bool:

@@ -12,12 +12,12 @@ import torch
 from megatron.core.utils import get_model_config
 
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
-from megatron_dynapipe.integration.execution.stage_handlers import DeviceBatch, ForwardStep, StageHandlers
+from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep, MegatronStage
 from megatron_dynapipe.integration.hooks.timers import without_timers
 from megatron_dynapipe.plan.instructions import Backward, Buffer, Forward, Load
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.runtime import BufferTable
+from megatron_dynapipe.runtime import BufferTable, Handlers, PassContext, pass_handlers
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, Shape
 
 LENGTH = 8 * LENGTH_MULTIPLE
@@ -62,40 +62,30 @@ def warm_up(
     host = _micro_batch(settings.family, shape, required)
     for mode in settings.recompute:
         prepare(mode)
-        handlers = StageHandlers(
-            models,
-            config,
-            forward_step,
-            lambda _: make_batch(host),
-            stage=stage,
-            stages=stages,
-            context_parallel_size=1,
-            forward_only=False,
-            prepare=lambda _: None,
-            before_backward=lambda _: None,
-        )
+        model = MegatronStage(models, forward_step, lambda _: make_batch(host), is_last=stage == stages - 1)
+        handlers = pass_handlers(PassContext(model=model, stage=stage, stages=stages, chunks=len(models)))
         with ExitStack() as unreduced, without_timers(config):
-            for model in models:
-                unreduced.enter_context(_model(model).no_sync())
+            for chunk_model in models:
+                unreduced.enter_context(_wrapped(chunk_model).no_sync())
             for chunk in range(len(models)):
                 virtual = chunk * stages + stage
                 received = boundaries[virtual - 1] if virtual else ()
                 states = [torch.zeros(each, dtype=dtype, device=device) for each in received]
                 _run(handlers, chunk, states, sends=virtual + 1 < settings.layout.virtual_stages)
-    for model in models:
-        _model(model).zero_grad_buffer()
+    for chunk_model in models:
+        _wrapped(chunk_model).zero_grad_buffer()
 
 
-def _run(handlers: StageHandlers, chunk: int, received: Sequence[torch.Tensor], *, sends: bool) -> None:
+def _run(handlers: Handlers, chunk: int, received: Sequence[torch.Tensor], *, sends: bool) -> None:
     buffers = BufferTable()
-    handlers.load(Load(0), buffers)
+    handlers[Load](Load(0), buffers)
     if received:
         buffers.put(Buffer.INPUT, 0, chunk, received)
-    handlers.forward(Forward(0, chunk), buffers)
+    handlers[Forward](Forward(0, chunk), buffers)
     if sends:
         outputs = buffers.tensors(Buffer.OUTPUT, 0, chunk)
         buffers.put(Buffer.OUTPUT_GRAD, 0, chunk, [torch.zeros_like(output) for output in outputs])
-    handlers.backward(Backward(0, chunk), buffers)
+    handlers[Backward](Backward(0, chunk), buffers)
 
 
 def _micro_batch(family: ModelFamily, shape: Shape, required: RequiredFields) -> HostMicroBatch:
@@ -118,6 +108,6 @@ def _micro_batch(family: ModelFamily, shape: Shape, required: RequiredFields) ->
     )
 
 
-def _model(model: torch.nn.Module) -> Any:
+def _wrapped(model: torch.nn.Module) -> Any:
     """Megatron's wrapper has methods that `nn.Module` does not know."""
     return model

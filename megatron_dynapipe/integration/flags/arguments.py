@@ -92,7 +92,7 @@ class RunSettings:
     report_every: int
     partition: PartitionSettings
     schedule: ScheduleSettings
-    planners: placement.PlannerCount
+    planners: int
     devices_per_node: int
     intra_node_gbps: float | None
     inter_node_gbps: float | None
@@ -138,7 +138,6 @@ class RunSettings:
             planners=placement.planner_count(
                 args.dynapipe_prefetch_planner_num_workers,
                 nodes=placement.nodes(world_size()),
-                look_ahead=args.dynapipe_lookahead,
             ),
             devices_per_node=placement.devices_per_node(args.dynapipe_device_to_node, world_size()),
             intra_node_gbps=args.dynapipe_intra_node_bw,

@@ -70,9 +70,7 @@ FLAGS: tuple[LegacyName, ...] = (
         "adaptive, 1f1b or gpipe; 1F1B and interleaved-1F1B mean 1f1b, (wait-free-)cyclic and dynamic mean adaptive",
     ),
     _honoured("--dynapipe-disable-mb-permutation", "the adaptive schedule keeps the first order it finds"),
-    _honoured(
-        "--dynapipe-prefetch-planner-num-workers", "planner processes per node; without it, one per job, more as needed"
-    ),
+    _honoured("--dynapipe-prefetch-planner-num-workers", "planner processes per node; without it, one per job"),
     _honoured("--dynapipe-limit-rc-type", "the modes of recomputation that plans choose among"),
     _honoured(
         "--dynapipe-round-seqlen-multiple", f"lengths are rounded up to it; multiples of {LENGTH_MULTIPLE}, the default"
@@ -172,7 +170,7 @@ def add_arguments(group: "argparse._ArgumentGroup") -> None:
         "--dynapipe-prefetch-planner-num-workers",
         type=int,
         metavar="N",
-        help="planners per node (default: spare cores)",
+        help="planners per node (default: one in all)",
     )
     add(
         "--dynapipe-reserve-all-memory",

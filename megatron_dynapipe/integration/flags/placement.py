@@ -1,7 +1,6 @@
 """Placement of ranks on nodes and of layers on stages: torchrun's defaults, or lists from the command line."""
 
 import os
-from dataclasses import dataclass
 from itertools import groupby
 
 from megatron_dynapipe.errors import ConfigError
@@ -97,33 +96,15 @@ def chunks(given: str, stages: int) -> int:
     return runs // stages if stages > 1 and runs % stages == 0 else 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerCount:
-    """Planner processes of a whole job: those that it begins with, and those that it may have."""
-
-    first: int
-    most: int
-
-
-def planner_count(given: int | None, *, nodes: int, look_ahead: int) -> PlannerCount:
-    """How many planners a job has.
-
-    Args:
-        given: planners on each node, from the beginning; None begins with one, and may come to one per core that no
-            rank needs, but never to more than there are iterations to plan ahead. A second is always allowed, to take
-            over from one that hangs.
-        nodes: of the job.
-        look_ahead: iterations planned ahead of training.
+def planner_count(given: int | None, *, nodes: int) -> int:
+    """Planner processes of a job of so many nodes: as many on each as were asked for, else one in all.
 
     Raises:
         ConfigError: less than one was asked for.
     """
-    if given is not None:
-        if given < 1:
-            raise ConfigError(f"expected --dynapipe-prefetch-planner-num-workers of at least 1, got {given}")
-        return PlannerCount(first=given * nodes, most=given * nodes)
-    spare = len(os.sched_getaffinity(0)) - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return PlannerCount(first=1, most=max(min(max(spare, 1) * nodes, look_ahead), 2))
+    if given is not None and given < 1:
+        raise ConfigError(f"expected --dynapipe-prefetch-planner-num-workers of at least 1, got {given}")
+    return 1 if given is None else given * nodes
 
 
 def node_of(rank: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from megatron_dynapipe.data.identity import check_files, folder_digest, whole_digest
+from megatron_dynapipe.data.identity import check_files, file_digest, folder_digest
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
@@ -96,10 +96,10 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
 def _tokenizer_digest(path: Path) -> str:
     """Of the file with a tokenizer's vocabulary; the settings beside it are written anew by every version."""
     if (path / "tokenizer.json").is_file():
-        return whole_digest(path / "tokenizer.json")
+        return file_digest(path / "tokenizer.json")
     if path.is_dir():
         return folder_digest(path)
-    return whole_digest(path) if path.is_file() else str(path)
+    return file_digest(path) if path.is_file() else str(path)
 
 
 class CheckpointRecords:
@@ -121,7 +121,7 @@ class CheckpointRecords:
         if last == self._known:
             return
         self._known = last
-        folder = _last_checkpoint(self._checkpoints, None)
+        folder = checkpoint_of(self._checkpoints, last_iteration(self._checkpoints))
         if folder is not None and folder.is_dir():
             fresh = folder / f".{NAME}.unfinished"
             fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self._record), indent=1) + b"\n")
@@ -142,16 +142,16 @@ def non_persistent_folder(args: argparse.Namespace, checkpoints: Path) -> Path |
     return Path(args.non_persistent_global_ckpt_dir or checkpoints / "non_persistent")
 
 
-def _last_checkpoint(checkpoints: Path, step: int | None) -> Path | None:
-    """The folder of the checkpoint of an iteration, or of the last one; None if there is none."""
-    step = _last_iteration(checkpoints) if step is None else step
-    return None if step is None else checkpoints / f"iter_{step:07d}"
+def checkpoint_of(checkpoints: Path, iteration: int | None) -> Path | None:
+    """The folder of the checkpoint of an iteration; None where there is none."""
+    return None if iteration is None else checkpoints / f"iter_{iteration:07d}"
 
 
-def _last_iteration(checkpoints: Path) -> int | None:
+def last_iteration(checkpoints: Path, tracker: str = TRACKER) -> int | None:
+    """What a folder's tracker says; None where there is no checkpoint, or a release, which is no run's."""
     try:
-        return int(read_bounded(checkpoints / TRACKER, most_bytes=100))
-    except (OSError, ValueError):  # no checkpoint, or a release, which is no run's
+        return int(read_bounded(checkpoints / tracker, most_bytes=100))
+    except (OSError, ValueError):
         return None
 
 
@@ -161,10 +161,10 @@ def _resumed(args: argparse.Namespace) -> Path | None:
         return None
     step, own = getattr(args, "ckpt_step", None), Path(args.load)
     other = non_persistent_folder(args, own)
-    last = None if other is None else _last_iteration(other)
-    if other is not None and last is not None and last >= (step or _last_iteration(own) or 0):
-        return _last_checkpoint(other, last)
-    return _last_checkpoint(own, step)
+    last, found = None if other is None else last_iteration(other), step or last_iteration(own)
+    if other is not None and last is not None and last >= (found or 0):
+        return checkpoint_of(other, last)
+    return checkpoint_of(own, found)
 
 
 def check_resumed(args: argparse.Namespace, record: RunRecord) -> str | None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from megatron_dynapipe.data.batches import task_rates
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError
@@ -67,7 +66,7 @@ def of_training(args: argparse.Namespace, settings: SamplerSettings) -> SamplerS
     """The sampler's settings with what these flags and the dataset's mixture say of training; raises ConfigError."""
     ramp_up = args.dynapipe_ramp_up
     changes: dict[str, Any] = {
-        "task_rates": task_rates(read_meta(args.dynapipe_data)),
+        "task_rates": read_meta(args.dynapipe_data).task_rates,
         "tokens_per_iteration": args.tokens_per_global_batch,
         "ramp_up": None if ramp_up is None else RampUp(start=ramp_up[0], increment=ramp_up[1], samples=ramp_up[2]),
         "last_batch": LastBatch(args.dynapipe_last_batch),

@@ -3,7 +3,7 @@
 They are this rank's view; Megatron's writers live on the last rank, which is of the last stage of the last replica.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from megatron.training import training
@@ -48,14 +48,10 @@ class MetricsWriter:
     Args:
         platform: whose memory is reported.
         interval: Megatron's `--tensorboard-log-interval`.
-        planners: figures of the job's planners, by name; asked for when they are written.
     """
 
-    def __init__(
-        self, platform: DevicePlatform, *, interval: int, planners: Callable[[], Mapping[str, float]] = dict
-    ) -> None:
+    def __init__(self, platform: DevicePlatform, *, interval: int) -> None:
         self._platform = platform
-        self._planners = planners
         self._interval = interval
 
     def write(self, item: PlannedIteration, events: Sequence[Event]) -> None:
@@ -65,7 +61,6 @@ class MetricsWriter:
         if iteration % self._interval or (board is None and wandb is None):
             return
         metrics = iteration_metrics(item, events, self._platform.peak_bytes())
-        metrics |= {PREFIX + name: value for name, value in self._planners().items()}
         if board is not None:
             for name, value in metrics.items():
                 board.add_scalar(name, value, iteration)

@@ -1,13 +1,8 @@
-"""Weights of which several stages hold copies: tied embeddings, tables of position biases.
+"""Weights of Megatron's models of which several stages hold copies: tied embeddings, tables of position biases.
 
-    virtual stage       0        1        2        3           over two ranks with two chunks each:
-    word embeddings     •                 •        •           rank 0 holds two copies, rank 1 one
-    encoder's biases    •        •
-
-Copies start equal, get the sum of all copies' gradients, count once in the gradient norm, and are saved once. Megatron
-does this for one weight of the first and last stage (and one of the encoder's and decoder's first) as part of
-`finalize_model_grads`; here it is done for any weight and any stages, after that function's data-parallel reduction,
-and Megatron is told of no copies (`T5Split.embedding_ranks`).
+Megatron shares one weight of the first and last stage (and one of the encoder's and decoder's first) as part of
+`finalize_model_grads`; here any weight and any stages, by `runtime.shared_weights` after that function's data-parallel
+reduction, and Megatron is told of no copies (`T5Split.embedding_ranks`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from megatron_dynapipe.runtime.shared_weights import SharedCopies
+from megatron_dynapipe.runtime.shared_weights import SharedWeights, WeightCopies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,45 +58,30 @@ class SharedWeight:
             entries[key] = replace(entry, key=prefix + self.name, replica_id=replica)
 
 
-class SharedWeights:
-    """The copies on this rank of all shared weights, and the process groups of those with copies elsewhere.
+def connect_copies(
+    weights: Iterable[SharedWeight], chunks: dict[int, nn.Module], pipeline: dist.ProcessGroup
+) -> SharedWeights:
+    """Make the process groups of weights that several stages hold, and give all copies of each one's first value.
 
-    Every rank of the job makes it at the same point: it makes process groups, then copies each weight from the first
-    stage that has it to the others.
+    Every rank of the job calls it at the same point.
 
     Args:
         weights: every shared weight of the model, in the same order on every rank.
         chunks: this rank's model chunks by virtual stage.
         pipeline: the process group of this rank's pipeline.
     """
-
-    def __init__(
-        self, weights: Iterable[SharedWeight], chunks: dict[int, nn.Module], pipeline: dist.ProcessGroup
-    ) -> None:
-        stages = pipeline.size()
-        pipelines = _pipelines(pipeline)
-        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        self._copies: list[SharedCopies] = []
-        for weight in weights:
-            holders = tuple(sorted({stage % stages for stage in weight.stages}))
-            if len(weight.stages) < 2:
-                continue
-            if holders not in groups:
-                groups[holders] = _group(holders, pipelines) if len(holders) > 1 else None
-            mine = [weight.find(chunks[stage])[1] for stage in weight.stages if stage in chunks]
-            if mine:
-                copies = SharedCopies(mine, groups[holders], first=holders.index(weight.stages[0] % stages))
-                copies.start_equal(_device())  # weights may be drawn on the CPU and moved later
-                self._copies.append(copies)
-
-    def reduce_gradients(self) -> None:
-        """Give every copy the sum of all copies' gradients."""
-        for copies in self._copies:
-            copies.reduce_gradients()
+    held = [
+        WeightCopies(weight.stages, [weight.find(chunks[stage])[1] for stage in weight.stages if stage in chunks])
+        for weight in weights
+        if len(weight.stages) > 1
+    ]
+    shared = SharedWeights(held, _pipelines(pipeline))
+    shared.start_equal(_device())  # weights may be drawn on the CPU and moved later
+    return shared
 
 
 def reduce_shared_gradients(models: Sequence[nn.Module]) -> None:
-    """`SharedWeights.reduce_gradients` of a rank's (wrapped) model chunks, if they have shared weights.
+    """Sum the gradients over the copies of each shared weight of a rank's (wrapped) model chunks, if they have any.
 
     Called after Megatron's `finalize_model_grads`, which has reduced gradients over the replicas.
     """
@@ -121,14 +101,3 @@ def _pipelines(mine: dist.ProcessGroup) -> list[tuple[int, ...]]:
     every = [torch.empty_like(ranks) for _ in range(dist.get_world_size())]
     dist.all_gather(every, ranks)
     return sorted({tuple(pipeline.tolist()) for pipeline in every})
-
-
-def _group(holders: Sequence[int], pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Make the groups of these stages' ranks in all pipelines; the one this rank is in, or None."""
-    mine: dist.ProcessGroup | None = None
-    for pipeline in pipelines:
-        ranks = [pipeline[stage] for stage in holders]
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            mine = group
-    return mine

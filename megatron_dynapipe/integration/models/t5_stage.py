@@ -33,9 +33,10 @@ from megatron_dynapipe.integration.models.positions import (
     StackInputs,
     StackPositions,
 )
-from megatron_dynapipe.integration.models.shared_weights import SharedWeight, SharedWeights
+from megatron_dynapipe.integration.models.shared_weights import SharedWeight, connect_copies
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
 from megatron_dynapipe.integration.models.t5_stack import T5Stack
+from megatron_dynapipe.runtime.shared_weights import SharedWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -313,7 +314,7 @@ def share_weights(chunks: Sequence[T5Stage]) -> None:
     """Once all chunks of this rank are built, on every rank: make copies of shared weights equal, and keep them so."""
     pipeline = chunks[0].pp_group
     if pipeline.size() > 1 and not chunks[0].config.init_model_with_meta_device:
-        shared = SharedWeights(chunks[0].sharings(), {chunk.stage: chunk for chunk in chunks}, pipeline)
+        shared = connect_copies(chunks[0].sharings(), {chunk.stage: chunk for chunk in chunks}, pipeline)
         for chunk in chunks:
             chunk.shared_weights = shared
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.data.segments import RowSegments
-from megatron_dynapipe.integration.execution.recompute import RecomputeSwitch
+from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
 from megatron_dynapipe.integration.flags.plan_inputs import state_dtype
 from megatron_dynapipe.integration.models.activation import model_config
 from megatron_dynapipe.integration.models.layers import T5Split

@@ -8,9 +8,9 @@ from megatron_dynapipe.errors import StoreTimeoutError
 from megatron_dynapipe.plan.instructions import Backward, Forward, Load, Payload, SendStart
 from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.runtime.device_memory import MemoryCounts
+from megatron_dynapipe.runtime.memory import MemoryCounts
+from megatron_dynapipe.service.client import Republisher
 from megatron_dynapipe.service.recalibration import Measurements, Recalibration
-from megatron_dynapipe.service.republish import Republisher
 from megatron_dynapipe.store import PlanKeys, PlanStore
 from megatron_dynapipe.units import BatchLayout, ModelFamily, input_positions, target_positions
 

@@ -8,6 +8,7 @@ every rank         connects, and prefetches its share of every split's iteration
 import contextlib
 import functools
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -24,20 +25,18 @@ from megatron_dynapipe.data.spans import LossOn, SpanTable
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.integration.flags import placement
 from megatron_dynapipe.integration.flags.arguments import RunSettings
-from megatron_dynapipe.integration.supply.agreed_iterator import AgreedIterator
-from megatron_dynapipe.integration.supply.planner_metrics import planner_metrics
+from megatron_dynapipe.integration.supply.agreement import AgreedIterator
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import read_task_ids
-from megatron_dynapipe.service.client import PlanClient
-from megatron_dynapipe.service.pool import PlannerPool
+from megatron_dynapipe.service.client import PlanClient, Republisher
+from megatron_dynapipe.service.process import NodePlanners
 from megatron_dynapipe.service.recalibration import Recalibration
-from megatron_dynapipe.service.republish import Republisher
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
-from megatron_dynapipe.store import JobLease, PlanKeys, PlanStore, StoreAddress, StoreServer, new_job_name
+from megatron_dynapipe.store import KeyRenewal, PlanKeys, PlanStore, StoreAddress, StoreServer, new_job_name
 from megatron_dynapipe.store.redis_store import RETENTION_S
 
-_ASK_S = 20.0
-"""How long rank 0 waits for a plan before it takes the planners at work for hanging; longer than their first lease."""
+_LATE_S = 20.0
+"""How long rank 0 waits for a plan before it takes the planners at work for hanging."""
 _PATIENCE_S = 60.0
 """How long a store may be out of reach: a server starts again within seconds, a link comes back within a minute."""
 _RESTARTS = 3
@@ -51,14 +50,11 @@ class _Launch(msgspec.Struct, frozen=True, kw_only=True):
         store: where plans are; its password goes over the control group alone.
         job: this launch's name.
         retention_s: how long a key stays that nobody renews or deletes; None keeps all.
-        first_planners, most_planners: planner processes of the job at its beginning, and at most.
     """
 
     store: StoreAddress
     job: str
     retention_s: int | None
-    first_planners: int
-    most_planners: int
 
 
 class PlanSupply:
@@ -87,6 +83,7 @@ class PlanSupply:
         self._control = control
         self._inputs = inputs
         self._resources = ExitStack()
+        self._start_stand_in: Callable[[], None] = lambda: None
         self.recalibration = self._recalibration()
 
     def __enter__(self) -> Self:
@@ -94,13 +91,12 @@ class PlanSupply:
             undo.push(self._resources)
             text = self._control.broadcast_text(self._control.run_on_all(self._start_store))
             launch = msgspec.json.decode(text, type=_Launch)
-            self._most_planners = launch.most_planners
             self.keys = PlanKeys(job=launch.job, settings_digest=self._inputs.digest())
             service = self._service_settings(launch)
             self.store = self._control.run_on_all(lambda: self._open(service))
             topic = self.keys.progress(self._inputs.splits[0].name)
             self.republisher = self._resources.enter_context(Republisher(self.store, topic))
-            self._control.run_on_all(lambda: self._start_planners(service, launch.first_planners))
+            self._control.run_on_all(lambda: self._start_planners(service))
             undo.pop_all()
         return self
 
@@ -115,10 +111,6 @@ class PlanSupply:
         """One split's iterations for (replica, stage), prefetched until the block ends."""
         return self._control.run_on_all(functools.partial(self._iterator, split, required, replica, stage))
 
-    def planner_metrics(self) -> dict[str, float]:
-        """Figures of this run's planners, by name."""
-        return planner_metrics(self.store, self.keys, self._most_planners)
-
     def _iterator(self, split: SplitSettings, required: RequiredFields, replica: int, stage: int) -> AgreedIterator:
         timeout_s, folder = self._settings.timeout_s, Path(self._settings.data)
         client = PlanClient(
@@ -127,7 +119,8 @@ class PlanSupply:
             replica=replica,
             stage=stage,
             deadline_s=timeout_s,
-            ask_s=_ASK_S if self._control.rank == 0 else None,
+            late_s=_LATE_S if self._control.rank == 0 else float("inf"),
+            on_late=self._start_stand_in,
         )
         reader, meta = open_split(folder, split.name) if required.text else None, read_meta(folder)
         by_task = split.forward_only and required.labels and len(meta.tasks) > 1
@@ -168,14 +161,7 @@ class PlanSupply:
             log.parent.mkdir(parents=True, exist_ok=True)
             server = StoreServer(bind=self._settings.store_bind, log_path=log, restarts=_RESTARTS)
             address = self._resources.enter_context(server).address
-        planners = self._settings.planners
-        launch = _Launch(
-            store=address,
-            job=new_job_name(),
-            retention_s=None if is_own else RETENTION_S,
-            first_planners=planners.first,
-            most_planners=planners.most,
-        )
+        launch = _Launch(store=address, job=new_job_name(), retention_s=None if is_own else RETENTION_S)
         return msgspec.json.encode(launch).decode()
 
     def _open(self, service: ServiceSettings) -> PlanStore:
@@ -183,7 +169,7 @@ class PlanSupply:
         store = self._resources.enter_context(service.open_store())
         if service.retention_s is not None:
             if self._control.rank == 0:
-                self._resources.enter_context(JobLease(store, self.keys.job))
+                self._resources.enter_context(KeyRenewal(store, self.keys.job))
                 if warning := store.eviction_warning():
                     print(f"warning: {warning}", flush=True)
             self._resources.push(self._await_all_planners_ends)
@@ -200,7 +186,7 @@ class PlanSupply:
             store=launch.store,
             job=launch.job,
             settings_digest=self.keys.settings_digest,
-            most_planners=launch.most_planners,
+            planners=self._settings.planners,
             look_ahead=self._settings.ahead,
             retention_s=launch.retention_s,
             reply_timeout_s=self._settings.timeout_s,
@@ -209,22 +195,20 @@ class PlanSupply:
             full_timeout_s=self._settings.timeout_s / 2,
             inputs=self._inputs,
             recalibration=self.recalibration,
-            dump_folder=None if self._settings.dump_folder is None else str(self._settings.dump_folder.absolute()),
         )
 
-    def _start_planners(self, service: ServiceSettings, first: int) -> None:
+    def _start_planners(self, service: ServiceSettings) -> None:
         """On the first rank of each node."""
         if int(os.environ.get("LOCAL_RANK", "0")) != 0:
             return
         self._settings.report_folder.mkdir(parents=True, exist_ok=True)
-        pool = PlannerPool(
+        planners = NodePlanners(
             service,
             node=placement.node_of(self._control.rank),
             nodes=placement.nodes(torch.distributed.get_world_size()),
-            first=first,
             log_folder=self._settings.report_folder,
         )
-        self._resources.enter_context(pool)
+        self._start_stand_in = self._resources.enter_context(planners).start_stand_in
 
     def _recalibration(self) -> Recalibration | None:
         if not self._inputs.recalibrate:

@@ -30,7 +30,7 @@ from megatron_dynapipe.report.summary import format_summary, summarise
 from megatron_dynapipe.report.timeline import draw, idle_share
 from megatron_dynapipe.report.trace import write_trace
 from megatron_dynapipe.runtime import Trace
-from megatron_dynapipe.runtime.device_memory import MemoryCounts
+from megatron_dynapipe.runtime.memory import MemoryCounts
 from megatron_dynapipe.store import PlanKeys, PlanStore
 from megatron_dynapipe.units import BatchLayout, Shape, in_mb
 

@@ -9,7 +9,7 @@ from megatron_dynapipe.plan.memory import activation_peak_bytes
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import EvaluationRecord, StageRecord
 from megatron_dynapipe.report.stage_times import BACKWARD, FORWARD, OTHER, TRANSFER, time_by_kind
-from megatron_dynapipe.runtime.device_memory import MemoryCounts
+from megatron_dynapipe.runtime.memory import MemoryCounts
 
 
 def stage_record(

@@ -105,9 +105,9 @@ def test_saved_datasets(tmp_path: Path) -> None:
         (TaskSpec(name="a", hub="org/dict", hub_split="dev"), tmp_path),
     ):
         (source,) = open_sources(Mixture(tasks=(task,)), tmp_path, hub_root=hub_root)
-        found = [json.loads(line) for block, _ in source.blocks() for line in block.lines.split(b"\n")]
-        assert found == ROWS
-        assert list(source.fingerprint()) == list(source.fingerprint())
+        (part,) = source
+        assert [json.loads(line) for block in part.blocks() for line in block.lines.split(b"\n")] == ROWS
+        assert part.fingerprint() == part.fingerprint()
     with pytest.raises(DataError, match="expected a HuggingFace dataset with a split 'train'"):
         open_sources(Mixture(tasks=(TaskSpec(name="a", hub="org/dict"),)), tmp_path, hub_root=tmp_path)
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.data.mixture.rates import task_rates
-from megatron_dynapipe.data.mixture.spec import Mixture, read_mixture
+from megatron_dynapipe.data.mixture.spec import Mixture, read_mixture, task_rates
 from megatron_dynapipe.errors import ConfigError, DataError
 
 TASK = "tasks:\n  - {name: a, source: a.jsonl%s}\n"
@@ -28,6 +27,10 @@ def test_a_mixture(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("tasks: [", "expected YAML"),
+        ("tasks: " + "9" * 5000, "expected YAML: Exceeds the limit"),
+        ("tasks: " + "[" * 2000, "expected YAML: maximum recursion depth exceeded"),
+        ("tasks: &a [*a]", "expected a mixture"),
+        (TASK % (", limit: " + "9" * 4000), "expected a mixture"),
         ("tasks: []", "Expected `array` of length >= 1 - at `$.tasks`"),
         ("other: 1", "unknown field `other`"),
         (TASK % ", colums: {input: a, target: b}", "unknown field `colums` - at `$.tasks[0]`"),

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_dynapipe.data import tokenizer as tokenizers
 from megatron_dynapipe.data.mixture.rows import Block
-from megatron_dynapipe.data.mixture.spec import InputAndTarget, Objective, TaskSpec
-from megatron_dynapipe.data.prepare.encode import Encoder, WorkOrder
+from megatron_dynapipe.data.mixture.spec import InputAndTarget, Mixture, Objective, TaskSpec
+from megatron_dynapipe.data.prepare.encode import Encoder
+from megatron_dynapipe.data.prepare.settings import PrepareSettings
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import LongSamples, TruncationSide
 
@@ -31,18 +31,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def encoder(tokenizer: Path, task: TaskSpec, **changes: Any) -> Encoder:
-    order: dict[str, Any] = {
-        "max_input_length": None,
-        "max_target_length": None,
-        "long_samples": LongSamples.FAIL,
-        "truncate": TruncationSide.RIGHT,
-        "skip_empty": False,
-        "chat_template": CHAT,
-    }
-    sentinels = tuple(range(3, 23))
-    return Encoder(
-        WorkOrder(tokenizer=str(tokenizer), tasks=(task,), vocabulary_size=279, sentinels=sentinels, **order | changes)
-    )
+    mixture = Mixture(tasks=(task,), chat_template=changes.pop("chat_template", CHAT))
+    return Encoder(tokenizer, mixture, PrepareSettings(source="test", **changes), 279, tuple(range(3, 23)))
 
 
 def block(*rows: Any) -> Block:
@@ -53,11 +43,10 @@ def block(*rows: Any) -> Block:
 def texts(tokenizer: Path, encode: Encoder, *rows: Any) -> list[tuple[str, str, str]]:
     """(task, input, target) of every sample, back as text."""
     found = encode(block(*rows), 0)
-    lengths = np.frombuffer(found.lengths, "<i4").reshape(-1, 2)
-    tokens = np.frombuffer(found.tokens, np.uint16)
+    lengths, tokens = found.columns["lengths"], found.columns["tokens"]
     text = tokenizers.load_tokenizer(tokenizer)
     samples, at = [], 0
-    for task, (given, wanted) in zip(np.frombuffer(found.tasks, np.uint16), lengths.tolist(), strict=True):
+    for task, (given, wanted) in zip(found.columns["tasks"], lengths.tolist(), strict=True):
         parts = text.decode(tokens[at : at + given]), text.decode(tokens[at + given : at + given + wanted])
         samples.append((found.names[task], *parts))
         at += given + wanted
@@ -99,7 +88,7 @@ def test_conversations(tokenizer: Path) -> None:
     encode = encoder(tokenizer, task)
     given = "<system>be\n<user>hi\n<assistant>yo\n<user>so\n<assistant>"
     assert texts(tokenizer, encode, row) == [("n", given, "no\n")]
-    ((sample, first, end),) = np.frombuffer(encode(block(row), 0).spans, "<i4").reshape(-1, 3).tolist()
+    ((sample, first, end),) = encode(block(row), 0).columns["spans"].tolist()
     assert (sample, given[first:end]) == (0, "yo\n")
 
 
@@ -113,7 +102,7 @@ def test_truncated_conversations(tokenizer: Path, side: str, given: str, wanted:
     limits = {"max_input_length": 5, "long_samples": LongSamples.TRUNCATE, "truncate": TruncationSide(side)}
     encode = encoder(tokenizer, task, **limits)
     assert texts(tokenizer, encode, row) == [("n", given, wanted)]
-    assert encode(block(row), 0).spans == b""
+    assert not len(encode(block(row), 0).columns["spans"])
 
 
 @pytest.mark.parametrize("side", ["right", "left", "middle"])
@@ -127,7 +116,7 @@ def test_spans_move_with_what_is_left(tokenizer: Path, side: str) -> None:
     ((_, given, _),) = texts(tokenizer, encode, row)
     whole = "<user>\n<assistant>0123456789\n<assistant>"
     assert given == {"right": whole[:20], "left": whole[-20:], "middle": whole[:10] + whole[-10:]}[side]
-    spans = np.frombuffer(encode(block(row), 0).spans, "<i4").reshape(-1, 3)
+    spans = encode(block(row), 0).columns["spans"]
     learned = "".join(given[first:end] for _, first, end in spans.tolist())
     assert learned == {"right": "01", "left": "23456789\n"[-9:], "middle": ""}[side]
 

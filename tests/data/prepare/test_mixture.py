@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_dynapipe.data import tokenizer as tokenizers
 from megatron_dynapipe.data.check import problems
 from megatron_dynapipe.data.meta import SPLITS, read_meta
-from megatron_dynapipe.data.mixture.sources import Rows
+from megatron_dynapipe.data.mixture.sources import rows_source
 from megatron_dynapipe.data.mixture.spec import Mixing, Mixture, TaskSpec
 from megatron_dynapipe.data.prepare import Prepared, PrepareSettings, prepare_mixture
 from megatron_dynapipe.errors import DataError
@@ -30,7 +30,7 @@ def prepare(output: Path, tokenizer: Path, entries: list[tuple[TaskSpec, list[An
     mixing = changes.pop("mixing", Mixing())
     mixture = Mixture(tasks=tuple(spec for spec, _ in entries), mixing=mixing)
     run = PrepareSettings(source="test", tokenizer=tokenizer, **changes)
-    return prepare_mixture(mixture, [Rows(rows) for _, rows in entries], output, run)
+    return prepare_mixture(mixture, [rows_source(rows) for _, rows in entries], output, run)
 
 
 def pairs(count: int, size: int = 3) -> list[dict[str, str]]:

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.mixture import rows
 from megatron_dynapipe.data.mixture.sources import open_sources
 from megatron_dynapipe.data.mixture.spec import plain_mixture
-from megatron_dynapipe.data.prepare import Prepared, PrepareSettings, prepare_mixture, run, staging
+from megatron_dynapipe.data.prepare import Prepared, PrepareSettings, assemble, prepare_mixture, run, staging
 from megatron_dynapipe.errors import DataError
 from tests.data.prepare.test_run import files, text_samples
 
@@ -61,9 +62,9 @@ def kill_after(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, calls: i
         (staging.Staging, "add", 1),
         (staging.Staging, "add", 7),
         (staging.Staging, "save", 3),
-        (run.assemble, "write_split", 1),
+        (assemble, "_write_split", 1),
         (run, "write_meta", 0),
-        (run, "_put_in_place", 0),
+        (run, "replace_folder", 0),
     ],
 )
 def test_killed_it_continues(
@@ -88,18 +89,31 @@ def test_killed_it_continues(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "rows.jsonl", "whole"]
 
 
-def test_killed_between_two_renames(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("renames", [1, 2, 3])
+def test_killed_between_two_renames(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    """The tokenizer's, the old dataset's and the new one's: the old one is back as long as there is no new one."""
     prepare(source, tmp_path / "data", vocabulary_size=301)
     with monkeypatch.context() as patched:
-        kill_after(patched, Path, "rename", 2)  # the tokenizer's, and the old dataset's
+        kill_after(patched, Path, "rename", renames)
+        if renames == 3:
+            kill_after(patched, run, "_delete_replaced", 1)
         with pytest.raises(Killed):
             prepare(source, tmp_path / "data")
+    if renames == 2:  # sources that cannot be used any more do not cost the old dataset
+        with monkeypatch.context() as patched:
+            kill_after(patched, run, "check_first_rows", 0)
+            with pytest.raises(Killed):
+                prepare(source, tmp_path / "data")
+        assert read_meta(tmp_path / "data").vocabulary_size == 301
     assert prepare(source, tmp_path / "data").meta.vocabulary_size == 300
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "rows.jsonl"]
 
 
 def test_done_it_does_nothing(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(source, tmp_path / "data")
-    kill_after(monkeypatch, run, "_put_in_place", 0)
+    kill_after(monkeypatch, run, "replace_folder", 0)
     again = prepare(source, tmp_path / "data", workers=2)
     assert (first.is_new, again.is_new) == (True, False)
     assert again.meta == first.meta
@@ -189,9 +203,19 @@ def test_an_error_of_a_process(tmp_path: Path, source: Path, monkeypatch) -> Non
 
 
 def test_a_process_that_ends(tmp_path: Path, source: Path, monkeypatch) -> None:
+    """What was done before is kept, and nobody stays behind."""
+
+    def kill_one(*arguments: Any) -> None:
+        real(*arguments)
+        if children := multiprocessing.active_children():
+            children[0].kill()
+
     monkeypatch.setattr(run, "_LITTLE_BYTES", 0)
-    monkeypatch.setattr("megatron_dynapipe.data.prepare.pool.sys.executable", "/bin/true")
-    with pytest.raises(DataError, match="expected a process to tokenise, it ended"):
-        prepare(source, tmp_path / "data", workers=2)
-    monkeypatch.undo()
-    assert prepare(source, tmp_path / "data").is_new
+    with monkeypatch.context() as patched:
+        real = staging.Staging.add
+        patched.setattr(staging.Staging, "add", kill_one)
+        with pytest.raises(DataError, match="a process that tokenises has ended before its work") as caught:
+            prepare(source, tmp_path / "data", workers=2)
+    assert "--workers 1" in str(caught.value) and not multiprocessing.active_children()
+    prepared = prepare(source, tmp_path / "data")
+    assert any("continued after" in note for note in prepared.notes)

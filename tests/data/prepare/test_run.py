@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dynapipe.data import tokenizer as tokenizers
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_meta
-from megatron_dynapipe.data.prepare import PrepareSettings, TextSample, prepare_dataset
+from megatron_dynapipe.data.prepare import PrepareSettings, TextSample, prepare_dataset, staging
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.sampling import LongSamples, read_task_ids
 
@@ -81,16 +81,17 @@ def test_tokenizer_loads_in_megatron(tmp_path: Path) -> None:
     theirs = HuggingFaceTokenizer(str(tmp_path / "data" / "tokenizer"))
     assert theirs.vocab_size == meta.vocabulary_size
     assert (theirs.pad_id, theirs.bos_id, theirs.eos_id) == (meta.pad_id, meta.bos_id, meta.eos_id)
-    ours = tokenizers.encode(theirs.tokenizer, ["quick wizards"])[0]
+    (ours,) = tokenizers.FastEncoder(tmp_path / "data" / "tokenizer")(["quick wizards"])
     assert theirs.text_to_ids("quick wizards") == ours
 
 
 def test_special_tokens_in_text_are_text(tmp_path: Path) -> None:
     tokenizer = tokenizers.train_tokenizer([sample.input for sample in text_samples()], 300)
-    (ids,) = tokenizers.encode(tokenizer, ["a<s>b</s>"])
+    tokenizer.save_pretrained(tmp_path)
+    ids, empty = tokenizers.FastEncoder(tmp_path)(["a<s>b</s>", ""])
     assert not set(ids) & {0, 1, 2}
     assert tokenizer.decode(ids) == "a<s>b</s>"
-    assert tokenizers.encode(tokenizer, [""]) == [[]]
+    assert empty == []
 
 
 def test_vocabulary_larger_than_the_text(tmp_path: Path) -> None:
@@ -128,8 +129,14 @@ def test_long_samples(tmp_path: Path, policy: str, kept: int) -> None:
         long_samples=LongSamples(policy),
     )
     prepared = prepare_dataset(LONG, tmp_path / "data", run)
-    report = prepared.long_samples
-    assert (report.samples, report.long_inputs, report.long_targets, report.long_samples) == (10, 1, 1, 2)
+    (note,) = prepared.notes
+    assert (
+        note
+        == {
+            "truncate": "2 of 10 samples were truncated to the maximum lengths",
+            "skip": "2 samples were left out: too long",
+        }[policy]
+    )
     assert sum(prepared.meta.split_samples.values()) == kept
     assert prepared.meta.skipped == ({"too_long": 2} if policy == "skip" else {})
     assert prepared.meta.truncated == ({"copy": 2} if policy == "truncate" else {})
@@ -162,25 +169,13 @@ def test_empty_samples(tmp_path: Path, sample: TextSample, name: str) -> None:
         prepare(tmp_path / "data", rows)
     run = PrepareSettings(source="test", vocabulary_size=300, skip_empty=True)
     prepared = prepare_dataset(rows, tmp_path / "data", run)
-    assert prepared.empty_samples == 1
+    assert prepared.meta.skipped == {"empty": 1}
     assert sum(prepared.meta.split_samples.values()) == 40
 
 
 def test_no_samples(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="expected at least 1 sample, got 0"):
         prepare(tmp_path / "data", [])
-
-
-def test_replaces_a_dataset_but_nothing_else(tmp_path: Path) -> None:
-    prepare(tmp_path / "data")
-    prepare(tmp_path / "data", source="again")
-    assert read_meta(tmp_path / "data").source == "again"
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letter.txt").write_text("dear")
-    with pytest.raises(DataError, match="to be absent, empty or a dataset folder, it is something else"):
-        prepare(tmp_path / "home")
-    assert [path.name for path in (tmp_path / "home").iterdir()] == ["letter.txt"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "home"]
 
 
 def test_failure_keeps_the_old_dataset(tmp_path: Path) -> None:
@@ -204,19 +199,8 @@ def test_settings_are_checked(changes: dict[str, float], message: str) -> None:
         PrepareSettings(source="test", **changes)  # type: ignore[arg-type]
 
 
-def test_too_many_tasks(tmp_path: Path) -> None:
-    rows = [TextSample(f"task {at}", SENTENCE, f"{at} dogs and {at} foxes") for at in range(2**15 + 1)]
-    with pytest.raises(DataError, match="expected at most 32768 tasks, got 32769"):
+def test_too_many_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "MOST_TASKS", 20)
+    rows = [TextSample(f"task {at}", SENTENCE, f"{at} dogs and {at} foxes") for at in range(21)]
+    with pytest.raises(DataError, match="expected at most 20 tasks, got 21"):
         prepare(tmp_path / "data", rows)
-
-
-def test_another_dataset_in_the_folder_is_told_from_the_same(tmp_path: Path) -> None:
-    def again(count: int) -> DatasetMeta | None:
-        settings_of_run = PrepareSettings(source="test", vocabulary_size=300)
-        prepared = prepare_dataset(text_samples(count), tmp_path / "data", settings_of_run)
-        return prepared.replaced if prepared.is_new else None
-
-    assert again(40) is None  # nothing was there
-    assert again(40) is None  # the same
-    replaced = again(30)
-    assert replaced is not None and sum(replaced.split_samples.values()) == 40

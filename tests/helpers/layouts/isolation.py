@@ -24,7 +24,7 @@ def change(layout: Layout) -> list[dict[str, float]]:
     split = t5_split(layout)
     start(layout, split)
     model = build(layout, split)[0].eval()
-    MicroBatchContext([model], seed=1, replica=0, tensor_rank=0, stage=0)
+    MicroBatchContext([model], seed=1)
     batch = samples(ROW)
     before = logits(model, layout.kind, batch)
     found = []

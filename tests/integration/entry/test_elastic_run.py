@@ -1,15 +1,18 @@
 """What a rank makes of its command line under `launch`, and that plans of another layout are never read."""
 
+import argparse
 import contextlib
 import itertools
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from megatron_dynapipe.cost import CPU_RATES, ModelShape
-from megatron_dynapipe.elastic.job import VARIABLE, Job, note
+from megatron_dynapipe.elastic.job import VARIABLE, Job
 from megatron_dynapipe.errors import ConfigError, StoreTimeoutError
 from megatron_dynapipe.integration.entry import elastic_run
 from megatron_dynapipe.integration.flags.run_record import TRACKER
@@ -17,11 +20,12 @@ from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.client import PlanClient
 from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs, SplitSettings
-from megatron_dynapipe.store import MemoryStore, PlanKeys
+from megatron_dynapipe.store import PlanKeys
 from megatron_dynapipe.units import ModelFamily
+from tests.helpers.memory_store import MemoryStore
 
-JOB = Job(most_ranks=4, wait_s=60, emergency_every=20, exclude_slow=None, slow_file="/nowhere/slow")
-WORDS = ["--lr", "1e-3", "--save", "saved", "--save-interval", "100"]
+JOB = Job(most_ranks=4, wait_s=60, emergency_every=20)
+ARGV = ["--lr", "1e-3", "--save", "saved", "--save-interval", "100"]
 
 
 def test_a_layout_given_by_hand_is_dropped() -> None:
@@ -31,56 +35,108 @@ def test_a_layout_given_by_hand_is_dropped() -> None:
 
 @pytest.mark.parametrize("folder", ["", "non_persistent"])
 def test_a_job_resumes_what_it_has_saved_whatever_it_began_from(tmp_path: Path, folder: str) -> None:
-    words = [*WORDS, "--load", "elsewhere"]
-    assert elastic_run.resuming(words, tmp_path) == []
+    argv = [*ARGV, "--load", "elsewhere"]
+    assert elastic_run.resuming(argv, tmp_path) == []
     (tmp_path / folder).mkdir(exist_ok=True)
     (tmp_path / folder / TRACKER).write_text("20")
-    assert elastic_run.resuming(words, tmp_path) == ["--load", str(tmp_path)]
+    assert elastic_run.resuming(argv, tmp_path) == ["--load", str(tmp_path)]
     with pytest.raises(ConfigError, match="--finetune would begin from them anew"):
-        elastic_run.resuming([*words, "--finetune"], tmp_path)
+        elastic_run.resuming([*argv, "--finetune"], tmp_path)
 
 
-@pytest.mark.parametrize(("tracker", "kept"), [("20", {"iter_0000010", "iter_0000020"}), (None, set())])
-def test_emergency_checkpoints_that_were_not_completed_are_removed(
-    tmp_path: Path, tracker: str | None, kept: set[str]
-) -> None:
-    for name in ("iter_0000010", "iter_0000020", "iter_0000025", "other"):
-        (tmp_path / name).mkdir()
-    if tracker is not None:
-        (tmp_path / TRACKER).write_text(tracker)
-    elastic_run.remove_unfinished(tmp_path)
-    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == kept | {"other"}
-    elastic_run.remove_unfinished(tmp_path / "absent")
+def save_args(folder: Path, iteration: int) -> argparse.Namespace:
+    """Megatron's arguments after an iteration of a run that saves emergency checkpoints every five, others every 50."""
+    return argparse.Namespace(
+        rank=0,
+        curr_iteration=iteration - 1,
+        save=str(folder),
+        save_interval=50,
+        non_persistent_save_interval=5,
+        non_persistent_ckpt_type="global",
+        non_persistent_global_ckpt_dir=None,
+    )
+
+
+KEPT = {"iter_0000010", "iter_0000020", "iter_0000025", "iter_0000050", "other"}
 
 
 @pytest.mark.parametrize(
-    ("words", "every", "added"),
+    ("tracker", "iteration", "deleted"),
+    [
+        pytest.param(b"20", 25, {"iter_0000025"}, id="killed while it saved"),
+        pytest.param(b"25", 25, set(), id="complete"),
+        pytest.param(b"25", 10, set(), id="an earlier one, of a tracker that was set back"),
+        pytest.param(b"20", 26, set(), id="none is due"),
+        pytest.param(b"20", 50, set(), id="the one that lasts is due"),
+        pytest.param(b"20", None, set(), id="saved by another program"),
+        pytest.param(b"", 25, set(), id="an empty tracker"),
+        pytest.param(b"\xef\xbb\xbf20", 25, set(), id="a byte order mark"),
+        pytest.param(None, 25, set(), id="no tracker"),
+    ],
+)
+def test_an_emergency_checkpoint_that_was_not_completed_is_deleted_and_no_other(
+    tmp_path: Path, tracker: bytes | None, iteration: int | None, deleted: set[str]
+) -> None:
+    """All above the tracker's were, and all of them where it could not be read."""
+    folder = tmp_path / "non_persistent"
+    for name in KEPT:
+        (folder / name).mkdir(parents=True)
+    if tracker is not None:
+        (folder / TRACKER).write_bytes(tracker)
+    if iteration is not None:
+        elastic_run.note_save(save_args(tmp_path, iteration))
+    elastic_run.delete_unfinished(folder)
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == KEPT - deleted
+    elastic_run.delete_unfinished(tmp_path / "absent")
+
+
+def test_one_run_at_a_time_saves_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    holder = "import sys, time; from pathlib import Path; from megatron_dynapipe.elastic.run_folder import lock_folder"
+    holder += "; lock_folder(Path(sys.argv[1]), wait_s=0); print(flush=True); time.sleep(600)"
+    args = argparse.Namespace(rank=0, save=str(tmp_path / "saved"), dynapipe_timeout_s=0.5)
+    with subprocess.Popen([sys.executable, "-c", holder, args.save], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        with pytest.raises(ConfigError, match=rf"only run that saves to .*saved, process {other.pid} on .* holds"):
+            elastic_run.lock_checkpoints(args)
+        elastic_run.lock_checkpoints(argparse.Namespace(**vars(args) | {"rank": 1}))
+        other.kill()
+    elastic_run.lock_checkpoints(args)
+    for save in (None, "msc://bucket/saved"):
+        elastic_run.lock_checkpoints(argparse.Namespace(**vars(args) | {"save": save}))
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write checkpoints to .*file: "):
+        elastic_run.lock_checkpoints(argparse.Namespace(**vars(args) | {"save": str(tmp_path / "file")}))
+
+
+@pytest.mark.parametrize(
+    ("argv", "every", "added"),
     [
         ([], 20, "--exit-signal-handler --non-persistent-save-interval 20 --non-persistent-ckpt-type global"),
-        ([], None, "--exit-signal-handler --non-persistent-save-interval 50 --non-persistent-ckpt-type global"),
         ([], 0, "--exit-signal-handler"),
         (["--non-persistent-save-interval", "7"], 20, "--exit-signal-handler"),
         (["--use-distributed-optimizer"], 0, "--exit-signal-handler --dist-ckpt-optim-fully-reshardable"),
     ],
 )
-def test_checkpoints_can_be_loaded_in_every_layout(words: list[str], every: int | None, added: str) -> None:
-    assert " ".join(elastic_run._saving(words, msgspec.structs.replace(JOB, emergency_every=every))) == added
+def test_checkpoints_can_be_loaded_in_every_layout(argv: list[str], every: int, added: str) -> None:
+    assert " ".join(elastic_run._saving_flags(argv, msgspec.structs.replace(JOB, emergency_every=every))) == added
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ([], "expected --save DIR under launch, got none"),
-        (WORDS[:4], "expected --save-interval N with --save, got none"),
-        ([*WORDS, "--ckpt-format", "torch"], "expected --ckpt-format torch_dist under launch, got torch"),
-        ([*WORDS, "--context-parallel-size", "2"], "launch knows no layouts with context parallelism"),
+        (ARGV[:4], "expected --save-interval N with --save, got none"),
+        ([*ARGV, "--ckpt-format", "torch"], "expected --ckpt-format torch_dist under launch, got torch"),
+        ([*ARGV, "--context-parallel-size", "2"], "launch knows no layouts with context parallelism"),
     ],
 )
 def test_what_cannot_be_resharded_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str) -> None:
     monkeypatch.setattr("sys.argv", ["pretrain_gpt_multitask.py", *flags])
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match=message):
-        elastic_run._words()
+        elastic_run._resumable_flags()
 
 
 def test_nothing_happens_without_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,31 +144,20 @@ def test_nothing_happens_without_launch(monkeypatch: pytest.MonkeyPatch) -> None
     before = signal.getsignal(signal.SIGUSR1)
     elastic_run.prepare(ModelFamily.GPT)
     with elastic_run.status():
-        note("anything")
+        pass
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_a_rank_that_heard_a_notice_ends_with_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_had_a_notice_ends_with_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(code: int) -> object:
         with pytest.raises(SystemExit) as leaving, elastic_run.status():
             raise SystemExit(code)
         return leaving.value.code
 
     assert leave(0) == 0, "--exit-interval and --exit-duration-in-mins end the job"
-    monkeypatch.setattr(elastic_run, "_heard_notice", True)
+    monkeypatch.setattr(elastic_run, "_has_notice", True)
     assert leave(0) == 75
     assert leave(1) == 1
-
-
-def test_events_are_appended_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "events"
-    monkeypatch.setenv(VARIABLE, msgspec.json.encode(msgspec.structs.replace(JOB, events=str(path))).decode())
-    monkeypatch.setenv("RANK", "3")
-    note("saved")
-    note("trains", iteration=7)
-    events = [msgspec.json.decode(line) for line in path.read_text().splitlines()]
-    assert [(event["who"], event["event"]) for event in events] == [("rank 3", "saved"), ("rank 3", "trains")]
-    assert events[1]["iteration"] == 7
 
 
 def inputs(**layout: int) -> PlanInputs:

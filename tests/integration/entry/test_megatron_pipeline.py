@@ -80,7 +80,7 @@ def watch(rank: int, world_size: int) -> dict[str, object]:
     import contextlib
     import gc
 
-    from megatron_dynapipe.integration.entry import megatron_pipeline
+    from megatron_dynapipe.runtime import step
     from tests.helpers.layouts.trainer import Trainer
 
     seen, ended = [], []
@@ -90,7 +90,7 @@ def watch(rank: int, world_size: int) -> dict[str, object]:
         yield lambda plan, trace: seen.append((plan.stage, len(trace)))
         ended.append(deadline_s)
 
-    megatron_pipeline.watched = watched
+    step.watched = watched
     trainer = Trainer(Layout(stages=2))
     trainer.pipeline.step(trainer.batch)
     before = list(ended)

@@ -129,6 +129,7 @@ def test_a_loss_that_is_not_a_number_is_logged(skipped):
 
 
 def split_of_rank_0(*, rank: int, world_size: int, fails: bool) -> str:
+    from megatron_dynapipe.elastic.job import from_rank_0
     from megatron_dynapipe.integration.entry import launch
 
     def make() -> str:
@@ -137,7 +138,7 @@ def split_of_rank_0(*, rank: int, world_size: int, fails: bool) -> str:
         return f"made by rank {rank}"
 
     try:
-        return launch.start_together(lambda: launch.from_rank_0("layer-split", make, timeout_s=20), timeout_s=20)
+        return launch.start_together(lambda: from_rank_0("layer-split", make, timeout_s=20), timeout_s=20)
     except ConfigError as error:
         return f"reports: {error}"
     except SystemExit as end:

@@ -1,6 +1,6 @@
 import torch
 
-from megatron_dynapipe.integration.execution.device_copy import copy_buffer, copy_to, copy_together
+from megatron_dynapipe.integration.execution.step_functions import copy_buffer, copy_to, copy_together
 
 CPU = torch.device("cpu")
 TENSORS = [

@@ -15,24 +15,24 @@ from tests.helpers.layouts.layout import ALL, MIXED, Layout, on_ranks, reference
 LAYOUTS = {
     # model x tensor x stages x replicas, then what else; a * marks the core that runs every day
     "gpt 1x1x1": Layout(family="gpt"),
-    "gpt 1x1x1, recompute mixed *": Layout(family="gpt", recompute=MIXED),
+    "gpt 1x1x1, recompute mixed": Layout(family="gpt", recompute=MIXED),
     "gpt 1x2x1, recompute mixed": Layout(family="gpt", stages=2, recompute=MIXED),
-    "gpt 1x2x2 *": Layout(family="gpt", stages=2, replicas=2, layer_overhead_us=0.0),
-    "gpt 1x1x2, overlapped *": Layout(family="gpt", replicas=2, overlap=True),
+    "gpt 1x2x2": Layout(family="gpt", stages=2, replicas=2, layer_overhead_us=0.0),
+    "gpt 1x1x2, overlapped": Layout(family="gpt", replicas=2, overlap=True),
     "gpt 1x2x2, overlapped, Megatron's attention, one replica without samples *": Layout(
         family="gpt", stages=2, replicas=2, overlap=True, attention="megatron", idle=1
     ),
     "gpt 1x4x1, full": Layout(family="gpt", stages=4, recompute=("full",)),
-    "gpt 1x2x1, layers 3+1 *": Layout(family="gpt", stages=2, split=(3, 1)),
+    "gpt 1x2x1, layers 3+1": Layout(family="gpt", stages=2, split=(3, 1)),
     "gpt 1x3x1, layers 1+2+1, selective": Layout(family="gpt", stages=3, split=(1, 2, 1), recompute=("selective",)),
-    "gpt 1x2x1, two chunks, odd *": Layout(family="gpt", stages=2, chunks=2, layer_overhead_us=0.5),
+    "gpt 1x2x1, two chunks, odd": Layout(family="gpt", stages=2, chunks=2, layer_overhead_us=0.5),
     "gpt 1x2x1, two chunks, recompute mixed": Layout(family="gpt", stages=2, chunks=2, recompute=MIXED),
     "gpt 1x2x2, two chunks, overlapped": Layout(family="gpt", stages=2, chunks=2, replicas=2, overlap=True),
     "gpt 1x2x2, two chunks, distributed optimizer *": Layout(
         family="gpt", stages=2, chunks=2, replicas=2, distributed_optimizer=True
     ),
-    "gpt 2x1x1 *": Layout(family="gpt", tensor=2),
-    "gpt 2x2x1, recompute mixed *": Layout(family="gpt", tensor=2, stages=2, recompute=MIXED),
+    "gpt 2x1x1": Layout(family="gpt", tensor=2),
+    "gpt 2x2x1, recompute mixed": Layout(family="gpt", tensor=2, stages=2, recompute=MIXED),
     "gpt 2x2x2": Layout(family="gpt", tensor=2, stages=2, replicas=2),
     "gpt 2x2x1, two chunks": Layout(family="gpt", tensor=2, stages=2, chunks=2),
     "gpt 2x2x2, distributed optimizer, overlapped": Layout(
@@ -62,18 +62,18 @@ LAYOUTS = {
     "gpt 4x2x1, sequence parallel, full": Layout(family="gpt", tensor=4, stages=2, sequence=True, recompute=("full",)),
     "gpt 1x1x4, distributed optimizer": Layout(family="gpt", replicas=4, distributed_optimizer=True),
     "t5 1x1x1, recompute mixed": Layout(family="t5", recompute=MIXED),
-    "t5 1x2x2, recompute mixed *": Layout(family="t5", stages=2, replicas=2, recompute=MIXED, layer_overhead_us=0.0),
-    "t5 1x1x2, one replica without samples *": Layout(family="t5", replicas=2, idle=1),
-    "t5 1x2x2, overlapped, one replica without samples *": Layout(
+    "t5 1x2x2, recompute mixed": Layout(family="t5", stages=2, replicas=2, recompute=MIXED, layer_overhead_us=0.0),
+    "t5 1x1x2, one replica without samples": Layout(family="t5", replicas=2, idle=1),
+    "t5 1x2x2, overlapped, one replica without samples": Layout(
         family="t5", stages=2, replicas=2, overlap=True, idle=1
     ),
-    "t5 1x4x1 *": Layout(family="t5", stages=4),
+    "t5 1x4x1": Layout(family="t5", stages=4),
     "t5 1x3x1, layers 1+2+1 *": Layout(family="t5", stages=3, split=(1, 2, 1)),
     "t5 1x2x1, two chunks, recompute mixed *": Layout(family="t5", stages=2, chunks=2, recompute=MIXED),
     "t5 2x2x2, two chunks, distributed optimizer": Layout(
         family="t5", tensor=2, stages=2, replicas=2, chunks=2, distributed_optimizer=True
     ),
-    "t5 2x2x1, sequence parallel, recompute mixed *": Layout(
+    "t5 2x2x1, sequence parallel, recompute mixed": Layout(
         family="t5", tensor=2, stages=2, sequence=True, recompute=MIXED
     ),
     "t5 1x2x2, relative positions, recompute mixed *": Layout(
@@ -84,7 +84,7 @@ LAYOUTS = {
     ),
     "t5 1x4x2": Layout(family="t5", stages=4, replicas=2),
     "t5 2x1x2": Layout(family="t5", tensor=2, replicas=2),
-    "t5 2x2x1, recompute mixed *": Layout(family="t5", tensor=2, stages=2, recompute=MIXED),
+    "t5 2x2x1, recompute mixed": Layout(family="t5", tensor=2, stages=2, recompute=MIXED),
     "t5 2x2x2, distributed optimizer, overlapped": Layout(
         family="t5", tensor=2, stages=2, replicas=2, distributed_optimizer=True, overlap=True
     ),
@@ -107,7 +107,7 @@ PACKED = {
     "gpt 1x1x1, rows mixed, rotary positions, recompute mixed": Layout(
         family="gpt", rows="mixed", positions="rope", recompute=MIXED
     ),
-    "gpt 1x2x1, packed, recompute mixed *": Layout(family="gpt", stages=2, rows="packed", recompute=MIXED),
+    "gpt 1x2x1, packed, recompute mixed": Layout(family="gpt", stages=2, rows="packed", recompute=MIXED),
     "gpt 2x2x1, packed, two chunks, sequence parallel, rotary positions, recompute mixed *": Layout(
         family="gpt", tensor=2, stages=2, chunks=2, sequence=True, positions="rope", rows="packed", recompute=MIXED
     ),
@@ -119,7 +119,7 @@ PACKED = {
         family="gpt", tensor=2, stages=2, replicas=2, rows="mixed", distributed_optimizer=True, overlap=True
     ),
     "t5 1x1x1, packed, recompute mixed": Layout(family="t5", rows="packed", recompute=MIXED),
-    "t5 1x2x1, packed *": Layout(family="t5", stages=2, rows="packed"),
+    "t5 1x2x1, packed": Layout(family="t5", stages=2, rows="packed"),
     "t5 1x2x2, rows mixed, rotary positions, recompute mixed *": Layout(
         family="t5", stages=2, replicas=2, positions="rope", rows="mixed", recompute=MIXED, layer_overhead_us=0.0
     ),
@@ -184,7 +184,7 @@ HALF = {
     "gpt 2x2x1, bf16, two chunks, recompute mixed": Layout(
         family="gpt", tensor=2, stages=2, chunks=2, dtype="bf16", recompute=MIXED
     ),
-    "gpt 1x2x2, fp16, distributed optimizer *": Layout(
+    "gpt 1x2x2, fp16, distributed optimizer": Layout(
         family="gpt", stages=2, replicas=2, dtype="fp16", loss_scale=64.0, distributed_optimizer=True
     ),
     "t5 1x2x2, bf16, distributed optimizer": Layout(

@@ -1,12 +1,10 @@
 """NaN and Inf are looked for once per iteration: each look waits for the device."""
 
-import pytest
-
 from tests.helpers.processes import run_ranks
 
 
-def checked(rank: int, world_size: int, losses: list[float]) -> list[str]:
-    """What Megatron's state machine is asked of an iteration of these losses."""
+def checked(rank: int, world_size: int, iterations: list[list[float]]) -> list[list[str]]:
+    """What Megatron's state machine is asked of each iteration of such losses."""
     import torch
 
     from megatron_dynapipe.integration.execution import step_functions
@@ -19,18 +17,19 @@ def checked(rank: int, world_size: int, losses: list[float]) -> list[str]:
             assert fatal and tolerance == 0.0 and "NaN or Inf" in message
 
     step_functions.get_rerun_state_machine = Machine
-    step_functions.check_losses([{"lm loss": torch.tensor([loss, 3.0])} for loss in losses])
-    return asked
+    found = []
+    for losses in iterations:
+        step_functions.check_losses([{"lm loss": torch.tensor([loss, 3.0])} for loss in losses])
+        found.append(asked.copy())
+        asked.clear()
+    return found
 
 
-@pytest.mark.parametrize(
-    ("losses", "expected"),
-    [
+def test_one_look_per_iteration():
+    expected = [
         ([], []),
         ([1.0, 2.0, 3.0], ["accepted"]),
         ([1.0, float("nan")], ["rejected"]),
         ([float("inf"), 1.0], ["rejected"]),
-    ],
-)
-def test_one_look_per_iteration(losses, expected):
-    assert run_ranks(checked, 1, {"losses": losses}) == [expected]
+    ]
+    assert run_ranks(checked, 1, {"iterations": [losses for losses, _ in expected]}) == [[said for _, said in expected]]

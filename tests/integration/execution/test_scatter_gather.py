@@ -14,7 +14,7 @@ from tests.helpers.random_dataset import make_dataset
 LAYOUTS = {
     # a * marks those that run every day
     "gpt 2x2x1": Layout(family="gpt", tensor=2, stages=2),
-    "gpt 2x2x1, two chunks *": Layout(family="gpt", tensor=2, stages=2, chunks=2, layer_overhead_us=0.5),
+    "gpt 2x2x1, two chunks": Layout(family="gpt", tensor=2, stages=2, chunks=2, layer_overhead_us=0.5),
     "t5 2x2x1 *": Layout(family="t5", tensor=2, stages=2, recompute=("full", "none")),
     "t5 2x4x1, bf16": Layout(family="t5", tensor=2, stages=4, dtype="bf16"),
 }

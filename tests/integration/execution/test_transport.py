@@ -10,34 +10,30 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.errors import ConfigError
-from tests.helpers.layouts.layout import Layout
+from tests.helpers.layouts.layout import Layout, table
 from tests.helpers.processes import run_ranks
 
 SAID = "ranks share a GPU: messages between stages go through the host"
 
 
-def notice(*, rank: int, world_size: int, devices: list[str | None]) -> bool:
-    """Whether ranks whose devices have these identities are on one; None is a CPU."""
+def notice(*, rank: int, world_size: int, cases: list[list[str | None]]) -> list[bool]:
+    """Whether ranks whose devices have such identities are on one; None is a CPU."""
     from megatron_dynapipe.integration.execution.transport import share_a_device
     from megatron_dynapipe.runtime.control_group import ControlGroup
 
     dist.init_process_group("gloo")
-    identity = devices[rank]
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=identity)
-    device = torch.device("cpu") if identity is None else torch.device("cuda", 0)
-    return share_a_device(ControlGroup(timeout_s=30), device)
+    control, found = ControlGroup(timeout_s=30), []
+    for devices in cases:
+        identity = devices[rank]
+        torch.cuda.get_device_properties = lambda device, identity=identity: SimpleNamespace(uuid=identity)
+        device = torch.device("cpu") if identity is None else torch.device("cuda", 0)
+        found.append(share_a_device(control, device))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("devices", "shared"),
-    [
-        ([str(uuid.UUID(int=5)), str(uuid.UUID(int=6))], False),
-        ([str(uuid.UUID(int=5)), str(uuid.UUID(int=5))], True),
-        ([None, None], False),
-    ],
-)
-def test_ranks_on_one_gpu_are_noticed(devices, shared):
-    assert run_ranks(notice, 2, {"devices": devices}) == [shared, shared]
+def test_ranks_on_one_gpu_are_noticed():
+    one, other = (str(uuid.UUID(int=number)) for number in (5, 6))
+    assert run_ranks(notice, 2, {"cases": [[one, other], [one, one], [None, None]]}) == [[False, True, False]] * 2
 
 
 def train(*, rank: int, world_size: int, layout: Layout, staged: bool) -> dict:
@@ -52,12 +48,14 @@ def train(*, rank: int, world_size: int, layout: Layout, staged: bool) -> dict:
     return {"losses": result["losses"], "gradients": result["gradients"], "said": output.getvalue()}
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [Layout(family="t5", stages=2), Layout(family="gpt", stages=2, chunks=2, dtype="bf16")],
-    ids=["t5", "gpt, two chunks"],
-)
-def test_messages_by_way_of_the_host_change_nothing(wanted):
+LAYOUTS = {
+    "t5": Layout(family="t5", stages=2),
+    "gpt, two chunks *": Layout(family="gpt", stages=2, chunks=2, dtype="bf16"),
+}
+
+
+@pytest.mark.parametrize("wanted", table(LAYOUTS))
+def test_messages_through_the_host_change_nothing(wanted):
     staged, direct = (run_ranks(train, 2, {"layout": wanted, "staged": staged}) for staged in (True, False))
     assert [result["said"].count(SAID) for result in (*staged, *direct)] == [1, 0, 0, 0]
     for one, other in zip(staged, direct, strict=True):
@@ -70,10 +68,10 @@ def divide_staged(*, rank: int, world_size: int) -> str:
     from tests.helpers.layouts import trainer
 
     transport.share_a_device = lambda control, device: True
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as refused:
         trainer.train(Layout(family="gpt", stages=2, tensor=2, scatter_gather="on"))
-    return told.value.message
+    return refused.value.message
 
 
-def test_messages_by_way_of_the_host_cannot_be_divided():
+def test_messages_through_the_host_cannot_be_divided():
     assert all("they cannot be divided there" in message for message in run_ranks(divide_staged, 4))

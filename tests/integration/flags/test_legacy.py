@@ -11,8 +11,7 @@ from megatron_dynapipe.cost.format import Link, encode_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import arguments, legacy, placement
 from megatron_dynapipe.integration.flags import plan_inputs as inputs
-from megatron_dynapipe.integration.flags.placement import PlannerCount
-from megatron_dynapipe.store import StoreAddress, server
+from megatron_dynapipe.store import StoreAddress
 from tests.cost.models import gpt_file
 from tests.helpers.entry_scripts import reported, train
 from tests.helpers.random_dataset import make_dataset
@@ -134,7 +133,7 @@ def test_defaults_need_no_flag(monkeypatch):
     given = settings("")
     assert given.cost_model is None and given.memory_limit_bytes is None and given.store is None
     assert given.devices_per_node == 4
-    assert given.planners == PlannerCount(first=1, most=3)  # one per core that no rank needs
+    assert given.planners == 1
     assert given.schedule.method == "adaptive" and given.report_folder == arguments.REPORT_FOLDER
 
 
@@ -145,12 +144,12 @@ def test_defaults_need_no_flag(monkeypatch):
         ("--dynapipe-schedule-method wait-free-cyclic", "schedule.method", "adaptive"),
         ("--dynapipe-schedule-method gpipe", "schedule.method", "gpipe"),
         ("--dynapipe-disable-mb-permutation", "schedule.search_evaluations", 0),
-        ("--dynapipe-prefetch-planner-num-workers 5", "planners", PlannerCount(first=5, most=5)),
+        ("--dynapipe-prefetch-planner-num-workers 5", "planners", 5),
         ("--dynapipe-device-to-node 0:0", "devices_per_node", 1),
         ("--dynapipe-device-memory-limit 36000", "memory_limit_bytes", 36_000_000_000),
         ("--dynapipe-intra-node-bw 600 --dynapipe-inter-node-lat 20", "intra_node_gbps", 600.0),
-        ("--dynapipe-zero-stage 1 --use-distributed-optimizer", "planners", PlannerCount(first=1, most=2)),
-        ("--dynapipe-partition-algo dp --dynapipe-round-seqlen-multiple 8", "planners", PlannerCount(first=1, most=2)),
+        ("--dynapipe-zero-stage 1 --use-distributed-optimizer", "planners", 1),
+        ("--dynapipe-partition-algo dp --dynapipe-round-seqlen-multiple 8", "planners", 1),
         ("", "partition.algorithm", "dp"),
         ("--dynapipe-partition-algo uniform", "partition.algorithm", "uniform"),
         ("--dynapipe-partition-algo padding", "partition.algorithm", "padding"),
@@ -243,15 +242,6 @@ def test_the_log_level_of_the_environment():
             legacy.set_log_level({"DYNAPIPE_DEBUG": "loud"})
     finally:
         log.setLevel(before)
-
-
-def test_a_server_on_the_path_is_used_where_the_wheel_is_absent(tmp_path, monkeypatch):
-    found = tmp_path / "redis-server"
-    found.write_text("#!/bin/sh\n")
-    found.chmod(0o755)
-    monkeypatch.setattr(server.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert server.find_server_binary() == found
 
 
 # Through an entry script: one line on rank 0, exit status 2, nothing launched.

@@ -61,7 +61,7 @@ def refused_in_a_patched_checkout(*, rank: int, world_size: int) -> list[bool]:
 
     checkout.check_arguments(SimpleNamespace(use_dynapipe=False))
     stock = in_force(DistributedOptimizer)
-    checkout._check_device = checkout.behaviour.check_patches = lambda: None  # here is neither a GPU nor a checkout
+    checkout._check_device = checkout.compatibility.check_patches = lambda: None  # here is neither a GPU nor a checkout
     checkout.arguments.check = refuse
     with pytest.raises(SystemExit):
         checkout.check_arguments(SimpleNamespace(use_dynapipe=True))

@@ -11,11 +11,12 @@ from megatron_dynapipe.integration.supply.calibration import PassPublisher, meas
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Load, Payload, RecvWait, SendStart
 from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.runtime.device_memory import MemoryCounts
+from megatron_dynapipe.runtime.memory import MemoryCounts
+from megatron_dynapipe.service.client import Republisher
 from megatron_dynapipe.service.recalibration import Measurements, Recalibration
-from megatron_dynapipe.service.republish import Republisher
-from megatron_dynapipe.store import MemoryStore, PlanKeys
+from megatron_dynapipe.store import PlanKeys
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
+from tests.helpers.memory_store import MemoryStore
 
 KEYS = PlanKeys(job="job", settings_digest="s")
 SHAPE = Shape(2, 16)

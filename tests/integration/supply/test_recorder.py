@@ -11,9 +11,10 @@ from megatron_dynapipe.plan.instructions import Forward
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import IterationRecord, RunRecord, StageRecord, TimelineRecord, read_records
-from megatron_dynapipe.runtime.device_memory import MemoryCounts
-from megatron_dynapipe.store import MemoryStore, PlanKeys
+from megatron_dynapipe.runtime.memory import MemoryCounts
+from megatron_dynapipe.store import PlanKeys
 from megatron_dynapipe.units import Shape
+from tests.helpers.memory_store import MemoryStore
 from tests.helpers.plans import make_plan
 
 KEYS = PlanKeys(job="job", settings_digest="s")

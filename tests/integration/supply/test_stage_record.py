@@ -7,7 +7,7 @@ from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.supply.stage_record import HostLosses, stage_record
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.memory import activation_peak_bytes, peak_bytes
-from megatron_dynapipe.runtime.device_memory import MemoryCounts
+from megatron_dynapipe.runtime.memory import MemoryCounts
 from tests.helpers.plans import make_plan
 
 PLAN = make_plan((3,), 2)

@@ -1,0 +1,128 @@
+"""Megatron's model chunks as the stage that a step runs.
+
+Megatron's own `forward_step` and `backward_step` assume one tensor per stage boundary; a T5's decoder stages pass two.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
+from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
+from megatron_dynapipe.plan.instructions import Backward, Forward
+
+DeviceBatch = Mapping[str, Any]
+"""What a step function takes from its iterator for one micro-batch."""
+LoadMicroBatch = Callable[[int], DeviceBatch]
+"""Makes the device tensors of the micro-batch of that index."""
+PrepareMicroBatch = Callable[[int], None]
+"""Called with the index of the micro-batch that runs next."""
+ForwardStep = Callable[[Iterator[DeviceBatch], torch.nn.Module], tuple[Any, Callable[..., Any]]]
+"""Megatron's step function: takes one batch, returns the model's output and the loss function for it."""
+
+
+class MegatronStage:
+    """One step's passes through this rank's model chunks; see `runtime.StageModel`.
+
+    Args:
+        models: one (wrapped) model per chunk of this rank; the timers of their configuration must be off
+            (`hooks.timers`).
+        forward_step: Megatron's step function.
+        load: makes a micro-batch's device tensors.
+        is_last: whether this rank's last chunk ends the pipeline.
+        prepare: called with the micro-batch before each of its passes (`MicroBatchContext.begin`).
+        before_backward: called with each backward pass before it runs (overlapped gradient reduction).
+
+    """
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        forward_step: ForwardStep,
+        load: LoadMicroBatch,
+        *,
+        is_last: bool,
+        prepare: PrepareMicroBatch = lambda _: None,
+        before_backward: Callable[[Backward], None] = lambda _: None,
+    ) -> None:
+        self.load = load
+        self._models, self._config = models, get_model_config(models[0])
+        self._forward_step = forward_step
+        self._is_last = is_last
+        self._prepare, self._before_backward = prepare, before_backward
+        self._groups = ProcessGroupCollection.use_mpu_process_groups()
+        self._device = next(models[0].parameters()).device
+        self._losses: list[dict[str, torch.Tensor]] = []
+        # On the device from the start: moving it there later would wait for all passes.
+        self._tokens = torch.zeros([], dtype=torch.int, device=self._device)
+
+    def begin_pass(self, instruction: Forward | Backward) -> None:
+        """Set recomputation and the random state; let the last backward pass reduce gradients."""
+        self._prepare(instruction.micro_batch)
+        if isinstance(instruction, Backward):
+            self._before_backward(instruction)
+
+    def differentiable(self, micro_batch: int, boundary: int) -> None:
+        """Every state is."""
+
+    def forward(self, micro_batch: int, chunk: int, received: Sequence[torch.Tensor], data: DeviceBatch) -> Any:
+        """Run a chunk through Megatron's step function."""
+        model, config = self._models[chunk], self._config
+        is_last = self._is_last and chunk == len(self._models) - 1
+        set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
+        set_input_tensor(list(received) if received else [None])
+        with torch.autocast(self._device.type, config.autocast_dtype, enabled=config.enable_autocast):
+            output, loss_function = self._forward_step(iter((data,)), model)
+        output, tokens = forward_step_calc_loss(
+            model,
+            output,
+            loss_function,
+            config,
+            vp_stage=getattr(model, "vp_stage", None),
+            collect_non_loss_data=False,
+            num_microbatches=1,  # unused: the loss is a sum over tokens
+            forward_data_store=self._losses,
+            cp_group_size=self._groups.cp.size(),
+            is_last_stage=is_last,
+        )
+        set_input_tensor([None])  # the model must not keep what was received, nor the graph behind it
+        self._tokens = self._tokens + tokens
+        return output if is_last or isinstance(output, tuple | list) else (output,)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """By the optimizer's loss scale, if it has one."""
+        scale = self._config.grad_scale_func
+        scaled: torch.Tensor = loss if scale is None else scale(loss)
+        return scaled
+
+    def totals(self) -> torch.Tensor:
+        """Sums of the reports, on one of the tensor-parallel ranks that hold the same."""
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if self._groups.tp.rank() == 0:
+            for report in self._losses:
+                total += report[LOSS_NAME]
+        return total
+
+    def finalize(self, *, force_all_reduce: bool) -> None:
+        """Hand the gradients to Megatron's finalisation, then sum them over the copies of shared weights."""
+        if self._config.finalize_model_grads_func is not None:
+            self._config.finalize_model_grads_func(
+                list(self._models),
+                self._tokens.to(torch.int) if self._config.calculate_per_token_loss else None,
+                pg_collection=self._groups,
+                force_all_reduce=force_all_reduce,
+            )
+            reduce_shared_gradients(self._models)
+
+    def reports(self) -> list[dict[str, torch.Tensor]]:
+        """The loss function's report of each micro-batch, on the last stage.
+
+        Megatron's loop reduces them over the replicas, so one without micro-batches must not be missing.
+        """
+        if self._is_last and not self._losses:
+            return [{LOSS_NAME: torch.zeros(2, device=self._device)}]
+        return self._losses

@@ -1,0 +1,175 @@
+"""Whether this Megatron has what a run relies on, checked when it starts, whatever version it says.
+
+    names      functions that are replaced or called, with the parameters that are passed
+    calls      the calls in Megatron's loop that lead to them
+    patches    in a patched checkout, every call that the patches add
+
+A Megatron whose files are of no known release is accepted if all of this is there, and named in one line.
+"""
+
+import functools
+import importlib.util
+import inspect
+import os
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dynapipe.errors import PatchError, UnsupportedMegatronError
+from megatron_dynapipe.integration.hooks import gloo_reductions, optimizer_patches, replacements
+from megatron_dynapipe.megatron_version import INSTALL_HINT, found_version, megatron_folders
+from megatron_dynapipe.patching import UNKNOWN, survey
+
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+TRAINING = "megatron.training.training"
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A function, or a class's method, and those of its parameters that are passed."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of `callee` in the body of a function."""
+
+    module: str
+    function: str
+    callee: str
+
+
+_SCHEDULE_PARAMETERS = (
+    *("forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length", "micro_batch_size"),
+    *("decoder_seq_length", "forward_only", "collect_non_loss_data", "first_val_step", "force_all_reduce"),
+)
+NAMES: tuple[Name, ...] = (
+    *(Name(row.owner, row.name, row.parameters) for row in replacements.TABLE),
+    *(
+        Name(optimizer_patches.MODULE, f"{optimizer_patches.CLASS}.{patch.name}", patch.parameters)
+        for patch in optimizer_patches.PATCHES
+    ),
+    Name(gloo_reductions.MODULE, gloo_reductions.NAME, ("group", "device", "async_ops")),
+    Name(SCHEDULES, "forward_step_calc_loss", ("model", "output_tensor", "loss_func", "config")),
+    Name(SCHEDULES, "forward_backward_no_pipelining", _SCHEDULE_PARAMETERS),
+    Name(SCHEDULES, "forward_backward_pipelining_without_interleaving", _SCHEDULE_PARAMETERS),
+    Name("megatron.core.utils", "get_batch_on_this_tp_rank", ("micro_batch_size", "seq_length")),
+    Name("megatron.training.argument_utils", "pretrain_cfg_container_from_args"),
+    Name("megatron.training.arguments", "parse_and_validate_args", ("extra_args_provider", "args_defaults")),
+    Name(
+        TRAINING,
+        "pretrain",
+        ("train_valid_test_dataset_provider", "model_type", "forward_step_func", "get_embedding_ranks"),
+    ),
+)
+"""Functions that a run replaces, or calls."""
+
+CALLS: tuple[Call, ...] = (
+    Call(TRAINING, "train", "get_forward_backward_func"),
+    Call(TRAINING, "train", "train_step"),
+    Call(TRAINING, "evaluate", "get_forward_backward_func"),
+    Call(TRAINING, "training_log", "print_rank_last"),
+)
+"""How Megatron's loop comes to what is replaced."""
+
+PATCHES: tuple[Call, ...] = (
+    Call("megatron.training.arguments", "parse_args", "add_arguments"),
+    Call("megatron.training.arguments", "parse_args", "check_arguments"),
+    Call(TRAINING, "pretrain", "dataset_provider"),
+    Call(TRAINING, "pretrain", "finish"),
+    Call(TRAINING, "train", "schedule"),
+    Call(TRAINING, "train", "count_samples"),
+    Call(TRAINING, "evaluate", "schedule"),
+    Call(TRAINING, "training_log", "log_line"),
+    Call("megatron.core.utils", "get_batch_on_this_tp_rank", "micro_batch_shape"),
+)
+"""Calls of `checkout_hooks` in a patched checkout."""
+
+
+@functools.cache
+def check() -> None:
+    """Check what every run relies on, once; rank 0 names a Megatron whose files are of no known release.
+
+    Raises:
+        UnsupportedMegatronError: there is no Megatron, or something is not there or not as it must be; says all of it.
+    """
+    version = found_version()
+    missing = [*filter(None, map(missing_name, NAMES)), *missing_calls(CALLS)]
+    if missing:
+        raise UnsupportedMegatronError(
+            f"Megatron {version} at {_place()} lacks what planned runs rely on: {'; '.join(missing)}", hint=INSTALL_HINT
+        )
+    if (unknown := _unknown_files()) and os.environ.get("RANK", "0") == "0":
+        print(
+            f"notice: Megatron {version} at {_place()} is of no known release ({unknown}); what planned runs rely on"
+            " was checked and is there",
+            flush=True,
+        )
+
+
+def check_patches() -> None:
+    """Check that a patched checkout makes every call of the patches.
+
+    Raises:
+        UnsupportedMegatronError: some are missing; says which.
+    """
+    missing = missing_calls(PATCHES, through="dynapipe")
+    if missing:
+        raise UnsupportedMegatronError(
+            f"the patched checkout at {_place()} lacks calls of the patches: {'; '.join(missing)}",
+            hint="`megatron-dynapipe patch CHECKOUT --check` says what each file is; reverse and patch it anew",
+        )
+
+
+def missing_name(row: Name) -> str:
+    """What of a name is not there; empty if all is."""
+    try:
+        found = _resolve(row.module, row.name)
+    except (ImportError, AttributeError):
+        return f"no {row.name} in {row.module}"
+    accepted = inspect.signature(found).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
+    absent = [name for name in row.parameters if name not in accepted]
+    return f"{row.name} of {row.module} takes no {', '.join(absent)}" if absent and not takes_any else ""
+
+
+def missing_calls(rows: Sequence[Call], through: str | None = None) -> list[str]:
+    """The calls that are not there; those of a patch go `through` the module's name."""
+    return [f"{row.function}() of {row.module} calls no {row.callee}" for row in rows if not _is_called(row, through)]
+
+
+def _is_called(row: Call, through: str | None) -> bool:
+    code = _functions(row.module).get(row.function)
+    names = (*code.co_names, *code.co_varnames) if code else ()  # one function imports the hooks itself
+    return row.callee in names and (through is None or through in names)
+
+
+@functools.cache
+def _functions(module: str) -> dict[str, types.CodeType]:
+    """A module's functions as its file has them: a script may have replaced some by wrappers of its own."""
+    spec = importlib.util.find_spec(module)
+    loader: Any = spec and spec.loader
+    code = loader.get_code(module) if loader else None
+    return {each.co_name: each for each in (code.co_consts if code else ()) if isinstance(each, types.CodeType)}
+
+
+def _resolve(module: str, path: str) -> Callable[..., Any]:
+    return functools.reduce(getattr, path.split("."), importlib.import_module(module))  # type: ignore[return-value]
+
+
+def _place() -> str:
+    folders = megatron_folders()
+    return str(folders[0].parent) if folders else "?"
+
+
+def _unknown_files() -> str:
+    """The touched files that are of no known release; empty if all are known."""
+    folders = megatron_folders()
+    try:
+        return ", ".join(survey(folders[0].parent)[0].named(*UNKNOWN)) if folders else ""
+    except PatchError as error:
+        return error.message

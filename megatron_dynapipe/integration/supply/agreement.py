@@ -1,0 +1,105 @@
+"""What all ranks agree on: that they train the same run, and that an iteration begins on all of them or on none."""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Self
+
+from megatron_dynapipe.data.identity import check_files
+from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.errors import ConfigError, DataError, DynaPipeError
+from megatron_dynapipe.integration.flags.arguments import RunSettings
+from megatron_dynapipe.integration.flags.run_record import settings_fields
+from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
+from megatron_dynapipe.service.settings import PlanInputs
+
+
+def check_same_run(control: ControlGroup, settings: RunSettings, inputs: PlanInputs) -> dict[str, str]:
+    """Hold every rank's settings, and every node's dataset, against the other ranks'; the digests of its files.
+
+    The first rank of each node reads the files.
+
+    Raises:
+        ConfigError: settings differ; names the field.
+        DataError: a file of the dataset differs between nodes, or from its manifest; names the file.
+    """
+    if (found := control.find_difference(settings_fields(inputs))) is not None:
+        raise ConfigError(
+            f"expected the same settings on all ranks: {found}",
+            hint="start every node with the same flags, run file, cost model and version of this package",
+        )
+    files = control.run_on_all(functools.partial(_dataset_files, settings, inputs))
+    if (found := control.find_difference(files)) is not None:
+        raise DataError(
+            f"expected the same dataset on all nodes: the digest of {found}",
+            hint=f"copy one dataset folder to {settings.data} of every node; `megatron-dynapipe data verify` checks it",
+        )
+    return files
+
+
+def _dataset_files(settings: RunSettings, inputs: PlanInputs) -> dict[str, str]:
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        return {}
+    return check_files(settings.data, [split.name for split in inputs.splits], read_meta(settings.data).files)
+
+
+class AgreedIterator:
+    """One split's iterations on this rank. Before one is returned, all ranks have it, or all raise the same error.
+
+    Args:
+        planned: this rank's prefetching iterator.
+        control: the group on which ranks agree.
+        first_iteration: number of the first iteration.
+        announce: called with the number of an iteration about to begin; its failure counts as this rank's.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedIterator,
+        control: ControlGroup,
+        *,
+        first_iteration: int,
+        announce: Callable[[int], None],
+    ) -> None:
+        self._planned = planned
+        self._control = control
+        self._next_iteration = first_iteration
+        self._announce = announce
+        self._agreement: StepAgreement | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> PlannedIteration:
+        """The next iteration.
+
+        Raises:
+            StopIteration: there are no more.
+            DynaPipeError: some rank cannot run it; the same message on all of them.
+        """
+        self.prepare()
+        assert self._agreement is not None
+        agreement, self._agreement = self._agreement, None
+        agreement.settle()
+        self._next_iteration += 1
+        return next(self._planned)
+
+    def prepare(self) -> None:
+        """Start to agree on the next iteration while the device still runs the present one."""
+        if self._agreement is None:
+            error = self._error()
+            self._agreement = self._control.start_agreement(
+                error, plan=self._planned.next_plan_digest, what=f"iteration {self._next_iteration}"
+            )
+
+    def _error(self) -> Exception | None:
+        """What keeps this rank from the next iteration, once its plan has arrived or failed to; None if it can run."""
+        error = self._planned.await_next()
+        if error is not None:
+            return error if isinstance(error, Exception) else DynaPipeError(f"prefetching ended with {error!r}")
+        try:
+            self._announce(self._next_iteration)
+        except DynaPipeError as failure:
+            return failure
+        return None

@@ -1,0 +1,136 @@
+"""What is found before a tokenizer is trained or a gigabyte is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dynapipe.data import tokenizer as tokenizers
+from megatron_dynapipe.data.mixture.sources import open_sources
+from megatron_dynapipe.data.mixture.spec import InputAndTarget, Mixture, TaskSpec
+from megatron_dynapipe.data.prepare import PrepareSettings, prepare_mixture, run, text
+from megatron_dynapipe.errors import ConfigError, DataError, DynaPipeError
+
+PAIR = {"task": "a", "input": "one two three", "target": "four five"}
+CHAT = {"m": [{"role": "user", "content": "so?"}, {"role": "assistant", "content": "yes"}]}
+
+
+def refused(folder: Path, task: dict[str, Any], *parts: list[Any], template: str | None = None, **changes: Any) -> str:
+    """The error of rows in some files, by a run that may do nothing that takes long."""
+    for at, rows in enumerate(parts):
+        (folder / f"{at}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    names = tuple(f"{at}.jsonl" for at in range(len(parts)))
+    mixture = Mixture(tasks=(TaskSpec(source=names, **task),), chat_template=template)
+    settings = PrepareSettings(source="test", **changes)
+    with pytest.raises(DynaPipeError) as caught:
+        prepare_mixture(mixture, open_sources(mixture, folder), folder / "data", settings)
+    assert not (folder / "data").exists() and not (folder / ".data.prepare").exists()
+    return str(caught.value)
+
+
+@pytest.fixture
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that takes long may begin."""
+
+    def begin(*_: Any) -> None:
+        raise AssertionError("training begins")
+
+    monkeypatch.setattr(run, "make_tokenizer", begin)
+    monkeypatch.setattr(run, "_recipe", begin)
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "said"),
+    [
+        ({"task_column": "task"}, {"task": "a", "input": "x"}, "missing required field `target`"),
+        ({"name": "a", "columns": InputAndTarget(input="q", target="a")}, PAIR, "expected an object with q, a"),
+        ({"name": "a", "template": "{{ q }}|||{{ input }}"}, PAIR, "names a field that the row does not have"),
+        ({"name": "a", "text": "body"}, PAIR, "missing required field `body`"),
+        ({"name": "a", "messages": "m"}, PAIR, "missing required field `m`"),
+        ({"task_column": "task"}, PAIR | {"target": ""}, "expected every target to have at least 1 token"),
+        ({"name": "a", "messages": "m"}, {"m": CHAT["m"][:1]}, "expected a conversation with a turn of the assistant"),
+    ],
+)
+def test_rows_of_every_file_are_looked_at(
+    tmp_path: Path, no_training: None, task: dict[str, Any], row: Any, said: str
+) -> None:
+    good = {**PAIR, **CHAT, "q": "one", "a": "two", "body": "three"}
+    message = refused(
+        tmp_path, task, [good] * 30, [good, row], template="{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    assert said in message and "1.jsonl, line 2" in message
+
+
+def test_a_missing_chat_template(tmp_path: Path, no_training: None) -> None:
+    task = {"name": "a", "messages": "m"}
+    message = refused(tmp_path, task, [CHAT])
+    assert "expected a chat template for conversations, a tokenizer that is trained on their text has none" in message
+    assert "hint: pass --tokenizer of a chat model" in message
+    tokenizers.train_tokenizer([], 259).save_pretrained(tmp_path / "tokenizer")
+    message = refused(tmp_path, task, [CHAT], tokenizer=tmp_path / "tokenizer")
+    assert "expected a tokenizer with a chat template for conversations, it has none" in message
+    message = refused(tmp_path, task, [CHAT], template="{{ messages[-1].content }}{{ 1 / 0 }}")
+    assert "line 1: the chat template refuses the conversation: division by zero" in message
+
+
+def test_samples_that_do_not_fit_a_given_tokenizer(tmp_path: Path, no_training: None) -> None:
+    tokenizers.train_tokenizer([], 259).save_pretrained(tmp_path / "tokenizer")
+    said = refused(tmp_path, {"task_column": "task"}, [PAIR], tokenizer=tmp_path / "tokenizer", max_input_length=5)
+    assert "line 1 (task 'a'): expected samples of at most 5 input tokens, this one has 13 and 9" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "said"),
+    [
+        ({"max_input_length": 5}, {"input": "one two three four five six"}, "an input of 6 words"),
+        ({"max_target_length": 2}, {"target": "one two, three"}, "a target of 4 words"),
+        ({"max_input_length": 5}, {"input": ""}, "expected every input to have at least 1 token"),
+    ],
+)
+def test_rows_that_no_tokenizer_makes_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], row: dict[str, str], said: str
+) -> None:
+    """The text that a tokenizer is trained on is looked at on its way, before it learns from it."""
+    monkeypatch.setattr(text, "_FIRST_ROWS", 1)
+    seen: list[str] = []
+    monkeypatch.setattr(run, "load_tokenizer", lambda *_: seen.append("trained"))
+    message = refused(tmp_path, {"task_column": "task"}, [PAIR] * 50 + [PAIR | row], **changes)
+    assert "0.jsonl, line 51 (task 'a'): expected" in message and said in message
+    assert not seen
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, no_training: None) -> None:
+    (tmp_path / "damaged.parquet").write_bytes(b"PAR1")
+    mixture = Mixture(tasks=(TaskSpec(name="a", source="damaged.parquet"),))
+    with pytest.raises(DataError, match=r"damaged\.parquet: cannot read it"):
+        prepare_mixture(mixture, open_sources(mixture, tmp_path), tmp_path / "data", PrepareSettings(source="test"))
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 'x' * 10**15 }}", "{{ " + "1" * 5000 + " }}", "{{ x", "{{ " + "(" * 5000 + " }}"]
+)
+def test_templates_that_are_none(tmp_path: Path, no_training: None, template: str) -> None:
+    task = TaskSpec(name="a", source="0.jsonl", template=template + "|||y")
+    (tmp_path / "0.jsonl").write_text(json.dumps(PAIR))
+    mixture = Mixture(tasks=(task,))
+    with pytest.raises((ConfigError, DataError), match=r"expected a Jinja template|the template cannot be") as caught:
+        prepare_mixture(mixture, open_sources(mixture, tmp_path), tmp_path / "data", PrepareSettings(source="test"))
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"task": "a", "target": "x", "input": ' + "[" * 100_000,
+        '{"deep": ' + "[" * 5000 + "]" * 5000 + "}",
+        '{"input": ' + "9" * 5000 + "}",
+    ],
+)
+@pytest.mark.parametrize("template", [None, "{{ deep }}{{ input }}|||y"])
+def test_rows_of_no_end_are_one_line(tmp_path: Path, no_training: None, row: str, template: str | None) -> None:
+    (tmp_path / "0.jsonl").write_text(f"{row}\n")
+    mixture = Mixture(tasks=(TaskSpec(name="a", source="0.jsonl", template=template),))
+    with pytest.raises(DataError, match=r"0\.jsonl, line 1: ") as caught:
+        prepare_mixture(mixture, open_sources(mixture, tmp_path), tmp_path / "data", PrepareSettings(source="test"))
+    assert "\n" not in caught.value.message

@@ -1,0 +1,102 @@
+"""A plan store inside one process: the contract of `PlanStore` without a server."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.store.protocol import check_value, check_wait, conflict_error, timeout_error
+
+
+class MemoryStore:
+    """Keys and topics in dictionaries under one condition variable."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._progress: dict[str, int] = {}
+        self.interruptions = 0
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, key: str, value: bytes) -> None:
+        """See `PlanStore.put`."""
+        with self._changed:
+            if not self.put_first(key, value) and self._values[key] != value:
+                raise conflict_error(key, len(self._values[key]), len(value))
+
+    def put_first(self, key: str, value: bytes) -> bool:
+        """See `PlanStore.put_first`."""
+        check_value(key, value)
+        with self._changed:
+            self._check_open()
+            if key in self._values:
+                return False
+            self._values[key] = bytes(value)
+            self._changed.notify_all()
+            return True
+
+    def put_all(self, items: Sequence[tuple[str, bytes]]) -> None:
+        """See `PlanStore.put_all`."""
+        for key, value in items:
+            self.put(key, value)
+
+    def wait_any(self, keys: Sequence[str], *, timeout_s: float, what: str) -> tuple[str, bytes]:
+        """See `PlanStore.wait_any`."""
+
+        def present() -> tuple[str, bytes] | None:
+            return next(((key, self._values[key]) for key in keys if key in self._values), None)
+
+        return self._wait(present, keys, timeout_s, what)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `PlanStore.delete`."""
+        with self._changed:
+            self._check_open()
+            for key in keys:
+                self._values.pop(key, None)
+                self._progress.pop(key, None)
+
+    def announce(self, topic: str, value: int) -> None:
+        """See `PlanStore.announce`."""
+        assert value >= 0, f"progress is never negative, got {value}"
+        with self._changed:
+            self._check_open()
+            self._progress[topic] = max(value, self._progress.get(topic, value))
+            self._changed.notify_all()
+
+    def read_progress(self, topics: Sequence[str]) -> dict[str, int]:
+        """See `PlanStore.read_progress`."""
+        with self._changed:
+            self._check_open()
+            return {topic: self._progress[topic] for topic in topics if topic in self._progress}
+
+    def wait_progress(self, goals: Mapping[str, int], *, timeout_s: float, what: str) -> dict[str, int]:
+        """See `PlanStore.wait_progress`."""
+
+        def reached() -> dict[str, int] | None:
+            return {
+                topic: self._progress[topic] for topic in goals if self._progress.get(topic, -1) >= goals[topic]
+            } or None
+
+        return self._wait(reached, list(goals), timeout_s, what)
+
+    def close(self) -> None:
+        """See `PlanStore.close`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _wait[T](self, ready: Callable[[], T | None], awaited: Sequence[str], timeout_s: float, what: str) -> T:
+        check_wait(awaited, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                self._check_open()
+                if (found := ready()) is not None:
+                    return found
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise timeout_error(what, awaited, timeout_s)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError("this plan store is closed", hint="open a new one with open_store()")

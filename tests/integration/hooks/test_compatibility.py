@@ -1,0 +1,136 @@
+"""What a run relies on of Megatron is checked at its start, whatever version it says."""
+
+import sys
+import types
+
+import pytest
+
+from megatron_dynapipe import megatron_version
+from megatron_dynapipe.errors import UnsupportedMegatronError
+from megatron_dynapipe.integration.entry import bootstrap
+from megatron_dynapipe.integration.hooks import compatibility
+from megatron_dynapipe.integration.hooks.compatibility import Call, Name
+from tests.helpers.processes import run_ranks
+
+SCHEDULES = compatibility.SCHEDULES
+
+
+def check(rank: int, world_size: int, lost: tuple[str, str] | None, extra: str) -> str:
+    """On one rank, without a function of Megatron's if one is `lost`: what the check says."""
+    import contextlib
+    import importlib
+    import io
+
+    if lost:
+        delattr(importlib.import_module(lost[0]), lost[1])
+    if extra:
+        compatibility.megatron_folders = lambda: [__import__("pathlib").Path(extra) / "megatron"]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            compatibility.check()
+    except UnsupportedMegatronError as error:
+        return f"{error}"
+    return said.getvalue()
+
+
+def test_the_installed_megatron_passes_without_a_word():
+    assert run_ranks(check, 1, {"lost": None, "extra": ""}) == [""]
+
+
+def test_what_is_missing_is_named():
+    (said,) = run_ranks(check, 1, {"lost": (compatibility.TRAINING, "train_step"), "extra": ""})
+    assert "lacks what planned runs rely on: no train_step in megatron.training.training\n" in said
+    assert "hint: pip install 'megatron-core[training]==" in said
+
+
+def test_a_function_that_a_script_has_wrapped_is_looked_at_in_its_file():
+    """As the scripts of these tests wrap `training_log` to see losses."""
+    assert run_ranks(wrapped, 1) == [[]]
+
+
+def wrapped(rank: int, world_size: int) -> list[str]:
+    from megatron.training import training
+
+    training.training_log = lambda *arguments: None
+    return compatibility.missing_calls(compatibility.CALLS)
+
+
+def test_a_megatron_of_no_known_release_is_named_and_accepted(tmp_path):
+    """Its files are not known; what is checked is the installed one's."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 21\nPATCH = 0\n")
+    (said,) = run_ranks(check, 1, {"lost": None, "extra": str(tmp_path)})
+    assert said.startswith("notice: Megatron 0.19.2 at")
+    assert "is of no known release (megatron/core/utils.py, " in said and "was checked and is there" in said
+
+
+def examples(rank: int, world_size: int) -> dict[str, object]:
+    training = compatibility.TRAINING
+    rows = {
+        "there": Name(SCHEDULES, "get_forward_backward_func", ("pp_size",)),
+        "no parameter": Name(SCHEDULES, "get_forward_backward_func", ("pp_size", "planets")),
+        "no name": Name(SCHEDULES, "no_such_function"),
+        "no module": Name("megatron.core.no_such_module", "train"),
+    }
+    calls = {
+        "called": [Call(training, "train", "train_step")],
+        "not called": [Call(training, "train", "no_such_function")],
+        "nowhere": [Call(training, "no_such_function", "train_step")],
+    }
+    found: dict[str, object] = {name: compatibility.missing_name(row) for name, row in rows.items()}
+    return found | {name: compatibility.missing_calls(rows) for name, rows in calls.items()}
+
+
+def test_names_parameters_and_calls():
+    training = "megatron.training.training"
+    assert run_ranks(examples, 1) == [
+        {
+            "there": "",
+            "no parameter": f"get_forward_backward_func of {SCHEDULES} takes no planets",
+            "no name": f"no no_such_function in {SCHEDULES}",
+            "no module": "no train in megatron.core.no_such_module",
+            "called": [],
+            "not called": [f"train() of {training} calls no no_such_function"],
+            "nowhere": [f"no_such_function() of {training} calls no train_step"],
+        }
+    ]
+
+
+def patches(rank: int, world_size: int) -> str:
+    try:
+        compatibility.check_patches()
+    except UnsupportedMegatronError as error:
+        return str(error)
+    return ""
+
+
+def test_an_unpatched_megatron_lacks_every_call_of_the_patches():
+    (said,) = run_ranks(patches, 1)
+    assert said.count("calls no ") == len(compatibility.PATCHES)
+    assert "--check` says what each file is" in said
+
+
+@pytest.mark.parametrize(
+    ("lacking", "raised"),
+    [("megatron.core.parallel_state", UnsupportedMegatronError), ("torch.no_such_module", ImportError)],
+)
+def test_a_module_that_an_old_megatron_lacks_is_one_error(lacking, raised, monkeypatch):
+    """Others are defects of ours, or of the environment, and pass."""
+    name = "megatron_dynapipe.integration.hooks"
+    package = types.ModuleType(name)
+
+    def lack(wanted: str) -> None:
+        raise ImportError(f"No module named {lacking!r}", name=lacking)
+
+    package.__getattr__ = lack
+    monkeypatch.setitem(sys.modules, name, package)
+    with pytest.raises(raised, match=lacking):
+        bootstrap.check_megatron()
+
+
+def test_a_missing_megatron_is_refused(monkeypatch):
+    monkeypatch.setattr(megatron_version, "find_version", lambda: None)
+    with pytest.raises(UnsupportedMegatronError, match="expected megatron-core, found none"):
+        compatibility.check.__wrapped__()

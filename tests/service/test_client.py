@@ -1,0 +1,47 @@
+"""What a rank has published, published again to a store that has come back empty."""
+
+import time
+
+from megatron_dynapipe.service.client import Republisher
+from megatron_dynapipe.store import StoreServer, open_store
+from tests.helpers.memory_store import MemoryStore
+
+
+def test_nothing_is_published_again_while_the_store_is_there() -> None:
+    own = Republisher(MemoryStore(), "dynapipe:topic")
+    own.keep("dynapipe:key", b"value")
+    assert own.restore() == 0
+
+
+def test_a_store_that_was_out_of_reach_gets_everything_once() -> None:
+    store = MemoryStore()
+    own = Republisher(store, "dynapipe:topic")
+    own.keep("dynapipe:old", b"forgotten")
+    own.forget("dynapipe:old")
+    own.keep("dynapipe:key", b"value")
+    own.keep_progress("dynapipe:topic", 3)
+    own.keep_progress("dynapipe:topic", 4)
+    store.interruptions += 1
+    assert own.restore() == 2
+    assert own.restore() == 0
+    assert store.read_progress(["dynapipe:topic"]) == {"dynapipe:topic": 4}
+    assert store.wait_any(["dynapipe:key"], timeout_s=30, what="it") == ("dynapipe:key", b"value")
+
+
+def test_a_rank_that_asks_for_nothing_learns_that_its_server_has_started_again() -> None:
+    with StoreServer(restarts=1) as server, open_store(server.address, patience_s=30) as store:
+        store.put("dynapipe:key", b"value")
+        store.announce("dynapipe:topic", 4)
+        with (
+            Republisher(store, "dynapipe:topic", interval_s=0.1) as own,
+            open_store(server.address, patience_s=30) as near,
+        ):
+            own.keep("dynapipe:key", b"value")
+            own.keep_progress("dynapipe:topic", 4)
+            assert server._guard is not None
+            server._guard.kill()
+            deadline = time.monotonic() + 60
+            while not store.interruptions or near.read_progress(["dynapipe:topic"]) != {"dynapipe:topic": 4}:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert near.wait_any(["dynapipe:key"], timeout_s=30, what="it") == ("dynapipe:key", b"value")

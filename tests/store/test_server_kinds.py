@@ -1,0 +1,119 @@
+"""Servers of other kinds: those that serve plans, and those that are refused by name."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.store import PlanKeys, StoreAddress, new_job_name, open_store
+from megatron_dynapipe.store.connection import check_kind, fields_of
+from megatron_dynapipe.store.redis_store import COMMANDS
+from tests.store.servers import Relay, certificate, free_port, serving
+
+ADDRESS = StoreAddress("redis://:secret@plans:6379/0")
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        "redis_version:6.2.0\r\nredis_mode:standalone\r\n",
+        "redis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.2\r\nserver_mode:standalone\r\n",
+        "redis_version:dev\r\n",
+        "",
+        "# a line that is none",
+    ],
+)
+def test_servers_that_serve_plans(info: str) -> None:
+    check_kind(ADDRESS, fields_of(info))
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ("redis_version:7.2.4\r\nredis_mode:cluster\r\n", "got a Redis Cluster"),
+        ("redis_version:7.2.4\r\nserver_mode:cluster\r\n", "got a Redis Cluster"),
+        ("redis_version:7.0.0\r\nredis_mode:sentinel\r\n", "got a Redis Sentinel"),
+        ("redis_version:6.0.16\r\nredis_mode:standalone\r\n", "got Redis 6.0.16"),
+        ("redis_version:5.0.7\r\n", "expected Redis 6.2 or newer"),
+    ],
+)
+def test_servers_that_do_not_are_named(info: str, said: str) -> None:
+    with pytest.raises(StoreError, match=said) as caught:
+        check_kind(ADDRESS, fields_of(info))
+    assert caught.value.hint is not None and "secret" not in str(caught.value)
+
+
+def test_a_node_of_a_cluster_is_refused(tmp_path: Path) -> None:
+    port = free_port()
+    settings = f"port {port}\ncluster-enabled yes\ncluster-port {free_port()}\ncluster-config-file nodes-{port}.conf"
+    with serving(tmp_path, settings, port=port), pytest.raises(StoreError, match="got a Redis Cluster"):
+        open_store(f"redis://127.0.0.1:{port}")
+
+
+def test_a_sentinel_is_refused(tmp_path: Path) -> None:
+    port = free_port()
+    settings = f"port {port}\nsentinel monitor mine 127.0.0.1 {free_port()} 1"
+    with serving(tmp_path, settings, port=port, words=("--sentinel",)):
+        with pytest.raises(StoreError, match="got a Redis Sentinel"):
+            open_store(f"redis://127.0.0.1:{port}")
+
+
+def use(url: str) -> None:
+    """Everything that a run asks of its store."""
+    keys = PlanKeys(job=new_job_name(), settings_digest="s")
+    plan = keys.plan(split="train", iteration=0, replica=0, stage=0)
+    with open_store(url, retention_s=60) as store:
+        store.put_all([(plan, b"plan")])
+        store.put(plan, b"plan")
+        store.announce(keys.progress("train"), 1)
+        assert store.read_progress([keys.progress("train")]) == {keys.progress("train"): 1}
+        assert store.wait_any([plan], timeout_s=5, what="it") == (plan, b"plan")
+        store.renew(keys.job)
+        store.eviction_warning()
+        assert store.delete_job(keys.job) == 2
+
+
+def test_a_user_needs_no_more_than_is_documented(tmp_path: Path) -> None:
+    port = free_port()
+    user = f"user plans on >it%is~me ~dynapipe:* {COMMANDS}"
+    with serving(tmp_path, f"port {port}\nuser default off\n{user}", port=port):
+        use(f"redis://plans:it%25is~me@127.0.0.1:{port}/0")
+        with pytest.raises(StoreError, match="permissions") as caught:
+            with open_store(f"redis://plans:it%25is~me@127.0.0.1:{port}/0") as store:
+                store.put("another:program", b"")
+        assert caught.value.hint == "check user and password in the store's URL"
+    for text in ("it%is~me", "it%25is~me"):
+        assert text not in str(caught.value)
+    assert COMMANDS in (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl, which makes the certificate")
+def test_a_server_under_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminator of TLS stands before the server, since the embedded one is built without."""
+    cert, key = certificate(tmp_path)
+    port = free_port()
+    with serving(tmp_path, f"port {port}\nuser default off\nuser u on >p ~* +@all", port=port):
+        relay = Relay(port, (cert, key))
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        use(f"rediss://u:p@localhost:{relay.port}/0")
+        with pytest.raises(StoreError, match=r"rediss://\*\*\*@localhost"):
+            open_store(f"rediss://u:wrong@localhost:{relay.port}/0")
+        with pytest.raises(StoreError):  # not under TLS
+            open_store(f"redis://u:p@localhost:{relay.port}/0", reply_timeout_s=5)
+        monkeypatch.delenv("SSL_CERT_FILE")
+        with pytest.raises(StoreError, match="certificate verify failed") as caught:
+            open_store(f"rediss://u:p@localhost:{relay.port}/0")
+        assert "SSL_CERT_FILE" in str(caught.value.hint)
+        relay.close()
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs a redis-server built with TLS on the PATH")
+def test_a_server_that_speaks_tls_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cert, key = certificate(tmp_path)
+    port = free_port()
+    monkeypatch.setattr("tests.store.servers.find_server_binary", lambda: shutil.which("redis-server"))
+    tls = f"port 0\ntls-port {port}\ntls-cert-file {cert}\ntls-key-file {key}\ntls-auth-clients no"
+    with serving(tmp_path, f"{tls}\nuser default off\nuser u on >p ~dynapipe:* {COMMANDS}", port=port):
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        use(f"rediss://u:p@localhost:{port}/0")
