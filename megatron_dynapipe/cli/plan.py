@@ -135,11 +135,19 @@ def _replicas(plan: "IterationPlan", layers_per_stage: tuple[int, ...]) -> list[
 
 
 def _micro_batch(micro_batch: "MicroBatch") -> dict[str, Any]:
-    """A row of samples for each padded sample; a packed micro-batch has one row of all, and says so."""
+    """A row of samples for each padded sample; a packed micro-batch has one row of all, and says so.
+
+    A piece is [sample, start, end], in positions.
+    """
+    from megatron_dynapipe.plan.pieces import cut_entries
+
     entry = {"shape": list(micro_batch.shape), "recompute": micro_batch.recompute}
     if micro_batch.layout is BatchLayout.PADDED:
         return {"samples": list(micro_batch.sample_ids)} | entry
-    return {"samples": [list(micro_batch.sample_ids)]} | entry | {"layout": micro_batch.layout}
+    row: list[Any] = list(micro_batch.sample_ids)
+    for at, piece in cut_entries(micro_batch):
+        row[at] = [row[at], *piece]
+    return {"samples": [row]} | entry | {"layout": micro_batch.layout}
 
 
 def _line(entry: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches, positive
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,6 +69,14 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="samples of a micro-batch padded, packed into one row, or whichever is faster (default: auto)",
     )
+    parser.add_argument(
+        "--slices",
+        type=_slices,
+        default="auto",
+        metavar="auto|off|N",
+        help="cut long samples of a gpt model along their sequence: where that is faster, never, or into pieces of at "
+        "most N positions (default: auto)",
+    )
     parser.add_argument("--devices-per-node", type=positive, default=8, metavar="N")
     _add_transfer_arguments(parser)
     parser.add_argument(
@@ -79,6 +87,14 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _slices(text: str) -> str | int:
+    if text in ("auto", "off"):
+        return text
+    if not text.isdecimal() or int(text) < LENGTH_MULTIPLE:
+        raise argparse.ArgumentTypeError(f"expected auto, off or at least {LENGTH_MULTIPLE} positions, got {text!r}")
+    return int(text)
 
 
 def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -162,6 +178,7 @@ def planner_settings(
         distributed_optimizer=args.distributed_optimizer,
         recompute=_recompute(args.recompute),
         micro_batch_layouts=tuple(BatchLayout) if args.layout == "auto" else (BatchLayout(args.layout),),
+        slices=args.slices,
         network=network_of(args, cost_model.links),
         scatter_gather=ScatterGather(args.scatter_gather),
         schedule=schedule_of(args, schedule),

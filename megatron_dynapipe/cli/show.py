@@ -52,13 +52,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(plan: "IterationPlan", replica: int) -> str:
+    from megatron_dynapipe.plan.pieces import cut_entries
     from megatron_dynapipe.plan.text import format_stages
     from megatron_dynapipe.units import BYTES_PER_MB
 
     share = plan.replicas[replica]
     lines = [f"# iteration {plan.iteration}, replica {replica}: predicted {share.predicted_ns / 1e6:.3f} ms"]
     for row, micro_batch in enumerate(share.micro_batches):
-        samples = ",".join(map(str, micro_batch.sample_ids))
+        names = [*map(str, micro_batch.sample_ids)]
+        for at, piece in cut_entries(micro_batch):
+            names[at] += f"[{piece.start}:{piece.end}]"
+        samples = ",".join(names)
         shape = f"{micro_batch.layout} shape {micro_batch.shape}"
         lines.append(f"# micro-batch {row}: {shape}, recompute {micro_batch.recompute}: {samples}")
         tokens = ",".join(

@@ -156,6 +156,7 @@ class AnalyticCostModel:
             values=values.astype(np.int64),
             state=layer.state(),
             peak_covers_backward=True,
+            key_value_channels=self.shape.heads * self.shape.kv_channels // tensor_parallel,
         )
 
     def _packed(self, layer: LayerWork, recompute: Recompute) -> PackedTables:

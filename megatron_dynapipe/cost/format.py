@@ -143,6 +143,16 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return next(iter(self.keys.values())).family
 
     @property
+    def key_value_channels(self) -> int:
+        """Channels of a position's keys in one layer of the model that was measured; 0 where the file does not say."""
+        try:
+            given = [msgspec.json.decode(self.model.get(name, b"0"), type=int) for name in ("heads", "kv_channels")]
+            groups = msgspec.json.decode(self.model.get("query_groups", b"0"), type=int)
+        except msgspec.DecodeError as error:
+            raise CostModelError(f"{self.name}: expected whole numbers under model: {error}") from error
+        return (groups or given[0]) * given[1]
+
+    @property
     def hidden_size(self) -> int | None:
         """Hidden size of the model that was measured; None where the file does not say."""
         try:

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_dynapipe.cost import ABSENT, LARGEST_COST, stage_costs
 from megatron_dynapipe.errors import DataError, InfeasibleError
+from megatron_dynapipe.plan.iteration import Piece
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import (
@@ -31,6 +32,18 @@ class Samples:
     target_positions: IntArray
     inputs: IntArray
     targets: IntArray
+    starts: IntArray | None = None
+    """Where samples are cut: the first position of each entry, which may be a piece of a sample (`planning.pieces`)."""
+
+    def pieces_of(self, members: IntArray) -> tuple[Piece, ...]:
+        """The positions of each of some entries, if one of them is a piece; else none."""
+        if self.starts is None:
+            return ()
+        starts, ends = self.starts[members], (self.starts + self.input_positions)[members]
+        whole = np.maximum(self.input_tokens[members] - 1, 1)
+        if ((ends - starts) == whole).all():
+            return ()
+        return tuple(Piece(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
 
     @classmethod
     def of(cls, batch: GlobalBatch, family: ModelFamily) -> Self:

@@ -1,7 +1,7 @@
 """What a plan depends on besides the batch and the cost model."""
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -40,6 +40,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         partition: how micro-batches are made.
         schedule: how passes are ordered.
         transfers: when transfers are started, and what a start waits for.
+        slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
+            of more positions than this.
     """
 
     family: ModelFamily
@@ -63,6 +65,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     partition: PartitionSettings = PartitionSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     transfers: TransferRules = TransferRules()
+    slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
 
     def __post_init__(self) -> None:
         if not self.recompute or len(set(self.recompute)) != len(self.recompute):
@@ -75,6 +78,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"{self.partition.algorithm} makes {needed} micro-batches, and the settings allow {', '.join(layouts)}",
                 hint=f"allow the layout {needed}, or use the algorithm dp",
             )
+        if isinstance(self.slices, int) and (reason := self._whole_samples_because) is not None:
+            raise ConfigError(f"samples cannot be cut into pieces of {self.slices} positions: {reason}")
         if self.sequence_parallel and LENGTH_MULTIPLE % self.tensor_parallel:
             raise ConfigError(
                 f"sequence parallelism needs a tensor-parallel size that divides {LENGTH_MULTIPLE}, "
@@ -96,6 +101,20 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"expected layers for {self.pipeline_parallel} × {self.chunks} virtual stages, got a layer split of "
                 f"{self.layout.virtual_stages}"
             )
+
+    @property
+    def _whole_samples_because(self) -> str | None:
+        """Why samples cannot be cut under these settings, or None."""
+        if self.family is ModelFamily.T5:
+            return "every position of a T5's encoder attends to all of them"
+        if BatchLayout.PACKED not in self.micro_batch_layouts:
+            return "pieces run in packed rows, which the settings do not allow"
+        return None
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether samples may be cut along their sequence."""
+        return self.slices != "off" and self._whole_samples_because is None
 
     @property
     def layout(self) -> PipelineLayout:
