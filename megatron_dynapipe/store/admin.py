@@ -9,7 +9,7 @@ import redis
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.store.address import StoreAddress
 from megatron_dynapipe.store.keys import PATTERN, parse_key
-from megatron_dynapipe.store.redis_store import RedisStore, open_store
+from megatron_dynapipe.store.redis_store import PlanStore, open_store
 
 TIMEOUT_S = 10.0
 _FAILURE_TIMEOUT_S = 1.0
@@ -128,7 +128,7 @@ def _job(name: str, plans: list[tuple[str, int]]) -> JobReport:
     return JobReport(job=name, plans=len(plans), iterations=iterations)
 
 
-def _with_state(job: JobReport, store: RedisStore, keys: Iterable[str]) -> JobReport:
+def _with_state(job: JobReport, store: PlanStore, keys: Iterable[str]) -> JobReport:
     """A job's report with its progress and its failure, as the store has them now."""
     topics: dict[str, str] = {}
     failure = None

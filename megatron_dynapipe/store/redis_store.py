@@ -1,4 +1,7 @@
-"""The plan store on a Redis or Valkey server.
+"""The plan store on a Redis or Valkey server: bytes under keys, progress under topics, waits with deadlines.
+
+Plans are small (up to some hundred kB), written once and read by several ranks: a key is published once and then only
+read or deleted. How far training has come is a *progress* topic: a number that only grows. Both can be waited for.
 
 A key is a stream of one entry: the server itself refuses a second entry of the same id, which makes publishing
 atomic, and `XREAD BLOCK` waits for the first of several streams without taking anything away, so many readers share a
@@ -14,14 +17,15 @@ from typing import Any, Self, cast
 
 from redis.exceptions import ResponseError
 
-from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.errors import StoreError, StoreTimeoutError
 from megatron_dynapipe.store.address import StoreAddress
 from megatron_dynapipe.store.connection import REPLY_BYTES, Command, Connections
 from megatron_dynapipe.store.keys import job_prefix
-from megatron_dynapipe.store.protocol import MAX_VALUE_BYTES, check_value, check_wait, conflict_error, timeout_error
 
 logger = logging.getLogger(__name__)
 
+MAX_VALUE_BYTES = 256_000_000
+"""Largest value a store takes; Redis refuses strings above 512 MiB, and a plan is a thousandth of this."""
 REPLY_TIMEOUT_S = 300.0
 """How long a request that does not block may take where the caller does not say; a run passes its own deadline."""
 RETENTION_S = 2 * 3600
@@ -39,8 +43,11 @@ _RENEWALS = 24
 _STOP_TIMEOUT_S = 5.0
 
 
-class RedisStore:
-    """A `PlanStore` on a server. Also a context manager.
+class PlanStore:
+    """Bytes under keys and progress under topics. Safe to use from several threads. Also a context manager.
+
+    Every method raises `StoreError` when the server cannot be reached or refuses the request, `StoreFullError` when it
+    has no memory left.
 
     Attributes:
         address: where the server is.
@@ -77,23 +84,26 @@ class RedisStore:
 
     @property
     def interruptions(self) -> int:
-        """See `PlanStore.interruptions`."""
+        """How often the server was out of reach; it may have come back empty."""
         return self.server.interruptions
 
     def put(self, key: str, value: bytes) -> None:
-        """See `PlanStore.put`."""
+        """Publish `value` under `key`, all at once; publishing equal bytes again does nothing.
+
+        Raises `StoreError` when the key holds other bytes: two writers disagree about a plan.
+        """
         if not self.put_first(key, value):
             _, held = self._read({key: "0-0"}, f"reading back {key}").get(key, (0, b""))
             if held != value:
                 raise conflict_error(key, len(held), len(value))
 
     def put_first(self, key: str, value: bytes) -> bool:
-        """See `PlanStore.put_first`."""
+        """Publish `value` unless the key is taken; whether it was published. The first writer wins."""
         check_value(key, value)
         return self._append(f"publishing {key}", key, _ENTRY_ID, value)
 
     def put_all(self, items: Sequence[tuple[str, bytes]]) -> None:
-        """See `PlanStore.put_all`."""
+        """Publish several keys as `put` does, in few requests; one after another, so that the last is last."""
         for start in range(0, len(items), _BATCH):
             batch = items[start : start + _BATCH]
             commands: list[Command] = []
@@ -110,28 +120,31 @@ class RedisStore:
                     self.server.refuse(doing, added)
 
     def wait_any(self, keys: Sequence[str], *, timeout_s: float, what: str) -> tuple[str, bytes]:
-        """See `PlanStore.wait_any`."""
+        """Block until one of `keys` exists; that key (the first in order, if several do) and its value.
+
+        The value stays for other readers. `what` names what is awaited, for the error of a wait in vain.
+        """
         found = self._wait(dict.fromkeys(keys, "0-0"), timeout_s, what)
         key = next(key for key in keys if key in found)
         return key, found[key][1]
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See `PlanStore.delete`."""
+        """Forget these keys; those that do not exist are no error."""
         if keys:
             self.server.request(f"deleting {len(keys)} keys", "UNLINK", *keys)
 
     def announce(self, topic: str, value: int) -> None:
-        """See `PlanStore.announce`."""
+        """Raise the progress of `topic` to `value` (≥ 0) and wake its waiters; a smaller value changes nothing."""
         assert value >= 0, f"progress is never negative, got {value}"
         self._append(f"announcing {topic} = {value}", topic, f"{value}-1", b"")
 
     def read_progress(self, topics: Sequence[str]) -> dict[str, int]:
-        """See `PlanStore.read_progress`."""
+        """Progress of those topics that have any, at this moment."""
         found = self._read(dict.fromkeys(topics, "0-0"), "reading progress") if topics else {}
         return {topic: progress for topic, (progress, _) in found.items()}
 
     def wait_progress(self, goals: Mapping[str, int], *, timeout_s: float, what: str) -> dict[str, int]:
-        """See `PlanStore.wait_progress`."""
+        """Block until the progress of at least one topic has reached its goal; progress of all that have."""
         found = self._wait({topic: f"{goal}-0" for topic, goal in goals.items()}, timeout_s, what)
         return {topic: progress for topic, (progress, _) in found.items()}
 
@@ -156,7 +169,7 @@ class RedisStore:
         )
 
     def close(self) -> None:
-        """See `PlanStore.close`."""
+        """Let go of connections; waits in other threads end with `StoreError`."""
         self.server.close()
 
     def __enter__(self) -> Self:
@@ -208,8 +221,37 @@ class RedisStore:
         return number
 
 
-open_store = RedisStore
-"""Connects to a store; a context manager. Raises `StoreError` as `RedisStore` does."""
+open_store = PlanStore
+"""Connects to a store; a context manager."""
+
+
+def timeout_error(what: str, awaited: Sequence[str], timeout_s: float) -> StoreTimeoutError:
+    """The error of every wait whose deadline passed."""
+    return StoreTimeoutError(
+        f"waited {timeout_s:g} s for {what}, and none of these came: {', '.join(awaited)}",
+        hint="look at the planner's log: it may have died, be slower than training, or run under other settings; "
+        "on a server that others share the key may have expired, or been evicted (maxmemory-policy must be noeviction)",
+    )
+
+
+def conflict_error(key: str, held: int, offered: int) -> StoreError:
+    """The error of publishing other bytes under a key that is taken (sizes in bytes)."""
+    return StoreError(
+        f"key {key} already holds other bytes ({held} B) than those now published ({offered} B)",
+        hint="two planners under one job name disagree: give every launch a job name of its own",
+    )
+
+
+def check_value(key: str, value: bytes) -> None:
+    """Refuse a value too large for any store."""
+    if len(value) > MAX_VALUE_BYTES:
+        raise StoreError(f"value of key {key} is {len(value)} B, above the limit of {MAX_VALUE_BYTES} B")
+
+
+def check_wait(awaited: Sequence[str], timeout_s: float) -> None:
+    """Our own invariant: a wait waits for something, for a positive and finite time."""
+    assert awaited, "a wait needs at least one key or topic"
+    assert 0 < timeout_s < float("inf"), f"a wait needs a positive, finite deadline, got {timeout_s}"
 
 
 def _reply_bytes(streams: Mapping[str, str]) -> int:
@@ -242,7 +284,7 @@ class KeyRenewal:
         interval_s: between two renewals; None takes a share of the retention.
     """
 
-    def __init__(self, store: RedisStore, job: str, *, interval_s: float | None = None) -> None:
+    def __init__(self, store: PlanStore, job: str, *, interval_s: float | None = None) -> None:
         self._store = store
         self._job = job
         self._interval_s = interval_s

@@ -19,12 +19,12 @@ from megatron_dynapipe.errors import PlannerFailedError
 from megatron_dynapipe.service import NodePlanners, PlanClient, PlannerProcess, ServiceSettings
 from megatron_dynapipe.service.settings import encode_settings
 from megatron_dynapipe.service.source import PlannedSplits
-from megatron_dynapipe.store import RedisStore, StoreServer, open_store
+from megatron_dynapipe.store import PlanStore, StoreServer, open_store
 
 COMMAND = [sys.executable, "-m", "megatron_dynapipe.service"]
 
 
-def client(store: RedisStore, settings: ServiceSettings, replica: int = 0, stage: int = 0) -> PlanClient:
+def client(store: PlanStore, settings: ServiceSettings, replica: int = 0, stage: int = 0) -> PlanClient:
     return PlanClient(store, settings.keys, replica=replica, stage=stage, deadline_s=30)
 
 

@@ -61,7 +61,7 @@ def test_a_large_value_passes_whole(store: PlanStore, key: str) -> None:
 
 
 def test_a_value_above_the_limit_is_refused(store: PlanStore, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_dynapipe.store.protocol.MAX_VALUE_BYTES", 10)
+    monkeypatch.setattr("megatron_dynapipe.store.redis_store.MAX_VALUE_BYTES", 10)
     with pytest.raises(StoreError, match="is 11 B, above the limit of 10 B"):
         store.put(key, bytes(11))
 
