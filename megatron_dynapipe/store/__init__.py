@@ -2,11 +2,10 @@
 
 from megatron_dynapipe.store.address import StoreAddress, find_address
 from megatron_dynapipe.store.keys import PlanKeys, new_job_name
-from megatron_dynapipe.store.redis_store import KeyRenewal, PlanStore, open_store
+from megatron_dynapipe.store.redis_store import PlanStore, open_store, renewed_keys
 from megatron_dynapipe.store.server import StoreServer
 
 __all__ = [
-    "KeyRenewal",
     "PlanKeys",
     "PlanStore",
     "StoreAddress",
@@ -14,4 +13,5 @@ __all__ = [
     "find_address",
     "new_job_name",
     "open_store",
+    "renewed_keys",
 ]

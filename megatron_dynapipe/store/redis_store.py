@@ -9,10 +9,10 @@ plan. A progress topic is a stream of one entry as well, whose *id* is the progr
 wakes exactly those readers whose goal is reached.
 """
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, cast
 
 from redis.exceptions import ResponseError
@@ -272,47 +272,47 @@ def _entries(reply: Any, doing: str) -> dict[str, tuple[int, bytes]]:
         ) from error
 
 
-class KeyRenewal:
-    """Context manager of one process of a job on a shared server: renews the job's keys; a clean end deletes them.
+@contextlib.contextmanager
+def repeated(action: Callable[[], object], interval_s: float, name: str) -> Iterator[None]:
+    """Do something from time to time in a thread of its own, for as long as the block lasts."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(interval_s):
+            action()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(_STOP_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def renewed_keys(store: PlanStore, job: str, *, interval_s: float | None = None) -> Iterator[None]:
+    """In one process of a job on a shared server: renews the job's keys; a clean end of the block deletes them.
 
     Where that process is killed nothing is renewed any more, and the keys expire after the store's retention. After an
     error in the block they are left to expire, too: another rank may have to read what went wrong.
 
     Args:
-        store: with the retention that is renewed; one without has nothing to renew.
+        store: with the retention that is renewed.
         job: the launch.
         interval_s: between two renewals; None takes a share of the retention.
     """
+    assert store.retention_s is not None, "nothing expires"
 
-    def __init__(self, store: PlanStore, job: str, *, interval_s: float | None = None) -> None:
-        self._store = store
-        self._job = job
-        self._interval_s = interval_s
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="dynapipe-renewal", daemon=True)
+    def renew() -> None:
+        try:
+            store.renew(job)
+        except StoreError as problem:
+            logger.warning("cannot renew this job's keys in the plan store: %s", problem)
 
-    def __enter__(self) -> Self:
-        if self._store.retention_s is not None:
-            self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join(_STOP_TIMEOUT_S)
-        if kind is None:
-            try:
-                self._store.delete_job(self._job)
-            except StoreError as problem:
-                logger.warning("cannot delete this job's keys, which expire by themselves: %s", problem)
-
-    def _renew(self) -> None:
-        assert self._store.retention_s is not None
-        interval_s = self._interval_s or self._store.retention_s / _RENEWALS
-        while not self._ended.wait(interval_s):
-            try:
-                self._store.renew(self._job)
-            except StoreError as problem:
-                logger.warning("cannot renew this job's keys in the plan store: %s", problem)
+    with repeated(renew, interval_s or store.retention_s / _RENEWALS, "dynapipe-renewal"):
+        yield
+    try:
+        store.delete_job(job)
+    except StoreError as problem:
+        logger.warning("cannot delete this job's keys, which expire by themselves: %s", problem)

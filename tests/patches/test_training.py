@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,6 +70,8 @@ def test_a_patched_checkout_trains_as_the_plug_in_does(layout, patched, plugged_
     log = "".join(outputs)
     assert f"iteration        {ITERATIONS}/       {ITERATIONS}" in log
     assert "padding efficiency" in log
+    noise = re.compile("Warning|DEPRECATED|RNG state|RerunState|Apex|OptimizerConfig")
+    assert [line for line in log.splitlines() if noise.search(line)] == [], "start-up messages are filtered"
 
 
 @pytest.mark.slow
