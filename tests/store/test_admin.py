@@ -12,7 +12,6 @@ from megatron_dynapipe.store.admin import JobReport, inspect_server, jobs_of, st
 from megatron_dynapipe.store.keys import PlanKeys
 from megatron_dynapipe.store.redis_store import open_store
 from megatron_dynapipe.store.server import StoreServer
-from tests.helpers.waiting import until
 from tests.store.servers import free_port, serving
 
 A = PlanKeys(job="a", settings_digest="s")
@@ -43,29 +42,6 @@ B = PlanKeys(job="b", settings_digest="s")
 )
 def test_keys_are_summed_up_by_job(keys: list[str], jobs: tuple[JobReport, ...]) -> None:
     assert jobs_of(keys) == jobs
-
-
-def test_a_running_server_is_inspected_and_stopped() -> None:
-    with StoreServer(memory_limit_mb=50, can_be_stopped=True) as server:
-        with open_store(server.address) as store:
-            store.put(A.plan(split="train", iteration=4, replica=0, stage=0), b"plan")
-            store.announce(A.progress("train"), 1)
-            store.put_first(A.error, b"what went wrong")
-            report = inspect_server(server.address)
-            assert report.clients == 1
-            with pytest.raises(StoreError, match="it has 1 clients and holds plans of a") as caught:
-                stop_server(server.address)
-        assert "--force" in str(caught.value.hint)
-        assert report.server.split()[0] in ("Valkey", "Redis")
-        assert report.memory_limit_bytes == 50_000_000 and report.other_keys == 0
-        job = JobReport(
-            job="a", plans=1, iterations={"train": (4, 4)}, training={"train": 1}, failure=b"what went wrong"
-        )
-        assert report.jobs == (job,)
-        assert server.wait(0.01) is None
-        until(lambda: not inspect_server(server.address).clients)
-        stop_server(server.address)  # the job is gone, its keys have not expired yet
-        assert server.wait(10.0) == 0
 
 
 @pytest.mark.parametrize(
