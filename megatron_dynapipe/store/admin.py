@@ -59,9 +59,9 @@ class ServerReport:
 def inspect_server(address: StoreAddress) -> ServerReport:
     """Describe the server at `address`; raises `StoreError` when it cannot be reached or refuses."""
     with open_store(address, reply_timeout_s=TIMEOUT_S) as store:
-        found = [key for keys in store.server.scan("inspecting it", PATTERN) for key in keys]
+        found = [key for keys in store.scan("inspecting it", PATTERN) for key in keys]
         keys = {key.decode(errors="replace") for key in found}
-        info = store.server.info()
+        info = store.info()
         jobs = tuple(_with_state(job, store, keys) for job in jobs_of(keys))
     version = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {info.get('redis_version')}"
     return ServerReport(
@@ -89,7 +89,7 @@ def stop_server(address: StoreAddress, *, force: bool = False) -> None:
         _check_unused(address, inspect_server(address))
     with open_store(address, reply_timeout_s=TIMEOUT_S) as store:
         try:
-            store.server.request("stopping it", "SHUTDOWN", "NOSAVE")  # NOW is not known to Redis 6.2
+            store.request("stopping it", "SHUTDOWN", "NOSAVE")  # NOW is not known to Redis 6.2
         except StoreError as error:
             if not isinstance(error.__cause__, redis.ConnectionError):  # the connection's end is the answer
                 raise

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from redis.exceptions import ResponseError
 
@@ -43,16 +43,14 @@ _RENEWALS = 24
 _STOP_TIMEOUT_S = 5.0
 
 
-class PlanStore:
+class PlanStore(Connections):
     """Bytes under keys and progress under topics. Safe to use from several threads. Also a context manager.
 
     Every method raises `StoreError` when the server cannot be reached or refuses the request, `StoreFullError` when it
     has no memory left.
 
     Attributes:
-        address: where the server is.
         retention_s: seconds after which an entry that nobody renewed disappears; None keeps all.
-        server: the connections to it.
     """
 
     def __init__(
@@ -64,28 +62,14 @@ class PlanStore:
         patience_s: float = 0.0,
         is_known: bool = False,
     ) -> None:
-        """Connect and greet the server, so that a wrong address or password fails here.
-
-        Args:
-            address: where the server is, or its URL.
-            retention_s: see above; None on a server that ends with its job.
-            reply_timeout_s: a server that takes longer for a reply to a request that does not block is taken for dead.
-            patience_s: how long a server that is gone may take to come back.
-            is_known: whether the address has served before, so that the first connection has this patience too.
-
-        Raises:
-            StoreError: the server cannot be reached, refuses the password, or is one that cannot serve plans.
-        """
-        self.address = address if isinstance(address, StoreAddress) else StoreAddress(address)
+        """Connect as `Connections` does; `address` may be a URL, `retention_s` is None on a job's own server."""
         self.retention_s = retention_s
-        self.server = Connections(
-            self.address, reply_timeout_s=reply_timeout_s, patience_s=patience_s, is_known=is_known
+        super().__init__(
+            address if isinstance(address, StoreAddress) else StoreAddress(address),
+            reply_timeout_s=reply_timeout_s,
+            patience_s=patience_s,
+            is_known=is_known,
         )
-
-    @property
-    def interruptions(self) -> int:
-        """How often the server was out of reach; it may have come back empty."""
-        return self.server.interruptions
 
     def put(self, key: str, value: bytes) -> None:
         """Publish `value` under `key`, all at once; publishing equal bytes again does nothing.
@@ -111,13 +95,13 @@ class PlanStore:
                 check_value(key, value)
                 commands += self._appending(key, _ENTRY_ID, value)
             doing = f"publishing {batch[0][0]} and {len(batch) - 1} more"
-            replies = self.server.exchange(doing, commands)
+            replies = self.exchange(doing, commands)
             per_value = len(commands) // len(batch)
             for (key, value), added in zip(batch, replies[::per_value], strict=True):
                 if isinstance(added, ResponseError) and _TAKEN in str(added):
                     self.put(key, value)
                 else:
-                    self.server.refuse(doing, added)
+                    self.refuse(doing, added)
 
     def wait_any(self, keys: Sequence[str], *, timeout_s: float, what: str) -> tuple[str, bytes]:
         """Block until one of `keys` exists; that key (the first in order, if several do) and its value.
@@ -131,7 +115,7 @@ class PlanStore:
     def delete(self, keys: Sequence[str]) -> None:
         """Forget these keys; those that do not exist are no error."""
         if keys:
-            self.server.request(f"deleting {len(keys)} keys", "UNLINK", *keys)
+            self.request(f"deleting {len(keys)} keys", "UNLINK", *keys)
 
     def announce(self, topic: str, value: int) -> None:
         """Raise the progress of `topic` to `value` (≥ 0) and wake its waiters; a smaller value changes nothing."""
@@ -160,7 +144,7 @@ class PlanStore:
 
     def eviction_warning(self) -> str | None:
         """What to say of a server that may drop plans when its memory is full; None of one that does not."""
-        policy = self.server.info("memory").get("maxmemory_policy", "unknown")
+        policy = self.info("memory").get("maxmemory_policy", "unknown")
         if policy == "noeviction":
             return None
         return (
@@ -168,22 +152,12 @@ class PlanStore:
             "for; set it to noeviction"
         )
 
-    def close(self) -> None:
-        """Let go of connections; waits in other threads end with `StoreError`."""
-        self.server.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _append(self, doing: str, key: str, entry_id: str, value: bytes) -> bool:
         """Make `entry_id` the stream's one entry; False if it has one of this id or a larger one."""
-        added, *others = self.server.exchange(doing, self._appending(key, entry_id, value))
+        added, *others = self.exchange(doing, self._appending(key, entry_id, value))
         if isinstance(added, ResponseError) and _TAKEN in str(added):
             return False
-        self.server.refuse(doing, added, *others)
+        self.refuse(doing, added, *others)
         return True
 
     def _appending(self, key: str, entry_id: str, value: bytes) -> list[Command]:
@@ -194,7 +168,7 @@ class PlanStore:
 
     def _read(self, after: Mapping[str, str], doing: str) -> dict[str, tuple[int, bytes]]:
         """(first half of its id, value) of the newest entry of each stream that has one beyond the id in `after`."""
-        reply = self.server.request(
+        reply = self.request(
             doing, "XREAD", "COUNT", 1, "STREAMS", *after, *after.values(), reply_bytes=_reply_bytes(after)
         )
         return _entries(reply, doing)
@@ -207,7 +181,7 @@ class PlanStore:
             return ("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", *after, *after.values())
 
         doing = f"waiting for {what}"
-        reply = self.server.block(doing, reading, timeout_s, grace_s=_GRACE_S, reply_bytes=_reply_bytes(after))
+        reply = self.block(doing, reading, timeout_s, grace_s=_GRACE_S, reply_bytes=_reply_bytes(after))
         if reply is None:
             raise timeout_error(what, list(after), timeout_s)
         return _entries(reply, doing)
@@ -215,8 +189,8 @@ class PlanStore:
     def _for_each(self, job: str, doing: str, command: Callable[[bytes], Command]) -> int:
         """Send a command for every key of a job."""
         number = 0
-        for found in self.server.scan(f"{doing} the keys of job {job}", f"{job_prefix(job)}*"):
-            self.server.refuse(f"{doing} keys", *self.server.exchange(f"{doing} keys", map(command, found)))
+        for found in self.scan(f"{doing} the keys of job {job}", f"{job_prefix(job)}*"):
+            self.refuse(f"{doing} keys", *self.exchange(f"{doing} keys", map(command, found)))
             number += len(found)
         return number
 

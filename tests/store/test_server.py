@@ -49,7 +49,7 @@ def test_its_password_shows_nowhere(server: StoreServer) -> None:
 
 def test_it_keeps_nothing_on_disk_and_never_evicts(server: StoreServer) -> None:
     with open_store(server.address) as store:
-        info = store.server.info()
+        info = store.info()
     assert (info["aof_enabled"], info["maxmemory_policy"], info["maxmemory"]) == ("0", "noeviction", "4000000000")
     settings = server_module._settings("127.0.0.1", 1, "p", memory_limit_mb=1, can_be_stopped=False).splitlines()
     assert 'save ""' in settings and "bind 127.0.0.1" in settings
