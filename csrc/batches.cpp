@@ -17,6 +17,10 @@ const MicroBatch* BatchMaker::make(std::vector<int32_t> samples, size_t mode, bo
     MicroBatch& batch = made_.emplace_back();
     batch.mode = mode;
     batch.packed = packed;
+    if (problem_.is_cut() && !take_pieces(samples, batch)) {
+        made_.pop_back();
+        return nullptr;
+    }
     if (packed) {
         places_.clear();
         for (int32_t place : samples) places_.push_back(order_[place]);
@@ -38,6 +42,16 @@ const MicroBatch* BatchMaker::make(std::vector<int32_t> samples, size_t mode, bo
     for (size_t v = 0; v < problem_.layers.size(); ++v) batch.work += batch.costs->forward[v] + batch.costs->backward[v];
     batch.samples = std::move(samples);
     return &batch;
+}
+
+// False where pieces would be padded, or two of a sample run together.
+bool BatchMaker::take_pieces(const std::vector<int32_t>& samples, MicroBatch& batch) const {
+    for (int32_t place : samples)
+        if (problem_.is_piece(order_[place])) batch.pieces.push_back(order_[place]);
+    std::sort(batch.pieces.begin(), batch.pieces.end());
+    for (size_t i = 1; i < batch.pieces.size(); ++i)
+        if (problem_.chains[batch.pieces[i]] == problem_.chains[batch.pieces[i - 1]]) return false;
+    return batch.pieces.empty() || batch.packed;
 }
 
 }  // namespace dynapipe

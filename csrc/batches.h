@@ -20,6 +20,7 @@ struct MicroBatch {
     int64_t work = 0;                  // time on all stages
     const PassCosts* costs = nullptr;  // null where the cost model does not cover it, or it does not fit
     CostRow own;                       // what `costs` points to, of a packed one
+    std::vector<int32_t> pieces;       // those of its samples that are pieces, as places in the problem, ascending
 };
 
 // A solution's micro-batches of one replica, in the order in which they enter the pipeline.
@@ -42,6 +43,8 @@ public:
     int32_t sample(int32_t place) const { return order_[place]; }  // its place in the problem
 
 private:
+    bool take_pieces(const std::vector<int32_t>& samples, MicroBatch& batch) const;
+
     const Problem& problem_;
     CostCache& costs_;
     std::vector<int32_t> order_;

@@ -68,7 +68,7 @@ public:
                  int64_t bytes_per_position, const Array<bool, 1>& decoder_forward,
                  const Array<bool, 1>& decoder_backward, const Array<double, 1>& latency_ns,
                  const Array<double, 1>& gbps, int64_t receive_ahead, bool ordered_starts,
-                 std::vector<StageValues> of_stages)
+                 std::vector<StageValues> of_stages, const Array<int32_t, 1>& chains, const Ints& extras)
         : tables_(std::move(modes)), packed_tables_(std::move(packed)), stage_tables_(std::move(of_stages)),
           problem_{copy(inputs), copy(targets), copy(input_positions), copy(target_positions), may_pad, may_pack,
                    {}, {}, {},
@@ -76,7 +76,7 @@ public:
                                   ordered_starts),
                    {bytes_per_position, copy_flags(decoder_forward), copy_flags(decoder_backward), copy(latency_ns),
                     copy(gbps)},
-                   {in_flight.data(), in_flight.data() + in_flight.size()}, replicas} {
+                   {in_flight.data(), in_flight.data() + in_flight.size()}, replicas, copy(chains), copy(extras)} {
         require(in_flight.shape(1) == model_state.size(), "micro-batches in flight for every stage");
         require(encoder_layers.size() == decoder_layers.size(), "encoder and decoder layers of the same stages");
         const size_t stages = encoder_layers.size();
@@ -121,8 +121,8 @@ public:
         return {std::move(best.order), std::move(found)};
     }
 
-    // samples of all micro-batches one after another, how many each has, modes, whether packed, and forwards of a replica
-    using Replica = std::tuple<Integers, Integers, Integers, std::vector<bool>, std::vector<uint8_t>>;
+    // samples of all micro-batches one after another, how many each has, modes, whether packed, and passes of a replica
+    using Replica = std::tuple<Integers, Integers, Integers, std::vector<bool>, std::vector<Pass>>;
 
     std::vector<Replica> run_search(const Ints& order, const std::vector<std::tuple<Ints, Ints>>& partitions,
                                     int64_t evaluations, uint64_t seed) {
@@ -136,14 +136,14 @@ public:
         BatchMaker maker(problem_, *costs_, places);
         dynapipe::Found found = search(problem_, *costs_, maker, checked, evaluations, seed);
         for (size_t r = 0; r < found.replicas.size(); ++r) {
-            auto& [samples, sizes, modes, packed, forwards] = result.emplace_back();
+            auto& [samples, sizes, modes, packed, passes] = result.emplace_back();
             for (const MicroBatch* batch : found.replicas[r].micro_batches) {
                 for (int32_t place : batch->samples) samples.push_back(maker.sample(place));
                 sizes.push_back(batch->samples.size());
                 modes.push_back(batch->mode);
                 packed.push_back(batch->packed);
             }
-            forwards = std::move(found.forwards[r]);
+            passes = std::move(found.orders[r]);
         }
         return result;
     }
@@ -369,7 +369,7 @@ NB_MODULE(_native, module) {
                       std::vector<PackedMode>, const Ints&, const Ints&, int64_t, const Ints&,
                       int64_t, const Matrix&, int64_t, bool, bool, int64_t, const Array<bool, 1>&,
                       const Array<bool, 1>&, const Array<double, 1>&, const Array<double, 1>&, int64_t, bool,
-                      std::vector<StageValues>>(),
+                      std::vector<StageValues>, const Array<int32_t, 1>&, const Ints&>(),
              "inputs"_a.noconvert(), "targets"_a.noconvert(), "input_positions"_a.noconvert(),
              "target_positions"_a.noconvert(), "may_pad"_a, "may_pack"_a, "modes"_a.noconvert(),
              "packed"_a.noconvert(), "encoder_layers"_a.noconvert(),
@@ -377,11 +377,11 @@ NB_MODULE(_native, module) {
              "in_flight"_a.noconvert(), "replicas"_a, "forward_only"_a, "peak_covers_backward"_a,
              "bytes_per_position"_a, "decoder_forward"_a.noconvert(), "decoder_backward"_a.noconvert(),
              "latency_ns"_a.noconvert(), "gbps"_a.noconvert(), "receive_ahead"_a = -1, "ordered_starts"_a = false,
-             "of_stages"_a = std::vector<StageValues>())
+             "of_stages"_a = std::vector<StageValues>(), "chains"_a.noconvert(), "extras"_a.noconvert())
         .def("partition", &BatchProblem::partition, "orders"_a.noconvert(), "improve"_a,
              "The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits.")
         .def("search", &BatchProblem::run_search, "order"_a.noconvert(), "partitions"_a.noconvert(), "evaluations"_a,
-             "seed"_a, "(samples, sizes, modes, whether packed, 1 per forward of every stage) per replica.")
+             "seed"_a, "(samples, sizes, modes, whether packed, passes of every stage) per replica.")
         .def("packed_costs", &BatchProblem::packed_costs, "samples"_a.noconvert(), "sizes"_a.noconvert(),
              "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each packed row.")
         .def("costs", &BatchProblem::costs, "sizes"_a.noconvert(), "inputs"_a.noconvert(), "targets"_a.noconvert(),

@@ -13,20 +13,21 @@ JitteredReplay::JitteredReplay(const PipelineShape& shape) : shape_(shape), stag
     for (uint64_t draw = 0; draw < kJitterDraws; ++draw) draws_.push_back({Random(draw), {}});
 }
 
-int64_t JitteredReplay::total(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& forwards) {
+int64_t JitteredReplay::total(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& forwards,
+                              const std::vector<int32_t>& turned) {
     input_ready_.resize(shape_.stages * costs.size());
     gradient_ready_.resize(shape_.stages * costs.size());
     int64_t sum = 0;
     for (Draw& draw : draws_) {
         while (draw.factors.size() < 2 * shape_.stages * costs.size())
             draw.factors.push_back(static_cast<int32_t>(1024 - kSpread + draw.random.below(2 * kSpread + 1)));
-        sum += makespan(costs, forwards, draw.factors);
+        sum += makespan(costs, forwards, turned, draw.factors);
     }
     return sum;
 }
 
 int64_t JitteredReplay::makespan(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& forwards,
-                              const std::vector<int32_t>& factors) {
+                                 const std::vector<int32_t>& turned, const std::vector<int32_t>& factors) {
     const int64_t stages = shape_.stages, count = costs.size();
     const int64_t passes = count * (shape_.forward_only ? 1 : 2);
     std::fill(stages_.begin(), stages_.end(), Stage{0, 0, 0});
@@ -43,8 +44,8 @@ int64_t JitteredReplay::makespan(const std::vector<const PassCosts*>& costs, con
                     if (s + 1 < stages) input_ready_[(s + 1) * count + k] = stage.free + costs[k]->forward_transfer[s];
                     ++stage.forwards;
                 } else {
-                    const int64_t k = stage.backwards;
-                    if (k >= (s + 1 < stages ? stages_[s + 1].backwards : stage.forwards)) break;
+                    const int64_t place = stage.backwards, k = turned.empty() ? place : turned[place];
+                    if (s + 1 < stages ? place >= stages_[s + 1].backwards : k >= stage.forwards) break;
                     const int64_t time = costs[k]->backward[s] * factors[2 * (k * stages + s) + 1] / 1024;
                     const int64_t ready = s + 1 < stages ? gradient_ready_[s * count + k] : 0;
                     stage.free = std::max(stage.free, ready) + time;

@@ -16,8 +16,9 @@ class JitteredReplay {
 public:
     explicit JitteredReplay(const PipelineShape& shape);
 
-    // The sum of the makespans over all draws. `forwards` is as ListScheduler::run fills it.
-    int64_t total(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& forwards);
+    // The sum of the makespans over all draws. `forwards` is as ListScheduler::run fills it, `turned` as it takes it.
+    int64_t total(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& forwards,
+                  const std::vector<int32_t>& turned);
 
 private:
     struct Draw {
@@ -29,7 +30,7 @@ private:
     };
 
     int64_t makespan(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& forwards,
-                     const std::vector<int32_t>& factors);
+                     const std::vector<int32_t>& turned, const std::vector<int32_t>& factors);
 
     const PipelineShape& shape_;
     std::vector<Draw> draws_;

@@ -7,14 +7,15 @@
 namespace dynapipe {
 
 // Groups as in planning/schedules/one_f_one_b.py: even ones, of at least as many micro-batches as there are stages.
-void ListScheduler::number(int64_t count) {
-    if (numbered_ == count) return;
+void ListScheduler::number(int64_t count, const std::vector<int32_t>& turned) {
+    if (numbered_ == count && turned_ == turned) return;
     numbered_ = count;
+    turned_ = turned;
     const int64_t chunks = shape_.chunks, groups = std::max<int64_t>(count / shape_.stages, 1);
     items_ = count * chunks;
     forward_.clear();
     backward_.clear();
-    if (chunks == 1) return;
+    if (!has_items()) return;
     largest_group_ = count / groups + (count % groups > 0);
     std::vector<int64_t> forward_place(items_), backward_place(items_);
     int64_t first = 0;
@@ -23,13 +24,14 @@ void ListScheduler::number(int64_t count) {
         for (int64_t chunk = 0; chunk < chunks; ++chunk) {
             for (int64_t row = first; row < end; ++row) {
                 forward_place[row * chunks + chunk] = forward_.size();
-                forward_.push_back({row, chunk, -1});
+                forward_.push_back({row, chunk, -1, 0});
             }
         }
         for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
-            for (int64_t row = first; row < end; ++row) {
+            for (int64_t at = first; at < end; ++at) {
+                const int64_t row = turned.empty() ? at : turned[at];
                 backward_place[row * chunks + chunk] = backward_.size();
-                backward_.push_back({row, chunk, -1});
+                backward_.push_back({row, chunk, -1, 0});
             }
         }
         first = end;
@@ -38,13 +40,16 @@ void ListScheduler::number(int64_t count) {
         const int64_t at = item.row * chunks + item.chunk;
         item.after = item.chunk + 1 < chunks ? forward_place[at + 1] : backward_place[at];
     }
-    for (Item& item : backward_)
+    for (Item& item : backward_) {
         if (item.chunk > 0) item.after = backward_place[item.row * chunks + item.chunk - 1];
+        item.forward = forward_place[item.row * chunks + item.chunk];
+    }
 }
 
 // Sets the stages up; false where a micro-batch does not fit, or warm-up, work and drain of a stage reach the bound.
 bool ListScheduler::begin(const Costs& costs, int64_t bound) {
     int64_t warmup = 0, drain = 0;
+    const PassCosts* const last = turned_.empty() ? costs.back() : costs[turned_.back()];  // to run backward
     for (int64_t s = 0; s < shape_.stages; ++s) {
         const int64_t room = shape_.memory_limit - shape_.model_state[s];
         int64_t work = 0, peak = 0, above = 0;
@@ -60,7 +65,7 @@ bool ListScheduler::begin(const Costs& costs, int64_t bound) {
         starts_[s] = kUnreachable;
         warmup += costs.front()->forward[s] + costs.front()->forward_transfer[s];
         if (!shape_.forward_only && s + 1 < shape_.stages)
-            drain += costs.back()->backward[s] + costs.back()->backward_transfer[s + 1];
+            drain += last->backward[s] + last->backward_transfer[s + 1];
     }
     return true;
 }
@@ -81,7 +86,6 @@ int64_t ListScheduler::run_chunked(const Costs& costs, const Policy& policy, int
                                    std::vector<uint8_t>* forwards) {
     if (costs.empty()) return 0;
     if (!begin(costs, bound)) return kUnreachable;
-    number(costs.size());
     const int64_t stages = shape_.stages, passes = items_ * (shape_.forward_only ? 1 : 2);
     input_ready_.assign(stages * items_, kUnreachable);
     gradient_ready_.assign(stages * items_, kUnreachable);
@@ -148,7 +152,9 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
         const int64_t v = item.chunk * shape_.stages + s;
         // Beside others in flight it must leave room for every backward.
         const int64_t needed = i == j ? cost.peak[v] : std::max(cost.peak[v], cost.stored[v] + stage.above);
-        admitted = i - j < depth && stage.held + needed <= shape_.memory_limit;
+        // A chain's backward passes begin with its last forward, however deep that is.
+        const bool awaited = kChunked && !turned_.empty() && j < items_ && this->item<kChunked>(false, j).forward >= i;
+        admitted = (i - j < depth || awaited) && stage.held + needed <= shape_.memory_limit;
     }
     int64_t forward = kUnreachable, backward = kUnreachable;
     if (admitted && input_ready_[s * items_ + i] < kUnreachable)
@@ -160,20 +166,23 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
     starts_[s] = std::min(forward, backward);
 }
 
-int64_t ListScheduler::run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* forwards) {
-    return shape_.chunks > 1 ? run_chunked<true>(costs, policy, bound, forwards)
-                             : run_chunked<false>(costs, policy, bound, forwards);
+int64_t ListScheduler::run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* forwards,
+                           const std::vector<int32_t>& turned) {
+    number(costs.size(), turned);
+    return has_items() ? run_chunked<true>(costs, policy, bound, forwards)
+                       : run_chunked<false>(costs, policy, bound, forwards);
 }
 
 std::vector<Pass> ListScheduler::order(const std::vector<uint8_t>& forwards) const {
     const int64_t passes = forwards.size() / shape_.stages, chunks = shape_.chunks;
+    const bool has_items = this->has_items();
     std::vector<Pass> order(forwards.size());
     for (int64_t s = 0; s < shape_.stages; ++s) {
         int64_t places[2] = {0, 0};
         for (int64_t i = s * passes; i < (s + 1) * passes; ++i) {
             const bool forward = forwards[i];
             const int64_t place = places[forward]++;
-            const Item at = chunks > 1 ? item<true>(forward, place) : item<false>(forward, place);
+            const Item at = has_items ? item<true>(forward, place) : item<false>(forward, place);
             order[i] = (at.row * chunks + at.chunk) * 2 + !forward;
         }
     }

@@ -31,17 +31,20 @@ public:
     // The makespan, or kUnreachable once it is known to reach `bound`, where a micro-batch does not fit a stage's
     // memory, and where stages wait for one another.
     // Fills `forwards`, if given, with [stages][passes]: 1 for a forward pass, 0 for a backward pass. The passes of
-    // either kind keep one sequence on all stages: group by group, and in a group chunk by chunk.
-    int64_t run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* forwards);
+    // either kind keep one sequence on all stages: group by group, and in a group chunk by chunk. `turned`, where it is
+    // not empty, says which micro-batch each place of the backward sequence runs (Chains).
+    int64_t run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* forwards,
+                const std::vector<int32_t>& turned = {});
 
-    // The order of passes, [stages][passes], that the `forwards` of a run with as many micro-batches say.
+    // The order of passes, [stages][passes], that the `forwards` of the last run say.
     std::vector<Pass> order(const std::vector<uint8_t>& forwards) const;
 
 private:
     // A place of a sequence: a micro-batch on a chunk. `after` is the place, in the sequence of what runs next, of the
     // pass that the ring's end feeds: the next chunk's; after the last forward, its backward; -1 after the last.
+    // `forward` is the place of a backward's forward.
     struct Item {
-        int64_t row, chunk, after;
+        int64_t row, chunk, after, forward;
     };
     struct Stage {
         int64_t free, held, work_left;
@@ -56,7 +59,7 @@ private:
         bool forward;
     };
 
-    // With one chunk, which a search runs most, a sequence is the micro-batches and needs no items.
+    // With one chunk and whole samples, which a search runs most, a sequence is the micro-batches and needs no items.
     template <bool kChunked>
     int64_t run_chunked(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* forwards);
     template <bool kChunked>
@@ -66,15 +69,17 @@ private:
     template <bool kChunked>
     Item item(bool forward, int64_t place) const {
         if constexpr (kChunked) return (forward ? forward_ : backward_)[place];
-        return {place, 0, place};
+        return {place, 0, place, place};
     }
 
-    void number(int64_t count);
+    void number(int64_t count, const std::vector<int32_t>& turned);
     bool begin(const Costs& costs, int64_t bound);
+    bool has_items() const { return shape_.chunks > 1 || !turned_.empty(); }
     int64_t earliest() const;
 
     const PipelineShape& shape_;
     int64_t numbered_ = -1, items_ = 0, largest_group_ = 0;
+    std::vector<int32_t> turned_;
     std::vector<Item> forward_, backward_;
     std::vector<Stage> stages_;
     std::vector<int64_t> starts_;  // [stages] of the pass to run next; apart, since every step looks through them

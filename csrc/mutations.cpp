@@ -32,6 +32,18 @@ bool Mutations::random(std::vector<ReplicaState>& replicas, std::vector<size_t>&
     }
     if (replicas[r].micro_batches.empty()) return false;
     touched.push_back(r);
+    if (!mutate(replicas, touched)) return false;
+    return !problem_.is_cut() || std::all_of(touched.begin(), touched.end(), [&](size_t replica) {
+        return chains_.hold(replicas[replica].micro_batches);
+    });
+}
+
+bool Mutations::mutate(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
+    if (problem_.is_cut()) {  // links move whole, besides what single micro-batches and samples do
+        const size_t kind = random_.below(replicas.size() > 1 ? 12 : 11);
+        if (kind < 2) return reorder_link(replicas[touched[0]]);
+        if (kind == 11) return reassign_link(replicas, touched);
+    }
     return problem_.may_pack ? mutate_packed(replicas, touched) : mutate_padded(replicas, touched);
 }
 
@@ -114,6 +126,35 @@ bool Mutations::reorder(ReplicaState& replica) {
     } else {
         std::rotate(batches.begin() + to, batches.begin() + from, batches.begin() + from + 1);
     }
+    return true;
+}
+
+// Moves a link to another place, its micro-batches one after another there.
+bool Mutations::reorder_link(ReplicaState& replica) {
+    auto& batches = replica.micro_batches;
+    const std::vector<size_t> places = chains_.link(batches, any(replica));
+    if (places.size() == batches.size()) return false;
+    MicroBatches moved;
+    for (size_t place : places) moved.push_back(batches[place]);
+    for (size_t i = places.size(); i-- > 0;) batches.erase(batches.begin() + places[i]);
+    const size_t to = random_.below(batches.size() + 1);
+    batches.insert(batches.begin() + to, moved.begin(), moved.end());
+    return true;
+}
+
+// Assigns a link to another replica.
+bool Mutations::reassign_link(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
+    auto& mine = replicas[touched[0]].micro_batches;
+    const size_t other_r = (touched[0] + 1 + random_.below(replicas.size() - 1)) % replicas.size();
+    auto& theirs = replicas[other_r].micro_batches;
+    const std::vector<size_t> places = chains_.link(mine, any(replicas[touched[0]]));
+    if (places.size() == mine.size()) return false;
+    MicroBatches moved;
+    for (size_t place : places) moved.push_back(mine[place]);
+    for (size_t i = places.size(); i-- > 0;) mine.erase(mine.begin() + places[i]);
+    const size_t to = random_.below(theirs.size() + 1);
+    theirs.insert(theirs.begin() + to, moved.begin(), moved.end());
+    touched.push_back(other_r);
     return true;
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "batches.h"
+#include "chains.h"
 #include "random.h"
 #include "search.h"
 
@@ -13,8 +14,8 @@ namespace dynapipe {
 
 class Mutations {
 public:
-    Mutations(const Problem& problem, BatchMaker& maker, uint64_t seed)
-        : problem_(problem), maker_(maker), random_(seed) {}
+    Mutations(const Problem& problem, BatchMaker& maker, Chains& chains, uint64_t seed)
+        : problem_(problem), maker_(maker), chains_(chains), random_(seed) {}
 
     // Makes one change and names the replicas that it touched; false where the change drawn does not apply or a
     // micro-batch would not fit, and the solution is then not to be used.
@@ -29,9 +30,12 @@ private:
         size_t replica, index;
     };
 
+    bool mutate(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
     bool mutate_padded(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
     bool mutate_packed(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
     bool reorder(ReplicaState& replica);
+    bool reorder_link(ReplicaState& replica);
+    bool reassign_link(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
     bool shift(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched, size_t index);
     bool move_sample(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched, bool exchange);
     bool split(ReplicaState& replica);
@@ -47,6 +51,7 @@ private:
 
     const Problem& problem_;
     BatchMaker& maker_;
+    Chains& chains_;
     Random random_;
     bool unfit_ = false;
 };

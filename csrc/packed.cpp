@@ -64,6 +64,10 @@ bool PackedCosts::add(size_t mode, size_t sample, int64_t positions, int64_t (&t
     while (cell > 0 && its.from[cell] > positions) --cell;
     const int64_t* values = its.terms.data() + cell * 2 * kRows;
     for (int term = 0; term < 2 * kRows; ++term) terms[term] += values[term];
+    if (problem_.is_piece(sample)) {
+        const int64_t* extra = problem_.extras.data() + (mode * problem_.samples() + sample) * kEncoderRows;
+        for (int row = 0; row < kEncoderRows; ++row) terms[kRows + row] += extra[row];
+    }
     return true;
 }
 

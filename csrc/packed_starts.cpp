@@ -75,6 +75,8 @@ private:
     int64_t time(const Share& share) const {
         return share.forward + (problem_.pipeline.forward_only ? 0 : share.backward);
     }
+    bool is_piece(int32_t place) const { return problem_.is_piece(maker_.sample(place)); }
+    void sort_chains(MicroBatches& rows) const;
     int64_t room(size_t stage) const { return std::max<int64_t>(problem_.memory(stage), 0) / kScale + 1; }
     const std::vector<Share>& share(size_t mode, int32_t sample) const {
         return shares_[mode * positions_.size() + sample];
@@ -230,9 +232,18 @@ void Starts::rows(int64_t size, int64_t width) {
             if (mode_of_[i] == mode) samples.push_back(i);
         if (samples.empty()) continue;
         const int64_t its_size = mode + 1 == problem_.modes.size() ? size * width : size;
-        if (!fill(mode, samples, rows_of(samples, its_size), start)) return;
+        const int64_t pieces = std::count_if(samples.begin(), samples.end(), [&](int32_t i) { return is_piece(i); });
+        if (!fill(mode, samples, std::max(rows_of(samples, its_size), pieces), start)) return;  // a piece to a row at most
     }
+    sort_chains(start);
     if (static_cast<int64_t>(start.size()) >= problem_.replicas) found_.push_back(std::move(start));
+}
+
+// Puts the rows that hold pieces behind the others, in the order of the pieces.
+void Starts::sort_chains(MicroBatches& rows) const {
+    std::stable_sort(rows.begin(), rows.end(), [](const MicroBatch* a, const MicroBatch* b) {
+        return (a->pieces.empty() ? -1 : a->pieces[0]) < (b->pieces.empty() ? -1 : b->pieces[0]);
+    });
 }
 
 // Spreads samples over rows of one mode; false where one of them cannot run.
@@ -250,17 +261,24 @@ bool Starts::fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows
             load[i * kinds + kind] = part;
             heaviest[i] = std::max(heaviest[i], part);
         }
-    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return heaviest[a] > heaviest[b]; });
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+        const bool piece = is_piece(samples[a]), other = is_piece(samples[b]);
+        return piece != other ? piece : heaviest[a] > heaviest[b];
+    });
 
     std::vector<std::vector<int32_t>> row_samples(rows);
     std::vector<int64_t> held(rows * kinds, 0);
     std::set<std::pair<int64_t, int64_t>> by_load;  // (load of the busiest kind of stage, row)
     for (int64_t row = 0; row < rows; ++row) by_load.emplace(0, row);
+    int64_t empty = 0;  // rows from here on hold nothing: pieces come first, each into one of them
     for (size_t i : order) {
         std::pair<int64_t, int64_t> least{0, 0};
         auto chosen = by_load.end();
         size_t compared = 0;
-        for (auto row = by_load.begin(); row != by_load.end() && compared < kRowsCompared; ++row, ++compared) {
+        const bool piece = is_piece(samples[i]);
+        const size_t most = piece ? 1 : kRowsCompared;
+        auto row = piece ? by_load.find({0, empty++}) : by_load.begin();
+        for (; row != by_load.end() && compared < most; ++row, ++compared) {
             std::pair<int64_t, int64_t> after{0, 0};  // busiest kind, sum
             for (size_t kind = 0; kind < kinds; ++kind) {
                 const int64_t with = held[row->second * kinds + kind] + load[i * kinds + kind];
@@ -272,11 +290,11 @@ bool Starts::fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows
                 chosen = row;
             }
         }
-        const int64_t row = chosen->second;
+        const int64_t taken = chosen->second;
         by_load.erase(chosen);
-        for (size_t kind = 0; kind < kinds; ++kind) held[row * kinds + kind] += load[i * kinds + kind];
-        row_samples[row].push_back(samples[i]);
-        by_load.emplace(least.first, row);
+        for (size_t kind = 0; kind < kinds; ++kind) held[taken * kinds + kind] += load[i * kinds + kind];
+        row_samples[taken].push_back(samples[i]);
+        by_load.emplace(least.first, taken);
     }
     for (std::vector<int32_t>& row : row_samples) {
         if (row.empty()) continue;

@@ -63,6 +63,22 @@ void Problem::check() const {
     require(replicas >= 1 && replicas <= 65536, "1 to 65536 replicas");
     require(!modes.empty() && modes.size() <= 16, "between 1 and 16 recompute modes");
     require(packed.size() == modes.size(), "packed costs of every recompute mode");
+    check_chains();
+}
+
+void Problem::check_chains() const {
+    if (!is_cut()) return;
+    require(may_pack, "packed rows, where samples are cut");
+    require(chains.size() == samples(), "a chain or -1 for every sample");
+    require(extras.size() == modes.size() * samples() * kEncoderRows, "what pieces cost besides, under every mode");
+    for (int64_t extra : extras) require(extra >= 0 && extra <= kLargestCost, "costs from 0 to 2^42");
+    int32_t next = 0;
+    for (size_t i = 0; i < samples(); ++i) {
+        if (chains[i] < 0) continue;
+        const bool goes_on = i > 0 && chains[i] == chains[i - 1];
+        require(goes_on || chains[i] == next, "chains in order, the pieces of each one after another");
+        next += !goes_on;
+    }
 }
 
 }  // namespace dynapipe

@@ -33,6 +33,12 @@ struct Problem {
     std::vector<int64_t> in_flight;  // [options][stages] micro-batches that a stage holds at once
     int64_t replicas;
     static constexpr int64_t row_multiple = 8;  // positions of packed rows are rounded up to it
+    // Where samples are cut: a sample of the problem may be a piece of one. The pieces of a chain follow one another.
+    std::vector<int32_t> chains;  // [samples] the chain that it is a piece of, -1 for a whole one; empty where none is cut
+    std::vector<int64_t> extras;  // [modes][samples][kEncoderRows] what a piece costs one layer besides its share
+
+    bool is_cut() const { return !chains.empty(); }
+    bool is_piece(int32_t sample) const { return is_cut() && chains[sample] >= 0; }
 
     size_t samples() const { return inputs.size(); }
     size_t stages() const { return pipeline.stages; }
@@ -42,6 +48,9 @@ struct Problem {
     // Whether whatever fits with `other` in flight fits with `option`.
     bool allows(size_t option, size_t other) const;
     void check() const;
+
+private:
+    void check_chains() const;
 };
 
 }  // namespace dynapipe

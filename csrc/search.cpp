@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "chains.h"
 #include "checks.h"
 #include "jitter.h"
 #include "mutations.h"
@@ -41,7 +42,7 @@ class Search {
 public:
     Search(const Problem& problem, CostCache& costs, BatchMaker& maker, int64_t evaluations, uint64_t seed)
         : problem_(problem), costs_(costs), maker_(maker), scheduler_(problem.pipeline), jittered_(problem.pipeline),
-          mutations_(problem, maker, seed), left_(std::max<int64_t>(evaluations, 0)),
+          chains_(problem), mutations_(problem, maker, chains_, seed), left_(std::max<int64_t>(evaluations, 0)),
           by_default_(evaluations == kDefaultEvaluations) {}
 
     Found run(const std::vector<std::vector<Run>>& partitions);
@@ -49,7 +50,7 @@ public:
 private:
     int64_t evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* forwards = nullptr);
     std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions);
-    Solution assigned(MicroBatches batches) const;
+    Solution assigned(const MicroBatches& batches);
     void begin_padded(ReplicaState& replica);
     void begin_packed(ReplicaState& replica);
     void try_policies(const MicroBatches& order, std::initializer_list<int64_t> extras,
@@ -68,6 +69,7 @@ private:
     BatchMaker& maker_;
     ListScheduler scheduler_;
     JitteredReplay jittered_;
+    Chains chains_;
     Mutations mutations_;
     int64_t left_;
     bool by_default_;
@@ -81,7 +83,8 @@ int64_t Search::evaluate(const ReplicaState& replica, int64_t bound, std::vector
     --left_;
     for (const MicroBatch* batch : replica.micro_batches) rows_.push_back(batch->costs);
     const bool is_plain = problem_.pipeline.transfers.are_plain();
-    const int64_t makespan = scheduler_.run(rows_, replica.policy, bound, is_plain ? forwards : &scheduled_);
+    const std::vector<int32_t>& turned = chains_.turned(replica.micro_batches);
+    const int64_t makespan = scheduler_.run(rows_, replica.policy, bound, is_plain ? forwards : &scheduled_, turned);
     if (is_plain || makespan >= bound) return makespan;
     if (forwards) *forwards = scheduled_;
     // The order is that of transfers that wait for nothing, and takes at least as long with those that do.
@@ -111,30 +114,47 @@ void Search::try_policies(const MicroBatches& order, std::initializer_list<int64
     }
 }
 
-// Every other one from the last to the first, and the others back: of micro-batches that come large to small,
-// small – large – small.
-MicroBatches hill(const MicroBatches& batches) {
+// Micro-batches that follow one another: one, or those of a link (Chains).
+using Blocks = std::vector<MicroBatches>;
+
+int64_t work_of(const MicroBatches& block) {
+    int64_t work = 0;
+    for (const MicroBatch* batch : block) work += batch->work;
+    return work;
+}
+
+MicroBatches joined(const Blocks& blocks) {
     MicroBatches order;
-    for (size_t i = batches.size(); i-- > 0;)
-        if (i % 2 == 0) order.push_back(batches[i]);
-    for (size_t i = 1; i < batches.size(); i += 2) order.push_back(batches[i]);
+    for (const MicroBatches& block : blocks) order.insert(order.end(), block.begin(), block.end());
     return order;
 }
 
-// A hill of the micro-batches of each mode, merged evenly.
-MicroBatches merged_hills(const MicroBatches& batches, size_t modes) {
-    std::vector<std::pair<int64_t, const MicroBatch*>> placed;  // (place in 2^20ths, micro-batch)
+// Every other one from the last to the first, and the others back: of blocks that come large to small,
+// small – large – small.
+Blocks hill(const Blocks& blocks) {
+    Blocks order;
+    for (size_t i = blocks.size(); i-- > 0;)
+        if (i % 2 == 0) order.push_back(blocks[i]);
+    for (size_t i = 1; i < blocks.size(); i += 2) order.push_back(blocks[i]);
+    return order;
+}
+
+// A hill of the blocks of each mode, merged evenly.
+Blocks merged_hills(const Blocks& blocks, size_t modes) {
+    std::vector<std::pair<int64_t, const MicroBatches*>> placed;  // (place in 2^20ths, block)
+    std::vector<Blocks> hills;
     for (size_t mode = 0; mode < modes; ++mode) {
-        MicroBatches its;
-        for (const MicroBatch* batch : batches)
-            if (batch->mode == mode) its.push_back(batch);
-        const MicroBatches order = hill(its);
-        for (size_t i = 0; i < order.size(); ++i)
-            placed.emplace_back(static_cast<int64_t>((2 * i + 1) << 20) / static_cast<int64_t>(order.size()), order[i]);
+        Blocks its;
+        for (const MicroBatches& block : blocks)
+            if (block[0]->mode == mode) its.push_back(block);
+        hills.push_back(hill(its));
     }
+    for (const Blocks& order : hills)
+        for (size_t i = 0; i < order.size(); ++i)
+            placed.emplace_back(static_cast<int64_t>((2 * i + 1) << 20) / static_cast<int64_t>(order.size()), &order[i]);
     std::stable_sort(placed.begin(), placed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-    MicroBatches order;
-    for (const auto& [place, batch] : placed) order.push_back(batch);
+    Blocks order;
+    for (const auto& [place, block] : placed) order.push_back(*block);
     return order;
 }
 
@@ -155,33 +175,37 @@ void Search::begin_padded(ReplicaState& replica) {
 
 // Packed rows, small to large. There are many starts, so each gets the orders and policies that win most.
 void Search::begin_packed(ReplicaState& replica) {
-    const MicroBatches large_first(replica.micro_batches.rbegin(), replica.micro_batches.rend());
+    Blocks large_first = chains_.blocks(replica.micro_batches);
+    std::reverse(large_first.begin(), large_first.end());
     if (replica.makespan < kUnreachable) {  // One try tells which are far from the best.
-        const ReplicaState first{hill(large_first), policy(8, Rule::kForwardFirst), 0};
+        const ReplicaState first{joined(hill(large_first)), policy(8, Rule::kForwardFirst), 0};
         if (evaluate(first, replica.makespan + replica.makespan / kStartMargin) >= kUnreachable) return;
     }
-    MicroBatches modes_first = large_first;  // in the middle those that keep the least, where most are in flight
+    Blocks modes_first = large_first;  // in the middle those that keep the least, where most are in flight
     std::stable_sort(modes_first.begin(), modes_first.end(),
-                     [](const MicroBatch* a, const MicroBatch* b) { return a->mode > b->mode; });
-    for (const MicroBatches& order : {hill(large_first), hill(modes_first), merged_hills(large_first, problem_.modes.size())})
-        try_policies(order, {1, 8}, {Rule::kBackwardFirst, Rule::kForwardFirst}, replica);
+                     [](const MicroBatches& a, const MicroBatches& b) { return a[0]->mode > b[0]->mode; });
+    for (const Blocks& order : {hill(large_first), hill(modes_first), merged_hills(large_first, problem_.modes.size())})
+        try_policies(joined(order), {1, 8}, {Rule::kBackwardFirst, Rule::kForwardFirst}, replica);
 }
 
-// Micro-batches assigned to the replicas, the longest first, each to the replica with the least work; in each small to
-// large.
-Solution Search::assigned(MicroBatches batches) const {
+// Blocks assigned to the replicas, the longest first, each to the replica with the least work; in each small to large.
+Solution Search::assigned(const MicroBatches& batches) {
     Solution solution;
     solution.replicas.resize(problem_.replicas);
-    std::stable_sort(batches.begin(), batches.end(),
-                     [](const MicroBatch* a, const MicroBatch* b) { return a->work < b->work; });
+    Blocks blocks = chains_.blocks(batches);
+    std::stable_sort(blocks.begin(), blocks.end(),
+                     [](const MicroBatches& a, const MicroBatches& b) { return work_of(a) < work_of(b); });
     std::vector<int64_t> load(problem_.replicas, 0);
-    for (size_t i = batches.size(); i-- > 0;) {
+    std::vector<Blocks> its(problem_.replicas);
+    for (size_t i = blocks.size(); i-- > 0;) {
         const size_t r = std::min_element(load.begin(), load.end()) - load.begin();
-        load[r] += batches[i]->work;
-        solution.replicas[r].micro_batches.push_back(batches[i]);
+        load[r] += work_of(blocks[i]);
+        its[r].push_back(std::move(blocks[i]));
     }
-    for (ReplicaState& replica : solution.replicas) {
-        std::reverse(replica.micro_batches.begin(), replica.micro_batches.end());
+    for (size_t r = 0; r < its.size(); ++r) {
+        ReplicaState& replica = solution.replicas[r];
+        std::reverse(its[r].begin(), its[r].end());
+        replica.micro_batches = joined(its[r]);
         replica.policy = policy(0, Rule::kStrict);
         replica.makespan = replica.micro_batches.empty() ? 0 : kUnreachable;
     }
@@ -191,8 +215,8 @@ Solution Search::assigned(MicroBatches batches) const {
 std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partitions) {
     std::vector<Solution> solutions;
     int64_t least = kUnreachable;
-    const auto add = [&](MicroBatches batches, void (Search::*begin)(ReplicaState&)) {
-        Solution solution = assigned(std::move(batches));
+    const auto add = [&](const MicroBatches& batches, void (Search::*begin)(ReplicaState&)) {
+        Solution solution = assigned(batches);
         const int64_t limit = least < kUnreachable ? least + least / kStartMargin : kUnreachable;
         for (ReplicaState& replica : solution.replicas) {
             if (replica.micro_batches.empty()) continue;
@@ -206,11 +230,11 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
     for (const std::vector<Run>& partition : partitions) {
         MicroBatches batches;
         for (const Run& run : partition) batches.push_back(maker_.make(BatchMaker::run(run.first, run.size), run.mode, false));
-        if (std::count(batches.begin(), batches.end(), nullptr) == 0) add(std::move(batches), &Search::begin_padded);
+        if (std::count(batches.begin(), batches.end(), nullptr) == 0) add(batches, &Search::begin_padded);
     }
     if (problem_.may_pack) {
         const int64_t left = left_;
-        for (MicroBatches& rows : packed_starts(problem_, costs_, maker_)) add(std::move(rows), &Search::begin_packed);
+        for (const MicroBatches& rows : packed_starts(problem_, costs_, maker_)) add(rows, &Search::begin_packed);
         left_ = left;  // what begins a search is not counted where it is many
     }
     std::stable_sort(solutions.begin(), solutions.end(),
@@ -263,8 +287,10 @@ Found Search::run(const std::vector<std::vector<Run>>& partitions) {
     Solution& best = solutions[0];
     if (robustifying > 0) robustify(best, robustifying);
     for (ReplicaState& replica : best.replicas) {
-        found.forwards.emplace_back();
-        if (!replica.micro_batches.empty()) evaluate(replica, kUnreachable, &found.forwards.back());
+        found.orders.emplace_back();
+        if (replica.micro_batches.empty()) continue;
+        evaluate(replica, kUnreachable, &forwards_);
+        found.orders.back() = scheduler_.order(forwards_);
     }
     found.replicas = std::move(best.replicas);
     return found;
@@ -313,7 +339,7 @@ int64_t Search::jittered_total(ReplicaState& replica) {
     if (replica.micro_batches.empty()) return 0;
     evaluate(replica, kUnreachable, &forwards_);
     left_ -= kJitterDraws / 2;
-    return jittered_.total(rows_, forwards_);
+    return jittered_.total(rows_, forwards_, chains_.turned(replica.micro_batches));
 }
 
 // Of the policies that predict no longer a time, the one of the least total under jitter.

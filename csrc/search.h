@@ -20,8 +20,8 @@ struct ReplicaState {
 };
 
 struct Found {
-    std::vector<ReplicaState> replicas;          // empty where nothing fits
-    std::vector<std::vector<uint8_t>> forwards;  // per replica, see ListScheduler::run
+    std::vector<ReplicaState> replicas;      // empty where nothing fits
+    std::vector<std::vector<Pass>> orders;  // per replica, [stages][passes]
 };
 
 // A padded micro-batch of a partition: samples [first, first + size) of the order.

@@ -16,6 +16,8 @@ enum Row { kEncoderForward, kEncoderBackward, kEncoderStored, kEncoderPeak,
 // A stage's peak is the largest of the last three and `kStored`.
 enum StageRow { kForward, kBackward, kStored, kEncoderEnd, kDecoderEnd, kHeadEnd, kStageRows };
 
+constexpr int kEncoderRows = 4;  // the first of `Row`
+
 constexpr int64_t kMostLayers = 65536;  // of a kind on a stage
 
 // A strictly increasing grid axis.

@@ -17,12 +17,20 @@ from pathlib import Path
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.files import open_regular
 
+GENERATOR = "megatron-dynapipe"
+"""What pictures, pages and traces name as the program that made them."""
+
 _HEAD_BYTES = 4096
 
 
 def is_marked(head: bytes) -> bool:
     """Whether a file that begins so was written by this package."""
     return b"dynapipe" in head.lower()
+
+
+def marked(mark: str) -> Callable[[bytes], bool]:
+    """A rule for `mine`, where a user's file may say `dynapipe`, too: files with this text in their first bytes."""
+    return lambda head: mark.encode() in head
 
 
 def check_replaceable(path: Path, *, mine: Callable[[bytes], bool] = is_marked) -> None:

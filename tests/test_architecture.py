@@ -63,7 +63,7 @@ ROOMS = {
     "checkout_hooks": room(8),
     "on_cpu": room(8),
     # `doctor` imports torch to see whether it works.
-    "cli": room(8, "numpy", "packaging", "shtab", "torch", "tqdm", "yaml"),
+    "cli": room(8, "numpy", "packaging", "torch", "tqdm", "yaml"),
     "__main__": room(9),
 }
 INTEGRATION = {

@@ -17,8 +17,8 @@ import numpy as np
 from published import BY_PAPER, BY_PLANNER, Published
 
 from megatron_dynapipe.cost import Network
-from megatron_dynapipe.tuning import Cluster, LayerProfile, Orchestration, orchestrate, read_graph_profile
-from megatron_dynapipe.tuning.orchestrate import Choice, Judge
+from megatron_dynapipe.tuning import LayerProfile, Orchestration, Topology, orchestrate, read_graph_profile
+from megatron_dynapipe.tuning.orchestrate import Assignment, OrchestrationProblem
 
 DEVICES = 16
 WRONG_EMBEDDING_BYTES, EMBEDDING_BYTES = 131e9, 131e6
@@ -55,16 +55,16 @@ MODELS = (
 )
 
 
-def clusters() -> Iterator[tuple[str, Cluster]]:
+def clusters() -> Iterator[tuple[str, Topology]]:
     """Sixteen devices: two nodes of eight with NVLink, 25 Gbit/s between them; single ones at 25; single ones at 10."""
     for name, per_node, gbps in (("A", 8, 25), ("B", 1, 25), ("C", 1, 10)):
         network = Network(devices_per_node=per_node, intra_node_gbps=200, inter_node_gbps=gbps, inter_node_latency_us=0)
-        yield name, Cluster(devices=DEVICES, network=network)
+        yield name, Topology(devices=DEVICES, network=network)
 
 
-def published_ms(judge: Judge, plan: Published, cluster: Cluster) -> tuple[float, int]:
+def published_ms(problem: OrchestrationProblem, plan: Published, cluster: Topology) -> tuple[float, int]:
     """The least time of a published plan over sizes of units, which are not published, and that size."""
-    ends = plan.ends or least_busiest(judge.profile, DEVICES)
+    ends = plan.ends or least_busiest(problem.profile, DEVICES)
     replicas = plan.replicas or (1,) * DEVICES
     free, placements = list(cluster.nodes), []
     for need in replicas:
@@ -73,8 +73,10 @@ def published_ms(judge: Judge, plan: Published, cluster: Cluster) -> tuple[float
             counts[node] = min(left, need - sum(counts))
             free[node] -= counts[node]
         placements.append(tuple(counts))
-    choices = (Choice(ends=ends, placements=tuple(placements), micro_batches=n) for n in judge.unit_sizes)
-    timed = [(predicted, each.micro_batches) for each in choices if (predicted := judge.predicted_ns(each)) is not None]
+    choices = (Assignment(ends=ends, placements=tuple(placements), micro_batches=n) for n in problem.unit_sizes)
+    timed = [
+        (predicted, each.micro_batches) for each in choices if (predicted := problem.predicted_ns(each)) is not None
+    ]
     least, micro_batches = min(timed)
     return least / 1e6, micro_batches
 
@@ -97,20 +99,20 @@ def describe(plan: Orchestration) -> str:
     return f"{replicas} at {','.join(str(stage.end_layer) for stage in plan.stages[:-1])}"
 
 
-def row(model: Model, profile: LayerProfile, name: str, cluster: Cluster, *, whole: bool) -> dict[str, object]:
+def row(model: Model, profile: LayerProfile, name: str, cluster: Topology, *, whole: bool) -> dict[str, object]:
     """One case under one rule."""
     sizes = (model.micro_batch_size, model.global_batch_size)
     start = time.process_time()
     ours = orchestrate(profile, *sizes, cluster, whole_samples=whole)
     seconds = time.process_time() - start
-    judge = Judge(profile, *sizes, cluster, whole_samples=whole)
+    problem = OrchestrationProblem(profile, *sizes, cluster, whole_samples=whole)
     plans = {"paper": BY_PAPER[model.name, name], "planner": BY_PLANNER.get((model.name, name))}
     found: dict[str, object] = {"model": model.name, "cluster": name, "samples": "whole" if whole else "divided"}
     found |= {"plan": describe(ours), "unit": ours.unit_samples, "ms": ours.predicted_ms, "bound_ms": ours.bound_ms}
     found |= {"seconds": seconds}
     for source, plan in plans.items():
         if plan is not None:
-            ms, _ = published_ms(judge, plan, cluster)
+            ms, _ = published_ms(problem, plan, cluster)
             replicas = ":".join(map(str, plan.replicas)) if max(plan.replicas, default=1) > 1 else "straight"
             found |= {f"{source}_plan": replicas, f"{source}_ms": ms, f"{source}_ratio": ours.predicted_ms / ms}
     return found

@@ -28,8 +28,7 @@ from benchmarks.paper.simulate import Point, chosen_split
 from benchmarks.planning.published import published_order
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
-from megatron_dynapipe.planning.ordering import by_length
-from megatron_dynapipe.planning.partition import partition
+from megatron_dynapipe.planning.partition import by_length, partition
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import IntArray
 from megatron_dynapipe.planning.samples import Samples

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_dynapipe.planning.settings import PlannerSettings
 
 FORMAT = "dynapipe-compare/1"
-CHARTS = (".png", ".svg", ".pdf")
+CHARTS = (".png", ".svg")
 _TABLE = "  {:16}{:>10}  {:>10}  {:>11}  {:>18}  {:>13}  {:>15}"
 _COLUMNS = ("method", "time, ms", "tokens/s", "memory, MB", "padding efficiency", "micro-batches", "distinct shapes")
 
@@ -39,11 +39,14 @@ def run(args: argparse.Namespace) -> int:
     """Predict every batch under every method; 1 if there is a plan for none of them."""
     import msgspec
 
+    from megatron_dynapipe.outputs import GENERATOR, check_replaceable, marked
     from megatron_dynapipe.planning.methods import METHODS
-    from megatron_dynapipe.report.comparison import geometric_means
+    from megatron_dynapipe.report.comparison import draw_comparison, geometric_means
 
-    if args.output is not None and args.output.suffix not in CHARTS:
-        raise ConfigError(f"expected a chart of {', '.join(CHARTS)}, got --output {args.output}")
+    if args.output is not None:
+        if args.output.suffix not in CHARTS:
+            raise ConfigError(f"expected a chart of {', '.join(CHARTS)}, got --output {args.output}")
+        check_replaceable(args.output, mine=marked(GENERATOR))
     cost_model, settings = costs_and_settings(args, args.schedule)
     batches = chosen_batches(args)
     entries: list[dict[str, Any]] = []
@@ -55,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             say(_table(batch.id, methods))
     over = geometric_means(entries)
     if args.output is not None:
-        _draw(args.output, entries)
+        print(f"chart: {draw_comparison(entries, args.output)}", file=sys.stderr)
     if args.json:
         report = {"format": FORMAT, "methods": over, "batches": entries}
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
@@ -133,9 +136,3 @@ def _means(ratios: dict[str, float], planned: int, batches: int) -> str:
     over = ", ".join(f"{method} {ratio:.3f}" for method, ratio in ratios.items())
     which = f"{batches} batches" if planned == batches else f"{planned} of {batches} batches"
     return f"tokens/s of dynapipe over those of other methods, geometric mean of {which}: {over}"
-
-
-def _draw(path: Path, entries: list[dict[str, Any]]) -> None:
-    from megatron_dynapipe.report.comparison import draw_comparison
-
-    print(f"chart: {draw_comparison(entries, path)}", file=sys.stderr)

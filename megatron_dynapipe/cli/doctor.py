@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.cli.finding import Check
+    from megatron_dynapipe.cli.checks import Check
     from megatron_dynapipe.cli.main import SubParsers
 
 MARKS = {"ok": "ok  ", "note": "note", "fail": "FAIL"}
@@ -19,7 +19,7 @@ def add_parser(subparsers: "SubParsers") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every check and print it; 1 if one of them stands in the way of training here."""
+    """Run every check and print it; 1 if training here cannot work."""
     from megatron_dynapipe.cli.checks import NEEDED_TO_PLAN, run_checks
 
     print("checking; importing torch takes a few seconds", file=sys.stderr)
@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _as_json(checks: "list[Check]", *, can_train: bool, can_plan: bool) -> str:
     rows = [{"name": c.name, "status": c.status, "found": c.found, "hint": c.hint} for c in checks]
-    told = {"format": "dynapipe-doctor/1", "can_train": can_train, "can_plan": can_plan, "checks": rows}
-    return json.dumps(told, indent=2)
+    report = {"format": "dynapipe-doctor/1", "can_train": can_train, "can_plan": can_plan, "checks": rows}
+    return json.dumps(report, indent=2)
 
 
 def _as_text(checks: "list[Check]") -> str:

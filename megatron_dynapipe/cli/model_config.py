@@ -41,9 +41,8 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
 def take_model_config(args: argparse.Namespace) -> None:
     """Set what the command line leaves open from the file of `--model-config`; raises ConfigError as `read_sizes`."""
     sizes = read_sizes(args.model_config)
-    if args.segments or args.model not in (None, sizes.model):
-        kind = "segments" if args.segments else args.model
-        raise ConfigError(f"expected a {kind} model in {args.model_config}, as --model says, got {sizes.model}")
+    if args.model not in (None, sizes.model):
+        raise ConfigError(f"expected a {args.model} model in {args.model_config}, as --model says, got {sizes.model}")
     for name in ("model", "hidden_size", "layers", "encoder_layers", "decoder_layers"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(sizes, name))

@@ -59,10 +59,10 @@ def add_parser(subparsers: "SubParsers") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Find a plan and print it."""
-    from megatron_dynapipe.tuning import Cluster, orchestrate
+    from megatron_dynapipe.tuning import Topology, orchestrate
 
     profile, links = _profile(args)
-    cluster = Cluster(
+    cluster = Topology(
         devices=args.devices,
         network=network_of(args, links),
         memory_bytes=None if args.device_memory_mb is None else round(args.device_memory_mb * BYTES_PER_MB),

@@ -3,14 +3,13 @@
 import argparse
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
-from megatron_dynapipe.cli.planning_arguments import add_arguments, costs_and_settings
+from megatron_dynapipe.cli.planning_arguments import add_arguments, complete_model, costs_and_settings
 from megatron_dynapipe.cli.progress import say, with_progress
-from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
+from megatron_dynapipe.errors import DataError, PlanningError
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout
 
 if TYPE_CHECKING:
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from megatron_dynapipe.planning.planner import Planner
 
 FORMAT = "dynapipe-plan-report/1"
-RULED = 8
-"""Batches that are planned again under the rules of GPUs."""
 PHASES = ("ordering", "partition", "schedule", "lowering", "verify")
 
 
@@ -37,13 +34,18 @@ def run(args: argparse.Namespace) -> int:
     """Plan every batch; 1 if none of them could be planned."""
     import msgspec
 
-    from megatron_dynapipe.plan.codec import encode
-    from megatron_dynapipe.plan.idle import idle_share
+    from megatron_dynapipe.outputs import check_replaceable, write_file
+    from megatron_dynapipe.plan.codec import encode, is_plan
+    from megatron_dynapipe.plan.timeline import idle_share
     from megatron_dynapipe.planning.planner import Planner
 
+    complete_model(args)
+    batches = chosen_batches(args)
+    files = {batch.id: args.output / f"{batch.id}.plan" for batch in batches} if args.output is not None else {}
+    for path in files.values():
+        check_replaceable(path, mine=is_plan)
     cost_model, settings = costs_and_settings(args, args.schedule)
     planner = Planner(settings, cost_model)
-    batches = chosen_batches(args)
     iterations, idle = [], []
     for number, batch in enumerate(with_progress(batches, unit="batches")):
         entry, plan = _planned(planner, batch, number)
@@ -51,37 +53,14 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             say(_line(entry))
         if plan is not None:
-            idle.append(idle_share(plan))
-            if args.output is not None:
-                _write(args.output / f"{batch.id}.plan", encode(plan))
+            stages = tuple(stage.predicted for replica in plan.replicas for stage in replica.stages)
+            idle.append(idle_share(stages, plan.totals.predicted_ns))
+            if files:
+                write_file(files[batch.id], encode(plan), mine=is_plan)
     _hint_of_splits(args.layer_split, idle)
-    if not args.json and planner.settings.transfers.are_plain and planner.settings.pipeline_parallel > 1:
-        print(_cost_of_cuda_rules(planner, batches, iterations))
     if args.json:
         sys.stdout.write(msgspec.json.encode({"format": FORMAT, "iterations": iterations}).decode() + "\n")
     return 0 if any(entry["error"] is None for entry in iterations) else 1
-
-
-def _cost_of_cuda_rules(planner: "Planner", batches: "list[NamedBatch]", entries: list[dict[str, Any]]) -> str:
-    """What the rules of transfers on GPUs would cost the first few batches, in predicted time."""
-    import msgspec
-
-    from megatron_dynapipe.plan.transfer_rules import CUDA_RULES
-    from megatron_dynapipe.planning.planner import Planner
-
-    ruled = Planner(msgspec.structs.replace(planner.settings, transfers=CUDA_RULES), planner.cost_model)
-    ratios = []
-    for batch, entry in zip(batches[:RULED], entries, strict=False):
-        if entry["predicted_ms"]:
-            with suppress(PlanningError):
-                ratios.append(ruled.plan(batch.global_batch(0), 0).totals.predicted_ns / 1e6 / entry["predicted_ms"])
-    if not ratios:
-        return "under the rules of training on GPUs no batch was planned"
-    mean, worst = sum(ratios) / len(ratios) - 1, max(ratios) - 1
-    return (
-        f"under the rules of training on GPUs (--receive-ahead 0 --ordered-starts) the first {len(ratios)} take "
-        f"{mean:+.1%} on average, {worst:+.1%} at most"
-    )
 
 
 def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[dict[str, Any], "IterationPlan | None"]:
@@ -110,7 +89,7 @@ def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[d
 
 def _hint_of_splits(split: str, idle: list[float]) -> None:
     """Where equal layers leave stages without work for long, say what evens them out."""
-    from megatron_dynapipe.plan.idle import MUCH_IDLE
+    from megatron_dynapipe.plan.timeline import MUCH_IDLE
 
     mean = sum(idle) / max(len(idle), 1)
     if split == "equal" and mean >= MUCH_IDLE:
@@ -156,11 +135,19 @@ def _replicas(plan: "IterationPlan", layers_per_stage: tuple[int, ...]) -> list[
 
 
 def _micro_batch(micro_batch: "MicroBatch") -> dict[str, Any]:
-    """A row of samples for each padded sample; a packed micro-batch has one row of all, and says so."""
+    """A row of samples for each padded sample; a packed micro-batch has one row of all, and says so.
+
+    A piece is [sample, start, end], in positions.
+    """
+    from megatron_dynapipe.plan.pieces import cut_entries
+
     entry = {"shape": list(micro_batch.shape), "recompute": micro_batch.recompute}
     if micro_batch.layout is BatchLayout.PADDED:
         return {"samples": list(micro_batch.sample_ids)} | entry
-    return {"samples": [list(micro_batch.sample_ids)]} | entry | {"layout": micro_batch.layout}
+    row: list[Any] = list(micro_batch.sample_ids)
+    for at, piece in cut_entries(micro_batch):
+        row[at] = [row[at], *piece]
+    return {"samples": [row]} | entry | {"layout": micro_batch.layout}
 
 
 def _line(entry: dict[str, Any]) -> str:
@@ -174,11 +161,3 @@ def _line(entry: dict[str, Any]) -> str:
         f"{entry['id']}: {entry['predicted_ms']:.1f} ms in {micro_batches} micro-batches ({entry['shapes']} shapes), "
         f"padding efficiency {entry['padding_efficiency']:.1%}, peak {peak:.0f} MB, planned in {seconds * 1e3:.1f} ms"
     )
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -1,13 +1,12 @@
 """The arguments that `plan` and `compare` share, and the planner settings that they make."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches, positive
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,13 +21,9 @@ _MOST_REAL = 1e9
 """Of megabytes, Gbit/s and microseconds."""
 
 
-SEGMENTS = "segments"
-"""The kind of model that is divided at named places: its cost model is of `profile_module`."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what to plan: lengths, costs, model, parallel layout, memory, links, layer split."""
-    add_shared_arguments(parser, models=(*ModelFamily, SEGMENTS))
+    add_shared_arguments(parser)
     for name in ("data", "tensor", "pipeline"):
         parser.add_argument(f"--{name}-parallel", type=positive, default=1, metavar="N")
     parser.add_argument("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
@@ -46,12 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_shared_arguments(parser: argparse.ArgumentParser, *, models: Sequence[str]) -> None:
+def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what does not depend on the parallel layout: lengths, costs, model, memory, links, micro-batches."""
     add_batch_arguments(parser)
     parser.add_argument("--cost-model", type=Path, required=True, metavar="FILE", help="what layers cost")
-    parser.add_argument("--model", action=_Model, choices=models, help="kind of model" + _segments(models))
-    parser.set_defaults(segments=False)
+    parser.add_argument("--model", type=ModelFamily, choices=tuple(ModelFamily), help="kind of model")
     parser.add_argument(
         "--model-config",
         type=Path,
@@ -61,7 +55,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, models: Sequence[st
     parser.add_argument("--layers", type=positive, metavar="N", help="layers of a gpt model")
     parser.add_argument("--encoder-layers", type=positive, metavar="N", help="of a t5 model")
     parser.add_argument("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
-    parser.add_argument("--hidden-size", type=positive, metavar="N", help="of a gpt or t5 model")
+    parser.add_argument("--hidden-size", type=positive, metavar="N", help="of the model")
     parser.add_argument("--device-memory-mb", type=above_zero, required=True, metavar="N", help="1 MB = 1e6 bytes")
     parser.add_argument(
         "--recompute",
@@ -75,6 +69,14 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, models: Sequence[st
         default="auto",
         help="samples of a micro-batch padded, packed into one row, or whichever is faster (default: auto)",
     )
+    parser.add_argument(
+        "--slices",
+        type=_slices,
+        default="auto",
+        metavar="auto|off|N",
+        help="cut long samples of a gpt model along their sequence: where that is faster, never, or into pieces of at "
+        "most N positions (default: auto)",
+    )
     parser.add_argument("--devices-per-node", type=positive, default=8, metavar="N")
     _add_transfer_arguments(parser)
     parser.add_argument(
@@ -87,10 +89,12 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, models: Sequence[st
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _segments(models: Sequence[str]) -> str:
-    """What the help says of models of segments, where there may be any."""
-    where = "; segments: any module, divided where its cost model says (layers and sizes are not given)"
-    return where if SEGMENTS in models else ""
+def _slices(text: str) -> str | int:
+    if text in ("auto", "off"):
+        return text
+    if not text.isdecimal() or int(text) < LENGTH_MULTIPLE:
+        raise argparse.ArgumentTypeError(f"expected auto, off or at least {LENGTH_MULTIPLE} positions, got {text!r}")
+    return int(text)
 
 
 def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,17 +108,11 @@ def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         "as the published rules for transfers have it)",
     )
     parser.add_argument(
-        "--receive-ahead",
-        type=int,
-        metavar="N",
-        help="passes that may run between a receive's start and its wait, as on GPUs; a run's own default there is 0 "
-        "(default: as early as one receive per channel)",
-    )
-    parser.add_argument(
-        "--ordered-starts",
-        action="store_true",
-        help="plan only what also ends where a send's start waits for its channel's previous message; a run's own "
-        "default on GPUs",
+        "--transfers",
+        choices=("gloo", "gpu"),
+        default="gloo",
+        help="when transfers start: as early as they can, or as in training on GPUs, where receives start right before "
+        "their waits and sends of a channel one after another (default: gloo, as the published rules have it)",
     )
 
 
@@ -124,20 +122,6 @@ def add_link_arguments(parser: argparse.ArgumentParser) -> None:
         default = "(default: the cost model's measured one, else %s)"
         parser.add_argument(f"--{link}-node-gbps", type=above_zero, metavar="N", help=default % gbps)
         parser.add_argument(f"--{link}-node-latency-us", type=_latency, metavar="N", help=default % latency_us)
-
-
-class _Model(argparse.Action):
-    """Segments are planned as decoder-only layers, one for each stage."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        namespace.segments = values == SEGMENTS
-        namespace.model = ModelFamily.GPT if namespace.segments else ModelFamily(values)
 
 
 def costs_and_settings(args: argparse.Namespace, schedule: str | None = None) -> "tuple[CostModel, PlannerSettings]":
@@ -150,8 +134,6 @@ def costs_and_settings(args: argparse.Namespace, schedule: str | None = None) ->
     from megatron_dynapipe.cost import TableCostModel
 
     complete_model(args)
-    if args.segments:
-        return _of_segments(args, schedule)
     cost_model = TableCostModel.load(args.cost_model)
     return cost_model, planner_settings(args, cost_model, schedule)
 
@@ -164,31 +146,9 @@ def complete_model(args: argparse.Namespace) -> None:
         take_model_config(args)
     if args.model is None:
         raise ConfigError("expected a kind of model, got none", hint="pass --model gpt, or --model-config FILE")
-    if not args.segments and args.hidden_size is None:
+    if args.hidden_size is None:
         raise ConfigError(f"a {args.model} model needs --hidden-size")
-
-
-def _of_segments(args: argparse.Namespace, schedule: str | None) -> "tuple[CostModel, PlannerSettings]":
-    """Segments evened out over the stages by their costs."""
-
-    from megatron_dynapipe.cost.segments import SegmentCosts
-    from megatron_dynapipe.planning.segments import even_split_of_costs, segment_settings
-
-    if args.tensor_parallel != 1:
-        raise ConfigError(f"expected no tensor parallelism for a model of segments, got {args.tensor_parallel}")
-    costs = SegmentCosts.load(args.cost_model)
-    limit = round(args.device_memory_mb * BYTES_PER_MB)
-    stage_of = even_split_of_costs(costs, costs.points, args.pipeline_parallel, limit)
-    settings = segment_settings(
-        costs,
-        stage_of,
-        stages=args.pipeline_parallel,
-        replicas=args.data_parallel,
-        memory_limit_bytes=limit,
-        network=network_of(args, costs.links),
-        schedule=schedule_of(args, schedule),
-    )
-    return costs.of_stages(stage_of), settings
+    _layers(args)
 
 
 def planner_settings(
@@ -200,11 +160,9 @@ def planner_settings(
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
     from megatron_dynapipe.cost import ScatterGather
-    from megatron_dynapipe.plan.transfer_rules import TransferRules
+    from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
     from megatron_dynapipe.planning.settings import PlannerSettings
 
-    if args.receive_ahead is not None and args.receive_ahead < 0:
-        raise ConfigError(f"expected --receive-ahead of at least 0, got {args.receive_ahead}")
     encoder_layers, decoder_layers = _layers(args)
     split = args.layer_split
     settings = PlannerSettings(
@@ -220,10 +178,11 @@ def planner_settings(
         distributed_optimizer=args.distributed_optimizer,
         recompute=_recompute(args.recompute),
         micro_batch_layouts=tuple(BatchLayout) if args.layout == "auto" else (BatchLayout(args.layout),),
+        slices=args.slices,
         network=network_of(args, cost_model.links),
         scatter_gather=ScatterGather(args.scatter_gather),
         schedule=schedule_of(args, schedule),
-        transfers=TransferRules(receive_ahead=args.receive_ahead, ordered_starts=args.ordered_starts),
+        transfers=GLOO_RULES if args.transfers == "gloo" else CUDA_RULES,
     )
     return _with_auto_split(args, settings, cost_model) if split == "auto" else settings
 

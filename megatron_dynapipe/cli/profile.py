@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,12 +37,16 @@ def add_parser(subparsers: "SubParsers") -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure; print the file's path on rank 0."""
     from megatron_dynapipe import config, cpu
+    from megatron_dynapipe.cost.format import is_cost_file
+    from megatron_dynapipe.outputs import check_replaceable
 
     flags = args.flags[1:] if args.flags[:1] == ["--"] else args.flags
     if args.budget_minutes <= 0 or args.tensor_parallel < 1 or args.max_positions < 8:
         raise ConfigError(
             "expected --budget-minutes above 0, --tensor-parallel of 1 or more, --max-positions of 8 or more"
         )
+    if int(os.environ.get("RANK", "0")) == 0:  # which writes the file
+        check_replaceable(args.output, mine=is_cost_file)
     with contextlib.redirect_stdout(sys.stderr):  # Megatron logs there
         cpu.quieten()
         if cpu.enable(config.value_of(flags, "dynapipe-device", "auto")):  # type: ignore[arg-type]  # it checks the name

@@ -9,7 +9,9 @@ from megatron_dynapipe.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.plan.iteration import IterationPlan
-    from megatron_dynapipe.report.panel import Panel
+    from megatron_dynapipe.report.trace import Panel
+
+PICTURES = (".png", ".svg")
 
 
 def add_parser(subparsers: "SubParsers") -> None:
@@ -24,7 +26,12 @@ def add_parser(subparsers: "SubParsers") -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan as text, unless a picture or a trace is asked for; then write those and print their paths."""
     from megatron_dynapipe.cli.verify import read_plan
+    from megatron_dynapipe.outputs import GENERATOR, check_replaceable, marked
 
+    if args.picture is not None and args.picture.suffix not in PICTURES:
+        raise ConfigError(f"expected a picture named {' or '.join(PICTURES)}, got {args.picture}")
+    for path in filter(None, (args.picture, args.trace)):
+        check_replaceable(path, mine=marked(GENERATOR))
     plan = read_plan(args.plan)
     replicas = range(len(plan.replicas)) if args.replica is None else [args.replica]
     if any(not 0 <= replica < len(plan.replicas) for replica in replicas):
@@ -36,8 +43,6 @@ def run(args: argparse.Namespace) -> int:
 
     panels = [_panel(plan, replica) for replica in replicas]
     if args.picture is not None:
-        if args.picture.suffix not in (".png", ".svg"):
-            raise ConfigError(f"expected a picture named .png or .svg, got {args.picture}")
         from megatron_dynapipe.report.timeline import draw
 
         print(draw(panels, args.picture))
@@ -47,13 +52,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(plan: "IterationPlan", replica: int) -> str:
+    from megatron_dynapipe.plan.pieces import cut_entries
     from megatron_dynapipe.plan.text import format_stages
     from megatron_dynapipe.units import BYTES_PER_MB
 
     share = plan.replicas[replica]
     lines = [f"# iteration {plan.iteration}, replica {replica}: predicted {share.predicted_ns / 1e6:.3f} ms"]
     for row, micro_batch in enumerate(share.micro_batches):
-        samples = ",".join(map(str, micro_batch.sample_ids))
+        names = [*map(str, micro_batch.sample_ids)]
+        for at, piece in cut_entries(micro_batch):
+            names[at] += f"[{piece.start}:{piece.end}]"
+        samples = ",".join(names)
         shape = f"{micro_batch.layout} shape {micro_batch.shape}"
         lines.append(f"# micro-batch {row}: {shape}, recompute {micro_batch.recompute}: {samples}")
         tokens = ",".join(
@@ -66,7 +75,7 @@ def _text(plan: "IterationPlan", replica: int) -> str:
 
 
 def _panel(plan: "IterationPlan", replica: int) -> "Panel":
-    from megatron_dynapipe.report.panel import Panel
+    from megatron_dynapipe.report.trace import Panel
 
     timeline = tuple(stage.predicted for stage in plan.replicas[replica].stages)
     return Panel(f"iteration {plan.iteration}, replica {replica}: planned", timeline)

@@ -8,24 +8,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches, positive
 from megatron_dynapipe.cli.planning_arguments import (
-    SEGMENTS,
     above_zero,
     add_shared_arguments,
     complete_model,
-    network_of,
     planner_settings,
-    schedule_of,
-)
-from megatron_dynapipe.cli.tune_validation import (
-    ANALYTIC,
-    add_validation_arguments,
-    check_validation,
-    layout_file,
-    validated,
-    write_text,
 )
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
@@ -35,6 +23,8 @@ if TYPE_CHECKING:
     from megatron_dynapipe.tuning import Space, TunedLayout, Tuning
 
 FORMAT = "dynapipe-tune/1"
+ANALYTIC = "analytic"
+"""The `--cost-model` that is no file."""
 INTERRUPTED = 130
 _TOP = 10
 _TABLE = "{:>5}{:>7}{:>9}{:>7}  {:>10}{:>11}{:>10}{:>12}  {:24}{}"
@@ -44,7 +34,7 @@ _COLUMNS = ("data", "tensor", "pipeline", "chunks", "time, ms", "reduction", "to
 def add_parser(subparsers: "SubParsers") -> None:
     """Declare the command."""
     parser = subparsers.add_parser("tune", help="which parallel layout of a cluster trains these batches fastest")
-    add_shared_arguments(parser, models=(*ModelFamily, SEGMENTS))
+    add_shared_arguments(parser)
     parser.add_argument("--devices", type=positive, required=True, metavar="N", help="of the cluster; all are used")
     parser.add_argument(
         "--top", type=positive, default=_TOP, metavar="K", help="best layouts that are found for certain (%(default)s)"
@@ -73,7 +63,7 @@ def add_parser(subparsers: "SubParsers") -> None:
     )
     parser.add_argument("--workers", type=positive, metavar="N", help="processes that plan (default: one per core)")
     parser.add_argument("--write-config", type=Path, metavar="FILE.yaml", help="write the best layout's flags there")
-    add_validation_arguments(parser)
+    _add_validation_arguments(parser)
     analytic = parser.add_argument_group(f"the model, for --cost-model {ANALYTIC}")
     for name in ("num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
         analytic.add_argument(f"--{name}", type=positive, metavar="N")
@@ -82,19 +72,87 @@ def add_parser(subparsers: "SubParsers") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tune; 1 if no layout could be planned."""
+    from megatron_dynapipe.outputs import check_replaceable, marked, write_file
+    from megatron_dynapipe.tuning import layout_file
+    from megatron_dynapipe.tuning.validate import LAYOUT_FILE_MARK
+
     complete_model(args)
-    check_validation(args)
+    _check_validation(args)
+    if args.write_config is not None:
+        check_replaceable(args.write_config, mine=marked(LAYOUT_FILE_MARK))
     with _Bar() as bar:
-        tuning = _tuned_segments(args, bar) if args.segments else _tuned(args, bar)
+        tuning = _tuned(args, bar)
     if args.validate and not tuning.interrupted:
-        tuning = validated(tuning, args)
+        tuning = _validated(tuning, args)
     _print(tuning, args)
     best = tuning.layouts[0]
     if args.write_config is not None and best.predicted_ms is not None:
-        write_text(args.write_config, layout_file(best, tuning.settings[0], args))
+        text = layout_file(best, tuning.settings[0], cost_model=_cost_file(args))
+        write_file(args.write_config, text, mine=marked(LAYOUT_FILE_MARK))
     if tuning.interrupted:
         return INTERRUPTED
     return 0 if best.predicted_ms is not None else 1
+
+
+def _add_validation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of training the best layouts."""
+    validation = parser.add_argument_group("training the best layouts for a few iterations, here")
+    validation.add_argument(
+        "--validate",
+        type=positive,
+        metavar="K",
+        help="train the K best and rank them by measured time; needs -- SCRIPT",
+    )
+    validation.add_argument(
+        "--validate-iterations", type=positive, default=5, metavar="N", help="the first does not count (%(default)s)"
+    )
+    validation.add_argument(
+        "--validate-rounds", type=positive, default=1, metavar="N", help="times that each is trained (%(default)s)"
+    )
+    validation.add_argument(
+        "--validate-deadline-s", type=above_zero, default=600.0, metavar="S", help="of one run (%(default)g)"
+    )
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- SCRIPT FLAGS", help="for --validate")
+
+
+def _check_validation(args: argparse.Namespace) -> None:
+    """Refuse, before the search, what could not be validated after it."""
+    command = [each for each in args.command_line if each != "--"]
+    if args.validate is None:
+        if command:
+            raise ConfigError(f"a training script goes with --validate, and {command[0]!r} was given without it")
+        return
+    if not command:
+        raise ConfigError(
+            "expected the training script and its flags after --, for --validate",
+            hint="… --validate 3 -- pretrain_gpt_multitask.py --dynapipe-config model.yaml",
+        )
+    if args.devices > args.devices_per_node:
+        raise ConfigError(
+            f"expected the devices of one node for --validate, got {args.devices} on nodes of {args.devices_per_node}",
+            hint="use --write-config, and train the best layouts by hand",
+        )
+
+
+def _validated(tuning: "Tuning", args: argparse.Namespace) -> "Tuning":
+    from megatron_dynapipe.tuning import train_best
+
+    script, *flags = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
+    return train_best(
+        tuning,
+        args.validate,
+        script,
+        flags,
+        iterations=args.validate_iterations,
+        rounds=args.validate_rounds,
+        deadline_s=args.validate_deadline_s,
+        cost_model=_cost_file(args),
+        said=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+
+
+def _cost_file(args: argparse.Namespace) -> Path | None:
+    return None if str(args.cost_model) == ANALYTIC else args.cost_model
 
 
 def _tuned(args: argparse.Namespace, bar: "_Bar") -> "Tuning":
@@ -110,31 +168,6 @@ def _tuned(args: argparse.Namespace, bar: "_Bar") -> "Tuning":
         rates=StepRates(memory_bytes_per_second=memory_rate),
         top=args.top,
         workers=args.workers or len(os.sched_getaffinity(0)),
-        progress=bar,
-    )
-
-
-def _tuned_segments(args: argparse.Namespace, bar: "_Bar") -> "Tuning":
-    """Replicas × stages of a user's own model."""
-    from megatron_dynapipe.cost import A100_RATES
-    from megatron_dynapipe.cost.segments import SegmentCosts
-    from megatron_dynapipe.tuning import StepRates, tune_segments
-
-    if args.validate is not None or args.write_config is not None:
-        raise ConfigError(
-            "--validate and --write-config are for runs of Megatron's models, and --model segments was given",
-            hint="train the layouts with Pipeline(replicas=…) over split_model(stages=…)",
-        )
-    costs = SegmentCosts.load(args.cost_model)
-    rate = A100_RATES.bytes_per_second if args.memory_gb_per_s is None else args.memory_gb_per_s * 1e9
-    return tune_segments(
-        costs,
-        _batches(args),
-        devices=args.devices,
-        memory_limit_bytes=round(args.device_memory_mb * BYTES_PER_MB),
-        network=network_of(args, costs.links),
-        schedule=schedule_of(args),
-        rates=StepRates(memory_bytes_per_second=rate),
         progress=bar,
     )
 
@@ -184,7 +217,7 @@ def _costs(args: argparse.Namespace) -> "tuple[CostModel, float]":
                 hint="a file's costs are those of the model that was measured",
             )
         return TableCostModel.load(args.cost_model), given or A100_RATES.bytes_per_second
-    from megatron_dynapipe.cost.devices import rates_of
+    from megatron_dynapipe.cost.analytic import rates_of
 
     rates = rates_of(args.device)
     if rates is None:

@@ -1,4 +1,9 @@
-"""Costs computed from a model's shape and a device's rates, for machines on which nothing has been measured."""
+"""Costs computed from a model's shape and a device's rates, for machines on which nothing has been measured.
+
+Rates of known devices: products and memory traffic are the data sheet's dense half-precision peak and bandwidth
+(NVIDIA), times the shares of them that `A100_RATES` is of an A100's: 0.7 of 312 TFLOP/s and 0.52 of 1,555 GB/s.
+Overheads are those of launching a layer's kernels, which depends on the host more than on the device.
+"""
 
 import hashlib
 from dataclasses import replace
@@ -151,6 +156,7 @@ class AnalyticCostModel:
             values=values.astype(np.int64),
             state=layer.state(),
             peak_covers_backward=True,
+            key_value_channels=self.shape.heads * self.shape.kv_channels // tensor_parallel,
         )
 
     def _packed(self, layer: LayerWork, recompute: Recompute) -> PackedTables:
@@ -268,3 +274,42 @@ def _without_last_bits(values: Floats) -> Floats:
     """Round to 24 bits, so that the last bits of powers, which differ between machines, decide nothing."""
     mantissa, exponent = np.frexp(values)
     return np.asarray(np.ldexp(np.rint(mantissa * 2.0**24), exponent - 24))
+
+
+_PRODUCTS, _TRAFFIC = 0.7, 0.52
+
+_PEAKS: tuple[tuple[str, float, float, float], ...] = (
+    # part of the name, TFLOP/s, GB/s of memory, GB/s to the other devices of a node (one direction)
+    ("GB200", 2500, 8000, 900),
+    ("B200", 2250, 8000, 900),
+    ("H200", 989, 4800, 450),
+    ("GH200", 989, 4000, 450),
+    ("H100 PCIe", 756, 2000, 300),
+    ("H100", 989, 3350, 450),
+    ("H800", 989, 3350, 200),
+    ("A100-SXM4-80GB", 312, 2039, 300),
+    ("A100", 312, 1555, 300),
+    ("A800", 312, 2039, 200),
+    ("L40S", 362, 864, 32),
+    ("L40", 181, 864, 32),
+    ("A10G", 70, 600, 32),
+    ("A10", 125, 600, 32),
+    ("V100", 125, 900, 150),
+    ("RTX 4090", 165, 1008, 32),
+    ("RTX 3090", 71, 936, 32),
+)
+"""The first row whose text is in a device's name counts."""
+
+
+def rates_of(name: str) -> DeviceRates | None:
+    """Rates of a device in half precision, by the name that CUDA gives it; None if it is not in the table."""
+    folded = name.casefold()
+    for known, tflops, memory, links in _PEAKS:
+        if known.casefold() in folded:
+            return msgspec.structs.replace(
+                A100_RATES,
+                flops_per_second=tflops * 1e12 * _PRODUCTS,
+                bytes_per_second=memory * 1e9 * _TRAFFIC,
+                link_bytes_per_second=links * 1e9 * 2 / 3,  # as an A100's 200 of 300 GB/s
+            )
+    return None

@@ -16,9 +16,8 @@ import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost.layout import PipelineLayout
-from megatron_dynapipe.cost.nnls import nonnegative_least_squares
 from megatron_dynapipe.cost.packed import packed_layer_costs
-from megatron_dynapipe.cost.surface import Floats
+from megatron_dynapipe.cost.surface import Floats, nonnegative_least_squares
 from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import Recompute, Shape
@@ -36,7 +35,7 @@ fewer and larger micro-batches, which can tell it even less."""
 _ROBUST_STEPS = 6
 _LEAST_SCALE = 0.05
 _OWN_PASSES = 24
-"""Of a layout, from which it gets a correction of its own."""
+"""Measured passes of padded (or packed) micro-batches from which these get their own correction."""
 
 
 class PassSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -88,7 +87,7 @@ def fit_correction(
 
 
 class Corrections(NamedTuple):
-    """Of padded micro-batches, and of packed rows whose costs are known of themselves."""
+    """Of padded micro-batches, and of packed rows with costs of their own."""
 
     padded: Correction
     packed: Correction

@@ -117,6 +117,7 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
         separate=separate,
         packed=packed,
         peak_covers_backward=file.peak_covers_backward,
+        key_value_channels=file.key_value_channels // entry.tp,
     )
 
 

@@ -7,6 +7,7 @@ under `provenance`; the published files have neither.
 """
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -142,6 +143,16 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return next(iter(self.keys.values())).family
 
     @property
+    def key_value_channels(self) -> int:
+        """Channels of a position's keys in one layer of the model that was measured; 0 where the file does not say."""
+        try:
+            given = [msgspec.json.decode(self.model.get(name, b"0"), type=int) for name in ("heads", "kv_channels")]
+            groups = msgspec.json.decode(self.model.get("query_groups", b"0"), type=int)
+        except msgspec.DecodeError as error:
+            raise CostModelError(f"{self.name}: expected whole numbers under model: {error}") from error
+        return (groups or given[0]) * given[1]
+
+    @property
     def hidden_size(self) -> int | None:
         """Hidden size of the model that was measured; None where the file does not say."""
         try:
@@ -176,6 +187,11 @@ def read_file(path: Path) -> tuple[CostFile, bytes]:
 def _is_pickle(data: bytes) -> bool:
     """By its first byte from protocol 2 on; older ones end with a full stop, as no JSON does."""
     return data.startswith(b"\x80") or (data[:1] in (b"(", b"c", b"]", b"}") and data.endswith(b"."))
+
+
+def is_cost_file(head: bytes) -> bool:
+    """Whether bytes begin as those of a cost model file do, of whatever version."""
+    return re.match(rb'\s*\{\s*"format"\s*:\s*"dynapipe-cost-model/', head) is not None
 
 
 def decode_file(data: bytes, *, origin: str) -> CostFile:

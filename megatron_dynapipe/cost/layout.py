@@ -203,7 +203,7 @@ def parse_split(text: str, *, expected: str) -> tuple[int, ...]:
     Raises:
         ConfigError: not numbers of at least 0.
     """
-    words = text.split(",")
-    if not all(word.strip().isdecimal() for word in words):
+    numbers = text.split(",")
+    if not all(number.strip().isdecimal() for number in numbers):
         raise ConfigError(f"expected {expected}, got {text!r}")
-    return tuple(int(word) for word in words)
+    return tuple(int(number) for number in numbers)

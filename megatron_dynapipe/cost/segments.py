@@ -1,4 +1,5 @@
-"""Costs of a model that is divided at named places: segments instead of layers (`dynapipe-cost-model/1`, generic kind).
+"""Costs of a model that is divided at named places: segments instead of layers (`dynapipe-cost-model/1`, generic kind),
+and the division of segments into stages.
 
     segment 0 │ segment 1 │ segment 2          each with its own tables of time and memory over (size, length)
            "h.1"       "h.2"
@@ -19,9 +20,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost.format import FORMAT, Link, Table
+from megatron_dynapipe.cost.format import FORMAT, Link, Table, is_cost_file
 from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerState, LayerTables, Row, increasing
-from megatron_dynapipe.errors import ConfigError, CostModelError
+from megatron_dynapipe.errors import ConfigError, CostModelError, InfeasibleError
+from megatron_dynapipe.outputs import write_file
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
 
 _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -114,8 +116,8 @@ class SegmentCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return costs
 
     def save(self, path: Path) -> None:
-        """Write a file."""
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        """Write a file; raises ConfigError as `outputs.write_file`."""
+        write_file(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n", mine=is_cost_file)
 
     def parameters_of(self, stage_of: Sequence[int]) -> list[int]:
         """Parameters of every stage.
@@ -186,6 +188,80 @@ class StageCostModel:
                 f"{recompute}: segments are measured whole and without recomputation"
             )
         return self._tables
+
+
+def divide_evenly(weights: Sequence[int], stages: int, *, fits: Sequence[Sequence[bool]] | None = None) -> list[int]:
+    """The stage of each segment: every stage at least one, the heaviest as light as can be, ties to earlier cuts.
+
+    Args:
+        weights: of the segments.
+        stages: how many.
+        fits: `[first][end]`: whether the segments from `first` up to `end` may be one stage.
+
+    Raises:
+        InfeasibleError: no division fits.
+    """
+    segments, unreachable = len(weights), sum(weights) + 1
+    sums = [0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    # best[end]: the lightest heaviest stage over the first `end` segments, and where its last stage begins
+    best = [(0, 0)] + [(unreachable, 0)] * segments
+    begins: list[list[int]] = []
+    for _ in range(stages):
+        following = [(unreachable, 0)]
+        for end in range(1, segments + 1):
+            candidates = [
+                (max(best[first][0], sums[end] - sums[first]), first)
+                for first in range(end)
+                if best[first][0] < unreachable and (fits is None or fits[first][end])
+            ]
+            following.append(min(candidates, default=(unreachable, 0)))
+        begins.append([first for _, first in following])
+        best = following
+    if best[segments][0] >= unreachable:
+        raise InfeasibleError(
+            f"no division of {segments} segments into {stages} stages fits the memory",
+            hint="use more stages, or smaller batches",
+        )
+    stage_of, end = [0] * segments, segments
+    for stage in reversed(range(stages)):
+        first = begins[stage][end]
+        stage_of[first:end] = [stage] * (end - first)
+        end = first
+    return stage_of
+
+
+def divide_segments(
+    costs: SegmentCosts, points: Sequence[str], stages: int, memory_limit_bytes: int | None = None
+) -> list[int]:
+    """Divide segments by their measured times, within memory.
+
+    Args:
+        costs: of the segments between the points.
+        points: names of the cuts, in order.
+        stages: how many.
+        memory_limit_bytes: of one device; it has to hold a stage's parameters, gradients and optimizer state, and one
+            micro-batch of the largest shape measured.
+
+    Raises:
+        ConfigError: the costs are of other segments.
+        InfeasibleError: no division fits the memory.
+    """
+    if tuple(points) != costs.points:
+        raise ConfigError(
+            f"expected costs of segments divided at {', '.join(points)}, got those of {', '.join(costs.points)}",
+            hint="profile the model with the same split points",
+        )
+    weights = [round(segment.total_ms() * 1e6) for segment in costs.segments]
+    fits = None
+    if memory_limit_bytes is not None:
+        needed = [segment.state_mb + segment.largest_mb() for segment in costs.segments]
+        fits = [
+            [sum(needed[first:end]) * BYTES_PER_MB <= memory_limit_bytes for end in range(len(needed) + 1)]
+            for first in range(len(needed))
+        ]
+    return divide_evenly(weights, stages, fits=fits)
 
 
 def _tables_of_stages(costs: SegmentCosts, stage_of: Sequence[int]) -> LayerTables:

@@ -14,7 +14,6 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost.nnls import nonnegative_least_squares
 from megatron_dynapipe.errors import CostModelError
 
 Floats = npt.NDArray[np.float64]
@@ -27,7 +26,7 @@ _NEWTON_STEPS = 8
 _ROBUST_STEPS = 8
 
 _RANGE = 3.0
-"""Distance over which residuals are alike, in octaves of tokens."""
+"""Correlation length of residuals, in octaves of tokens."""
 _LENGTH_WEIGHT = 0.5
 """Distance of one octave of length at the same number of tokens."""
 _RESIDUAL_DEVIATION = 0.1
@@ -36,6 +35,9 @@ _FLOOR_NOISE = 0.05
 """Relative noise of a time at the least time measured; it falls as times grow."""
 _TIME_NOISE = 0.01
 _MEMORY_NOISE = 0.003
+
+_TOLERANCE = 1e-10
+"""Of least squares: gradients below it count as 0."""
 
 
 class Quantity(Enum):
@@ -196,3 +198,40 @@ def coordinates(shapes: Floats) -> Floats:
 
 def _correlation(a: Floats, b: Floats) -> Floats:
     return np.asarray(np.exp(-np.sqrt(((a[:, None] - b[None]) ** 2).sum(axis=-1)) / _RANGE))
+
+
+def nonnegative_least_squares(a: Floats, b: Floats) -> Floats:
+    """x ≥ 0 of least |a·x - b|, by Lawson and Hanson's active set method ("Solving Least Squares Problems", 1974).
+
+    A coefficient at a time becomes positive, the one that helps most (the first of several that help alike), and the
+    others are solved for; those that would turn negative stop at zero. For a handful of columns of like scale.
+
+    Args:
+        a: [rows, columns].
+        b: [rows].
+    """
+    columns = a.shape[1]
+    x, positive = np.zeros(columns), np.zeros(columns, bool)
+    for _ in range(3 * columns):  # each step adds a column; it ends long before
+        gradient = a.T @ (b - a @ x)
+        gradient[positive] = -np.inf
+        if gradient.max() <= _TOLERANCE * len(b):
+            break
+        positive[int(np.argmax(gradient > gradient.max() * (1 - 1e-9)))] = True
+        x = _inner(a, b, x, positive)
+    return x
+
+
+def _inner(a: Floats, b: Floats, x: Floats, positive: npt.NDArray[np.bool_]) -> Floats:
+    """Solve for the positive columns, walking back to the first that reaches zero until all stay positive."""
+    while positive.any():
+        solved = np.zeros(len(x))
+        solved[positive] = np.linalg.lstsq(a[:, positive], b, rcond=None)[0]
+        stopping = positive & (solved <= 0)
+        if not stopping.any():
+            return solved
+        step = np.min(x[stopping] / np.maximum(x[stopping] - solved[stopping], np.finfo(float).tiny))
+        x = np.where(positive, x + min(step, 1.0) * (solved - x), 0.0)
+        positive &= x > _TOLERANCE * max(x.max(), np.finfo(float).tiny)
+        x[~positive] = 0.0
+    return x

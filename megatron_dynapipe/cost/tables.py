@@ -97,9 +97,11 @@ class LayerTables:
         state: parameter bytes of a layer.
         separate: the values, `ABSENT` from each row by itself: costs of packed rows are derived from them. None where
             they do not differ from `values`.
-        packed: costs of packed rows, where they are known of themselves.
+        packed: costs of packed rows; None where they are derived from `separate`.
         peak_covers_backward: the peaks are those of the forward and of the backward, and count while either runs;
             else those of the forward alone.
+        key_value_channels: channels of a position's keys in one layer on one tensor-parallel rank (heads or query
+            groups × channels of each); its values have as many. 0 where the model is not known so well.
         of_stages: int64 `[virtual stages, len(Row), sizes, inputs, targets]`, where the layers of stages differ: what
             one layer of each stage costs, absent where `values` are. None where all layers cost `values`.
     """
@@ -112,6 +114,7 @@ class LayerTables:
     separate: IntArray | None = None
     packed: "PackedTables | None" = None
     peak_covers_backward: bool = False
+    key_value_channels: int = 0
     of_stages: IntArray | None = None
 
     def __post_init__(self) -> None:

@@ -1,41 +1,53 @@
-"""From measured points to the tables of a cost model file: fit, fill a grid, keep what was measured beside it."""
+"""From measured points to the tables of a cost model file: fit, fill a grid, keep the measurements beside it.
+
+Costs of packed rows are fitted to a few measured rows: a part linear in a row's positions, and attention per sample.
+
+    encoder, decoder-only   start + rate · positions    +   Σ ( each + pairs · sᵢ² )              samples of s positions
+    decoder                 start + rates · positions   +   Σ ( each + pairs · tᵢ² + cross · sᵢ tᵢ )      and t targets
+
+Their coefficients are not negative and have the least relative error. The linear part becomes the corners of a table,
+attention a grid fine enough for its squares.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_dynapipe.cost.analytic import geometric
 from megatron_dynapipe.cost.check import as_arrays, kind_of
 from megatron_dynapipe.cost.format import CostEntry, Points, Table, Tables, to_table
-from megatron_dynapipe.cost.surface import Floats, fit_surface, monotone
+from megatron_dynapipe.cost.surface import Floats, fit_surface, monotone, nonnegative_least_squares
 from megatron_dynapipe.errors import CostModelError
-from megatron_dynapipe.units import Recompute
+from megatron_dynapipe.units import Recompute, Shape, round_up
 
 _DIGITS = 5
 """Significant digits of a fitted cost: far below its error, and a smaller file."""
+LONGEST_ROW = 2**20
+"""Positions up to which the linear part is written down."""
+FEWEST_ROWS = 5
+"""Rows that a fit needs at least."""
+
+_PACKED_DIGITS = 6
+
+PartTables = tuple[dict[str, float], dict[str, float]]
+"""(linear, attention) of a part, by positions as the cost model file has them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """The grid that tables are filled on: every micro-batch that a run may ask for.
+def grid_axes(part: str, within: Shape) -> list[Sequence[int]]:
+    """Sizes and lengths at which a part's tables have a value.
 
-    Attributes:
-        size, input_length, target_length: the largest of each; `target_length` 0 for decoder-only models.
+    Args:
+        part: "encoder", "decoder", "postprocess", "embedding".
+        within: the largest size and lengths of a micro-batch that a run may ask for.
     """
-
-    size: int
-    input_length: int
-    target_length: int = 0
-
-    def axes(self, part: str) -> list[Sequence[int]]:
-        """Sizes and lengths at which a part's tables have a value."""
-        inputs = lengths_up_to(self.input_length)
-        targets = lengths_up_to(self.target_length) if self.target_length else inputs
-        sizes = [int(n) for n in geometric(1, self.size, between=True)]
-        if part == "decoder":
-            return [sizes, inputs, targets]
-        return [sizes, targets if part == "postprocess" else inputs]
+    inputs = lengths_up_to(within.input_length)
+    targets = lengths_up_to(within.target_length) if within.target_length else inputs
+    sizes = [int(n) for n in geometric(1, within.size, between=True)]
+    if part == "decoder":
+        return [sizes, inputs, targets]
+    return [sizes, targets if part == "postprocess" else inputs]
 
 
 def lengths_up_to(longest: int) -> list[int]:
@@ -49,7 +61,7 @@ def fitted_entry(
     tensor_parallel: int,
     recompute: Recompute,
     model_state_mb: Mapping[str, float],
-    within: Range,
+    within: Shape,
     infeasible: Mapping[str, Sequence[tuple[int, ...]]],
 ) -> CostEntry:
     """One key of a cost model file from what was measured for it.
@@ -59,7 +71,7 @@ def fitted_entry(
         tensor_parallel: of the key.
         recompute: of the key.
         model_state_mb: parameter bytes of a layer, 2 bytes each.
-        within: the grid to fill.
+        within: the largest size and lengths of the grid to fill.
         infeasible: by part kind ("encoder", …), points that ran out of memory; those at least as large are absent.
 
     Raises:
@@ -71,7 +83,7 @@ def fitted_entry(
         kind = part.split(".")[0]
         if not points:
             raise CostModelError(f"nothing was measured of {quantity} of {part}")
-        filled = _fill(points, quantity, within.axes(kind), infeasible.get(kind, ()))
+        filled = _fill(points, quantity, grid_axes(kind, within), infeasible.get(kind, ()))
         fitted.setdefault(quantity, {})[part] = to_table(filled)
         evidence.setdefault(quantity, {})[part] = to_table(points)
     state = {kind: round(mb, 6) for kind, mb in model_state_mb.items()}
@@ -100,3 +112,78 @@ def _fill(
         for shape, value, feasible in zip(shapes, values, fits, strict=True)
         if feasible
     }
+
+
+class RowSample(NamedTuple):
+    """One packed row that was measured: positions of its samples, and what it cost."""
+
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+    """Empty but for a decoder."""
+    value: float
+
+
+def fit_part(rows: Sequence[RowSample], within: Shape, *, attends: bool = True) -> PartTables:
+    """The tables of one part in one quantity.
+
+    Args:
+        rows: what was measured; a decoder's have targets.
+        within: the longest samples that a run may have.
+        attends: whether samples cost anything by themselves: the head's and peaks of memory do not add up over them.
+
+    Raises:
+        CostModelError: there are too few rows.
+    """
+    if len(rows) < FEWEST_ROWS:
+        raise CostModelError(f"expected at least {FEWEST_ROWS} measured packed rows to fit costs to, got {len(rows)}")
+    decoder = bool(rows[0].targets)
+    terms = np.array([row_terms(row.inputs, row.targets) for row in rows])
+    fixed = 3 if decoder else 2  # of the linear part
+    if not attends:
+        terms = terms[:, :fixed]
+    values = np.array([row.value for row in rows])
+    found = np.zeros(6 if decoder else 4)
+    found[: terms.shape[1]] = _solve(terms, values)
+    linear, attention = found[:fixed], found[fixed:]
+
+    def at(rates: npt.NDArray[np.float64], *factors: int) -> float:
+        return float(f"{float(rates @ np.array(factors, float)):.{_PACKED_DIGITS}g}")
+
+    ends = (8, LONGEST_ROW)
+    if not decoder:
+        grid = [1, *lengths_up_to(max(within.input_length, within.target_length))]
+        return (
+            {f"{p}": at(linear, 1, p) for p in ends},
+            {f"{s}": at(attention, 1, s * s) for s in grid} if attends else {},
+        )
+    targets = [1, *lengths_up_to(within.target_length)]
+    return (
+        {f"{p},{q}": at(linear, 1, p, q) for p in ends for q in ends},
+        {f"{s},{t}": at(attention, 1, t * t, s * t) for s in (1, within.input_length) for t in targets}
+        if attends
+        else {},
+    )
+
+
+def row_terms(inputs: Sequence[int], targets: Sequence[int]) -> tuple[float, ...]:
+    """What the coefficients of a row are multiplied by: those of the linear part first.
+
+    Args:
+        inputs: positions of the samples' inputs.
+        targets: of their targets; empty but for a decoder.
+    """
+    given, wanted = np.array(inputs, float), np.array(targets, float)
+    count, length, target_length = len(inputs), round_up(sum(inputs)), round_up(sum(targets))
+    if not targets:
+        return 1.0, length, count, float((given**2).sum())
+    return 1.0, length, target_length, count, float((wanted**2).sum()), float((given * wanted).sum())
+
+
+def _solve(terms: npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Non-negative coefficients of least relative error; zeros where nothing costs anything."""
+    usable = values > 0
+    if not usable.any():
+        return np.zeros(terms.shape[1])
+    relative = terms[usable] / values[usable, None]
+    scale = np.maximum(np.abs(relative).max(axis=0), np.finfo(float).tiny)
+    return np.asarray(nonnegative_least_squares(relative / scale, np.ones(int(usable.sum()))) / scale)

@@ -151,7 +151,7 @@ class Collator:
             )
         plan, has_decoder = micro_batch, family is ModelFamily.T5
         rows = SampleRows.of(index, family, plan)
-        input_lengths = np.array([input_positions(family, tokens) for tokens in plan.input_lengths], np.int32)
+        input_lengths = np.array(plan.positions(family), np.int32)
         check_fits(index, plan, "input", input_lengths, plan.shape.input_length)
         decoder_lengths = None
         if has_decoder:
@@ -196,14 +196,15 @@ class Collator:
         return {name: None if array is None else torch.from_numpy(array) for name, array in arrays.items()}
 
     def _sequence(self, plan: MicroBatch, number: int) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
-        """A decoder-only sample: tokens, none of a decoder's, labels, and which of these count."""
+        """A decoder-only sample or its piece: tokens, none of a decoder's, labels, and which of these count."""
         sample, planned = plan.sample_ids[number], plan.input_lengths[number]
         given, wanted = self._read(sample)
         counts = learned(sample, len(given), len(wanted), self.loss_on, self.spans)
         sequence = truncated(np.concatenate([given, wanted]), planned, self.truncate, "tokens", sample)
         counts = truncated(counts, planned, self.truncate, "tokens", sample)
-        # A sequence of one token keeps it, and trains on nothing.
-        return sequence[: input_positions(ModelFamily.GPT, planned)], (), sequence[1:], counts[1:]
+        start, end = plan.pieces[number] if plan.pieces else (0, input_positions(ModelFamily.GPT, planned))
+        following = slice(start + 1, end + 1)  # none of a sequence of one token, which trains on nothing
+        return sequence[start:end], (), sequence[following], counts[following]
 
     def _pair(self, plan: MicroBatch, number: int) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
         """An encoder–decoder sample, likewise."""

@@ -5,11 +5,13 @@
     positions   0 1 2 0 1 0 1 2 3 0 1 2      they start again with every segment
 
 Every row has a last segment for its tail, which may be empty: then the segments of a T5's two rows match one to one.
+A segment may be a piece of a sample: its positions go on from those of the pieces before it, whose keys it attends to.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +20,23 @@ from torch import Tensor
 
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.plan.packing import holds_row, packed_shape, row_offsets
-from megatron_dynapipe.units import BatchLayout, ModelFamily
+from megatron_dynapipe.plan.packing import holds_row, least_shape, row_offsets
+from megatron_dynapipe.plan.pieces import cut_entries
+from megatron_dynapipe.units import BatchLayout, ModelFamily, input_positions
+
+
+class CutSegment(NamedTuple):
+    """A segment that is a piece of a sample.
+
+    Attributes:
+        sample: which, by its number in the dataset.
+        start: positions of it that earlier pieces hold.
+        followed: whether a later piece attends to its keys.
+    """
+
+    sample: int
+    start: int
+    followed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,20 +47,35 @@ class RowSegments:
         offsets: int32[segments + 1], the first position of every segment, and the row's length.
         positions: int64[1, length], each position's place in its segment.
         lengths: positions of every segment; the last is the tail's.
+        cuts: those that are pieces of samples, by their number.
+        key_offsets: `offsets` of the keys that segments attend to, those of earlier pieces included; None without cuts.
     """
 
     offsets: Tensor
     positions: Tensor
     lengths: tuple[int, ...]
+    cuts: Mapping[int, CutSegment] = field(default_factory=dict)
+    key_offsets: Tensor | None = None
 
     @property
     def longest(self) -> int:
         """Positions of the longest segment."""
         return max(self.lengths)
 
+    @property
+    def most_keys(self) -> int:
+        """Keys of the segment that attends to the most."""
+        before = {segment: cut.start for segment, cut in self.cuts.items()}
+        return max(length + before.get(segment, 0) for segment, length in enumerate(self.lengths))
+
     @classmethod
-    def of(cls, starts: Sequence[int], length: int) -> "RowSegments":
+    def of(cls, starts: Sequence[int], length: int, cuts: Mapping[int, CutSegment] | None = None) -> "RowSegments":
         """The segments of a row of `length` positions, from where its samples begin and where the last one ends.
+
+        Args:
+            starts: one more than there are samples or pieces.
+            length: of the row.
+            cuts: as the attribute.
 
         Raises:
             PlanError: the samples do not lie one after another within the row.
@@ -54,11 +86,17 @@ class RowSegments:
             raise PlanError(
                 f"expected offsets that rise from 0 to at most the row's {length} positions, got {list(starts)}"
             )
-        positions = np.arange(length) - np.repeat(offsets[:-1], lengths)
+        before = np.zeros_like(lengths)
+        for segment, cut in (cuts or {}).items():
+            before[segment] = cut.start
+        positions = np.arange(length) - np.repeat(offsets[:-1] - before, lengths)
+        keys = np.array([0, *accumulate((lengths + before).tolist())], np.int32)
         return cls(
             offsets=torch.from_numpy(offsets),
             positions=torch.from_numpy(positions[None]),
             lengths=tuple(lengths.tolist()),
+            cuts=cuts or {},
+            key_offsets=torch.from_numpy(keys) if cuts else None,
         )
 
 
@@ -79,16 +117,19 @@ class SampleRows:
             inputs, targets = ([row * length for row in range(size)] for length in (input_length, target_length))
             return cls(input_starts=inputs, target_starts=targets)
         if not holds_row(family, plan):
-            expected = packed_shape(family, plan.input_lengths, plan.target_lengths)
+            expected = least_shape(family, plan)
             raise PlanError(
                 f"micro-batch {index}: expected a packed row of shape {expected} or longer for its "
                 f"{len(plan.sample_ids)} samples, got {plan.shape}"
             )
-        offsets = row_offsets(family, plan)
+        offsets, cuts = row_offsets(family, plan), {}
+        for at, piece in cut_entries(plan):
+            followed = piece.end < input_positions(family, plan.input_lengths[at])
+            cuts[at] = CutSegment(plan.sample_ids[at], piece.start, followed)
         return cls(
             input_starts=offsets.inputs[:-1],
             target_starts=offsets.targets[:-1],
-            input_segments=RowSegments.of(offsets.inputs, input_length),
+            input_segments=RowSegments.of(offsets.inputs, input_length, cuts),
             target_segments=RowSegments.of(offsets.targets, target_length) if target_length else None,
         )
 

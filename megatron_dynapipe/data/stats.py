@@ -93,26 +93,6 @@ def dataset_statistics(folder: Path, split: str) -> DatasetStatistics:
     )
 
 
-def length_histograms(folder: Path, split: str) -> dict[str, dict[int, int]]:
-    """Samples of every task of a split by their tokens, in bins of an eighth of an octave.
-
-    Tokens are those of input and target; the keys are the bins' lower ends. A task without samples is left out.
-    Raises DataError as `dataset_statistics`.
-    """
-    meta, lengths = read_meta(folder), open_split(folder, split).lengths
-    if not len(lengths):
-        raise DataError(f"{folder}: expected samples in the split {split!r}, got 0")
-    task_ids, tokens = read_task_ids(folder, split, len(lengths)), lengths.input + lengths.target
-    end = int(tokens.max()) + 1
-    edges = np.unique(np.round(np.geomspace(1, max(end, 2), 2 + int(8 * np.log2(max(end, 2))))).astype(np.int64))
-    histograms = {}
-    for index, task in enumerate(meta.tasks):
-        counts, _ = np.histogram(tokens[task_ids == index], bins=edges)
-        if counts.any():
-            histograms[task] = dict(zip(edges[:-1].tolist(), counts.tolist(), strict=True))
-    return histograms
-
-
 def statistics_table(statistics: DatasetStatistics) -> str:
     """The statistics as text, one line per task."""
     all_rows = [*statistics.tasks, statistics.total]

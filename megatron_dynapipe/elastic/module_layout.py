@@ -21,7 +21,7 @@ from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.elastic.job import CANNOT_START, Job, says_first
 from megatron_dynapipe.elastic.layout import LayoutChoice, agree_on_layout, choose
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError
-from megatron_dynapipe.planning.segments import batch_of_positions
+from megatron_dynapipe.planning.samples import batch_of_positions
 from megatron_dynapipe.tuning import TunedLayout, tune_segments
 
 

@@ -14,8 +14,9 @@ from megatron_dynapipe.modules.inputs import Batch, batch_rows
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, TransferRules
 from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.samples import batch_of_positions
 from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.segments import batch_of_positions, segment_settings
+from megatron_dynapipe.planning.settings import segment_settings
 
 
 class ModulePlanner:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_dynapipe.cost.segments import SegmentCosts
+from megatron_dynapipe.cost.segments import SegmentCosts, divide_evenly, divide_segments
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
 from megatron_dynapipe.modules.materialise import Initialise, initialise_with, materialise
@@ -20,7 +20,6 @@ from megatron_dynapipe.modules.part import ModelPart, parameter_names, segment_p
 from megatron_dynapipe.modules.program import Division
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.trace import TracedForward, cut_points, resolve_split_points, trace
-from megatron_dynapipe.planning.segments import even_split, even_split_of_costs
 
 
 def split_model(
@@ -153,10 +152,10 @@ def _stages(model: nn.Module, traced: TracedForward, ranks: Ranks, request: _Req
         )
     if request.costs is not None:
         costs = request.costs if isinstance(request.costs, SegmentCosts) else SegmentCosts.load(Path(request.costs))
-        return even_split_of_costs(costs, traced.points, wanted, request.memory_limit_bytes)
+        return divide_segments(costs, traced.points, wanted, request.memory_limit_bytes)
     if segments == wanted:
         return list(range(segments))
-    return even_split(segment_parameters(model, Division(traced, list(range(segments)))), wanted)
+    return divide_evenly(segment_parameters(model, Division(traced, list(range(segments)))), wanted)
 
 
 def _first_names(model: nn.Module, shared_weights: Sequence[tuple[str, str]]) -> dict[str, str]:

@@ -19,11 +19,16 @@ from megatron_dynapipe.errors import PlanDecodeError, PlanError
 from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry
 
 MAGIC = b"DYNAPL"
-VERSION = 3
+VERSION = 4
 DIGEST_BYTES = 16
 _HEADER = struct.Struct(f">{len(MAGIC)}sH{DIGEST_BYTES}s")
 
 _encoder = msgspec.msgpack.Encoder()
+
+
+def is_plan(head: bytes) -> bool:
+    """Whether bytes begin as a plan's do, of whatever version."""
+    return head.startswith(MAGIC)
 
 
 def digest(plan: IterationPlan) -> str:

@@ -7,14 +7,21 @@
 A `StageEntry` is the share of one (replica, stage): the replica's micro-batches and that stage's list.
 """
 
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Instruction
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape, input_positions
+
+
+class Piece(NamedTuple):
+    """Positions of a decoder-only sample that was cut along its sequence: from `start`, up to `end`."""
+
+    start: int
+    end: int
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -25,6 +32,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
     stage in model order: what its forward keeps until its backward, and the high-water mark of its forward (of its
     backward too, if the plan's `peak_covers_backward`) above what others keep. Where the samples of a packed row begin
     follows from their lengths, see `plan.packing`.
+
+    Where a sample is cut, `pieces` says which positions each entry of a packed row has, those of whole samples too; it
+    is empty where none is cut. Lengths are still those of the whole samples. See `plan.pieces`.
     """
 
     sample_ids: tuple[int, ...]
@@ -35,6 +45,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
     recompute: Recompute
     stored_bytes: tuple[int, ...]
     peak_bytes: tuple[int, ...]
+    pieces: tuple[Piece, ...] = ()
 
     def __post_init__(self) -> None:
         counts = (len(self.sample_ids), len(self.input_lengths), len(self.target_lengths))
@@ -49,11 +60,40 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
                 f"expected {max(samples, 1)} samples with their lengths in a {self.layout} micro-batch of shape "
                 f"{self.shape}, got {counts[0]} sample ids, {counts[1]} input lengths, {counts[2]} target lengths"
             )
+        if self.pieces and (not packed or len(self.pieces) != samples):
+            raise PlanError(
+                f"expected pieces in a packed micro-batch alone, one for each of its {samples} samples, got "
+                f"{len(self.pieces)} in a {self.layout} one"
+            )
         if len(self.stored_bytes) != len(self.peak_bytes):
             raise PlanError(
                 f"expected stored and peak bytes for the same virtual stages, got {len(self.stored_bytes)} and "
                 f"{len(self.peak_bytes)}"
             )
+
+    def positions(self, family: ModelFamily) -> tuple[int, ...]:
+        """Input positions of every sample, or of its piece."""
+        if self.pieces:
+            return tuple(end - start for start, end in self.pieces)
+        return tuple(input_positions(family, tokens) for tokens in self.input_lengths)
+
+    @property
+    def begun(self) -> int:
+        """Samples that begin here: all but those of which an earlier piece is elsewhere."""
+        return sum(piece.start == 0 for piece in self.pieces) if self.pieces else len(self.sample_ids)
+
+    @property
+    def cut(self) -> int:
+        """Samples that begin here and go on in another micro-batch."""
+        lengths = zip(self.pieces, self.input_lengths, strict=False)
+        return sum(start == 0 and end < input_positions(ModelFamily.GPT, tokens) for (start, end), tokens in lengths)
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of its samples; a piece has as many as positions, and the first one more, for the token before."""
+        if self.pieces:
+            return sum(end - start + (start == 0) for start, end in self.pieces)
+        return sum(self.input_lengths) + sum(self.target_lengths)
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -84,6 +124,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_
     """Micro-batches per replica."""
     predicted_ns: int
     """Predicted time of the slowest replica: forward, backward and transfers."""
+    cut_samples: int = 0
+    """Samples that were cut into pieces along their sequence."""
 
     @property
     def padding_efficiency(self) -> float:
@@ -120,11 +162,12 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
         """Sums over the replicas."""
         batches = [mb for replica in self.replicas for mb in replica.micro_batches]
         return Totals(
-            samples=sum(len(mb.sample_ids) for mb in batches),
-            real_tokens=sum(sum(mb.input_lengths) + sum(mb.target_lengths) for mb in batches),
+            samples=sum(mb.begun for mb in batches),
+            real_tokens=sum(mb.real_tokens for mb in batches),
             padded_positions=sum(mb.shape.positions for mb in batches),
             micro_batches=tuple(len(replica.micro_batches) for replica in self.replicas),
             predicted_ns=max((replica.predicted_ns for replica in self.replicas), default=0),
+            cut_samples=sum(mb.cut for mb in batches),
         )
 
 

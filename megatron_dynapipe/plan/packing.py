@@ -3,7 +3,8 @@
     input    a a a b b c c c c . . . .      offsets 0 3 5 9, shape [1, 16, …]: rounded up to 8, or as settings ask
     target   a a b b b c c . …              offsets 0 2 5 7, positions counted as in `units.target_positions`
 
-Sample i has positions offsets[i] to offsets[i + 1]; what is left fills the row up, and trains on nothing.
+Sample i, or its piece, has positions offsets[i] to offsets[i + 1]; what is left fills the row up, and trains on
+nothing.
 """
 
 from collections.abc import Sequence
@@ -24,25 +25,28 @@ class RowOffsets(NamedTuple):
 
 def row_offsets(family: ModelFamily, micro_batch: MicroBatch) -> RowOffsets:
     """Where the samples of a packed micro-batch begin in its input and its target row."""
-    return _offsets(family, micro_batch.input_lengths, micro_batch.target_lengths)
+    targets = (target_positions(family, tokens) for tokens in micro_batch.target_lengths)
+    return RowOffsets(
+        inputs=tuple(accumulate(micro_batch.positions(family), initial=0)),
+        targets=tuple(accumulate(targets, initial=0)),
+    )
 
 
 def packed_shape(family: ModelFamily, input_tokens: Sequence[int], target_tokens: Sequence[int]) -> Shape:
     """The shape of samples packed into one row, given their lengths in tokens: `[1, inputs, targets]`."""
-    offsets = _offsets(family, input_tokens, target_tokens)
+    inputs = sum(input_positions(family, tokens) for tokens in input_tokens)
+    return Shape(1, round_up(inputs), round_up(sum(target_positions(family, tokens) for tokens in target_tokens)))
+
+
+def least_shape(family: ModelFamily, micro_batch: MicroBatch) -> Shape:
+    """The least shape of a packed micro-batch's row: `[1, inputs, targets]`."""
+    offsets = row_offsets(family, micro_batch)
     return Shape(1, round_up(offsets.inputs[-1]), round_up(offsets.targets[-1]))
 
 
 def holds_row(family: ModelFamily, micro_batch: MicroBatch) -> bool:
-    """Whether a packed micro-batch's shape has room for its samples; plans may round rows up to more than a little."""
-    least, shape = packed_shape(family, micro_batch.input_lengths, micro_batch.target_lengths), micro_batch.shape
+    """Whether a packed micro-batch's shape has room for its samples; rows may be longer than their samples need."""
+    least, shape = least_shape(family, micro_batch), micro_batch.shape
     lengths = zip(least[1:], shape[1:], strict=True)
     fits = all(needed <= given and given % LENGTH_MULTIPLE == 0 for needed, given in lengths)
     return fits and (shape.target_length == 0) == (least.target_length == 0)
-
-
-def _offsets(family: ModelFamily, input_tokens: Sequence[int], target_tokens: Sequence[int]) -> RowOffsets:
-    return RowOffsets(
-        inputs=tuple(accumulate((input_positions(family, tokens) for tokens in input_tokens), initial=0)),
-        targets=tuple(accumulate((target_positions(family, tokens) for tokens in target_tokens), initial=0)),
-    )

@@ -2,7 +2,10 @@
 
 import msgspec
 
-from megatron_dynapipe.plan.instructions import Instruction
+from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction
+
+MUCH_IDLE = 0.25
+"""Idle share from which on commands and run summaries add a hint at what lowers it."""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -15,3 +18,10 @@ class Event(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 Timeline = tuple[tuple[Event, ...], ...]
 """Events per pipeline stage, in the order in which they ran."""
+
+
+def idle_share(timeline: Timeline, span_ns: int) -> float:
+    """Share of all stages' time, `span_ns` each, in which no pass ran; 0 without stages or time."""
+    whole = span_ns * len(timeline)
+    passes = (each for events in timeline for each in events if isinstance(each.instruction, Forward | Backward))
+    return 1 - sum(each.end_ns - each.start_ns for each in passes) / whole if whole else 0.0

@@ -1,6 +1,6 @@
 """Verification that a plan can run, of every plan before it is published.
 
-samples    every sample once, in shapes that hold it                                  verify_samples
+samples    every sample once, in shapes that hold it; pieces tile their samples       verify_samples, pieces
 buffers    every pass once, nothing used before it is made or after it is freed       verify_buffers
 transfers  sends and receives of equal shapes in equal order; no stall                verify_transfers
 memory     what passes keep, on top of the model state, within the limit              memory
@@ -12,12 +12,13 @@ from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Instruction
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
 from megatron_dynapipe.plan.memory import check_memory
+from megatron_dynapipe.plan.pieces import check_chain_order
 from megatron_dynapipe.plan.verify_buffers import Dimensions, Steps, trace_stage
 from megatron_dynapipe.plan.verify_samples import check_samples
 from megatron_dynapipe.plan.verify_transfers import check_pairing, check_progress, check_shapes
 
 FastVerify = Callable[[Dimensions, Sequence[Sequence[Instruction]]], Steps | None]
-"""A faster verification of instruction lists by the same rules; None where they do not hold, or it cannot tell."""
+"""A faster verification of instruction lists by the same rules; None for lists that it does not accept."""
 
 
 def verify(
@@ -123,6 +124,7 @@ def _verify_replica(
     for stage, passes in enumerate(steps.passes):
         _check_prediction(replica, stage, [lists[stage][step] for step in passes])
         check_memory(plan, replica, stage, passes)
+        check_chain_order(stage, replica.micro_batches, [lists[stage][step] for step in passes])
 
 
 def _check_prediction(replica: ReplicaPlan, stage: int, passes: list[Instruction]) -> None:

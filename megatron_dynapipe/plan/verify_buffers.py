@@ -88,7 +88,7 @@ class Steps:
 
 
 class State(IntEnum):
-    """Where a buffer is in its life."""
+    """The state of a buffer."""
 
     NONE = 0
     """The stage never has this buffer: no INPUT at the model's start, no OUTPUT at its end, no gradients forward."""

@@ -5,7 +5,8 @@ from collections.abc import Collection
 
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
-from megatron_dynapipe.plan.packing import holds_row, packed_shape, row_offsets
+from megatron_dynapipe.plan.packing import holds_row, least_shape, row_offsets
+from megatron_dynapipe.plan.pieces import begun, check_pieces
 from megatron_dynapipe.units import BatchLayout, ModelFamily, input_positions, target_positions
 
 
@@ -25,9 +26,10 @@ def check_samples(plan: IterationPlan, expected: Collection[int] | None) -> None
                     hint="plan again with the run's own settings",
                 )
             _check_micro_batch(plan.family, where, micro_batch, virtual_stages)
+        check_pieces(plan.family, index, replica.micro_batches)
     if expected is None:
         return
-    samples = [sample for replica in plan.replicas for mb in replica.micro_batches for sample in mb.sample_ids]
+    samples = [sample for replica in plan.replicas for mb in replica.micro_batches for sample in begun(mb)]
     if sorted(samples) != sorted(expected):
         wanted, planned = Counter(expected), Counter(samples)
         raise PlanError(
@@ -69,7 +71,7 @@ def _check_padding(family: ModelFamily, where: str, micro_batch: MicroBatch) -> 
 def _check_row(family: ModelFamily, where: str, micro_batch: MicroBatch) -> None:
     """The samples' offsets cover the row, but for what rounds it up."""
     if not holds_row(family, micro_batch):
-        expected = packed_shape(family, micro_batch.input_lengths, micro_batch.target_lengths)
+        expected = least_shape(family, micro_batch)
         ends = row_offsets(family, micro_batch)
         raise PlanError(
             f"{where}: expected a packed row of shape {expected} or longer for samples that end at input position "

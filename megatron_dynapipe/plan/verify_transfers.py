@@ -1,4 +1,4 @@
-"""Verify: transfers pair up over all ranks, in equal shapes and order, and never wait in a circle.
+"""Verify: transfers pair up over all ranks, in equal shapes and order, and never deadlock.
 
 Channels are rendezvous channels, one FIFO per channel and pair of ranks: a send is complete once its receive has
 been started, a receive once its send has been started. Starting blocks nobody, so a list stands still only at waits,
@@ -119,7 +119,7 @@ def _target(dimensions: Dimensions, traces: Sequence[StageTrace], stage: int, wa
 
 
 def _cycle(traces: Sequence[StageTrace], targets: list[list[tuple[int, int]]], done: list[int], start: int) -> str:
-    """Follow the waits from one stuck stage until a stage comes back; show each link of the circle."""
+    """Follow the waits from one stuck stage until one repeats; name every wait of the cycle."""
     path: list[int] = []
     stage = start
     while stage not in path:

@@ -40,6 +40,8 @@ class BatchProblem:
         receive_ahead: int = -1,
         ordered_starts: bool = False,
         of_stages: Sequence[npt.NDArray[np.int64]] = (),
+        chains: npt.NDArray[np.int32],
+        extras: _Ints,
     ) -> None: ...
     def partition(
         self, *, orders: Sequence[_Ints], improve: bool
@@ -49,7 +51,7 @@ class BatchProblem:
     def search(
         self, *, order: _Ints, partitions: Sequence[tuple[_Ints, _Ints]], evaluations: int, seed: int
     ) -> list[tuple[list[int], list[int], list[int], list[bool], list[int]]]:
-        """(samples, sizes, modes, whether packed, 1 per forward of every stage) per replica; empty where none fits.
+        """(samples, sizes, modes, whether packed, passes of every stage) per replica; empty where none fits.
 
         Samples are those of all micro-batches one after another. -1 evaluations take the default.
         """

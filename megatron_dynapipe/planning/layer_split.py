@@ -31,7 +31,7 @@ BATCHES = 3
 
 EVALUATIONS = 100
 """Schedules tried for each of them. With packed rows as many as a plan tries: most of the time goes into the rows that
-a search begins with, and a short one tells little."""
+a search begins with, and a short one says little."""
 
 TRIALS = 40
 """Splits tried at most."""
@@ -103,7 +103,7 @@ def _padded_choice(
     """The choice for padded micro-batches alone, if they are not all that is allowed: a good start for others."""
     if BatchLayout.PADDED not in settings.micro_batch_layouts or len(settings.micro_batch_layouts) == 1:
         return []
-    padded = msgspec.structs.replace(settings, micro_batch_layouts=(BatchLayout.PADDED,))
+    padded = msgspec.structs.replace(settings, micro_batch_layouts=(BatchLayout.PADDED,), slices="off")
     try:
         return [choose_layer_split(padded, cost_model, batches, to_fit=to_fit)]
     except PlanningError:
@@ -210,7 +210,7 @@ class _Trials:
         return int(times.sum(axis=0).max() // s.data_parallel + warmup)
 
     def _alone(self) -> _Work:
-        """Every sample as a micro-batch of its own, for want of plans."""
+        """Every sample as a micro-batch of its own, where there are no plans."""
         batches = [Samples.of(batch, self._settings.family) for batch in self._batches[:BATCHES]]
         inputs, targets = (np.concatenate([getattr(b, name) for b in batches]) for name in ("inputs", "targets"))
         tables = self._tables(self._settings.recompute[0])

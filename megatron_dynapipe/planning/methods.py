@@ -1,4 +1,4 @@
-"""Ways to make micro-batches, held against one another by what is predicted of them.
+"""Ways to make micro-batches, compared by their predictions.
 
     dynapipe         the planner: padded or packed micro-batches, as the settings allow
     packed_rows      rows of the maximum length, attention kept apart, filled first fit decreasing
@@ -53,7 +53,7 @@ class Longest(NamedTuple):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """What one method comes to on one batch.
+    """The prediction of one method on one batch.
 
     Attributes:
         ms: predicted time of the iteration: forward, backward and transfers.
@@ -95,7 +95,7 @@ def predict(
 
 
 def prediction_of(plan: IterationPlan, *, tokens: int) -> Prediction:
-    """What a plan comes to for a batch of so many real tokens."""
+    """The prediction of a plan for a batch of so many real tokens."""
     totals = plan.totals
     micro_batches = [each for replica in plan.replicas for each in replica.micro_batches]
     peaks = [peak_bytes(plan, replica, stage.stage) for replica in plan.replicas for stage in replica.stages]
@@ -117,6 +117,7 @@ def method_settings(method: str, longest: Longest, settings: PlannerSettings) ->
     replace = msgspec.structs.replace
     if method == "dynapipe":
         return replace(settings, partition=PartitionSettings())
+    settings = replace(settings, slices="off")
     if method in PACKED_METHODS:
         equal = (settings.encoder_layers + settings.decoder_layers) % settings.pipeline_parallel == 0
         return replace(

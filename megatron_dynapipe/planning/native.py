@@ -28,7 +28,7 @@ def fast_verify(dimensions: Dimensions, lists: Sequence[Sequence[Instruction]]) 
     """Where passes and sends stand in lists that can run; None where they cannot.
 
     For `plan.verify.verify`, which then says why. It reads the lists in the bytes in which they are published, and
-    knows nothing of how they are made.
+    does not depend on how they are made.
     """
     holds, passes, sends = core.fast_verify(
         _encode(lists), dimensions.chunks, dimensions.micro_batches, dimensions.forward_only, dimensions.ordered_starts

@@ -1,4 +1,8 @@
-"""Partitioning an order of samples into micro-batches of least predicted iteration time, exactly (paper section 4).
+"""Orders of samples, and their exact partitions into micro-batches of least predicted iteration time (paper section 4).
+
+Neighbours in an order have similar lengths, so that micro-batches of neighbours waste little padding. Decoder-only
+samples are sorted. Encoder–decoder samples have two lengths, and no order suits both: two sweeps are tried, and local
+search improves both.
 
 A pipeline of n stages that runs micro-batches of slowest-stage times t_m takes about Σ t_m on its slowest stage, and
 before and after that the time in which the other stages warm up and drain. The objective, over all partitions of the
@@ -22,6 +26,43 @@ import numpy as np
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 from megatron_dynapipe.units import BatchLayout
+
+BAND_RATIO = 5
+"""Longest over shortest target within a band of `by_bands`."""
+
+
+def candidate_orders(inputs: IntArray, targets: IntArray) -> list[IntArray]:
+    """The orders to choose from.
+
+    Args:
+        inputs: int64[samples], padded input lengths.
+        targets: int64[samples], padded target lengths, all 0 for decoder-only models.
+    """
+    one = by_length(inputs, targets)
+    return [one, by_bands(inputs, targets)] if targets.any() else [one]
+
+
+def by_length(inputs: IntArray, targets: IntArray) -> IntArray:
+    """Longest first, by input length and then by target length; equal samples in the order given."""
+    return np.lexsort((np.arange(len(inputs)), -targets, -inputs)).astype(np.int64)
+
+
+def by_bands(inputs: IntArray, targets: IntArray) -> IntArray:
+    """Bands of similar target lengths, the longest first; within them by input length, down and up in turn.
+
+    Alternating joins bands where their inputs have similar lengths.
+    """
+    order = np.lexsort((np.arange(len(inputs)), -targets))
+    descending = targets[order]
+    bands: list[IntArray] = []
+    start = 0
+    while start < len(order):
+        end = start + int(np.searchsorted(-descending[start:], -descending[start] / BAND_RATIO, side="right"))
+        band = order[start:end]
+        sign = 1 if len(bands) % 2 else -1
+        bands.append(band[np.lexsort((band, -targets[band], sign * inputs[band]))])
+        start = end
+    return np.concatenate(bands).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -6,6 +6,7 @@ GlobalBatch ── lengths ──► Samples ── order ──► candidate or
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,15 +24,16 @@ from megatron_dynapipe.planning.baselines import PartitionAlgorithm, baseline_pa
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.native import fast_verify
-from megatron_dynapipe.planning.ordering import candidate_orders
 from megatron_dynapipe.planning.packed_baselines import packed_partitions
-from megatron_dynapipe.planning.partition import OrderedPartitions, partition
+from megatron_dynapipe.planning.partition import OrderedPartitions, candidate_orders, partition
+from megatron_dynapipe.planning.pieces import LEAST_GAIN, CutBatch, can_cut, cut_batch, piece_limits
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits_alone
+from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.scheduling import ScheduledBatch, schedule_batch
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import BatchLayout, in_mb
+from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, in_mb
 
 
 class Planner:
@@ -115,15 +117,11 @@ class Planner:
             problem = self.problem(samples, forward_only=forward_only)
             partitioned = self._partition(problem, orders)
         with _timed(seconds, "schedule"):
-            searchable = self.settings.partition.algorithm is PartitionAlgorithm.DP
-            scheduled = self._schedule(problem, partitioned, searchable=searchable)
-            if scheduled is None and searchable and self._packs_first:
-                partitioned = partition(problem, orders, improve=len(orders) > 1)
-                scheduled = self._schedule(problem, partitioned, searchable=True)
+            entries, scheduled = self._chosen(samples, problem, orders, partitioned)
         if scheduled is None:
             raise explain_infeasible(samples, problem)
         with _timed(seconds, "lowering"):
-            plan = self._lower(samples, scheduled, iteration, forward_only)
+            plan = self._lower(entries, scheduled, iteration, forward_only)
         with _timed(seconds, "verify"):
             ordered_starts = self.settings.transfers.ordered_starts
             verify(
@@ -133,6 +131,67 @@ class Planner:
                 ordered_starts=ordered_starts,
             )
         return plan, seconds
+
+    def _chosen(
+        self, samples: Samples, problem: BatchProblem, orders: list[IntArray], partitioned: OrderedPartitions
+    ) -> tuple[Samples, ScheduledBatch | None]:
+        """The fastest schedule found, of whole samples or with pieces, and what it schedules; None where none fits."""
+        begun = self._begin_pieces(samples, problem, partitioned)
+        if begun is not None and begun.is_far_ahead:
+            scheduled = None
+        else:
+            scheduled = self._schedule_whole(problem, orders, partitioned)
+            if begun is None and scheduled is None:
+                begun = self._begin_pieces(samples, problem, None)
+        if begun is not None:
+            cut = self._schedule(begun.problem, begun.partitioned, searchable=True)
+            if cut is not None and (scheduled is None or cut.makespan_ns < scheduled.makespan_ns):
+                return begun.samples, cut
+            if scheduled is None:
+                scheduled = self._schedule_whole(problem, orders, partitioned)
+        return samples, scheduled
+
+    def _schedule_whole(
+        self, problem: BatchProblem, orders: list[IntArray], partitioned: OrderedPartitions
+    ) -> ScheduledBatch | None:
+        searchable = self.settings.partition.algorithm is PartitionAlgorithm.DP
+        scheduled = self._schedule(problem, partitioned, searchable=searchable)
+        if scheduled is None and searchable and self._packs_first:
+            partitioned = partition(problem, orders, improve=len(orders) > 1)
+            scheduled = self._schedule(problem, partitioned, searchable=True)
+        return scheduled
+
+    def _begin_pieces(
+        self, samples: Samples, problem: BatchProblem, partitioned: OrderedPartitions | None
+    ) -> CutBatch | None:
+        """Samples cut in the way that promises the most, or None where it is not more than whole samples promise.
+
+        Args:
+            samples: of the batch.
+            problem: of whole samples.
+            partitioned: where whole samples begin; None where they do not fit.
+        """
+        s = self.settings
+        if not s.may_cut or problem.forward_only or not can_cut(problem):
+            return None
+        quick = replace(s.schedule, search_evaluations=0)
+        element_bytes, multiple = s.element_bytes, LENGTH_MULTIPLE * s.tensor_parallel
+        limits = [s.slices] if isinstance(s.slices, int) else piece_limits(samples, problem, needed=partitioned is None)
+        best: CutBatch | None = None
+        for most in limits:
+            cut = cut_batch(samples, problem, most, multiple, recompute=s.recompute, element_bytes=element_bytes)
+            if cut is None:
+                continue
+            if isinstance(s.slices, int):
+                return replace(cut, gain=math.inf)
+            found = self._schedule(cut.problem, cut.partitioned, searchable=True, chosen=quick)
+            if found is not None and (best is None or found.makespan_ns < best.begun_ns):
+                best = replace(cut, begun_ns=found.makespan_ns)
+        if best is None or partitioned is None:
+            return best
+        whole = self._schedule(problem, partitioned, searchable=True, chosen=quick)
+        best = replace(best, gain=math.inf if whole is None else whole.makespan_ns / best.begun_ns - 1)
+        return best if best.gain > LEAST_GAIN else None
 
     def samples(self, batch: GlobalBatch) -> Samples:
         """The batch's lengths in padded positions.
@@ -213,13 +272,18 @@ class Planner:
         return OrderedPartitions(order=orders[0], partitions=baseline_partitions(problem, orders[0], chosen))
 
     def _schedule(
-        self, problem: BatchProblem, partitioned: OrderedPartitions, *, searchable: bool
+        self,
+        problem: BatchProblem,
+        partitioned: OrderedPartitions,
+        *,
+        searchable: bool,
+        chosen: ScheduleSettings | None = None,
     ) -> ScheduledBatch | None:
         """The fastest schedule by the first rules of transfers under which there is one, or None."""
         rules = self.settings.transfers.relaxed()
         while True:
             try:
-                return schedule_batch(problem, partitioned, self.settings.schedule, searchable=searchable)
+                return schedule_batch(problem, partitioned, chosen or self.settings.schedule, searchable=searchable)
             except StallError:
                 following = next(rules, None)
                 if following is None:
@@ -276,6 +340,7 @@ class Planner:
             recompute=self.settings.recompute[int(scheduled.modes[row])],
             stored_bytes=tuple(scheduled.costs.stored_bytes[row].tolist()),
             peak_bytes=tuple(scheduled.costs.peak_bytes[row].tolist()),
+            pieces=samples.pieces_of(members),
         )
 
 

@@ -54,6 +54,9 @@ class BatchProblem:
         forward_only: no backward runs and nothing is kept for it.
         peak_covers_backward: as in `ScheduleProblem`.
         transfers: when transfers are started, and what a start waits for.
+        chains: int32[samples], where samples are cut: which one each is a piece of, -1 for whole ones. Pieces of one
+            follow one another.
+        piece_costs: int64[modes, samples, 4], what pieces cost one layer besides (`cost.pieces`).
     """
 
     inputs: IntArray
@@ -72,6 +75,8 @@ class BatchProblem:
     forward_only: bool = False
     peak_covers_backward: bool = False
     transfers: TransferRules = GLOO_RULES
+    chains: npt.NDArray[np.int32] | None = None
+    piece_costs: IntArray | None = None
 
     @cached_property
     def native(self) -> core.BatchProblem:
@@ -107,6 +112,8 @@ class BatchProblem:
                 gbps=self.links.gbps.ravel(),
                 of_stages=[np.ascontiguousarray(t.of_stages) for t in self.modes if t.of_stages is not None],
                 **native_rules(self.transfers),
+                chains=np.zeros(0, np.int32) if self.chains is None else self.chains,
+                extras=np.zeros(0, np.int64) if self.piece_costs is None else self.piece_costs.ravel(),
             )
         except ValueError as error:
             raise PlanningError(f"the batch cannot be planned: {error}") from error

@@ -1,5 +1,6 @@
 """A global batch as the planner sees it, and why one cannot be planned."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from megatron_dynapipe.cost import ABSENT, LARGEST_COST, stage_costs
 from megatron_dynapipe.errors import DataError, InfeasibleError
+from megatron_dynapipe.plan.iteration import Piece
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import (
@@ -30,6 +32,18 @@ class Samples:
     target_positions: IntArray
     inputs: IntArray
     targets: IntArray
+    starts: IntArray | None = None
+    """Where samples are cut: the first position of each entry, which may be a piece of a sample (`planning.pieces`)."""
+
+    def pieces_of(self, members: IntArray) -> tuple[Piece, ...]:
+        """The positions of each of some entries, if one of them is a piece; else none."""
+        if self.starts is None:
+            return ()
+        starts, ends = self.starts[members], (self.starts + self.input_positions)[members]
+        whole = np.maximum(self.input_tokens[members] - 1, 1)
+        if ((ends - starts) == whole).all():
+            return ()
+        return tuple(Piece(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
 
     @classmethod
     def of(cls, batch: GlobalBatch, family: ModelFamily) -> Self:
@@ -76,6 +90,20 @@ class Samples:
             )
         inputs, targets = np.full_like(self.inputs, wanted[0]), np.full_like(self.targets, wanted[1])
         return replace(self, inputs=inputs, targets=targets)
+
+
+def batch_of_positions(lengths: Sequence[int], iteration: int) -> GlobalBatch:
+    """A global batch of samples of so many positions, for `Planner.plan`; sample ids are places in it.
+
+    A sample of n positions counts as n + 1 tokens: a decoder-only one trains on one position less than it has.
+    """
+    tokens = np.asarray(lengths, np.int32) + 1
+    return GlobalBatch(
+        iteration=iteration,
+        sample_ids=np.arange(len(tokens)),
+        input_lengths=tokens,
+        target_lengths=np.zeros_like(tokens),
+    )
 
 
 def round_up_all(positions: IntArray, multiple: int = LENGTH_MULTIPLE) -> IntArray:

@@ -97,7 +97,7 @@ def _searched(problem: BatchProblem, partitioned: OrderedPartitions, chosen: Sch
     costs, _ = problem.costs_of(members, layouts, modes)
     replicas = np.split(np.arange(len(members)), np.cumsum([len(replica.members) for replica in solution])[:-1])
     schedules = [
-        predict(one, replica.order, one_f_one_b_within_memory(one))
+        predict(one, replica.order, *([one_f_one_b_within_memory(one)] if problem.chains is None else []))
         for one, replica in zip(map(costs.take, replicas), solution, strict=True)
     ]
     return ScheduledBatch(

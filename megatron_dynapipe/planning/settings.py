@@ -1,13 +1,15 @@
 """What a plan depends on besides the batch and the cost model."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import msgspec
 
 from megatron_dynapipe.cost import Links, Network, PipelineLayout, ScatterGather
+from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
-from megatron_dynapipe.planning.baselines import PartitionSettings
+from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
 
@@ -38,6 +40,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         partition: how micro-batches are made.
         schedule: how passes are ordered.
         transfers: when transfers are started, and what a start waits for.
+        slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
+            of more positions than this.
     """
 
     family: ModelFamily
@@ -61,6 +65,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     partition: PartitionSettings = PartitionSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     transfers: TransferRules = TransferRules()
+    slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
 
     def __post_init__(self) -> None:
         if not self.recompute or len(set(self.recompute)) != len(self.recompute):
@@ -73,6 +78,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"{self.partition.algorithm} makes {needed} micro-batches, and the settings allow {', '.join(layouts)}",
                 hint=f"allow the layout {needed}, or use the algorithm dp",
             )
+        if isinstance(self.slices, int) and (reason := self._whole_samples_because) is not None:
+            raise ConfigError(f"samples cannot be cut into pieces of {self.slices} positions: {reason}")
         if self.sequence_parallel and LENGTH_MULTIPLE % self.tensor_parallel:
             raise ConfigError(
                 f"sequence parallelism needs a tensor-parallel size that divides {LENGTH_MULTIPLE}, "
@@ -94,6 +101,22 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"expected layers for {self.pipeline_parallel} × {self.chunks} virtual stages, got a layer split of "
                 f"{self.layout.virtual_stages}"
             )
+
+    @property
+    def _whole_samples_because(self) -> str | None:
+        """Why samples cannot be cut under these settings, or None."""
+        if self.family is ModelFamily.T5:
+            return "every position of a T5's encoder attends to all of them"
+        if BatchLayout.PACKED not in self.micro_batch_layouts:
+            return "pieces run in packed rows, which the settings do not allow"
+        if self.partition.algorithm is not PartitionAlgorithm.DP or self.schedule.method != "adaptive":
+            return "the adaptive schedule alone keeps the order of pieces"
+        return None
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether samples may be cut along their sequence."""
+        return self.slices != "off" and self._whole_samples_because is None
 
     @property
     def layout(self) -> PipelineLayout:
@@ -120,3 +143,41 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             sequence_parallel=self.sequence_parallel,
             scatter_gather=self.scatter_gather,
         )
+
+
+def segment_settings(
+    costs: SegmentCosts,
+    stage_of: Sequence[int],
+    *,
+    stages: int,
+    replicas: int,
+    memory_limit_bytes: int,
+    network: Network | None = None,
+    schedule: ScheduleSettings | None = None,
+) -> PlannerSettings:
+    """Settings of a planner that takes every virtual stage for one layer, as `costs.of_stages` does.
+
+    Args:
+        costs: of the segments.
+        stage_of: the virtual stage of each segment.
+        stages: ranks of a pipeline.
+        replicas: of the pipeline.
+        memory_limit_bytes: of one device.
+        network: links between devices; by default those that the costs were measured with.
+        schedule: how passes are ordered.
+    """
+    virtual, state = stage_of[-1] + 1, costs.state_bytes(stage_of)
+    return PlannerSettings(
+        family=ModelFamily.GPT,
+        encoder_layers=virtual,
+        hidden_size=costs.bytes_per_position(stage_of),
+        element_bytes=1,
+        data_parallel=replicas,
+        pipeline_parallel=stages,
+        chunks=virtual // stages,
+        memory_limit_bytes=memory_limit_bytes,
+        recompute=(Recompute.NONE,),
+        network=network or Network.over(costs.links, devices_per_node=8),
+        model_state_bytes=tuple(sum(state[rank::stages]) for rank in range(stages)),
+        schedule=schedule or ScheduleSettings(),
+    )

@@ -1,20 +1,30 @@
-"""The charts of a run's page as Plotly's own descriptions: traces and a layout without colours of the theme.
+"""The charts of a run's page as Plotly's own descriptions, without the colours of the page's theme.
 
-Lines of many iterations are thinned out to means over neighbours; shapes to the most frequent ones.
+Lines of many iterations are thinned out to means over neighbours. Timelines are drawn one iteration at a time:
+
+planned   stage 0  ▐F0▐F1▐░░▐B0▐B1▐
+          stage 1  ░░▐F0▐B0▐F1▐B1▐░░        a box has its instruction, its start and its duration
+measured  stage 0  ▐F0▐F1▐▒▒▒▒▐B0▐B1▐
+          stage 1  ▒▒▐F0▐B0▐▒▐F1▐B1▐        ▒ a transfer's instruction, mostly waiting
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dynapipe.report.run import Run, stage_medians
-from megatron_dynapipe.report.summary import whole_ns
-from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Shape
+from megatron_dynapipe.plan.text import format_instruction
+from megatron_dynapipe.plan.timeline import Timeline
+from megatron_dynapipe.report.run import PASSES, RecordedTimeline, Run, kind_of, stage_medians
+from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS
 
 MOST_POINTS = 1_000
 """Of a line."""
-MOST_SHAPES = 1_500
+MOST_BOXES = 120_000
+"""Of the page: as many iterations as this allows, at least one."""
+MOST_DRAWN = 12_000
+"""Of one panel; the shortest are left out beyond."""
+LEAST_SHARE = 1 / 5_000
+"""Of the iteration: waits that are shorter would be thinner than a pixel until zoomed far in."""
 
 FORWARD, BACKWARD, BUBBLE, TRANSFER = "#4f8fd0", "#e08a3c", "#a3abb5", "#8c6bb1"
 PLAN_WAIT, OTHER, BETWEEN, LIMIT = "#d9534f", "#c2a878", "#6aa57a", "#d9534f"
@@ -36,37 +46,12 @@ def run_charts(run: Run) -> list[Chart]:
     made = [
         _loss(run),
         *_task_losses(run),
-        _speed(run),
         _efficiency(run),
         _prediction(run),
         _stages(run),
         _memory(run),
-        _shapes(run),
     ]
     return [chart for chart in made if chart.traces]
-
-
-def length_chart(lengths: Mapping[str, Mapping[int, int]]) -> Chart:
-    """Samples by tokens (the lower end of a bin) of every task."""
-    traces = [
-        {"type": "scatter", "mode": "lines", "line": {"shape": "hv"}, "name": task, "x": list(bins),
-         "y": list(bins.values())}
-        for task, bins in lengths.items()
-    ]  # fmt: skip
-    layout = {"xaxis": {"title": "tokens of input and target", "type": "log"}, "yaxis": {"title": "samples"}}
-    return Chart(name="lengths", title="Lengths by task", note="Of the whole dataset.", traces=traces, layout=layout)
-
-
-def comparison_chart(speeds: Mapping[str, float]) -> Chart:
-    """Tokens per second by method, as `compare` predicts them."""
-    trace = {"type": "bar", "orientation": "h", "y": list(speeds), "x": list(speeds.values()), "name": "tokens/s"}
-    return Chart(
-        name="methods",
-        title="What other methods would do",
-        note="Predicted tokens per second, geometric mean over the batches compared; a method without plan has no bar.",
-        traces=[trace | {"texttemplate": "%{x:,.0f}", "textposition": "auto", "marker": {"color": FORWARD}}],
-        layout={"xaxis": {"title": "tokens/s, predicted"}, "yaxis": {"autorange": "reversed"}},
-    )
 
 
 def thinned(xs: Sequence[int], ys: Sequence[float]) -> tuple[list[int], list[float]]:
@@ -111,13 +96,6 @@ def _task_losses(run: Run) -> list[Chart]:
     return charts
 
 
-def _speed(run: Run) -> Chart:
-    speeds = [each.totals.real_tokens / max(whole_ns(each) / 1e9, 1e-9) for each in run.iterations]
-    traces = [_line("tokens/s", _numbers(run), speeds, line={"color": BETWEEN})]
-    note = "Real tokens over the time of an iteration's list and of its wait for the plan; the optimizer is not in it."
-    return Chart(name="speed", title="Tokens per second", note=note, traces=traces, layout=_by_iteration("tokens/s"))
-
-
 def _efficiency(run: Run) -> Chart:
     shares = [100 * each.totals.padding_efficiency for each in run.iterations]
     layout = _by_iteration("%")
@@ -159,7 +137,7 @@ def _stages(run: Run) -> Chart:
         for part, colour in parts
     ] if medians else []  # fmt: skip
     layout = {"barmode": "stack", "xaxis": {"title": "stage", **_whole(len(medians))}, "yaxis": {"title": "ms"}}
-    note = "Medians per iteration. Bubble and transfer are told apart by the recorded timelines."
+    note = "Medians per iteration. Bubble and transfer come from the recorded timelines."
     return Chart(name="stages", title="Where time went", note=note, traces=traces, layout=layout)
 
 
@@ -201,35 +179,6 @@ def _memory(run: Run) -> Chart:
     return Chart(name="memory", title="Memory by stage", note=note, traces=traces, layout=layout)
 
 
-def _shapes(run: Run) -> Chart:
-    counts = Counter(shape for each in run.iterations for shape in each.shapes)
-    common = counts.most_common(MOST_SHAPES)
-    most = common[0][1] if common else 1
-    trace = {
-        "type": "scatter", "mode": "markers", "name": "micro-batches",
-        "x": [shape.input_length for shape, _ in common], "y": [shape.size for shape, _ in common],
-        "text": [f"{_shape_text(shape)}<br>{count} micro-batches" for shape, count in common],
-        "hovertemplate": "%{text}<extra></extra>",
-        "marker": {"size": [round(6 + 18 * (count / most) ** 0.5, 1) for _, count in common],
-                   "color": [shape.target_length for shape, _ in common], "colorscale": "Viridis", "opacity": 0.75,
-                   "showscale": any(shape.target_length for shape, _ in common),
-                   "colorbar": {"title": {"text": "target<br>positions"}, "thickness": 12}},
-    }  # fmt: skip
-    left_out = f"; {len(counts) - len(common)} rare ones are left out" if len(counts) > len(common) else ""
-    return Chart(
-        name="shapes",
-        title="Shapes of micro-batches",
-        note=f"{len(counts)} distinct shapes{left_out}; larger dots are more frequent.",
-        traces=[trace] if common else [],
-        layout={"xaxis": {"title": "input positions"}, "yaxis": {"title": "rows", "rangemode": "tozero"}},
-    )
-
-
-def _shape_text(shape: Shape) -> str:
-    target = f", {shape.target_length} target positions" if shape.target_length else ""
-    return f"{shape.size} rows of {shape.input_length} input{target}"
-
-
 def _whole(count: int) -> dict[str, Any]:
     """Ticks at whole numbers."""
     return {"dtick": 1} if count <= 16 else {}
@@ -237,3 +186,62 @@ def _whole(count: int) -> dict[str, Any]:
 
 def _mb(values: Sequence[int]) -> list[float]:
     return [round(value / BYTES_PER_MB, 2) for value in values]
+
+
+def timeline_panels(timelines: Sequence[RecordedTimeline]) -> list[dict[str, Any]]:
+    """The timelines of a page, in order: the last one, and others spread over the run as far as there is room."""
+    chosen: dict[int, dict[str, Any]] = {}
+    boxes = 0
+    for at in _spread(len(timelines)):
+        panel = _panel(timelines[at])
+        boxes += sum(panel[side]["boxes"] for side in ("planned", "measured"))
+        if chosen and boxes > MOST_BOXES:
+            break
+        chosen[at] = panel
+    return [panel for _, panel in sorted(chosen.items())]
+
+
+def _spread(count: int) -> list[int]:
+    """All indices, the last first, then halves, quarters, … of what is left."""
+    order = dict.fromkeys([count - 1, 0] if count else [])
+    stride = count
+    while stride > 1:
+        stride = -(-stride // 2)
+        order |= dict.fromkeys(range(0, count, stride))
+    return list(order)
+
+
+def _panel(timeline: RecordedTimeline) -> dict[str, Any]:
+    replica = f", replica {timeline.replica}" if timeline.replica else ""
+    return {
+        "name": f"iteration {timeline.iteration + 1}{replica}",
+        "planned": _boxes(timeline.planned),
+        "measured": _boxes(timeline.measured),
+    }
+
+
+def _boxes(timeline: Timeline) -> dict[str, Any]:
+    """Boxes by kind, in milliseconds, with how many were too small to show."""
+    span = max((event.end_ns for events in timeline for event in events), default=0)
+    events = [(event, stage) for stage, events in enumerate(timeline) for event in events]
+    shown = [
+        (event, stage)
+        for event, stage in events
+        if kind_of(event.instruction) in PASSES or event.end_ns - event.start_ns >= span * LEAST_SHARE
+    ]
+    if len(shown) > MOST_DRAWN:
+        shown = sorted(shown, key=lambda each: each[0].start_ns - each[0].end_ns)[:MOST_DRAWN]
+    kinds: dict[str, dict[str, list[Any]]] = {}
+    for event, stage in shown:
+        kind = kinds.setdefault(kind_of(event.instruction), {"stage": [], "start": [], "length": [], "text": []})
+        kind["stage"].append(stage)
+        kind["start"].append(round(event.start_ns / NS_PER_MS, 4))
+        kind["length"].append(round((event.end_ns - event.start_ns) / NS_PER_MS, 4))
+        kind["text"].append(format_instruction(event.instruction))
+    return {
+        "stages": len(timeline),
+        "span": round(span / NS_PER_MS, 4),
+        "boxes": len(shown),
+        "left_out": len(events) - len(shown),
+        "kinds": kinds,
+    }

@@ -1,4 +1,4 @@
-"""Methods held against one another over several batches: geometric means, and a chart of them.
+"""Methods compared over several batches: geometric means, and a chart of them.
 
          tokens/s                      padding efficiency
 dynapipe ▇▇▇▇▇▇▇▇▇▇▇▇ 24,000           ▇▇▇▇▇▇▇▇▇▇▇ 99%
@@ -43,9 +43,15 @@ def geometric_means(entries: Entries) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def draw_comparison(entries: Entries, path: Path, *, reference: str = "dynapipe") -> Path:
-    """Draw every method's tokens/s and padding efficiency as bars, and each batch as a dot."""
+    """Draw every method's tokens/s and padding efficiency as bars, and each batch as a dot: PNG or SVG by the suffix.
+
+    Raises:
+        ConfigError: as `outputs.write_file`.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+
+    from megatron_dynapipe.report.timeline import save
 
     found = {
         method: [entry["methods"][method] for entry in entries if entry["methods"][method]["error"] is None]
@@ -71,9 +77,7 @@ def draw_comparison(entries: Entries, path: Path, *, reference: str = "dynapipe"
         f"geometric means of {len(entries)} batches; a dot is one batch; × : {reference}'s tokens/s over the method's",
         fontsize=10,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save(figure, path)
 
 
 def _bars(axis: "Axes", values: dict[str, list[float]], reference: str, label: Any, *, room: float) -> None:

@@ -1,6 +1,5 @@
 """A run as one HTML page that needs no network: facts, charts and timelines, drawn by the Plotly it contains."""
 
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -8,42 +7,42 @@ import msgspec
 
 from megatron_dynapipe import __version__
 from megatron_dynapipe.errors import InstallationError
-from megatron_dynapipe.report.charts import Chart, run_charts
+from megatron_dynapipe.outputs import marked, write_file
+from megatron_dynapipe.report.charts import run_charts, timeline_panels
 from megatron_dynapipe.report.run import Run
 from megatron_dynapipe.report.summary import Summary
-from megatron_dynapipe.report.timeline_chart import timeline_panels
 
 PAGE = "report.html"
 """Its name in the folder of a run."""
 
+is_page = marked('<meta name="generator" content="megatron-dynapipe">')
 
-def write_page(run: Run, summary: Summary, path: Path, *, title: str, more: Sequence[Chart] = ()) -> Path:
-    """Write the page, so that a reader finds the old one or the new one, never a half.
+
+def write_page(run: Run, summary: Summary, path: Path, *, title: str) -> Path:
+    """Write the page.
 
     Args:
         run: its records.
         summary: of them.
         path: of the page.
         title: at its head.
-        more: charts of what the records do not hold.
 
     Raises:
+        ConfigError: as `outputs.write_file`.
         InstallationError: Plotly, which the page contains, is not installed.
     """
     data = {
         "title": title,
         "version": __version__,
         "facts": _facts(summary),
-        "charts": [*run_charts(run), *more],
+        "charts": run_charts(run),
         "timelines": timeline_panels(run.timelines),
     }
     text = msgspec.json.encode(data).decode().replace("<", "\\u003c")  # no text of a run ends its script
     template = resources.files("megatron_dynapipe.report").joinpath("page.html").read_text("utf-8")
     head, between, tail = _split(template, "/*PLOTLY*/", "/*DATA*/")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.unfinished")
-    fresh.write_text("".join((head, _plotly(), between, text, tail)), "utf-8")
-    return fresh.replace(path)
+    write_file(path, "".join((head, _plotly(), between, text, tail)), mine=is_page)
+    return path
 
 
 def _split(template: str, first: str, second: str) -> tuple[str, str, str]:

@@ -1,13 +1,23 @@
-"""A run as its folder of records tells it: iterations over all replicas, stages' times, some timelines."""
+"""A run read from its folder of records: iterations over all replicas, where stages' time went, some timelines."""
 
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.plan.instructions import (
+    Backward,
+    Forward,
+    Instruction,
+    Payload,
+    RecvStart,
+    RecvWait,
+    SendStart,
+    SendWait,
+)
 from megatron_dynapipe.plan.timeline import Event, Timeline
 from megatron_dynapipe.report.records import (
     EvaluationRecord,
@@ -18,9 +28,12 @@ from megatron_dynapipe.report.records import (
     TimelineRecord,
     read_records,
 )
-from megatron_dynapipe.report.stage_times import bubble_shares
 from megatron_dynapipe.report.summary import joined
 from megatron_dynapipe.units import Shape
+
+FORWARD, BACKWARD, TRANSFER, OTHER = "forward", "backward", "transfer", "other"
+"""Kinds of instructions, for where time went."""
+PASSES = (FORWARD, BACKWARD)
 
 _RANK_FILE = re.compile(r"rank-([0-9]{1,9})\.jsonl")
 
@@ -57,7 +70,7 @@ class Run:
 
     @property
     def maximum(self) -> Shape:
-        """Lengths that a run without planning would pad every sample to; the longest that occur where none are told."""
+        """Lengths that a run without planning would pad every sample to; by default the longest that occur."""
         if self.run is not None:
             return self.run.maximum
         shapes = [shape for each in self.iterations for shape in each.shapes]
@@ -78,11 +91,6 @@ class StageMedians:
     other: float
     plan_wait: float
     between: float
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a folder has records of a run."""
-    return any(_RANK_FILE.fullmatch(path.name) for path in folder.glob("rank-*.jsonl"))
 
 
 def read_run(folder: Path) -> Run:
@@ -147,6 +155,52 @@ def stage_medians(run: Run) -> list[StageMedians]:
             )
         )
     return medians
+
+
+def kind_of(instruction: Instruction) -> str:
+    """What an instruction's time counts to."""
+    match instruction:
+        case Forward():
+            return FORWARD
+        case Backward():
+            return BACKWARD
+        case SendStart() | SendWait() | RecvStart() | RecvWait():
+            return TRANSFER
+        case _:
+            return OTHER
+
+
+def time_by_kind(events: Sequence[Event]) -> Mapping[str, int]:
+    """Nanoseconds of a stage's instructions, by kind; 0 for a kind that does not occur."""
+    spent: dict[str, int] = defaultdict(int)
+    for event in events:
+        spent[kind_of(event.instruction)] += event.end_ns - event.start_ns
+    return spent
+
+
+def bubble_shares(timeline: Timeline) -> list[float]:
+    """Per stage, how much of its transfer time it waited for a peer that had not begun to send: the bubble.
+
+    What is left is the transfer itself. Times of all stages are on one clock. A message is found by its micro-batch:
+    those of one micro-batch between two stages, of several chunks, come in the order in which they were sent.
+    """
+    sent: dict[tuple[int, int, Payload, int], deque[int]] = defaultdict(deque)
+    for stage, events in enumerate(timeline):
+        for event in events:
+            if isinstance(each := event.instruction, SendStart):
+                sent[stage, each.peer, each.payload, each.micro_batch].append(event.start_ns)
+    return [_bubble_share(stage, events, sent) for stage, events in enumerate(timeline)]
+
+
+def _bubble_share(stage: int, events: Sequence[Event], sent: dict[tuple[int, int, Payload, int], deque[int]]) -> float:
+    waited = 0
+    for event in events:
+        if isinstance(each := event.instruction, RecvWait):
+            starts = sent[each.peer, stage, each.payload, each.micro_batch]
+            if starts:
+                waited += max(min(starts.popleft(), event.end_ns) - event.start_ns, 0)
+    whole = time_by_kind(events)[TRANSFER]
+    return waited / whole if whole else 0.0
 
 
 def _evaluations(records: Sequence[EvaluationRecord]) -> dict[str, dict[str, dict[int, float]]]:

@@ -1,7 +1,7 @@
 """What a run prints at its end: padding, micro-batches, speed, how good the predictions were, waits for plans."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,10 +16,12 @@ SCALING_ITERATIONS = 5
 """Measured iterations after warm-up that the prediction is scaled by."""
 PREFETCHED_ITERATION = 2
 """From this iteration on, plans are expected to be there when they are wanted."""
+MOST_TASKS = 8
+"""Named on a line; the page has all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
+class Spread:
     """The spread of a number over a run."""
 
     minimum: int
@@ -27,7 +29,7 @@ class Range:
     maximum: int
 
     @classmethod
-    def of(cls, values: Iterable[int]) -> "Range":
+    def of(cls, values: Iterable[int]) -> "Spread":
         """Of at least one value."""
         numbers = sorted(values)
         return cls(minimum=numbers[0], median=median(numbers), maximum=numbers[-1])
@@ -45,13 +47,13 @@ class Summary:
     """Real tokens per padded position."""
     maximum_padding_efficiency: float
     """The same if every sample were padded to the maximum lengths."""
-    micro_batches: Range
+    micro_batches: Spread
     """Per iteration, over all replicas."""
     packed_share: float
     """Of the micro-batches, packed rows."""
-    sizes: Range
-    input_lengths: Range
-    target_lengths: Range
+    sizes: Spread
+    input_lengths: Spread
+    target_lengths: Spread
     tokens_per_second: float
     """Real tokens, over all but the warm-up iteration where there are others."""
     measured_ms: float
@@ -102,11 +104,11 @@ def summarise(
         iterations=len(runs),
         padding_efficiency=min(tokens / sum(run.totals.padded_positions for run in runs), 1.0),
         maximum_padding_efficiency=tokens / (sum(run.totals.samples for run in runs) * _positions(maximum)),
-        micro_batches=Range.of(sum(run.totals.micro_batches) for run in runs),
+        micro_batches=Spread.of(sum(run.totals.micro_batches) for run in runs),
         packed_share=sum(run.packed for run in runs) / len(shapes),
-        sizes=Range.of(shape.size for shape in shapes),
-        input_lengths=Range.of(shape.input_length for shape in shapes),
-        target_lengths=Range.of(shape.target_length for shape in shapes),
+        sizes=Spread.of(shape.size for shape in shapes),
+        input_lengths=Spread.of(shape.input_length for shape in shapes),
+        target_lengths=Spread.of(shape.target_length for shape in shapes),
         tokens_per_second=sum(r.totals.real_tokens for r in timed) / (sum(whole_ns(r) for r in timed) / 1e9),
         measured_ms=median(run.measured_ns for run in runs) / NS_PER_MS,
         predicted_ms=median(run.predicted_ns for run in runs) * scale / NS_PER_MS,
@@ -148,6 +150,29 @@ def _memory_line(memory: MemoryRecord) -> str:
     )
 
 
+def evaluation_lines(evaluations: Mapping[str, Mapping[str, Mapping[int, float]]]) -> list[str]:
+    """A line for each split.
+
+    Args:
+        evaluations: `Run.evaluations`; the first name of a split is the whole, `NAME TASK` are tasks.
+    """
+    return [_evaluation_line(split, losses) for split, losses in evaluations.items() if any(losses.values())]
+
+
+def _evaluation_line(split: str, losses: Mapping[str, Mapping[int, float]]) -> str:
+    whole = next(iter(losses))
+    last = max(iteration for values in losses.values() for iteration in values)
+    latest = {name.removeprefix(f"{whole} "): values[last] for name, values in losses.items() if last in values}
+    total = latest.pop(whole, None)
+    said = f"{split} loss after iteration {last}: " + ("–" if total is None else f"{total:.4f}")
+    if not latest:
+        return said
+    highest = sorted(latest.items(), key=lambda each: -each[1])
+    named = ", ".join(f"{task} {loss:.4f}" for task, loss in highest[:MOST_TASKS])
+    more = f", … {len(highest) - MOST_TASKS} lower ones" if len(highest) > MOST_TASKS else ""
+    return f"{said}; by task {named}{more}"
+
+
 def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
     """One record per iteration, in order: the slowest replica's times, all replicas' shapes."""
     by_iteration: dict[int, list[IterationRecord]] = defaultdict(list)
@@ -187,5 +212,5 @@ def _positions(shape: Shape) -> int:
     return shape.input_length + shape.target_length
 
 
-def _span(spread: Range) -> str:
+def _span(spread: Spread) -> str:
     return str(spread.minimum) if spread.minimum == spread.maximum else f"{spread.minimum}–{spread.maximum}"

@@ -4,6 +4,7 @@ stage 0  ▐0▐1▐2▐3▐░░░░▐0 ▐4▐1 ▐…      blue: forward,
 stage 1  ░░▐0▐1▐2▐░░▐0 ▐3▐1 ▐…        grey: nothing runs; hatched: a measured wait for a transfer
 """
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from megatron_dynapipe.outputs import GENERATOR, marked, write_file
 from megatron_dynapipe.plan.instructions import Backward, Forward, RecvWait, SendWait
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.report.panel import Panel
+from megatron_dynapipe.report.trace import Panel
 from megatron_dynapipe.units import NS_PER_MS
 
 FORWARD = "#4878a8"
@@ -31,7 +33,11 @@ _POINTS_PER_CHARACTER = 5.0
 
 
 def draw(panels: Sequence[Panel], path: Path) -> Path:
-    """Draw timelines above one another, each in its own time, and write them as PNG or SVG by the path's suffix."""
+    """Draw timelines above one another, each in its own time, as PNG or SVG by the path's suffix.
+
+    Raises:
+        ConfigError: as `outputs.write_file`.
+    """
     rows = [max(len(panel.timeline), 1) for panel in panels]
     height = sum(rows) * _ROW + 0.85 * len(panels) + 0.3
     figure = Figure(figsize=(_WIDTH, height), dpi=110, layout="constrained")
@@ -40,8 +46,14 @@ def draw(panels: Sequence[Panel], path: Path) -> Path:
     for panel, axis in zip(panels, axes, strict=True):
         _draw_panel(axis, panel)
     _add_legend(figure, panels)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    return save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure as PNG or SVG by the path's suffix, marked as this program's; raises as `outputs.write_file`."""
+    data, kind = io.BytesIO(), path.suffix.lstrip(".")
+    figure.savefig(data, format=kind, metadata={"Software" if kind == "png" else "Creator": GENERATOR})
+    write_file(path, data.getvalue(), mine=marked(GENERATOR))
     return path
 
 
@@ -54,8 +66,9 @@ def _draw_panel(axis: Axes, panel: Panel) -> None:
     axis.set_xlabel("ms")
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(left=False)
-    idle = idle_share(panel)
-    axis.set_title(f"{panel.title} – {_duration(span)}, stages idle {idle:.0%} of the time", loc="left", fontsize=10)
+    axis.set_title(
+        f"{panel.title} – {_duration(span)}, stages idle {panel.idle_share:.0%} of the time", loc="left", fontsize=10
+    )
     axis.barh(range(stages), [span] * stages, height=_BOX, color=IDLE, zorder=0)
     for stage, events in enumerate(panel.timeline):
         _draw_stage(axis, stage, events, span)
@@ -97,18 +110,6 @@ def _colour(event: Event) -> tuple[float, float, float]:
     red, green, blue = to_rgb(FORWARD if isinstance(step, Forward) else BACKWARD)
     paler = 1 - 0.7**step.chunk
     return red + (1 - red) * paler, green + (1 - green) * paler, blue + (1 - blue) * paler
-
-
-def idle_share(panel: Panel) -> float:
-    """Of all stages' time until the last pass, what no pass took."""
-    busy = sum(
-        event.end_ns - event.start_ns
-        for events in panel.timeline
-        for event in events
-        if isinstance(event.instruction, Forward | Backward)
-    )
-    whole = panel.span_ns * len(panel.timeline)
-    return 1 - busy / whole if whole else 0.0
 
 
 def _duration(span_ms: float) -> str:

@@ -4,23 +4,43 @@ One process per timeline (planned, measured), one thread per stage, one slice pe
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from megatron_dynapipe.outputs import GENERATOR, marked, write_file
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, RecvStart, RecvWait, SendStart, SendWait
 from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.report.panel import Panel
+from megatron_dynapipe.plan.timeline import Timeline, idle_share
 
 _NS_PER_US = 1_000
 
 
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One timeline of a picture or trace, with its title."""
+
+    title: str
+    timeline: Timeline
+
+    @property
+    def span_ns(self) -> int:
+        """From the start of the iteration to its last event's end."""
+        return max((event.end_ns for events in self.timeline for event in events), default=0)
+
+    @property
+    def idle_share(self) -> float:
+        """Of all stages' time until the last event, what no pass took."""
+        return idle_share(self.timeline, self.span_ns)
+
+
 def write_trace(panels: Sequence[Panel], path: Path) -> Path:
-    """Write timelines as Chrome trace events (times in microseconds)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write timelines as Chrome trace events (times in microseconds); raises ConfigError as `write_file`."""
     events = [event for process, panel in enumerate(panels) for event in _panel_events(process, panel)]
-    path.write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
+    trace = {"otherData": {"generator": GENERATOR}, "traceEvents": events, "displayTimeUnit": "ms"}
+    write_file(path, msgspec.json.encode(trace), mine=marked(GENERATOR))
     return path
 
 

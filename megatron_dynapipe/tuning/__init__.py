@@ -1,20 +1,26 @@
 """Which parallel layout trains a mixture fastest: the space of layouts, bounds that prune it, a best-first search; and
 for a layer profile, stages with different numbers of replicas."""
 
-from megatron_dynapipe.tuning.cluster import Cluster
-from megatron_dynapipe.tuning.graph_profile import parse_graph_profile, read_graph_profile
-from megatron_dynapipe.tuning.layer_profile import Layer, LayerProfile
+from megatron_dynapipe.tuning.layer_profile import Layer, LayerProfile, parse_graph_profile, read_graph_profile
 from megatron_dynapipe.tuning.orchestrate import OrchestratedStage, Orchestration, orchestrate
-from megatron_dynapipe.tuning.run_file import layout_flags, run_file
-from megatron_dynapipe.tuning.search import Progress, Status, TunedLayout, Tuning, tune
-from megatron_dynapipe.tuning.segments import tune_segments
-from megatron_dynapipe.tuning.space import Candidate, Space, Split, candidates
+from megatron_dynapipe.tuning.search import Progress, tune, tune_segments
+from megatron_dynapipe.tuning.space import Candidate, Space, Split, Status, TunedLayout, Tuning, candidates
 from megatron_dynapipe.tuning.step_costs import StepRates
-from megatron_dynapipe.tuning.validate import Measured, measure, training_command, with_measured
+from megatron_dynapipe.tuning.topology import Topology
+from megatron_dynapipe.tuning.validate import (
+    Measured,
+    layout_file,
+    layout_flags,
+    measure,
+    run_file,
+    train_best,
+    training_command,
+    with_measured,
+)
 
 __all__ = [
     "Candidate",
-    "Cluster",
+    "Topology",
     "Layer",
     "LayerProfile",
     "Measured",
@@ -28,12 +34,14 @@ __all__ = [
     "TunedLayout",
     "Tuning",
     "candidates",
+    "layout_file",
     "layout_flags",
     "measure",
     "orchestrate",
     "parse_graph_profile",
     "read_graph_profile",
     "run_file",
+    "train_best",
     "training_command",
     "tune",
     "tune_segments",

@@ -1,4 +1,4 @@
-"""Times that no plan of a batch goes below, without planning it.
+"""Lower bounds on the time of every plan of a batch, found without planning it.
 
 Sample i takes at least its smallest share of any micro-batch that it may be in: over all sizes b, and all lengths at
 least its own, of cost(b, lengths) / b. Costs are linear between grid points, so the least share is that of a grid
@@ -14,8 +14,11 @@ least its positions times the least cost of a position, and the attention of its
 Then with all samples' shares on a stage's layers, a replica's busiest stage works for `work / replicas`, after a
 micro-batch has come through the stages before it and before one has gone back through them. However small it is, a
 micro-batch takes the least of all costs: launching kernels takes time.
+
+The same work gives the layer split whose busiest stage has the least of it, without planning a batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,8 +42,11 @@ _KINDS = (
 )
 
 
+type _Reached = tuple[tuple[float, float], tuple[int, ...]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Work:
+class LeastWork:
     """The least work of one batch under one tensor parallelism, in ns: forward and backward.
 
     Attributes:
@@ -54,7 +60,7 @@ class Work:
     floor: Reals
 
 
-def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch) -> Work:
+def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch) -> LeastWork:
     """The least work of a batch under the settings' tensor parallelism, layouts and recompute modes."""
     samples = Samples.of(batch, settings.family)
     modes = [cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=mode) for mode in settings.recompute]
@@ -78,10 +84,10 @@ def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBa
                 least = np.minimum(least, _packed_shares(tables.packed, samples, measure))
         by_measure.append(np.where(np.isfinite(least), least, 0.0))
     total = np.max([shares.sum(axis=0) for shares in by_measure], axis=0)
-    return Work(samples=by_measure[-1], total=total, floor=np.where(np.isfinite(floor), floor, 0.0))
+    return LeastWork(samples=by_measure[-1], total=total, floor=np.where(np.isfinite(floor), floor, 0.0))
 
 
-def least_ns(settings: PlannerSettings, work: Work, *, any_split: bool = False) -> int:
+def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = False) -> int:
     """A time that the predicted time of every plan of the batch reaches.
 
     Args:
@@ -101,13 +107,13 @@ def least_ns(settings: PlannerSettings, work: Work, *, any_split: bool = False) 
 
 
 def stage_work(layout: PipelineLayout, work: Reals) -> Reals:
-    """Work on every virtual stage: `[…, virtual stages]`, from that on a layer of each kind, `[…, 3]`."""
+    """LeastWork on every virtual stage: `[…, virtual stages]`, from that on a layer of each kind, `[…, 3]`."""
     head = np.zeros(layout.virtual_stages)
     head[-1] = 1
     return np.asarray(work @ np.stack([layout.encoder_split, layout.decoder_split, head]))
 
 
-def _busiest_ns(layout: PipelineLayout, links: Links, work: Work, replicas: int) -> float:
+def _busiest_ns(layout: PipelineLayout, links: Links, work: LeastWork, replicas: int) -> float:
     busy = stage_work(layout, work.total).reshape(layout.chunks, layout.stages).sum(axis=0) / replicas
     each = stage_work(layout, work.samples)[:, : layout.stages]  # [samples, stages], of the first chunk
     before = np.zeros((len(each), layout.stages))
@@ -176,3 +182,32 @@ def _packed_shares(packed: PackedTables, samples: Samples, measure: int) -> Real
         inside = np.maximum(attention[:, forward], 0) + np.maximum(attention[:, backward], 0)
         shares.append(own[measure] * (least if np.isfinite(least) else 0.0) + inside)
     return np.asarray(np.maximum(np.stack(shares, axis=1) - _ROUNDING_NS, 0))
+
+
+def even_work_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tuple[int, ...]:
+    """Layers per virtual stage; at least one on each.
+
+    A dynamic program over layers × stages; ties go to the split that is nearest to equal.
+
+    Args:
+        settings: the layout.
+        works: the least work of batches under its tensor parallelism.
+    """
+    encoder, decoder, head = np.sum([work.total for work in works], axis=0)
+    layers = np.array([encoder] * settings.encoder_layers + [decoder] * settings.decoder_layers)
+    layers[-1] += head
+    stages, ends = settings.pipeline_parallel * settings.chunks, np.concatenate([[0], np.cumsum(layers)])
+    count = len(layers)
+    # least[n]: (busiest stage, sum of squares) of the first n layers on the stages so far; the squares even out others.
+    least: dict[int, _Reached] = {n: ((ends[n], ends[n] ** 2), (n,)) for n in range(1, count - stages + 2)}
+    for stage in range(2, stages + 1):
+        following: dict[int, _Reached] = {}
+        for n in range(stage, count - stages + stage + 1):
+            options = []
+            for m, ((busiest, squares), split) in least.items():
+                if m < n:
+                    work = ends[n] - ends[m]
+                    options.append(((max(busiest, work), squares + work**2), (*split, n - m)))
+            following[n] = min(options)
+        least = following
+    return tuple(least[count][1])

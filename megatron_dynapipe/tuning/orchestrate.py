@@ -13,7 +13,6 @@ Source of the task and of the overlap of reductions with the drain: Fan et al., 
 
 import itertools
 import time
-from collections.abc import Sequence
 from functools import lru_cache
 
 import msgspec
@@ -23,8 +22,8 @@ import numpy.typing as npt
 from megatron_dynapipe.cost.tables import IntArray
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.planning.native import NEVER, core
-from megatron_dynapipe.tuning.cluster import Cluster, Counts
 from megatron_dynapipe.tuning.layer_profile import LayerProfile
+from megatron_dynapipe.tuning.topology import Counts, Topology
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS
 
 _BEAMS = ((24, 48), (700, 160))
@@ -75,8 +74,8 @@ class Orchestration(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan before it is judged.
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers and devices of every stage: a plan before it is simulated.
 
     Attributes:
         ends: of every stage's layers, the last one being the number of layers.
@@ -93,7 +92,7 @@ def orchestrate(
     profile: LayerProfile,
     micro_batch_size: int,
     global_batch_size: int,
-    devices: Cluster,
+    devices: Topology,
     *,
     whole_samples: bool = True,
 ) -> Orchestration:
@@ -111,20 +110,20 @@ def orchestrate(
         ConfigError: the global batch is no multiple of the micro-batch.
         InfeasibleError: no plan fits into the devices' memory.
     """
-    judge = Judge(profile, micro_batch_size, global_batch_size, devices, whole_samples=whole_samples)
+    problem = OrchestrationProblem(profile, micro_batch_size, global_batch_size, devices, whole_samples=whole_samples)
     start = time.perf_counter()
-    best: tuple[int, Choice] | None = None
+    best: tuple[int, Assignment] | None = None
     dropped = NEVER
     for beam, most in _BEAMS:
         dropped = NEVER
-        for micro_batches in judge.unit_sizes:
+        for micro_batches in problem.unit_sizes:
             incumbent = best[0] if best else NEVER
-            found, least = judge.search(micro_batches, incumbent, beam, most)
+            found, least = problem.search(micro_batches, incumbent, beam, most)
             dropped = min(dropped, least)
             for bound, choice in found:
                 if best is not None and bound >= best[0]:
                     continue
-                predicted = judge.predicted_ns(choice)
+                predicted = problem.predicted_ns(choice)
                 if predicted is not None and (best is None or predicted < best[0]):
                     best = predicted, choice
         if best is not None and dropped >= best[0]:
@@ -135,13 +134,13 @@ def orchestrate(
             f" {devices.devices} devices, found none",
             hint="give more devices, more memory or smaller micro-batches",
         )
-    plan = judge.orchestration(best[1])
+    plan = problem.orchestration(best[1])
     return msgspec.structs.replace(
         plan, bound_ms=min(best[0], dropped) / NS_PER_MS, seconds=time.perf_counter() - start
     )
 
 
-class Judge:
+class OrchestrationProblem:
     """The costs of a profile on a cluster, the search over them, and the simulation of single plans.
 
     Arguments are those of `orchestrate`.
@@ -152,7 +151,7 @@ class Judge:
         profile: LayerProfile,
         micro_batch_size: int,
         global_batch_size: int,
-        cluster: Cluster,
+        topology: Topology,
         *,
         whole_samples: bool = True,
     ) -> None:
@@ -161,12 +160,12 @@ class Judge:
                 "expected a global batch of a multiple of the micro-batch's samples, got"
                 f" {global_batch_size} and {micro_batch_size}"
             )
-        self.profile, self.cluster = profile, cluster
+        self.profile, self.topology = profile, topology
         self._micro_batch_size, self._global_batch_size = micro_batch_size, global_batch_size
         self._whole = whole_samples
         self._parameters = profile.before([each.parameter_bytes for each in profile.layers])
         self._state = profile.state_bytes
-        self._limit = NEVER if cluster.memory_bytes is None else cluster.memory_bytes
+        self._limit = NEVER if topology.memory_bytes is None else topology.memory_bytes
         self._costs: dict[int, tuple[IntArray, IntArray, IntArray]] = {}
 
     @property
@@ -180,10 +179,12 @@ class Judge:
         samples = micro_batches * self._micro_batch_size
         return -(-samples // replicas) if self._whole else samples / replicas
 
-    def search(self, micro_batches: int, incumbent: int, beam: int, most: int) -> tuple[list[tuple[int, Choice]], int]:
+    def search(
+        self, micro_batches: int, incumbent: int, beam: int, most: int
+    ) -> tuple[list[tuple[int, Assignment]], int]:
         """Plans of a unit size that may take less than the incumbent, with their bounds; the least bound dropped."""
         forward, backward, stored = self._slices(micro_batches)
-        placements, samples = self.cluster.placements, micro_batches * self._micro_batch_size
+        placements, samples = self.topology.placements, micro_batches * self._micro_batch_size
         flat = np.array([pair for choices in placements.choices for pair in choices], np.int64).reshape(-1, 2)
         plans, dropped = core.orchestrate(
             units=self._units(micro_batches),
@@ -195,8 +196,8 @@ class Judge:
             state_bytes=self._state,
             memory_limit=self._limit,
             replicas=np.array([sum(counts) for counts in placements.counts], np.int64),
-            reductions=self.cluster.reductions,
-            transfers=self.cluster.transfers,
+            reductions=self.topology.reductions,
+            transfers=self.topology.transfers,
             first_choice=np.array([0, *itertools.accumulate(map(len, placements.choices))], np.int64),
             choice_placement=flat[:, 0].copy(),
             choice_state=flat[:, 1].copy(),
@@ -208,7 +209,7 @@ class Judge:
         found = [
             (
                 bound,
-                Choice(
+                Assignment(
                     ends=tuple(ends),
                     placements=tuple(map(placements.counts.__getitem__, at)),
                     micro_batches=micro_batches,
@@ -218,16 +219,16 @@ class Judge:
         ]
         return found, dropped
 
-    def predicted_ns(self, choice: Choice) -> int | None:
+    def predicted_ns(self, choice: Assignment) -> int | None:
         """Time of an iteration; None where a stage's memory is not enough."""
         predicted, peaks = self._simulate(choice)
         return predicted if max(peaks) <= self._limit else None
 
-    def orchestration(self, choice: Choice) -> Orchestration:
+    def orchestration(self, choice: Assignment) -> Orchestration:
         """A plan with everything that is predicted of it."""
         predicted, peaks = self._simulate(choice)
         stages = zip(
-            (0, *choice.ends), choice.ends, self.cluster.devices_of(list(choice.placements)), peaks, strict=False
+            (0, *choice.ends), choice.ends, self.topology.devices_of(list(choice.placements)), peaks, strict=False
         )
         single_ms = self.profile.single_device_ms(self._micro_batch_size, self._global_batch_size)
         return Orchestration(
@@ -253,7 +254,7 @@ class Judge:
     def _slices(self, micro_batches: int) -> tuple[IntArray, IntArray, IntArray]:
         """Forward and backward time and stored bytes of a slice, by number of replicas, summed over layers."""
         if micro_batches not in self._costs:
-            most, layers = self.cluster.devices, self.profile.layers
+            most, layers = self.topology.devices, self.profile.layers
             forward, backward, stored = (np.zeros((most + 1, len(layers) + 1), np.int64) for _ in range(3))
             kept = self.profile.before([each.stored_bytes for each in layers])
             for replicas in range(1, most + 1):
@@ -268,7 +269,7 @@ class Judge:
         crossing = [each.boundary_bytes for each in self.profile.layers[:-1]]
         return np.array([0.0, *crossing, 0.0]) * samples
 
-    def _simulate(self, choice: Choice) -> tuple[int, list[int]]:
+    def _simulate(self, choice: Assignment) -> tuple[int, list[int]]:
         """Time of an iteration, and every stage's peak memory."""
         begins, ends = np.array([0, *choice.ends[:-1]]), np.array(choice.ends)
         replicas = np.array([sum(counts) for counts in choice.placements])
@@ -279,7 +280,7 @@ class Judge:
         crossing = self._boundaries(choice.micro_batches * self._micro_batch_size)[begins]
         transfer = np.zeros(stages + 1, np.int64)
         for stage, (source, target) in enumerate(itertools.pairwise(choice.placements), 1):
-            latency, rate = self.cluster.transfer(source, target)
+            latency, rate = self.topology.transfer(source, target)
             transfer[stage] = np.rint(latency + rate * crossing[stage])
         rows = (forward, backward, stored, stored, transfer[1:], transfer[:-1])
         _, finished, peaks, _, stalled = core.simulate(
@@ -292,7 +293,7 @@ class Judge:
         )
         assert not stalled
         sizes = self._parameters[ends] - self._parameters[begins]
-        reductions = (self.cluster.reduction(counts) for counts in choice.placements)
+        reductions = (self.topology.reduction(counts) for counts in choice.placements)
         reduced = [int(np.rint(late + rate * size)) for (late, rate), size in zip(reductions, sizes, strict=True)]
         return max(int(end) + ns for end, ns in zip(finished[:, -1], reduced, strict=True)), peaks
 
@@ -308,12 +309,3 @@ def one_f_one_b_codes(units: int, stages: int) -> IntArray:
         paired = [code for pair in zip(backwards, forwards[ahead:], strict=False) for code in pair]
         codes[stage] = [*forwards[:ahead], *paired, *backwards[units - ahead :]]
     return codes
-
-
-def plan_of(stages: Sequence[tuple[int, Counts]], micro_batches: int) -> Choice:
-    """A plan from (end of the layers, devices on each node) of its stages, to be judged."""
-    return Choice(
-        ends=tuple(end for end, _ in stages),
-        placements=tuple(counts for _, counts in stages),
-        micro_batches=micro_batches,
-    )

@@ -1,120 +1,46 @@
 """The best layouts of a space, found best first.
 
-Every candidate begins with a bound, a time that no plan of its batches goes below. The candidate of the least bound
-has its next batch planned in full, which raises its bound to what was predicted; and so on until the best `top`
-candidates are planned on every batch and no other's bound is below theirs. So only plans are made that the answer
-needs, and none is left out that could be in it.
+Every candidate begins with a lower bound on the time of its batches' plans. The candidate with the least bound has its
+next batch planned in full, which raises its bound to the predicted time. The search ends when the best `top` candidates
+are planned on every batch and no other bound is below theirs: no candidate that was left out is among the best.
 
     bound ──► plan batch 0 ──► bound ──► plan batch 1 ──► … ──► known          least bound first
 """
 
-import enum
 import heapq
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
-from megatron_dynapipe.cost import CostModel
+from megatron_dynapipe.cost import CostModel, Network
+from megatron_dynapipe.cost.segments import SegmentCosts, divide_segments
 from megatron_dynapipe.errors import ConfigError, DynaPipeError
 from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.settings import PlannerSettings, segment_settings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tuning.bounds import Work, least_ns, least_work
-from megatron_dynapipe.tuning.judge import Inline, Outcome, Runner, Workers
-from megatron_dynapipe.tuning.space import Candidate, Space, Split, candidates
-from megatron_dynapipe.tuning.split import even_work_split
+from megatron_dynapipe.tuning.bounds import LeastWork, even_work_split, least_ns, least_work
+from megatron_dynapipe.tuning.evaluate import Evaluator, Outcome, Workers
+from megatron_dynapipe.tuning.space import Candidate, Space, Split, Status, TunedLayout, Tuning, candidates
 from megatron_dynapipe.tuning.step_costs import StepRates, step_ns
-from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS
-
-
-class Status(enum.StrEnum):
-    """What is known of a layout."""
-
-    PLANNED = "planned"
-    """Every batch was planned."""
-    PARTIAL = "partial"
-    """Some batches were planned before it was slower than the best, or the search was interrupted."""
-    PRUNED = "pruned"
-    """No batch was planned: it cannot be among the best, or the search was interrupted."""
-    INFEASIBLE = "infeasible"
-
-
-class TunedLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """A layout and what it comes to, in means over the batches that were planned.
-
-    Attributes:
-        data_parallel, tensor_parallel, pipeline_parallel, chunks: the layout.
-        layers_per_stage: of every virtual stage; None where they were not chosen.
-        layout: auto, padded or packed: what plans may make of a micro-batch.
-        distributed_optimizer: whether optimizer state is sharded.
-        status: what is known of it.
-        batches: that were planned.
-        predicted_ms: of an iteration: forward, backward, transfers, reduction, optimizer; None without a plan.
-        reduction_ms, optimizer_ms: of these, gradient reduction and optimizer step.
-        bound_ms: an iteration takes at least this.
-        tokens_per_second: real tokens over predicted time.
-        peak_memory_mb: of every pipeline rank.
-        error: why it cannot be built, or a batch has no plan.
-        measured_ms: of an iteration, where it was trained.
-        measurement_error: why it was trained without a measurement.
-    """
-
-    data_parallel: int
-    tensor_parallel: int
-    pipeline_parallel: int
-    chunks: int = 1
-    layers_per_stage: tuple[int, ...] | None = None
-    layout: str
-    distributed_optimizer: bool
-    status: Status
-    batches: int = 0
-    predicted_ms: float | None = None
-    reduction_ms: float | None = None
-    optimizer_ms: float | None = None
-    bound_ms: float | None = None
-    tokens_per_second: float | None = None
-    peak_memory_mb: tuple[float, ...] = ()
-    error: str | None = None
-    measured_ms: float | None = None
-    measurement_error: str | None = None
-
-
-class Tuning(msgspec.Struct, frozen=True, kw_only=True):
-    """All layouts that were considered.
-
-    Attributes:
-        layouts: planned ones first, the fastest first; then partial and pruned ones, by their bounds; then infeasible
-            ones.
-        settings: the planner's settings of each.
-        plans: that were made.
-        seconds: that the search took.
-        interrupted: whether Ctrl-C ended it.
-    """
-
-    layouts: tuple[TunedLayout, ...]
-    settings: tuple[PlannerSettings, ...]
-    plans: int
-    seconds: float
-    interrupted: bool = False
-
+from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute
 
 Progress = Callable[[int, int, float | None], None]
 """Called with plans made, plans that may be needed at most, and the best predicted time (ms) so far."""
 
 
-class _Judged:
-    """A candidate on its way."""
+class _Evaluation:
+    """What is known of a candidate so far."""
 
-    def __init__(self, candidate: Candidate, works: Sequence[Work] | None) -> None:
+    def __init__(self, candidate: Candidate, bounds: Sequence[int]) -> None:
         self.candidate, self.settings, self.error = candidate, candidate.settings, candidate.error
         self.outcomes: list[Outcome] = []
-        self.bounds: list[int] = []
+        self.bounds = bounds
         self.reduction_ns = self.optimizer_ns = 0
         self.unsplit = candidate.split is Split.AUTO
-        if works is not None:
-            self.bounds = [least_ns(self.settings, work, any_split=self.unsplit) for work in works]
 
     @property
     def bound_ns(self) -> int:
@@ -165,57 +91,123 @@ def tune(
             f"expected at least one batch, best layout and process, got {len(batches)}, {top} and {workers}"
         )
     start = time.monotonic()
-    judged = _judged(candidates(base, space, cost_model), cost_model, batches, rates or StepRates())
-    search = _Search(judged, cost_model, batches, top, progress)
+    evaluations = _evaluations(candidates(base, space, cost_model), cost_model, batches, rates or StepRates())
+    search = _Search(evaluations, cost_model, batches, top, progress)
     interrupted = False
     try:
-        with Inline(cost_model, batches) if workers == 1 else Workers(cost_model, batches, workers) as runner:
-            search.run(runner)
+        with Workers(cost_model, batches, workers) as evaluating:
+            search.run(evaluating)
     except KeyboardInterrupt:
         interrupted = True
-    judged.sort(key=_rank)
-    tokens = [batch.tokens for batch in batches]
-    return Tuning(
-        layouts=tuple(_tuned(each, tokens) for each in judged),
-        settings=tuple(each.settings for each in judged),
-        plans=search.plans,
-        seconds=time.monotonic() - start,
-        interrupted=interrupted,
+    evaluations.sort(key=_rank)
+    return _tuning(evaluations, batches, search.plans, time.monotonic() - start, interrupted=interrupted)
+
+
+def tune_segments(
+    costs: SegmentCosts,
+    batches: Sequence[GlobalBatch],
+    *,
+    devices: int,
+    memory_limit_bytes: int,
+    network: Network | None = None,
+    schedule: ScheduleSettings | None = None,
+) -> Tuning:
+    """All divisions of the devices into replicas and stages of a user's own model, the fastest first.
+
+    Every number of stages has its own division of the segments, with costs of its own. There are few, so all are
+    planned on every batch. `layers_per_stage` of a layout counts segments; `split_model(…, stages=pipeline_parallel,
+    costs=costs)` and `Pipeline(replicas=data_parallel)` train it.
+
+    Args:
+        costs: measured by `profile_module`.
+        batches: a sample of the global batches to come.
+        devices: of the cluster; every layout uses all of them.
+        memory_limit_bytes: of a device.
+        network: links; by default those that the costs were measured with.
+        schedule: how passes are ordered.
+
+    Raises:
+        ConfigError: no batches, or no devices.
+    """
+    if not batches or devices < 1:
+        raise ConfigError(f"expected at least one batch and one device, got {len(batches)} and {devices}")
+    start = time.monotonic()
+    settings_of = partial(
+        segment_settings, costs, memory_limit_bytes=memory_limit_bytes, network=network, schedule=schedule
     )
+    found = [
+        _divided(settings_of, costs, stages, devices // stages, batches)
+        for stages in range(1, devices + 1)
+        if devices % stages == 0
+    ]
+    found.sort(key=lambda each: _rank(each[0]))
+    evaluations = [one for one, _ in found]
+    tuning = _tuning(evaluations, batches, sum(len(one.outcomes) for one in evaluations), time.monotonic() - start)
+    layouts = [
+        msgspec.structs.replace(layout, layers_per_stage=segments)
+        for layout, (_, segments) in zip(tuning.layouts, found, strict=True)
+    ]
+    return msgspec.structs.replace(tuning, layouts=tuple(layouts))
+
+
+def _divided(
+    settings_of: Callable[..., PlannerSettings],
+    costs: SegmentCosts,
+    stages: int,
+    replicas: int,
+    batches: Sequence[GlobalBatch],
+) -> tuple[_Evaluation, tuple[int, ...] | None]:
+    """Segments divided into stages and planned on all batches, and the number of segments on each stage."""
+    whole = settings_of([0] * len(costs.segments), stages=1, replicas=1)
+    candidate = Candidate(settings=whole, data_parallel=replicas, tensor_parallel=1, pipeline_parallel=stages)
+    one, counts = _Evaluation(candidate, [0] * len(batches)), None
+    try:
+        stage_of = divide_segments(costs, costs.points, stages, whole.memory_limit_bytes)
+        counts = tuple(stage_of.count(stage) for stage in range(stages))
+        one.settings, cost_model = settings_of(stage_of, stages=stages, replicas=replicas), costs.of_stages(stage_of)
+        state = cost_model.tables(tensor_parallel=1, recompute=Recompute.NONE).state
+        one.reduction_ns, one.optimizer_ns = step_ns(one.settings, state, StepRates())
+    except DynaPipeError as error:
+        one.error = error.message
+        return one, counts
+    evaluate = Evaluator(cost_model, batches)
+    one.outcomes = [evaluate(one.settings, number) for number in range(len(batches))]
+    one.error = next((outcome.error for outcome in one.outcomes if outcome.error is not None), None)
+    return one, counts
 
 
 class _Search:
-    """The search, and what it has come to."""
+    """The search and its state."""
 
     def __init__(
         self,
-        judged: Sequence[_Judged],
+        evaluations: Sequence[_Evaluation],
         cost_model: CostModel,
         batches: Sequence[GlobalBatch],
         top: int,
         progress: Progress | None,
     ) -> None:
         self.plans = 0
-        self._judged, self._cost_model, self._batches = judged, cost_model, batches
+        self._evaluations, self._cost_model, self._batches = evaluations, cost_model, batches
         self._top, self._progress = top, progress
-        self._open = [(each.bound_ns, at) for at, each in enumerate(judged) if each.error is None]
+        self._open = [(each.bound_ns, at) for at, each in enumerate(evaluations) if each.error is None]
         heapq.heapify(self._open)
         self._known: list[int] = []
 
-    def run(self, runner: Runner) -> None:
+    def run(self, workers: Workers) -> None:
         """Until the best are known."""
-        while self._open or runner.running:
-            while self._open and runner.free:
+        while self._open or workers.running:
+            while self._open and workers.free:
                 bound, at = heapq.heappop(self._open)
                 if len(self._known) >= self._top and bound >= self._known[self._top - 1]:
                     self._open.clear()  # All others' bounds are higher.
                     break
-                self._start(runner, at)
-            if runner.running:
-                self._take(*runner.next())
+                self._start(workers, at)
+            if workers.running:
+                self._take(*workers.next())
 
-    def _start(self, runner: Runner, at: int) -> None:
-        one = self._judged[at]
+    def _start(self, workers: Workers, at: int) -> None:
+        one = self._evaluations[at]
         if one.unsplit:
             try:
                 split = choose_layer_split(one.settings, self._cost_model, self._batches)
@@ -223,10 +215,10 @@ class _Search:
                 one.error = error.message
                 return
             one.settings, one.unsplit = msgspec.structs.replace(one.settings, layers_per_stage=split), False
-        runner.start(at, one.settings, len(one.outcomes))
+        workers.start(at, one.settings, len(one.outcomes))
 
     def _take(self, at: int, batch: int, outcome: Outcome) -> None:
-        one = self._judged[at]
+        one = self._evaluations[at]
         self.plans += 1
         if outcome.error is not None:
             one.error = outcome.error if len(self._batches) == 1 else f"batch {batch}: {outcome.error}"
@@ -238,22 +230,22 @@ class _Search:
                 heapq.heappush(self._open, (one.bound_ns, at))
         if self._progress is not None:
             best = self._known[0] / len(self._batches) / NS_PER_MS if self._known else None
-            left = sum(len(self._batches) - len(self._judged[other].outcomes) for _, other in self._open)
+            left = sum(len(self._batches) - len(self._evaluations[other].outcomes) for _, other in self._open)
             self._progress(self.plans, self.plans + left, best)
 
 
-def _judged(
+def _evaluations(
     found: Sequence[Candidate], cost_model: CostModel, batches: Sequence[GlobalBatch], rates: StepRates
-) -> list[_Judged]:
-    """Candidates with their bounds, without those that come to the same layers as one before."""
-    works: dict[int, list[Work]] = {}
-    judged: list[_Judged] = []
+) -> list[_Evaluation]:
+    """Candidates with their bounds, without those whose layers are split as those of one before."""
+    works: dict[int, list[LeastWork]] = {}
+    evaluations: list[_Evaluation] = []
     seen: set[PlannerSettings | Candidate] = set()
     for candidate in found:
         if candidate.error is not None:
             alike = msgspec.structs.replace(candidate, split=Split.EQUAL)
             if alike not in seen:
-                judged.append(_Judged(candidate, None))
+                evaluations.append(_Evaluation(candidate, []))
             seen.add(alike)
             continue
         tensor = candidate.tensor_parallel
@@ -266,7 +258,9 @@ def _judged(
         if candidate.split is not Split.AUTO and candidate.settings in seen:
             continue
         seen.add(candidate.settings)
-        one = _Judged(candidate, works[tensor])
+        any_split = candidate.split is Split.AUTO
+        bounds = [least_ns(candidate.settings, work, any_split=any_split) for work in works[tensor]]
+        one = _Evaluation(candidate, bounds)
         state = cost_model.tables(tensor_parallel=tensor, recompute=candidate.settings.recompute[0]).state
         one.reduction_ns, one.optimizer_ns = step_ns(candidate.settings, state, rates)
         if not one.unsplit:
@@ -274,16 +268,35 @@ def _judged(
                 Planner(candidate.settings, cost_model)
             except DynaPipeError as error:
                 one.error = error.message
-        judged.append(one)
-    return judged
+        evaluations.append(one)
+    return evaluations
 
 
-def _rank(one: _Judged) -> tuple[int, int]:
+def _tuning(
+    evaluations: list[_Evaluation],
+    batches: Sequence[GlobalBatch],
+    plans: int,
+    seconds: float,
+    *,
+    interrupted: bool = False,
+) -> Tuning:
+    """Evaluations, the best first, as a result."""
+    tokens = [batch.tokens for batch in batches]
+    return Tuning(
+        layouts=tuple(_tuned(each, tokens) for each in evaluations),
+        settings=tuple(each.settings for each in evaluations),
+        plans=plans,
+        seconds=seconds,
+        interrupted=interrupted,
+    )
+
+
+def _rank(one: _Evaluation) -> tuple[int, int]:
     place = {Status.PLANNED: 0, Status.PARTIAL: 1, Status.PRUNED: 1, Status.INFEASIBLE: 2}
     return place[one.status], one.bound_ns
 
 
-def _tuned(one: _Judged, tokens: Sequence[int]) -> TunedLayout:
+def _tuned(one: _Evaluation, tokens: Sequence[int]) -> TunedLayout:
     candidate, settings, planned = one.candidate, one.settings, len(one.outcomes)
     allowed = settings.micro_batch_layouts
     found = TunedLayout(

@@ -29,7 +29,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         devices: of the cluster; every layout uses all of them.
         chunks: numbers of virtual stages per pipeline rank, for GPTs on two or more stages.
-        splits: layer splits; of those that come to the same layers the first counts. `AUTO` is for one chunk.
+        splits: layer splits; of several that put the same layers on every stage, the first counts. `AUTO` is for one
+            chunk.
         distributed_optimizer: whether optimizer state is sharded; None: wherever there are replicas, since that takes
             less memory and less time.
         tensor_sizes: of tensor parallelism, those that can be used; None: all.
@@ -70,6 +71,77 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int = 1
     split: Split = Split.EQUAL
     error: str | None = None
+
+
+class Status(enum.StrEnum):
+    """How far a layout was evaluated."""
+
+    PLANNED = "planned"
+    """Every batch was planned."""
+    PARTIAL = "partial"
+    """Some batches were planned before it was slower than the best, or the search was interrupted."""
+    PRUNED = "pruned"
+    """No batch was planned: it cannot be among the best, or the search was interrupted."""
+    INFEASIBLE = "infeasible"
+
+
+class TunedLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """A parallel layout and its predictions, means over the batches that were planned.
+
+    Attributes:
+        data_parallel, tensor_parallel, pipeline_parallel, chunks: the layout.
+        layers_per_stage: of every virtual stage; None where they were not chosen.
+        layout: auto, padded or packed: what plans may make of a micro-batch.
+        distributed_optimizer: whether optimizer state is sharded.
+        status: how far it was evaluated.
+        batches: that were planned.
+        predicted_ms: of an iteration: forward, backward, transfers, reduction, optimizer; None without a plan.
+        reduction_ms, optimizer_ms: of these, gradient reduction and optimizer step.
+        bound_ms: an iteration takes at least this.
+        tokens_per_second: real tokens over predicted time.
+        peak_memory_mb: of every pipeline rank.
+        error: why it cannot be built, or a batch has no plan.
+        measured_ms: of an iteration, where it was trained.
+        measurement_error: why it was trained without a measurement.
+    """
+
+    data_parallel: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    chunks: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
+    layout: str
+    distributed_optimizer: bool
+    status: Status
+    batches: int = 0
+    predicted_ms: float | None = None
+    reduction_ms: float | None = None
+    optimizer_ms: float | None = None
+    bound_ms: float | None = None
+    tokens_per_second: float | None = None
+    peak_memory_mb: tuple[float, ...] = ()
+    error: str | None = None
+    measured_ms: float | None = None
+    measurement_error: str | None = None
+
+
+class Tuning(msgspec.Struct, frozen=True, kw_only=True):
+    """All layouts that were considered.
+
+    Attributes:
+        layouts: planned ones first, the fastest first; then partial and pruned ones, by their bounds; then infeasible
+            ones.
+        settings: the planner's settings of each.
+        plans: that were made.
+        seconds: that the search took.
+        interrupted: whether Ctrl-C ended it.
+    """
+
+    layouts: tuple[TunedLayout, ...]
+    settings: tuple[PlannerSettings, ...]
+    plans: int
+    seconds: float
+    interrupted: bool = False
 
 
 def candidates(base: PlannerSettings, space: Space, cost_model: CostModel) -> list[Candidate]:

@@ -13,16 +13,20 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import IO
 
 import msgspec
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.tuning.search import Tuning
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.tuning.space import TunedLayout, Tuning
+from megatron_dynapipe.units import BYTES_PER_MB
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
 _TAIL = 12
@@ -30,8 +34,14 @@ _TAIL = 12
 _END_S = 20.0
 """From a request to end to a kill."""
 
+LAYOUT_FILE_MARK = "Written by `megatron-dynapipe tune`"
+"""In the first line of a file with a layout's flags."""
+
 Said = Callable[[str], None]
 """Called with a line of progress."""
+
+type Flags = dict[str, str | int | bool]
+"""Values by names of flags without dashes; of switches, whether they are given."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +82,98 @@ def with_measured(tuning: Tuning, measured: Sequence[Measured]) -> Tuning:
     )
 
 
+def train_best(
+    tuning: Tuning,
+    count: int,
+    script: str,
+    flags: Sequence[str],
+    *,
+    iterations: int,
+    rounds: int,
+    deadline_s: float,
+    cost_model: Path | None,
+    said: Said | None = None,
+) -> Tuning:
+    """Train the best layouts for a few iterations on this machine's devices, and rank them by measured time.
+
+    Args:
+        tuning: whose best layouts are trained.
+        count: how many.
+        script: as `training_command`.
+        flags: as `training_command`; every layout's run file is added.
+        iterations: that each run trains.
+        rounds: times that each is run.
+        deadline_s: of one run.
+        said: called with a line after every run.
+        cost_model: as `layout_file`.
+
+    Returns:
+        The tuning as `with_measured`.
+    """
+    best = [each for each in tuning.layouts[:count] if each.predicted_ms is not None]
+    with tempfile.TemporaryDirectory() as folder:
+        commands = []
+        for number, (layout, settings) in enumerate(zip(best, tuning.settings, strict=False)):
+            path = Path(folder) / f"layout{number}.yaml"
+            path.write_text(layout_file(layout, settings, cost_model=cost_model))
+            more = [*flags, "--dynapipe-config", str(path), "--dynapipe-report-dir", f"{folder}/report{number}"]
+            more += ["--dynapipe-unset", "save", "--dynapipe-unset", "load"]  # of run files: no checkpoint of a trial
+            devices = layout.data_parallel * layout.tensor_parallel * layout.pipeline_parallel
+            commands.append(training_command(script, more, devices=devices, iterations=iterations))
+        return with_measured(
+            tuning, measure(commands, iterations=iterations, deadline_s=deadline_s, rounds=rounds, said=said)
+        )
+
+
+def layout_file(layout: TunedLayout, settings: PlannerSettings, *, cost_model: Path | None) -> str:
+    """A layout's flags as the text of a run file, one more `--dynapipe-config`.
+
+    Args:
+        layout: that was planned.
+        settings: the planner's for it.
+        cost_model: the file whose costs it was tuned with; None leaves the flag out.
+    """
+    flags = layout_flags(layout, settings)
+    if cost_model is not None:
+        flags["dynapipe-cost-model"] = str(cost_model)
+    comment = (
+        f"{LAYOUT_FILE_MARK}: {layout.data_parallel} replicas × {layout.tensor_parallel} tensor-parallel ×"
+        f" {layout.pipeline_parallel} stages, predicted to take {layout.predicted_ms:.1f} ms an iteration."
+    )
+    return run_file(flags, comment)
+
+
+def run_file(flags: Flags, comment: str) -> str:
+    """The text of a run file; the comment is its first line."""
+    return "\n".join([f"# {comment}", *(f"{name}: {_yaml(value)}" for name, value in flags.items())]) + "\n"
+
+
+def layout_flags(layout: TunedLayout, settings: PlannerSettings) -> Flags:
+    """What a run needs to train under a layout.
+
+    Args:
+        layout: that was tuned.
+        settings: the planner's for it.
+    """
+    flags: Flags = {
+        "tensor-model-parallel-size": layout.tensor_parallel,
+        "pipeline-model-parallel-size": layout.pipeline_parallel,
+        "use-distributed-optimizer": layout.distributed_optimizer,
+        "sequence-parallel": settings.sequence_parallel,
+        "dynapipe-layout": layout.layout,
+        "dynapipe-device-memory-limit": round(settings.memory_limit_bytes / BYTES_PER_MB),
+    }
+    if layout.pipeline_parallel > 1 and layout.layers_per_stage:  # Says how many chunks there are, too.
+        flags["dynapipe-layers-per-stage"] = ",".join(map(str, layout.layers_per_stage))
+    return flags
+
+
+def _yaml(value: str | int | bool) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) and "," in value else str(value)
+
+
 def training_command(script: str, flags: Sequence[str], *, devices: int, iterations: int) -> list[str]:
     """The run of an entry script on this machine's devices, for a few iterations, with a log line for each.
 
@@ -109,7 +211,7 @@ def measure(
         iterations: that each trains.
         deadline_s: of one run, from its start to its end.
         rounds: times that each is run. One that failed is not run again.
-        said: is told of every run.
+        said: called with a line after every run.
     """
     found: list[list[tuple[float, ...]]] = [[] for _ in commands]
     errors: list[str | None] = [None] * len(commands)

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from megatron_dynapipe.cli import main
-from megatron_dynapipe.cli.examples import EXAMPLES
+from megatron_dynapipe.cli.main import EXAMPLES
 
 
 def parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:

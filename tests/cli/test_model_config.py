@@ -68,7 +68,7 @@ def test_flags_win_over_the_file(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"num-layers": 4, "hidden-size": 64}')
     given = dict.fromkeys(("model", "layers", "hidden_size", "encoder_layers", "decoder_layers"))
-    args = argparse.Namespace(model_config=path, segments=False, **given)
+    args = argparse.Namespace(model_config=path, **given)
     args.layers = 9
     take_model_config(args)
     assert (args.model, args.layers, args.hidden_size) == (GPT, 9, 64)

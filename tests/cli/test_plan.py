@@ -197,15 +197,14 @@ def test_what_is_needed_and_what_there_is_differ_as_written(
     assert needed != available, said
 
 
-def test_plan_says_what_the_rules_of_gpus_would_cost(capsys, batches_file, cost_file):
-    assert main(arguments("plan", batches_file, cost_file, "--pipeline-parallel", "2")) == 0
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert re.search(r"--receive-ahead 0 --ordered-starts\) the first 1 take [+-]\d+\.\d% on average", said)
-    given = ["--pipeline-parallel", "2", "--receive-ahead", "0", "--ordered-starts"]
-    assert main(arguments("plan", batches_file, cost_file, *given)) == 0
-    assert "on average" not in capsys.readouterr().out
-    assert main(arguments("plan", batches_file, cost_file, "--receive-ahead", "-1")) == 2
-    assert "expected --receive-ahead of at least 0, got -1" in capsys.readouterr().err
+def test_plans_follow_the_rules_of_gpus(batches_file, cost_file, capsys):
+    times = {}
+    for rules in ("gloo", "gpu"):
+        flags = ("--pipeline-parallel", "2", "--transfers", rules, "--json", "--limit", "1")
+        assert main(arguments("plan", batches_file, cost_file, *flags)) == 0
+        (found,) = report(capsys)["iterations"]
+        times[rules] = found["digest"], found["predicted_ms"]
+    assert times["gpu"][0] != times["gloo"][0] and times["gpu"][1] >= times["gloo"][1]
 
 
 @pytest.mark.parametrize(("split", "is_said"), [("equal", True), ("2,1", False)])

@@ -106,7 +106,7 @@ def test_computed_costs(batches_file: Path, cost_file: Path, capsys: pytest.Capt
         (["--cost-model", "analytic"], "--cost-model analytic needs --num-attention-heads, --vocab-size"),
         ([*ANALYTIC, "--device", "abacus"], "expected a --device whose rates are known, got 'abacus'"),
         (["--chunks", "0"], "expected a number from 1"),
-        (["--write-config", "/nowhere/best.yaml"], "cannot write /nowhere/best.yaml"),
+        (["--write-config", "/proc/nowhere/best.yaml"], "cannot write /proc/nowhere/best.yaml"),
     ],
 )
 def test_bad_arguments(
@@ -128,7 +128,9 @@ def test_the_best_are_trained_and_ranked_by_measurement(
     line = "print(f' iteration {n:8d}/       2 | elapsed time per iteration (ms): {100 / stages:.1f} |')"
     read = "stages = yaml.safe_load(open(sys.argv[2]))['pipeline-model-parallel-size']"
     script.write_text(f"import sys, yaml\n{read}\nfor n in (1, 2): {line}\n")
-    monkeypatch.setattr(tuning, "training_command", lambda script, flags, **_: [sys.executable, script, *flags])
+    monkeypatch.setattr(
+        tuning.validate, "training_command", lambda script, flags, **_: [sys.executable, script, *flags]
+    )
     given = ["--validate", "3", "--validate-iterations", "2", "--json", "--", str(script)]
     assert main(arguments(batches_file, cost_file, *given)) == 0
     layouts = report(capsys)["layouts"]

@@ -7,9 +7,9 @@ from megatron_dynapipe.cost import ABSENT, Row, TableCostModel
 from megatron_dynapipe.cost.adaptive import AdaptiveGrid
 from megatron_dynapipe.cost.check import differences, held_out_errors, validated_errors
 from megatron_dynapipe.cost.format import CostFile, encode_file
-from megatron_dynapipe.cost.tabulate import Range, fitted_entry, lengths_up_to
+from megatron_dynapipe.cost.tabulate import fitted_entry, lengths_up_to
 from megatron_dynapipe.errors import ConfigError, CostModelError
-from megatron_dynapipe.units import Recompute
+from megatron_dynapipe.units import Recompute, Shape
 from tests.cost.models import gpt_file
 
 AXES = ((1, 2, 4, 8, 16), (8, 16, 32, 64, 128, 256))
@@ -63,7 +63,7 @@ def test_tables_are_filled_from_measurements() -> None:
     }
     entry = fitted_entry(
         measured, tensor_parallel=1, recompute=Recompute.NONE, model_state_mb={"embedding": 1.0, "encoder": 2.0},
-        within=Range(size=8, input_length=128), infeasible={"encoder": [(8, 96)]},
+        within=Shape(size=8, input_length=128), infeasible={"encoder": [(8, 96)]},
     )  # fmt: skip
     file = CostFile(name="n", source="s", device="d", units={}, model={}, keys={"tp1_none": entry})
     tables = TableCostModel.decode(encode_file(file)).tables(tensor_parallel=1, recompute=Recompute.NONE)
@@ -75,7 +75,7 @@ def test_tables_are_filled_from_measurements() -> None:
     with pytest.raises(CostModelError, match=r"nothing was measured of time_ms of encoder\.forward"):
         fitted_entry(
             measured | {("time_ms", "encoder.forward"): {}}, tensor_parallel=1, recompute=Recompute.NONE,
-            model_state_mb={}, within=Range(size=8, input_length=128), infeasible={},
+            model_state_mb={}, within=Shape(size=8, input_length=128), infeasible={},
         )  # fmt: skip
 
 

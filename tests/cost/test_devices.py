@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_dynapipe.cost import A100_RATES
-from megatron_dynapipe.cost.devices import rates_of
+from megatron_dynapipe.cost.analytic import rates_of
 
 
 @pytest.mark.parametrize(

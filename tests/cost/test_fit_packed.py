@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost.fit_packed import LONGEST_ROW, RowSample, fit_part
-from megatron_dynapipe.cost.tabulate import Range
+from megatron_dynapipe.cost.tabulate import LONGEST_ROW, RowSample, fit_part
 from megatron_dynapipe.errors import CostModelError
-from megatron_dynapipe.units import round_up
+from megatron_dynapipe.units import Shape, round_up
 
-WITHIN = Range(size=8, input_length=512, target_length=96)
+WITHIN = Shape(size=8, input_length=512, target_length=96)
 ENCODER = [(16,) * 16, (64,) * 4, (256,), (16,) * 64, (200, 56, 512), (512,) * 4]
 DECODER = [((16,) * n, (8,) * n) for n in (4, 32)] + [
     ((64,) * 8, (8,) * 8),

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.cost.check import held_out_errors
 from megatron_dynapipe.cost.format import read_file
-from megatron_dynapipe.cost.nnls import nonnegative_least_squares
-from megatron_dynapipe.cost.surface import Quantity, cross_validate, fit_surface, monotone
+from megatron_dynapipe.cost.surface import Quantity, cross_validate, fit_surface, monotone, nonnegative_least_squares
 from megatron_dynapipe.errors import CostModelError
 from tests.helpers.benchmark_data import A100_COSTS
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cli.main import main
-from megatron_dynapipe.data.stats import LengthStatistics, dataset_statistics, length_histograms, statistics_table
+from megatron_dynapipe.data.stats import LengthStatistics, dataset_statistics, statistics_table
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.lengths import task_ids_path
 from tests.data.dataset import write_dataset
@@ -106,15 +106,3 @@ def test_prepare_says_that_it_replaces_another_dataset(tmp_path: Path, capsys: p
         assert main(command) == 0
         said.append("replaced another dataset" in capsys.readouterr().err)
     assert said == [False, False, True]
-
-
-def test_histograms_count_every_sample_of_a_task(tmp_path: Path) -> None:
-    folder = write_dataset(tmp_path)
-    found = length_histograms(folder, "train")
-    statistics = dataset_statistics(folder, "train")
-    assert {task: sum(bins.values()) for task, bins in found.items()} == {
-        each.task: each.samples for each in statistics.tasks
-    }
-    for bins in found.values():
-        edges = list(bins)
-        assert edges == sorted(set(edges)) and edges[0] >= 1

@@ -71,7 +71,6 @@ PLANNING += ["--recompute", "none"]
         ["compare", *PLANNING, "--json"],
         ["tune", *PLANNING, "--devices", "2", "--workers", "1", "--search-evaluations", "10", "--json"],
         ["cost-model", "show", "costs.json"],
-        ["completion", "bash"],
     ],
     ids=lambda argv: argv[0],
 )

@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import ABSENT, Row
-from megatron_dynapipe.cost.segments import Segment, SegmentCosts
+from megatron_dynapipe.cost.segments import Segment, SegmentCosts, divide_evenly, divide_segments
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError
 from megatron_dynapipe.modules.collate import Pack, Pad
 from megatron_dynapipe.modules.loader import DynaPipeDataLoader
 from megatron_dynapipe.modules.planner import ModulePlanner
 from megatron_dynapipe.plan.instructions import RecvStart, SendStart
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, TransferRules
-from megatron_dynapipe.planning.segments import even_split, even_split_of_costs
 from megatron_dynapipe.units import Recompute
 from tests.helpers.processes import run_ranks
 from tests.modules.test_pipeline import toy, toy_batch, toy_loss, whole_losses
@@ -52,9 +51,9 @@ def costs_of(*weights: float) -> SegmentCosts:
 def test_the_heaviest_stage_is_as_light_as_can_be(weights, stages):
     if stages > len(weights):
         with pytest.raises(InfeasibleError):
-            even_split(weights, stages)
+            divide_evenly(weights, stages)
         return
-    stage_of = even_split(weights, stages)
+    stage_of = divide_evenly(weights, stages)
     assert stage_of == sorted(stage_of) and set(stage_of) == set(range(stages))
     assert heaviest(weights, stage_of) == min(heaviest(weights, other) for other in all_splits(len(weights), stages))
 
@@ -87,15 +86,15 @@ def all_splits(segments: int, stages: int) -> list[list[int]]:
 def test_stages_are_even_by_time_within_memory(weights, stages, limit, expected):
     costs = costs_of(*weights)
     if isinstance(expected, list):
-        assert even_split_of_costs(costs, costs.points, stages, limit) == expected
+        assert divide_segments(costs, costs.points, stages, limit) == expected
         return
     with pytest.raises(expected):
-        even_split_of_costs(costs, costs.points, stages, limit)
+        divide_segments(costs, costs.points, stages, limit)
 
 
 def test_costs_of_other_segments_are_refused():
     with pytest.raises(ConfigError, match="expected costs of segments divided at h"):
-        even_split_of_costs(costs_of(1, 1), ["h"], 2)
+        divide_segments(costs_of(1, 1), ["h"], 2)
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
@@ -130,7 +129,7 @@ def test_a_file_that_is_missing_is_refused(tmp_path):
 
 def planner_of(stages: int = 2, replicas: int = 1, weights: tuple[float, ...] = (1, 1, 1, 1), **more: Any) -> Any:
     costs = costs_of(*weights)
-    stage_of = even_split_of_costs(costs, costs.points, stages)
+    stage_of = divide_segments(costs, costs.points, stages)
     return ModulePlanner(costs, stage_of, stages=stages, replicas=replicas, memory_limit_bytes=10**9, **more)
 
 

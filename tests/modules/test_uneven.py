@@ -9,7 +9,7 @@ from megatron_dynapipe.cost import Network
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.modules.uneven import UnevenPipeline, stage_of_plan
 from megatron_dynapipe.runtime.sliced import shared_rows, slices
-from megatron_dynapipe.tuning import Cluster, Layer, LayerProfile, orchestrate
+from megatron_dynapipe.tuning import Layer, LayerProfile, Topology, orchestrate
 from tests.helpers.processes import run_ranks
 
 WIDTH = 6
@@ -101,7 +101,7 @@ def orchestrated() -> tuple[Stages, int, int]:
 
     profile = LayerProfile(name="", sizes=(1,), layers=(layer(4, 1), layer(4, 1), layer(3, 1), layer(1, 1e9)))
     network = Network(devices_per_node=1, inter_node_gbps=8, inter_node_latency_us=0)
-    plan = orchestrate(profile, 2, 12, Cluster(devices=3, network=network))
+    plan = orchestrate(profile, 2, 12, Topology(devices=3, network=network))
     assert sorted(stage.replicas for stage in plan.stages) == [1, 2]
     return [(stage.first_layer, stage.end_layer, list(stage.devices)) for stage in plan.stages], 12, plan.units
 

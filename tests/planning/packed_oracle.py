@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_dynapipe.cost import ABSENT, LayerTables, Row
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray, ScheduleProblem
-from megatron_dynapipe.planning.schedules.adaptive import adaptive
+from megatron_dynapipe.planning.schedules.list_scheduling import adaptive
 from megatron_dynapipe.planning.simulate import simulate
 from megatron_dynapipe.units import BatchLayout, round_up
 

@@ -47,6 +47,8 @@ def good() -> dict[str, Any]:
         "decoder_backward": np.array([False]),
         "latency_ns": np.array([0.0]),
         "gbps": np.array([100.0]),
+        "chains": np.zeros(0, np.int32),
+        "extras": ints(),
     }
 
 
@@ -262,6 +264,8 @@ def test_fuzz(data: st.DataObject) -> None:
                 arguments[name] = data.draw(arrays)[None]
             case "decoder_forward" | "decoder_backward":
                 arguments[name] = data.draw(arrays) > 0
+            case "chains":
+                arguments[name] = data.draw(arrays).astype(np.int32)
             case "latency_ns" | "gbps":
                 arguments[name] = data.draw(arrays).astype(float)
             case "packed":

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.planning.ordering import BAND_RATIO, by_bands, by_length, candidate_orders
+from megatron_dynapipe.planning.partition import BAND_RATIO, by_bands, by_length, candidate_orders
 
 
 def ints(values: list[int]) -> np.ndarray:

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import LayerTables, Network, PipelineLayout, Row
-from megatron_dynapipe.planning.ordering import candidate_orders
-from megatron_dynapipe.planning.partition import partition
+from megatron_dynapipe.planning.partition import candidate_orders, partition
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.planning.partition_oracle import STATE, batch_problems, brute_force

@@ -11,8 +11,7 @@ from megatron_dynapipe.plan.instructions import Backward, Forward
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.planning.native import core
 from megatron_dynapipe.planning.problem import ScheduleProblem
-from megatron_dynapipe.planning.schedules.gpipe import gpipe
-from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b
+from megatron_dynapipe.planning.schedules.one_f_one_b import gpipe, one_f_one_b
 from megatron_dynapipe.planning.simulate import simulate, simulate_in_python
 from tests.helpers.plans import NO_LIMIT, random_problem
 

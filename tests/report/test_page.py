@@ -7,12 +7,11 @@ import re
 import pytest
 
 from megatron_dynapipe.errors import InstallationError
-from megatron_dynapipe.report import timeline_chart
-from megatron_dynapipe.report.charts import MOST_POINTS, comparison_chart, length_chart, run_charts, thinned
+from megatron_dynapipe.report import charts as module
+from megatron_dynapipe.report.charts import MOST_POINTS, run_charts, thinned, timeline_panels
 from megatron_dynapipe.report.page import write_page
 from megatron_dynapipe.report.run import read_run
 from megatron_dynapipe.report.summary import summarise
-from megatron_dynapipe.report.timeline_chart import timeline_panels
 from tests.helpers.runs import write_run
 
 
@@ -26,18 +25,16 @@ def data_of(page) -> dict:
 
 
 def test_a_page_holds_everything_it_needs(run, tmp_path):
-    more = [length_chart({"a": {1: 2, 8: 3}}), comparison_chart({"dynapipe": 2.0, "padding": 1.0})]
     page = write_page(
         run,
         summarise(run.iterations, maximum=run.maximum),
         tmp_path / "made" / "page.html",
         title="</script>",
-        more=more,
     )
     data = data_of(page)
     assert data["title"] == "</script>"
     names = [chart["name"] for chart in data["charts"]]
-    assert names == ["loss", "speed", "padding", "prediction", "stages", "memory", "shapes", "lengths", "methods"]
+    assert names == ["loss", "padding", "prediction", "stages", "memory"]
     assert [each["name"] for each in data["timelines"]] == [f"iteration {number}" for number in range(1, 7)]
     text = page.read_text()
     assert "Licensed under the MIT license" in text  # Plotly's, with its code
@@ -61,14 +58,14 @@ def test_lines_are_thinned_out_to_means():
 
 def test_a_page_has_room_for_so_many_timelines(run, monkeypatch):
     boxes = sum(timeline_panels(run.timelines)[0][side]["boxes"] for side in ("planned", "measured"))
-    monkeypatch.setattr(timeline_chart, "MOST_BOXES", 3 * boxes)
+    monkeypatch.setattr(module, "MOST_BOXES", 3 * boxes)
     assert [each["name"] for each in timeline_panels(run.timelines)] == ["iteration 1", "iteration 4", "iteration 6"]
-    monkeypatch.setattr(timeline_chart, "MOST_BOXES", 1)
+    monkeypatch.setattr(module, "MOST_BOXES", 1)
     assert [each["name"] for each in timeline_panels(run.timelines)] == ["iteration 6"]
 
 
 def test_the_shortest_boxes_are_left_out_and_counted(run, monkeypatch):
-    monkeypatch.setattr(timeline_chart, "MOST_DRAWN", 10)
+    monkeypatch.setattr(module, "MOST_DRAWN", 10)
     shown = timeline_panels(run.timelines)[-1]["measured"]
     whole = sum(len(events) for events in run.timelines[-1].measured)
     assert shown["boxes"] == 10 and shown["left_out"] == whole - 10
@@ -79,7 +76,7 @@ def test_timelines_of_64_stages_stay_within_the_page(tmp_path):
     charts = {chart.name: chart for chart in run_charts(run)}
     assert len(charts["stages"].traces[0]["x"]) == 64
     panels = timeline_panels(run.timelines)
-    assert sum(each[side]["boxes"] for each in panels for side in ("planned", "measured")) <= timeline_chart.MOST_BOXES
+    assert sum(each[side]["boxes"] for each in panels for side in ("planned", "measured")) <= module.MOST_BOXES
 
 
 def test_without_plotly_the_error_says_what_to_install(run, tmp_path, monkeypatch):

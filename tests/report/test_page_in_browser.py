@@ -37,7 +37,7 @@ def test_the_page_renders_zooms_and_asks_for_nothing(page_file):
         charts = page.evaluate(
             "[...document.querySelectorAll('.chart')].filter(c => c.querySelector('.point, .js-line')).length"
         )
-        assert charts == 8
+        assert charts == 6
         x, y = page.evaluate(BOX)
         page.mouse("mouseMoved", x - 1, y)
         page.mouse("mouseMoved", x, y)

@@ -5,9 +5,8 @@ from matplotlib.image import imread
 
 from megatron_dynapipe.plan.instructions import Backward, Forward, Payload, RecvWait
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.report.panel import Panel
 from megatron_dynapipe.report.timeline import draw
-from megatron_dynapipe.report.trace import write_trace
+from megatron_dynapipe.report.trace import Panel, write_trace
 from tests.helpers.plans import make_plan
 
 PLAN = make_plan((4,), 3)

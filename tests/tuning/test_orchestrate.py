@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.errors import ConfigError, CostModelError, InfeasibleError
-from megatron_dynapipe.tuning import Cluster, Layer, LayerProfile, orchestrate
-from megatron_dynapipe.tuning.cluster import Counts
-from megatron_dynapipe.tuning.orchestrate import Choice, Judge, one_f_one_b_codes
+from megatron_dynapipe.tuning import Layer, LayerProfile, Topology, orchestrate
+from megatron_dynapipe.tuning.orchestrate import Assignment, OrchestrationProblem, one_f_one_b_codes
+from megatron_dynapipe.tuning.topology import Counts
 
 SLOW = Network(devices_per_node=1, intra_node_gbps=8, inter_node_gbps=8, inter_node_latency_us=0)
 """A byte takes 1 ns over every link."""
@@ -32,9 +32,9 @@ def profile(*layers: Layer) -> LayerProfile:
     return LayerProfile(name="test", sizes=(1,), layers=layers)
 
 
-def cluster(devices: int, per_node: int = 1, memory: int | None = None) -> Cluster:
+def cluster(devices: int, per_node: int = 1, memory: int | None = None) -> Topology:
     network = Network(devices_per_node=per_node, intra_node_gbps=80, inter_node_gbps=8, inter_node_latency_us=10)
-    return Cluster(devices=devices, network=network, memory_bytes=memory)
+    return Topology(devices=devices, network=network, memory_bytes=memory)
 
 
 def every_placement(free: Counts) -> Iterator[tuple[Counts, Counts]]:
@@ -44,7 +44,7 @@ def every_placement(free: Counts) -> Iterator[tuple[Counts, Counts]]:
             yield counts, tuple(a - b for a, b in zip(free, counts, strict=True))
 
 
-def every_plan(judge: Judge, layers: int, nodes: Counts) -> Iterator[Choice]:
+def every_plan(problem: OrchestrationProblem, layers: int, nodes: Counts) -> Iterator[Assignment]:
     def stages(done: int, free: Counts) -> Iterator[list[tuple[int, Counts]]]:
         if done == layers:
             yield []
@@ -52,8 +52,8 @@ def every_plan(judge: Judge, layers: int, nodes: Counts) -> Iterator[Choice]:
             for counts, left in every_placement(free):
                 yield from ([(end, counts), *rest] for rest in stages(end, left))
 
-    for micro_batches, plan in itertools.product(judge.unit_sizes, list(stages(0, nodes))):
-        yield Choice(
+    for micro_batches, plan in itertools.product(problem.unit_sizes, list(stages(0, nodes))):
+        yield Assignment(
             ends=tuple(end for end, _ in plan),
             placements=tuple(counts for _, counts in plan),
             micro_batches=micro_batches,
@@ -78,8 +78,8 @@ def test_the_best_of_all_plans(layers, shape, units, whole, memory):
         for ms, crossing, weights, kept in layers
     ]
     nodes = cluster(devices, per_node, memory)
-    judge = Judge(profile(*given_layers), 2, 2 * units, nodes, whole_samples=whole)
-    times = [judge.predicted_ns(plan) for plan in every_plan(judge, len(layers), nodes.nodes)]
+    problem = OrchestrationProblem(profile(*given_layers), 2, 2 * units, nodes, whole_samples=whole)
+    times = [problem.predicted_ns(plan) for plan in every_plan(problem, len(layers), nodes.nodes)]
     possible = [time for time in times if time is not None]
     if not possible:
         with pytest.raises(InfeasibleError, match="expected a plan of test whose stages fit"):
@@ -95,23 +95,29 @@ def test_the_best_of_all_plans(layers, shape, units, whole, memory):
 
 def test_costs_of_a_plan_by_hand():
     # Two units of one sample. Stage 0: 1 + 2 ms. Link: 0.5 ms. Stage 1: 1 + 2 ms.
-    judge = Judge(profile(layer(1, boundary=500_000), layer(1)), 1, 2, Cluster(devices=2, network=SLOW))
-    straight = Choice(ends=(1, 2), placements=((1, 0), (0, 1)), micro_batches=1)
+    problem = OrchestrationProblem(
+        profile(layer(1, boundary=500_000), layer(1)), 1, 2, Topology(devices=2, network=SLOW)
+    )
+    straight = Assignment(ends=(1, 2), placements=((1, 0), (0, 1)), micro_batches=1)
     # stage 0   F0 F1 ·············· B0 ── B1
     # stage 1   ·· · F0 B0 ──── F1 B1          F0 at 1.5, B0 to 4.5, F1 to 5.5, B1 to 7.5, sent to 8, B1 to 10
-    assert judge.predicted_ns(straight) == 10_000_000
-    plan = judge.orchestration(straight)
+    assert problem.predicted_ns(straight) == 10_000_000
+    plan = problem.orchestration(straight)
     assert plan.speedup == pytest.approx(12 / 10)
     assert [stage.devices for stage in plan.stages] == [(0,), (1,)]
 
 
 def test_a_reduction_overlaps_with_the_stages_before():
     weights = profile(layer(1), layer(1, parameters=1_000_000))
-    judge = Judge(weights, 2, 2, Cluster(devices=3, network=SLOW))
+    problem = OrchestrationProblem(weights, 2, 2, Topology(devices=3, network=SLOW))
     # F0 to 2, halves on stage 1: F to 3, B to 5; then stage 0's B to 9, beside a reduction of 2 · 1/2 · 1 ms.
-    assert judge.predicted_ns(Choice(ends=(1, 2), placements=((1, 0, 0), (0, 1, 1)), micro_batches=1)) == 9_000_000
+    assert (
+        problem.predicted_ns(Assignment(ends=(1, 2), placements=((1, 0, 0), (0, 1, 1)), micro_batches=1)) == 9_000_000
+    )
     # The other way round the halves are first: F to 1, F to 3, B to 7, B to 9.
-    assert judge.predicted_ns(Choice(ends=(1, 2), placements=((1, 1, 0), (0, 0, 1)), micro_batches=1)) == 9_000_000
+    assert (
+        problem.predicted_ns(Assignment(ends=(1, 2), placements=((1, 1, 0), (0, 0, 1)), micro_batches=1)) == 9_000_000
+    )
 
 
 def test_what_has_many_weights_is_not_replicated():
@@ -193,7 +199,7 @@ def test_batches_that_do_not_divide(sizes):
 @pytest.mark.parametrize("change", [{"devices": 0}, {"devices": 65}, {"devices": 2, "memory_bytes": 0}])
 def test_clusters_that_cannot_be(change):
     with pytest.raises(ConfigError, match="expected"):
-        Cluster(**change)
+        Topology(**change)
 
 
 def test_order_of_passes():

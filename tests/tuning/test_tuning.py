@@ -1,6 +1,5 @@
 """The search over layouts: the exhaustive search's answer, with fewer plans; what cannot be used says why."""
 
-import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +25,8 @@ from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tuning import Space, Split, Status, StepRates, candidates, tune
-from megatron_dynapipe.tuning.bounds import Work, least_ns, least_work, stage_work
-from megatron_dynapipe.tuning.search import Tuning
-from megatron_dynapipe.tuning.space import divisions
-from megatron_dynapipe.tuning.split import even_work_split
+from megatron_dynapipe.tuning.bounds import LeastWork, even_work_split, least_ns, least_work, stage_work
+from megatron_dynapipe.tuning.space import Tuning, divisions
 from megatron_dynapipe.tuning.step_costs import step_ns
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
@@ -187,13 +184,20 @@ def test_bounds_hold_whatever_was_measured(
     assert least_ns(wanted, least_work(wanted, costs, one)) <= planned
 
 
-@pytest.mark.parametrize(("seed", "lengths"), [(4, [16, 459, 429]), (10, [279, 6, 482, 453]), (12, [373, 16, 272])])
-def test_sizes_that_were_not_measured_are_no_bug_of_the_planner(seed: int, lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("seed", "lengths", "said"),
+    [
+        (4, [16, 459, 429], "sample 1 of padded shape 1x464 lies outside the cost model's lengths"),
+        (10, [279, 6, 482, 453], "every sample fits alone, but no schedule of their micro-batches fits the memory"),
+        (12, [373, 16, 272], "sample 0 of padded shape 1x376 lies outside the cost model's lengths"),
+    ],
+)
+def test_sizes_that_were_not_measured_are_no_bug_of_the_planner(seed: int, lengths: list[int], said: str) -> None:
     """Fewer micro-batches than replicas, and nothing known of a half of one."""
     ids, targets = np.arange(len(lengths)), np.zeros(len(lengths), np.int32)
     inputs = np.array(lengths, np.int32)
     one = GlobalBatch(iteration=0, sample_ids=ids, input_lengths=inputs, target_lengths=targets)
-    with contextlib.suppress(InfeasibleError):
+    with pytest.raises(InfeasibleError, match=said):
         Planner(base(GPT, data_parallel=2, pipeline_parallel=1), Uneven(seed)).plan(one, 0)
 
 
@@ -297,7 +301,7 @@ def test_a_space_is_checked() -> None:
 
 
 def test_the_even_split_has_the_least_work_on_its_busiest_stage() -> None:
-    work = Work(samples=np.zeros((1, 3)), total=np.array([2.0, 5.0, 7.0]), floor=np.zeros(3))
+    work = LeastWork(samples=np.zeros((1, 3)), total=np.array([2.0, 5.0, 7.0]), floor=np.zeros(3))
     wanted = base(T5, pipeline_parallel=3, layers_per_stage=(3, 3, 2))
     found = even_work_split(wanted, [work])
 

@@ -8,8 +8,17 @@ import pytest
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.tuning import Measured, Status, TunedLayout, Tuning, measure, training_command, with_measured
-from megatron_dynapipe.tuning.run_file import layout_flags, run_file
+from megatron_dynapipe.tuning import (
+    Measured,
+    Status,
+    TunedLayout,
+    Tuning,
+    layout_file,
+    layout_flags,
+    measure,
+    training_command,
+    with_measured,
+)
 from megatron_dynapipe.units import ModelFamily
 
 LINE = (
@@ -113,9 +122,9 @@ def test_measured_layouts_come_first() -> None:
 
 def test_a_layout_as_a_run_file() -> None:
     settings = settings_of(8)
-    flags = layout_flags(layout(2, layers_per_stage=(5, 3)), settings)
-    text = run_file(flags, "why")
-    assert text.splitlines()[0] == "# why"
+    text = layout_file(layout(2, layers_per_stage=(5, 3)), settings, cost_model=Path("costs.json"))
+    assert text.startswith("# Written by `megatron-dynapipe tune`: 1 replicas × 1 tensor-parallel × 2 stages")
+    assert text.endswith("dynapipe-cost-model: costs.json\n")
     assert 'dynapipe-layers-per-stage: "5,3"' in text and "dynapipe-device-memory-limit: 5" in text
     assert "use-distributed-optimizer: false" in text and "num-virtual" not in text
     equal = layout_flags(layout(2, layers_per_stage=(2, 2, 2, 2), chunks=2), settings)

@@ -20,6 +20,7 @@ from megatron_dynapipe.integration.execution.megatron_stage import (
     PrepareMicroBatch,
 )
 from megatron_dynapipe.integration.hooks.timers import without_timers
+from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import Step, StepRunner, StepTotals
@@ -92,6 +93,7 @@ def _passes(
     reduction: "_GradientReduction",
 ) -> Iterator[None]:
     """While a list runs."""
+    clear_kept_keys(models)
     with reduction, without_timers(config):
         gather_parameters(models, instructions)
         yield

@@ -74,7 +74,7 @@ def gpt_batch(
         row_format: of packed rows.
     """
     segments = host.input_segments
-    packed = () if segments is None else (segments.offsets, segments.positions)
+    packed = () if segments is None else (segments.offsets, segments.positions, segments.key_offsets)
     texts = (host.tokens, host.labels, host.loss_mask, host.tasks)
     tokens, labels, loss_mask, tasks, *moved = copy_to(device, (*texts, *packed))
     length, row = host.shape.input_length, None
@@ -164,9 +164,9 @@ def _rows(
 
 
 def _on_device(segments: RowSegments, moved: Sequence[torch.Tensor | None]) -> DeviceSegments:
-    offsets, positions = moved
+    offsets, positions, *cut = moved
     assert offsets is not None and positions is not None, "every stage has them"
-    return DeviceSegments(host=segments, offsets=offsets, positions=positions)
+    return DeviceSegments(host=segments, offsets=offsets, positions=positions, key_offsets=cut[0] if cut else None)
 
 
 def copy_to(device: torch.device, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, even_split
-from megatron_dynapipe.cost.devices import rates_of
+from megatron_dynapipe.cost.analytic import rates_of
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
@@ -84,6 +84,7 @@ def _planner(run: RunConfig, layers_per_stage: tuple[int, ...] | None) -> Planne
         network=machine.network(run.cost_model, run.cluster),
         scatter_gather=run.scatter_gather,
         micro_batch_layouts=run.layouts.allowed,
+        slices=run.slices,
         element_bytes=model.state_dtype.itemsize,
         transfers=GLOO_RULES if run.on_cpu else CUDA_RULES,
         sequence_parallel=model.sequence_parallel,

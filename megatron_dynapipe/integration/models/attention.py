@@ -25,7 +25,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.models.packed_attention import attend_by_sample, attend_in_kernel, kernel_takes
+from megatron_dynapipe.integration.models.kept_keys import KeptKeys
+from megatron_dynapipe.integration.models.packed_attention import (
+    attend_by_sample,
+    attend_in_kernel,
+    attend_pieces_in_kernel,
+    kernel_takes,
+)
+from megatron_dynapipe.integration.models.packed_rows import PackedRow
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -76,6 +83,7 @@ class SdpaCoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.kept_keys = KeptKeys()
 
     def forward(
         self,
@@ -140,14 +148,20 @@ class SdpaCoreAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, row: PackedSeqParams, bias: Tensor | None, *, causal: bool
     ) -> Tensor:
         """[t, 1, heads × head size] of a packed row [t, heads, head size]."""
+        cut = row if isinstance(row, PackedRow) and row.cuts else None
+        if cut is not None:
+            key, value = self.kept_keys.keep(key, value, cut.starts(), cut.cuts)
         takes = partial(kernel_takes, query.dtype, query.size(2), on_cuda=query.is_cuda)
         if takes(dropout=self.training and self.dropout > 0, biased=bias is not None):
-            attended = attend_in_kernel(query, key, value, row, causal=causal, scale=self.softmax_scale)
+            if cut is not None:
+                attended = attend_pieces_in_kernel(query, key, value, cut, self.kept_keys, scale=self.softmax_scale)
+            else:
+                attended = attend_in_kernel(query, key, value, row, causal=causal, scale=self.softmax_scale)
         else:
             if bias is not None and causal:
                 bias = bias.masked_fill(_later_keys(bias.size(2), bias.size(3), bias.device), -math.inf)
             attend = partial(self._attend, causal=causal)
-            attended = attend_by_sample(query, key, value, row, attend, bias, causal=causal)
+            attended = attend_by_sample(query, key, value, row, attend, bias, causal=causal, kept=self.kept_keys)
         return attended.flatten(1)[:, None]
 
     def _randomness(self) -> contextlib.AbstractContextManager[Any]:

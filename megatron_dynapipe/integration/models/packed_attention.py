@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.integration.models.kept_keys import KeptKeys, joined_again
 from megatron_dynapipe.integration.models.packed_rows import PackedRow
 from megatron_dynapipe.integration.models.segment_groups import SegmentGroup, group_segments
 
@@ -61,6 +62,7 @@ def attend_by_sample(
     bias: Tensor | None,
     *,
     causal: bool,
+    kept: KeptKeys | None = None,
 ) -> Tensor:
     """Attention of each segment by itself, those of like lengths together.
 
@@ -73,6 +75,7 @@ def attend_by_sample(
         bias: [1, heads, queries, keys] of the longest segment, of which shorter ones have a corner; of causal
             attention, later keys are masked in it.
         causal: whether `attend` hides later keys; each segment then has as many keys as queries.
+        kept: keys of earlier pieces, where there are pieces in the row; it has no bias then.
 
     Returns:
         [t, heads, channels].
@@ -90,6 +93,11 @@ def attend_by_sample(
     )
     attended = []
     for group in groups.groups:
+        if group.apart is not None:
+            assert isinstance(row, PackedRow) and kept is not None, "a piece of a planned row"
+            places = slice(start := row.starts()[group.apart], start + group.queries)
+            attended.append(_attend_piece(query[places], key[places], value[places], row, group.apart, kept, attend))
+            continue
         if group.keys == 0:
             attended.append(query.new_zeros(group.count * group.queries, *query.shape[1:]))
             continue
@@ -98,6 +106,37 @@ def attend_by_sample(
         of_keys, of_values = (_picked(tensor, group.key_places, group.count) for tensor in (key, value))
         attended.append(attend(of_queries, of_keys, of_values, mask).flatten(0, 1))
     return torch.cat(attended).index_select(0, groups.back)
+
+
+def _attend_piece(
+    query: Tensor, key: Tensor, value: Tensor, row: PackedRow, segment: int, kept: KeptKeys, attend: Attend
+) -> Tensor:
+    """Attention of one piece to all before it and itself: [queries, heads, channels]."""
+    before = kept.before(row.cuts[segment])
+    keys, values = [*(piece.key for piece in before), key], [*(piece.value for piece in before), value]
+    joined_keys, joined_values = torch.cat(keys), torch.cat(values)
+    with joined_again((joined_keys, keys), (joined_values, values)):
+        return attend(query[None], joined_keys[None], joined_values[None], row.later_keys(segment, query))[0]
+
+
+def attend_pieces_in_kernel(
+    query: Tensor, key: Tensor, value: Tensor, row: PackedRow, kept: KeptKeys, *, scale: float
+) -> Tensor:
+    """One causal kernel over all segments of a row with pieces; arguments and result as of `attend_by_sample`."""
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    starts, done = row.starts(), 0
+    for segment, cut in sorted(row.cuts.items()):
+        if cut.start:
+            before = kept.before(cut)
+            keys += [key[done : starts[segment]], *(piece.key for piece in before)]
+            values += [value[done : starts[segment]], *(piece.value for piece in before)]
+            done = starts[segment]
+    keys.append(key[done:])
+    values.append(value[done:])
+    joined_keys, joined_values = torch.cat(keys), torch.cat(values)
+    with joined_again((joined_keys, keys), (joined_values, values)):
+        return attend_in_kernel(query, joined_keys, joined_values, row, causal=True, scale=scale)
 
 
 def _picked(tensor: Tensor, places: Tensor, count: int) -> Tensor:

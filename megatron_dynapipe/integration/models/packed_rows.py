@@ -7,15 +7,17 @@ are picked by position once for all layers. Transformer Engine's layers are give
 """
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
-from megatron_dynapipe.data.segments import RowSegments
+from megatron_dynapipe.data.segments import CutSegment, RowSegments
 from megatron_dynapipe.integration.models.padded_rows import AttentionRows
 from megatron_dynapipe.integration.models.segment_groups import SegmentGroups, group_segments
 
@@ -37,18 +39,36 @@ class PackedRow(AttentionRows):
     """One packed row on the device: what attention takes, and what is known of it on the host.
 
     Attributes:
-        lengths_q, lengths_kv: positions of every segment of queries and of keys; some may be 0.
+        lengths_q, lengths_kv: positions of every segment of queries and of keys; some may be 0. Keys of earlier pieces
+            are not among them, but counted by Megatron's own attributes.
+        cuts: the segments that are pieces of samples.
     """
 
     lengths_q: tuple[int, ...] = ()
     lengths_kv: tuple[int, ...] = ()
+    cuts: Mapping[int, CutSegment] = field(default_factory=dict)
     _groups: SegmentGroups | None = None
+    _picked: Tensor | None = None
+    _masks: dict[int, Tensor] = field(default_factory=dict)
 
     def segment_groups(self, device: torch.device) -> SegmentGroups:
         """The row's segments in groups of like lengths, made once for all layers."""
         if self._groups is None:
-            self._groups = group_segments(self.lengths_q, self.lengths_kv, device)
+            apart = {segment for segment, cut in self.cuts.items() if cut.start}
+            self._groups = group_segments(self.lengths_q, self.lengths_kv, device, apart)
         return self._groups
+
+    def starts(self) -> list[int]:
+        """Where the segments begin, and where the last one ends."""
+        return [0, *accumulate(self.lengths_q)]
+
+    def later_keys(self, segment: int, like: Tensor) -> Tensor:
+        """What SDPA adds to the scores of a piece: [1, 1, queries, keys], made once for all layers."""
+        if segment not in self._masks:
+            queries, before = self.lengths_q[segment], self.cuts[segment].start
+            hidden = torch.full((queries, before + queries), -math.inf, dtype=like.dtype, device=like.device)
+            self._masks[segment] = hidden.triu(before + 1)[None, None]
+        return self._masks[segment]
 
     def pick(self, rotations: Tensor) -> Tensor:
         """Rotations [t, 1, 1, channels] of every position of the row, from those of the first positions.
@@ -57,6 +77,10 @@ class PackedRow(AttentionRows):
         many as positions, or there is one sample alone.
         """
         assert self.positions is not None, "a row of queries has positions"
+        if self.cuts:  # their rotations may be more than there are positions, and as many by chance
+            if rotations is not self._picked:
+                self._picked = rotations[self.positions[0]]
+            return self._picked
         if self.qkv_format == RowFormat.TRANSFORMER_ENGINE or rotations.size(0) >= self.positions.size(1):
             return rotations
         return rotations[self.positions[0]]
@@ -69,6 +93,7 @@ class DeviceSegments:
     host: RowSegments
     offsets: Tensor
     positions: Tensor
+    key_offsets: Tensor | None = None
 
 
 def self_row(segments: DeviceSegments, row_format: RowFormat, cross: PackedRow | None = None) -> PackedRow:
@@ -83,11 +108,12 @@ def attention_row(
     return PackedRow(
         qkv_format=row_format.value,
         cu_seqlens_q=queries.offsets,
-        cu_seqlens_kv=keys.offsets,
+        cu_seqlens_kv=keys.offsets if keys.key_offsets is None else keys.key_offsets,
         max_seqlen_q=queries.host.longest,
-        max_seqlen_kv=keys.host.longest,
+        max_seqlen_kv=keys.host.most_keys,
         lengths_q=queries.host.lengths,
         lengths_kv=keys.host.lengths,
+        cuts=queries.host.cuts,
         positions=queries.positions,
         cross=cross,
     )

@@ -7,7 +7,7 @@ One call of attention per segment costs more in launches than in work; one call 
 long as that costs less than another call. Only attention is padded so: everything else runs on the row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ class SegmentGroup:
         query_places: int64[count × queries], where each is in the row of queries; any place for padding.
         key_places: int64[count × keys], likewise.
         real_keys: bool[count, 1, 1, keys], False for padding; None where no segment is padded.
+        apart: its only segment, where that is to be attended to apart.
     """
 
     count: int
@@ -38,6 +39,7 @@ class SegmentGroup:
     query_places: Tensor
     key_places: Tensor
     real_keys: Tensor | None
+    apart: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,15 +55,19 @@ class SegmentGroups:
     back: Tensor
 
 
-def group_segments(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> SegmentGroups:
+def group_segments(
+    queries: Sequence[int], keys: Sequence[int], device: torch.device, apart: Set[int] = frozenset()
+) -> SegmentGroups:
     """Group the segments of a row.
 
     Args:
         queries: positions of every segment in the row of queries.
         keys: in the row of keys.
         device: where the tensors go.
+        apart: segments that have a group each.
     """
-    like = like_segments(queries, keys)
+    together = [0 if segment in apart else length for segment, length in enumerate(queries)]
+    like = [*like_segments(together, keys), *([segment] for segment in sorted(apart))]
     longest = [(max(queries[s] for s in segments), max(keys[s] for s in segments)) for segments in like]
     counts = [len(segments) for segments in like]
     order = np.array([segment for segments in like for segment in segments], np.int64)
@@ -85,6 +91,7 @@ def group_segments(queries: Sequence[int], keys: Sequence[int], device: torch.de
             query_places=query,
             key_places=key,
             real_keys=real.view(-1, 1, 1, most_keys) if any(keys[s] < most_keys for s in segments) else None,
+            apart=segments[0] if segments[0] in apart else None,
         )
         for segments, (most_queries, most_keys), (query, key, real) in zip(like, longest, parts, strict=True)
     ]

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron_dynapipe.cost.format import encode_file
+from megatron_dynapipe.cost.format import encode_file, is_cost_file
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.profiling.journal import Journal
 from megatron_dynapipe.integration.profiling.layers import build_parts
-from megatron_dynapipe.integration.profiling.measure import clock_of, sustain
+from megatron_dynapipe.integration.profiling.measure import Scope, clock_of, sustain
 from megatron_dynapipe.integration.profiling.packed import PackedProfiler, Tables
 from megatron_dynapipe.integration.profiling.profiler import Profiler
-from megatron_dynapipe.integration.profiling.result import cost_file, describe, identity, verdict
+from megatron_dynapipe.integration.profiling.result import cost_file, describe, verdict
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
+from megatron_dynapipe.outputs import write_file
 from megatron_dynapipe.runtime.links import measure_links
 from megatron_dynapipe.units import ModelFamily, Recompute
 
@@ -44,50 +44,43 @@ def profile(
 ) -> Path | None:
     """Measure a model's layers; the path of the file on rank 0, None on the others.
 
-    Measurements are kept in `<output>.partial` until all is done; interrupted, it goes on from there.
-
     Raises:
-        ConfigError: a flag is wrong.
-        CostModelError: the partial file is of another model, device or version.
+        ConfigError: a flag is wrong, or the file cannot be written.
     """
     started = time.monotonic()
     modes = _modes(recompute)
     with prepared(flags, ModelFamily(family), tensor_parallel=tensor_parallel, vocabulary=vocabulary) as setup:
         is_first = dist.get_rank() == 0
         provenance = describe(setup)
-        partial = output.with_name(output.name + ".partial") if is_first else None
-        journal = Journal(partial, identity(setup, provenance))
-        profiler = Profiler(
+        scope = Scope(
             parts=build_parts(setup.model, setup.device, tensor_parallel=tensor_parallel),
             modes=modes,
             within=setup.within,
             most_positions=most_positions,
             platform=clock_of(setup.device, shared=tensor_parallel > 1),
-            journal=journal,
             shared=tensor_parallel > 1,
             hurried=budget_s < HURRIED_BUDGET_S,
         )
+        profiler = Profiler(scope=scope)
         links = measure_links(setup.device)
         sustain(setup.device)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
-        packed = _packed(profiler, setup, left * SHARE_OF_PACKED)
+        packed = _packed(scope, setup, left * SHARE_OF_PACKED)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
         _measure(profiler, left, show=is_first)
         if not is_first:
             return None
         file = cost_file(
             setup,
-            profiler.parts,
+            scope.parts,
             profiler.measurements,
             modes=modes,
-            within=profiler.within,
+            within=scope.within,
             packed=packed,
             links=links,
             provenance=provenance | {"seconds": round(time.monotonic() - started, 1)},
         )
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_bytes(encode_file(file))
-        journal.remove()
+        write_file(output, encode_file(file), mine=is_cost_file)
         print(verdict(file, output), file=sys.stderr, flush=True)
         return output
 
@@ -99,20 +92,11 @@ def _modes(names: Sequence[str]) -> list[Recompute]:
         raise ConfigError(f"expected recompute modes of none, selective, full, got {','.join(names)}") from None
 
 
-def _packed(profiler: Profiler, setup: ProfileSetup, budget_s: float) -> dict[Recompute, Tables]:
+def _packed(scope: Scope, setup: ProfileSetup, budget_s: float) -> dict[Recompute, Tables]:
     """Tables of packed rows by mode; none where the model takes none, or memory holds too few."""
     if not setup.packs:
         return {}
-    packed = PackedProfiler(
-        parts=profiler.parts,
-        modes=profiler.modes,
-        within=profiler.within,
-        most_positions=profiler.most_positions,
-        platform=profiler.platform,
-        shared=profiler.shared,
-        hurried=profiler.hurried,
-    )
-    return packed.run(budget_s)
+    return PackedProfiler(scope=scope).run(budget_s)
 
 
 def _measure(profiler: Profiler, budget_s: float, *, show: bool) -> None:
@@ -130,7 +114,7 @@ def _measure(profiler: Profiler, budget_s: float, *, show: bool) -> None:
         delay=delay_s,
     )
     with bar:
-        for count, measurement in enumerate(profiler.run(budget_s), start=len(profiler.journal.found) + 1):
+        for count, measurement in enumerate(profiler.run(budget_s), start=1):
             elapsed = min(time.monotonic() - started, budget_s)
             bar.update(elapsed - shown)
             shown = elapsed

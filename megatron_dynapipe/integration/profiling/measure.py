@@ -8,12 +8,22 @@ On the CPU time is this thread's processor time, so that what else the machine i
 threads to an operation, and where ranks share a layer and wait for one another, the wall clock's. A pipeline keeps
 several micro-batches in flight, so that a forward finds none of its memory in the CPU's caches; so does the
 measurement, or forwards would look up to a third too fast.
+
+Ranks that share a layer measure it together; others measure points of their own at the same time:
+
+    shared        rank 0   point 0    point 1    point 2         means of times, largest of memories
+                  rank 1   point 0    point 1    point 2
+    not shared    rank 0   point 0    point 3    point 4         in turns, so that a rank that is slower than the
+                  rank 1   point 1    point 2    point 5         others is so everywhere
 """
 
 import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +31,7 @@ import torch.distributed as dist
 from megatron_dynapipe.integration.profiling.layers import Forward, Part, Point
 from megatron_dynapipe.runtime.memory import PassMemory, pass_memory
 from megatron_dynapipe.runtime.platform import CpuPlatform, DevicePlatform, Mark, platform_of
+from megatron_dynapipe.units import Recompute, Shape
 
 FEWEST_REPEATS = 3
 MOST_REPEATS = 15
@@ -39,13 +50,41 @@ SUSTAINING_SIZE = 8192
 """Rows and columns of the products that a GPU works on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class Values(NamedTuple):
     """What one pass of one layer of a part through one point costs: medians over the repeats."""
 
     forward_ns: int
     backward_ns: int
-    memory: PassMemory
+    stored_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """What is profiled, and how.
+
+    Attributes:
+        parts: what is measured, by name.
+        modes: recompute modes of the layers; embedding and head have none.
+        within: the largest size and lengths of a micro-batch that a run may ask for.
+        most_positions: of one micro-batch that is measured.
+        platform: the device's clock.
+        shared: whether ranks share the layers; if not, each measures points of its own.
+        hurried: as in `measure`.
+    """
+
+    parts: Mapping[str, Part]
+    modes: Sequence[Recompute]
+    within: Shape
+    most_positions: int
+    platform: DevicePlatform
+    shared: bool = False
+    hurried: bool = False
+
+    def measure(self, part: Part, point: Point) -> Values | None:
+        """`measure` the part, with a single layer where several do not fit; None where memory runs out."""
+        run = partial(measure, point=point, platform=self.platform, shared=self.shared, hurried=self.hurried)
+        return largest_that_fits(part, run, shared=self.shared)
 
 
 class ThreadClock(CpuPlatform):
@@ -63,7 +102,7 @@ def clock_of(device: torch.device, *, shared: bool) -> DevicePlatform:
     return ThreadClock() if alone else platform_of(device)
 
 
-def measure(part: Part, point: Point, platform: DevicePlatform, *, shared: bool, hurried: bool = False) -> Sample:
+def measure(part: Part, point: Point, platform: DevicePlatform, *, shared: bool, hurried: bool = False) -> Values:
     """Measure a part at a point, in the recompute mode it is set to.
 
     Args:
@@ -91,7 +130,7 @@ def measure(part: Part, point: Point, platform: DevicePlatform, *, shared: bool,
     while len(times) < fewest or (len(times) < most and time.perf_counter() < end):
         times += _time(forward, in_flight, platform, passes=together)
     forward_ns, backward_ns = (round(median(each) / part.layers) for each in zip(*times, strict=True))
-    return Sample(forward_ns=forward_ns, backward_ns=backward_ns, memory=memory)
+    return Values(forward_ns, backward_ns, memory.stored_bytes, memory.peak_bytes)
 
 
 def sustain(device: torch.device, seconds: float = SUSTAINED_S) -> None:
@@ -153,3 +192,64 @@ def _time(
 
 def _backward(output: torch.Tensor) -> None:
     torch.autograd.backward(output, torch.ones_like(output))
+
+
+def communicable() -> torch.device:
+    """Where tensors of the default group live."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def at_once(*, shared: bool) -> int:
+    """How many points ranks measure at the same time."""
+    return 1 if shared else dist.get_world_size()
+
+
+def measured_by_ranks(
+    measures: Sequence[Callable[[], Values | None]], *, turn: int, shared: bool
+) -> list[Values | None]:
+    """What some measurements give, on all ranks; None where memory was too small.
+
+    Args:
+        measures: as many as `at_once` at most, the same on all ranks; which of them a rank runs is its own.
+        turn: how often this was called before.
+        shared: all ranks run the one that there is.
+    """
+    if shared:
+        return [measure() for measure in measures]
+    size = dist.get_world_size()
+    mine = (dist.get_rank() + turn) % size
+    found = measures[mine]() if mine < len(measures) else None
+    words = torch.tensor([0] * 5 if found is None else [1, *found], dtype=torch.int64, device=communicable())
+    gathered = [torch.empty_like(words) for _ in range(size)]
+    dist.all_gather(gathered, words)
+    rows = [[int(word) for word in gathered[(at - turn) % size].tolist()] for at in range(len(measures))]
+    return [Values(*row[1:]) if row[0] else None for row in rows]
+
+
+def largest_that_fits(part: Part, run: Callable[[Part], Values], *, shared: bool) -> Values | None:
+    """What measuring the part gives; with a single layer where several do not fit on a rank that shares it."""
+    for each in part.from_most_layers:
+        try:
+            values: Values | None = run(each)
+        except torch.OutOfMemoryError:
+            values = None
+        if shared:
+            values = _over_ranks(values)
+        if values is not None:
+            return values
+    return None
+
+
+def _over_ranks(values: Values | None) -> Values | None:
+    """Mean times and largest memory over the ranks; None where it did not fit on one of them."""
+    fits = torch.tensor([values is not None], dtype=torch.int64, device=communicable())
+    dist.all_reduce(fits, op=dist.ReduceOp.MIN)
+    if not fits.item() or values is None:
+        return None
+    times = torch.tensor(values[:2], device=communicable())
+    dist.all_reduce(times)
+    sizes = torch.tensor(values[2:], device=communicable())
+    dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
+    forward, backward = (int(time) // dist.get_world_size() for time in times)
+    stored, peak = (int(size) for size in sizes)
+    return Values(forward, backward, stored, peak)

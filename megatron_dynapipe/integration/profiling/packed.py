@@ -15,20 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.cost.fit_packed import FEWEST_ROWS as FEWEST_TO_FIT
-from megatron_dynapipe.cost.fit_packed import PartTables, RowSample, fit_part, row_terms
-from megatron_dynapipe.cost.tabulate import Range
+from megatron_dynapipe.cost.tabulate import FEWEST_ROWS as FEWEST_TO_FIT
+from megatron_dynapipe.cost.tabulate import PartTables, RowSample, fit_part, row_terms
 from megatron_dynapipe.integration.profiling.layers import Forward, Lengths, Part
-from megatron_dynapipe.integration.profiling.measure import Sample, measure
-from megatron_dynapipe.integration.profiling.ranks import (
-    Values,
-    at_once,
-    communicable,
-    largest_that_fits,
-    measured_by_ranks,
-)
-from megatron_dynapipe.runtime.platform import DevicePlatform
-from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute
+from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, communicable, measured_by_ranks
+from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute, Shape, round_up
 
 LONGEST_ROW, SHARES = 4096, (16, 4, 1)
 """Positions of the longest rows that are measured, and into how many of the others these could be cut."""
@@ -59,7 +50,7 @@ class Row(NamedTuple):
     targets: Lengths
 
 
-def rows_of(part: str, within: Range, most_positions: int) -> list[Row]:
+def rows_of(part: str, within: Shape, most_positions: int) -> list[Row]:
     """The rows that a part may be measured with, the most telling first."""
     longest = within.input_length
     pairs = {(length, max(length // ratio, 1)) for length in (*LENGTHS, longest) for ratio in RATIOS}
@@ -118,22 +109,10 @@ class PackedProfiler:
     """Measures the packed rows of all layers.
 
     Attributes:
-        parts: what is measured, by name.
-        modes: recompute modes of the layers.
-        within: the micro-batches that a run may ask for.
-        most_positions: of one row that is measured.
-        platform: the device's clock.
-        shared: whether ranks share the layers; if not, each measures rows of its own.
-        hurried: as in `measure`.
+        scope: what is measured, and how.
     """
 
-    parts: Mapping[str, Part]
-    modes: Sequence[Recompute]
-    within: Range
-    most_positions: int
-    platform: DevicePlatform
-    shared: bool
-    hurried: bool = False
+    scope: Scope
 
     def run(self, budget_s: float) -> dict[Recompute, Tables]:
         """Tables by mode, of the rows that the budget allows, and of `FEWEST_ROWS` of each part and mode at least.
@@ -147,30 +126,30 @@ class PackedProfiler:
             open_ = [surface for surface in surfaces if surface.left]
             if not open_ or (done >= FEWEST_ROWS and not _all_go_on(end)):
                 break
-            for some in itertools.batched(open_, at_once(shared=self.shared)):
+            for some in itertools.batched(open_, at_once(shared=self.scope.shared)):
                 self._measure_next(some, next(turns))
         if any(len(surface.measured) < FEWEST_TO_FIT for surface in surfaces):
             return {}
         found = {(surface.name, surface.mode): surface.measured for surface in surfaces}
         return {
             mode: self._tables({name: rows for (name, own), rows in found.items() if own in (mode, None)})
-            for mode in self.modes
+            for mode in self.scope.modes
         }
 
     def _surfaces(self) -> Iterator[tuple[str, Recompute | None]]:
         """What is measured by itself: layers under every mode; the head recomputes nothing."""
-        for name, part in self.parts.items():
+        for name, part in self.scope.parts.items():
             if name != "embedding":
-                yield from ((name, mode) for mode in (self.modes if part.prepare_row is not None else (None,)))
+                yield from ((name, mode) for mode in (self.scope.modes if part.prepare_row is not None else (None,)))
 
     def _wanted(self, name: str) -> list[Row]:
-        return rows_of(name, self.within, self.most_positions)
+        return rows_of(name, self.scope.within, self.scope.most_positions)
 
     def _measure_next(self, surfaces: Sequence["_Surface"], turn: int) -> None:
         """Measure the next row of each surface; one that does not fit rules out all that are as long."""
         rows = [surface.left.pop(0) for surface in surfaces]
         measures = [partial(self._values, *each) for each in zip(surfaces, rows, strict=True)]
-        found = measured_by_ranks(measures, turn=turn, shared=self.shared)
+        found = measured_by_ranks(measures, turn=turn, shared=self.scope.shared)
         for surface, row, values in zip(surfaces, rows, found, strict=True):
             if values is None:
                 surface.left = [other for other in surface.left if _positions(other) < _positions(row)]
@@ -179,22 +158,13 @@ class PackedProfiler:
 
     def _values(self, surface: "_Surface", row: Row) -> Values | None:
         if surface.mode is not None:
-            self.parts[surface.name].set_recompute(surface.mode)
-        return largest_that_fits(self.parts[surface.name], partial(self._measure, row=row), shared=self.shared)
-
-    def _measure(self, part: Part, row: Row) -> Sample:
-        def prepare(_point: object) -> Forward:
-            if part.prepare_row is not None:
-                return part.prepare_row(*row)
-            return part.prepare((1, -(-sum(row.inputs) // 8) * 8))
-
-        one = replace(part, prepare=prepare)
-        return measure(one, (), self.platform, shared=self.shared, hurried=self.hurried)
+            self.scope.parts[surface.name].set_recompute(surface.mode)
+        return self.scope.measure(_of_row(self.scope.parts[surface.name], row), ())
 
     def _tables(self, measured: Mapping[str, Sequence[tuple[Row, tuple[int, ...]]]]) -> Tables:
         tables: Tables = {"time_ms": {}, "stored_activation_mb": {}, "peak_activation_mb": {}}
         for name, rows in measured.items():
-            attends = self.parts[name].prepare_row is not None
+            attends = self.scope.parts[name].prepare_row is not None
             quantities = (
                 ("time_ms", f"{name}.forward", NS_PER_MS, attends),
                 ("time_ms", f"{name}.backward", NS_PER_MS, attends),
@@ -203,8 +173,20 @@ class PackedProfiler:
             )
             for index, (quantity, key, unit, adds_up) in enumerate(quantities):
                 samples = [RowSample(row.inputs, row.targets, values[index] / unit) for row, values in rows]
-                tables[quantity][key] = fit_part(samples, self.within, attends=adds_up)
+                tables[quantity][key] = fit_part(samples, self.scope.within, attends=adds_up)
         return tables
+
+
+def _of_row(part: Part, row: Row) -> Part:
+    """The part with the forward of a packed row, whatever the point."""
+
+    def forward(of: Part, _point: object) -> Forward:
+        if of.prepare_row is not None:
+            return of.prepare_row(*row)
+        return of.prepare((1, round_up(sum(row.inputs))))
+
+    alone = None if part.alone is None else replace(part.alone, prepare=partial(forward, part.alone))
+    return replace(part, prepare=partial(forward, part), alone=alone)
 
 
 def _all_go_on(end: float) -> bool:

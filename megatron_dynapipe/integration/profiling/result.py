@@ -11,7 +11,6 @@ import msgspec
 import torch
 
 from megatron_dynapipe.cost.check import validated_errors
-from megatron_dynapipe.cost.fit_packed import LONGEST_ROW
 from megatron_dynapipe.cost.format import (
     FORMAT,
     PACKED_FORMAT,
@@ -23,18 +22,18 @@ from megatron_dynapipe.cost.format import (
     Points,
     key_of,
 )
-from megatron_dynapipe.cost.tabulate import Range, fitted_entry
-from megatron_dynapipe.integration.profiling.journal import Measurement
+from megatron_dynapipe.cost.tabulate import LONGEST_ROW, fitted_entry
 from megatron_dynapipe.integration.profiling.layers import Part
 from megatron_dynapipe.integration.profiling.packed import Tables as PackedTables
+from megatron_dynapipe.integration.profiling.profiler import Measurement
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup
-from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, NS_PER_MS, ModelFamily, Recompute
+from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, NS_PER_MS, ModelFamily, Recompute, Shape
 
 _STATE_BYTES = 2
 """Bytes that the format counts for a parameter, whatever its type."""
 
 POOR, VERY_POOR = 0.08, 0.25
-"""Errors of times, median and ninth decile, above which plans would be made from noise."""
+"""Errors of times, median and ninth decile, above which a profile is called poor."""
 
 Provenance = dict[str, str | int | float | bool]
 
@@ -45,7 +44,7 @@ def cost_file(
     measurements: Sequence[Measurement],
     *,
     modes: Sequence[Recompute],
-    within: Range,
+    within: Shape,
     packed: Mapping[Recompute, PackedTables],
     links: Mapping[str, Link],
     provenance: Provenance,
@@ -132,12 +131,6 @@ def describe(setup: ProfileSetup) -> Provenance:
     }
 
 
-def identity(setup: ProfileSetup, provenance: Provenance) -> str:
-    """What measurements must share to be put into one file, as one line."""
-    lasting = {name: value for name, value in provenance.items() if name != "date"}
-    return json.dumps({"model": _model(setup), "tp": setup.tensor_parallel, **lasting}, sort_keys=True)
-
-
 def _model(setup: ProfileSetup) -> dict[str, str | int | bool]:
     model = setup.model
     return {
@@ -157,11 +150,11 @@ def _points(measurements: Sequence[Measurement], mode: Recompute, setup: Profile
     points: dict[tuple[str, str], Points] = {}
     for kind in ("encoder", *(["decoder"] if t5 else []), "postprocess"):
         of_kind = Recompute.NONE if kind == "postprocess" else mode
-        rows = [m for m in measurements if m.part == kind and m.recompute is of_kind and m.fits]
-        points["time_ms", f"{kind}.forward"] = {m.point: m.forward_ns / NS_PER_MS for m in rows}
-        points["time_ms", f"{kind}.backward"] = {m.point: m.backward_ns / NS_PER_MS for m in rows}
-        points["stored_activation_mb", kind] = {m.point: m.stored_bytes / BYTES_PER_MB for m in rows}
-        points["peak_activation_mb", kind] = {m.point: m.peak_bytes / BYTES_PER_MB for m in rows}
+        found = {m.point: m.values for m in measurements if m.part == kind and m.recompute is of_kind and m.values}
+        points["time_ms", f"{kind}.forward"] = {at: each.forward_ns / NS_PER_MS for at, each in found.items()}
+        points["time_ms", f"{kind}.backward"] = {at: each.backward_ns / NS_PER_MS for at, each in found.items()}
+        points["stored_activation_mb", kind] = {at: each.stored_bytes / BYTES_PER_MB for at, each in found.items()}
+        points["peak_activation_mb", kind] = {at: each.peak_bytes / BYTES_PER_MB for at, each in found.items()}
     if t5:  # not measured: its size is known
         position_mb = _position_mb(setup)
         shapes = points["stored_activation_mb", "encoder"]
@@ -191,14 +184,15 @@ def _position_mb(setup: ProfileSetup) -> float:
 def _infeasible(measurements: Sequence[Measurement], mode: Recompute) -> dict[str, list[tuple[int, ...]]]:
     limits: dict[str, list[tuple[int, ...]]] = {}
     for m in measurements:
-        if not m.fits and m.recompute in (mode, Recompute.NONE if m.part == "postprocess" else mode):
+        if m.values is None and m.recompute in (mode, Recompute.NONE if m.part == "postprocess" else mode):
             limits.setdefault(m.part, []).append(m.point)
     return limits
 
 
 def _embedding_times(measurements: Sequence[Measurement]) -> Provenance:
     """The embedding's largest time, for people: it is small against a stage's, and plans leave it out."""
-    times = [(m.forward_ns + m.backward_ns) / NS_PER_MS for m in measurements if m.part == "embedding" and m.fits]
+    found = [m.values for m in measurements if m.part == "embedding" and m.values]
+    times = [(each.forward_ns + each.backward_ns) / NS_PER_MS for each in found]
     return {"embedding_ms_at_most": round(max(times), 3)} if times else {}
 
 

@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
 
 from megatron_dynapipe import cpu
-from megatron_dynapipe.cost.tabulate import Range
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import checks, command_line, from_megatron, layer_split, machine
@@ -24,7 +23,7 @@ from megatron_dynapipe.integration.flags.run_config import t5_split
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.layers import T5Split
-from megatron_dynapipe.units import BatchLayout, ModelFamily
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 
 _OTHER_LAYOUTS = (
     "--dynapipe-layers-per-stage",
@@ -52,7 +51,7 @@ class ProfileSetup:
     args: argparse.Namespace
     model: ModelConfig
     split: T5Split | None
-    within: Range
+    within: Shape
     packs: bool
     device: torch.device
     tensor_parallel: int
@@ -109,7 +108,7 @@ def prepared(
             args=args,
             model=from_megatron.model_config(args, family),
             split=split,
-            within=Range(
+            within=Shape(
                 size=args.global_batch_size,
                 input_length=args.seq_length,
                 target_length=args.decoder_seq_length if family is ModelFamily.T5 else 0,

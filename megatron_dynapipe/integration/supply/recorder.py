@@ -12,9 +12,7 @@ from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter
 from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.stage_record import EvaluationLosses, HostLosses, stage_record
-from megatron_dynapipe.plan.idle import MUCH_IDLE
-from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.report.panel import Panel
+from megatron_dynapipe.plan.timeline import MUCH_IDLE, Event
 from megatron_dynapipe.report.records import (
     IterationRecord,
     MemoryRecord,
@@ -26,8 +24,8 @@ from megatron_dynapipe.report.records import (
     decode_records,
 )
 from megatron_dynapipe.report.summary import format_summary, summarise
-from megatron_dynapipe.report.timeline import draw, idle_share
-from megatron_dynapipe.report.trace import write_trace
+from megatron_dynapipe.report.timeline import draw
+from megatron_dynapipe.report.trace import Panel, write_trace
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.memory import MemoryCounts
 from megatron_dynapipe.store import PlanKeys, PlanStore
@@ -292,7 +290,7 @@ def _panels(records: Sequence[TimelineRecord]) -> list[Panel]:
 
 def _idle_hint(panels: Sequence[Panel]) -> str:
     """Where the last iteration's plan leaves stages idle for long, what shortens that; else nothing."""
-    idle = idle_share(panels[0]) if panels and len(panels[0].timeline) > 1 else 0.0
+    idle = panels[0].idle_share if panels and len(panels[0].timeline) > 1 else 0.0
     if idle < MUCH_IDLE:
         return ""
     return (

@@ -11,9 +11,8 @@ from types import MappingProxyType
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.plan.timeline import Timeline
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
-from megatron_dynapipe.planning.schedules.adaptive import adaptive
-from megatron_dynapipe.planning.schedules.gpipe import gpipe
-from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b_within_memory
+from megatron_dynapipe.planning.schedules.list_scheduling import adaptive
+from megatron_dynapipe.planning.schedules.one_f_one_b import gpipe, one_f_one_b_within_memory
 from megatron_dynapipe.planning.simulate import simulate_all
 from megatron_dynapipe.units import in_mb
 
@@ -64,7 +63,7 @@ def schedule(problem: ScheduleProblem, settings: ScheduleSettings) -> Schedule:
 
 
 def predict(problem: ScheduleProblem, *orders: PassOrder) -> Schedule:
-    """What the fastest of some pass orders comes to, of those that fit the memory.
+    """The fastest of some pass orders, of those that fit the memory, with its predictions.
 
     Raises:
         InfeasibleError: every order holds more than a stage's memory.

@@ -10,7 +10,9 @@ With one chunk, the oldest micro-batch in flight is never held up by younger one
 ends under every rule but the strict one, which can wait for a forward that never comes. With several, stages short of
 memory can also wait for each other, since a later chunk of the oldest needs room too.
 
-The native core schedules (`csrc/list_schedule.cpp`), since a search does so thousands of times per plan.
+The native core schedules (`csrc/list_schedule.cpp`), since a search does so thousands of times per plan. The schedule
+`adaptive` is the best of 1F1B and a few list schedules, for micro-batches in a given order. Where the planner also
+partitions the batch, the search (`planning.search`) begins with these.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,11 @@ import numpy as np
 from megatron_dynapipe.plan.instructions import Backward, Forward, Pass
 from megatron_dynapipe.planning.native import NEVER, core
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
-from megatron_dynapipe.planning.schedules.one_f_one_b import sequences
+from megatron_dynapipe.planning.schedules.one_f_one_b import filling_depths, one_f_one_b_within_memory, sequences
+from megatron_dynapipe.planning.simulate import simulate_all
+
+DEEPENINGS = (0, 1, 3, 8)
+"""Micro-batches in flight beyond those that fill the pipeline, as tried by `adaptive`."""
 
 
 class Rule(IntEnum):
@@ -72,3 +78,18 @@ def order_of(forwards: Sequence[Sequence[int]], micro_batches: int, chunks: int)
 def _passes(taken: Sequence[int], forwards: Sequence[Forward], backwards: Sequence[Backward]) -> tuple[Pass, ...]:
     forward, backward = iter(forwards), iter(backwards)
     return tuple(next(forward) if each else next(backward) for each in taken)
+
+
+def adaptive(problem: ScheduleProblem) -> PassOrder:
+    """The best of (interleaved) 1F1B and the list schedules of a few policies, for the micro-batches in index order."""
+    plain = one_f_one_b_within_memory(problem)
+    scheduled = [order for policy in policies(problem) if (order := list_schedule(problem, policy)) is not None]
+    runs = simulate_all(problem, (plain, *scheduled))
+    fitting = [(run, order) for run, order in runs if max(run.peak_bytes) <= problem.memory_limit_bytes]
+    return min(fitting or runs, key=lambda candidate: candidate[0].makespan_ns)[1]
+
+
+def policies(problem: ScheduleProblem) -> list[Policy]:
+    """Policies to try: every rule, at 1F1B's depths and deeper; the last stage turns each micro-batch round at once."""
+    base = filling_depths(problem.stages, problem.chunks)
+    return [Policy((*(depth + extra for depth in base[:-1]), 1), rule) for extra in DEEPENINGS for rule in Rule]

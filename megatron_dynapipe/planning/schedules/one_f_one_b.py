@@ -1,8 +1,11 @@
-"""1F1B (Narayanan et al., SOSP 2019), and interleaved 1F1B (Narayanan et al., SC 2021) for several chunks per stage.
+"""Fixed orders: 1F1B (Narayanan et al., SOSP 2019), interleaved 1F1B (Narayanan et al., SC 2021), GPipe.
 
 stage 0 of 3   F0 F1 F2 B0 F3 B1 F4 B2 …  B4      each stage runs `depth` forwards, then one backward and one
 stage 1 of 3   F0 F1 B0 F2 B1 F3 B2 …     B4      forward in turn, then the remaining backwards
 stage 2 of 3   F0 B0 F1 B1 F2 B2 …        B4
+
+GPipe (Huang et al., NeurIPS 2019) runs every forward, then every backward: each stage holds all micro-batches at once,
+so it is for small cases. As forward-only order it serves evaluation.
 """
 
 from collections.abc import Sequence
@@ -13,6 +16,14 @@ from megatron_dynapipe.plan.instructions import Backward, Forward, Pass
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.planning.simulate import simulate
+
+
+def gpipe(problem: ScheduleProblem) -> PassOrder:
+    """All forwards chunk by chunk, then all backwards in the same order of micro-batches, last chunk first."""
+    rows, chunks = range(problem.micro_batches), range(problem.chunks)
+    forwards = tuple(Forward(row, chunk) for chunk in chunks for row in rows)
+    backwards = tuple(Backward(row, chunk) for chunk in reversed(chunks) for row in rows)
+    return (forwards if problem.forward_only else forwards + backwards,) * problem.stages
 
 
 def one_f_one_b(problem: ScheduleProblem, depths: Sequence[int] | None = None) -> PassOrder:
@@ -61,7 +72,7 @@ def filling_depths(stages: int, chunks: int) -> tuple[int, ...]:
 
 
 def forwards_of_earlier_chunks(micro_batches: int, stages: int, chunks: int) -> int:
-    """Forwards that a stage runs of the largest group before the group comes to its last chunk."""
+    """Forwards that a stage runs of the largest group before the group reaches its last chunk."""
     return (chunks - 1) * max(_groups(micro_batches, stages), default=0)
 
 

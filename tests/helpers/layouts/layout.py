@@ -49,7 +49,8 @@ class Layout:
     layer_overhead_us: float = 5.0  # the less, the more micro-batches
     scatter_gather: str = "off"
     transfers: str = "gloo"  # or "cuda": the rules that plans are made under
-    rows: str = "padded"  # packed, or mixed: every second micro-batch
+    rows: str = "padded"  # packed, mixed: every second micro-batch, or as planned
+    slices: int | None = None  # most positions of a piece; None leaves samples whole
     fused: bool = False  # weight gradients added up by the product
 
     @classmethod

@@ -8,7 +8,7 @@ from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.units import Recompute
+from megatron_dynapipe.units import BatchLayout, Recompute
 from tests.helpers.layouts.layout import HEADS, HIDDEN, MAX_LENGTH, VOCABULARY, Layout
 from tests.helpers.packed_plans import relaid
 
@@ -35,7 +35,7 @@ class LayoutPlanner(Planner):
         idle = self.settings.data_parallel - len(replicas)
         plan = msgspec.structs.replace(plan, replicas=(*replicas, *[empty] * idle))
         ranks = self.settings.tensor_parallel if self.settings.sequence_parallel else 1
-        return relaid(plan, self.rows, sequence_parallel=ranks)
+        return plan if self.rows == "planned" else relaid(plan, self.rows, sequence_parallel=ranks)
 
 
 def planner(layout: Layout) -> LayoutPlanner:
@@ -57,6 +57,8 @@ def planner(layout: Layout) -> LayoutPlanner:
         schedule=ScheduleSettings(search_evaluations=0),
         scatter_gather=ScatterGather(layout.scatter_gather),
         transfers=CUDA_RULES if layout.transfers == "cuda" else GLOO_RULES,
+        micro_batch_layouts=tuple(BatchLayout) if layout.rows == "planned" else (BatchLayout.PADDED,),
+        slices=layout.slices or "off",
     )
     shape = ModelShape(family=layout.kind, hidden=HIDDEN, heads=HEADS, kv_channels=8, ffn=128, vocabulary=VOCABULARY)
     rates = msgspec.structs.replace(CPU_RATES, layer_overhead_us=layout.layer_overhead_us)

@@ -9,6 +9,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, Tokens, global_batch
 from megatron_dynapipe.plan.iteration import MicroBatch
+from megatron_dynapipe.plan.pieces import chains
 from megatron_dynapipe.units import BatchLayout
 from tests.helpers.layouts.compare import Part
 from tests.helpers.layouts.layout import Layout, samples
@@ -100,6 +101,7 @@ def train(layout: Layout, *, steps: int = 5, **where: str) -> dict[str, object]:
         "micro_batches": [len(replica.micro_batches) for replica in plan.replicas],
         "shapes": [list(mb.shape) for replica in plan.replicas for mb in replica.micro_batches],
         "packed": [_shares_a_row(mb) for replica in plan.replicas for mb in replica.micro_batches],
+        "cut": sum(len(chains(replica.micro_batches)) for replica in plan.replicas),
         "modes": [mb.recompute.value for replica in plan.replicas for mb in replica.micro_batches],
     }
 

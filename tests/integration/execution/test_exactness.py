@@ -141,7 +141,45 @@ PACKED = {
         layer_overhead_us=50.0,
     ),
 }
+SLICED = {
+    "gpt 1x1x1, slices *": Layout(family="gpt", rows="planned", slices=16),
+    "gpt 1x2x1, slices, recompute mixed *": Layout(family="gpt", stages=2, rows="planned", slices=16, recompute=MIXED),
+    "gpt 1x2x1, slices, full, rotary positions": Layout(
+        family="gpt", stages=2, rows="planned", slices=8, recompute=("full",), positions="rope"
+    ),
+    "gpt 2x2x1, slices, two chunks, sequence parallel, rotary positions, recompute mixed *": Layout(
+        family="gpt",
+        tensor=2,
+        stages=2,
+        chunks=2,
+        sequence=True,
+        positions="rope",
+        rows="planned",
+        slices=16,
+        recompute=MIXED,
+    ),
+    "gpt 1x2x2, slices, overlapped, recompute mixed": Layout(
+        family="gpt", stages=2, replicas=2, overlap=True, rows="planned", slices=24, recompute=MIXED
+    ),
+    "gpt 2x2x2, slices, distributed optimizer, overlapped": Layout(
+        family="gpt",
+        tensor=2,
+        stages=2,
+        replicas=2,
+        rows="planned",
+        slices=16,
+        distributed_optimizer=True,
+        overlap=True,
+    ),
+    "gpt 1x4x1, slices, rules of CUDA": Layout(
+        family="gpt", stages=4, rows="planned", slices=16, transfers="cuda", recompute=MIXED
+    ),
+}
 HALF = {
+    "gpt 1x2x1, slices, bf16, recompute mixed": Layout(
+        family="gpt", stages=2, rows="planned", slices=16, dtype="bf16", recompute=MIXED
+    ),
+    "gpt 1x2x1, slices, fp16": Layout(family="gpt", stages=2, rows="planned", slices=16, dtype="fp16", loss_scale=64.0),
     "gpt 1x2x1, bf16 *": Layout(family="gpt", stages=2, dtype="bf16"),
     "gpt 2x2x1, bf16, two chunks, recompute mixed": Layout(
         family="gpt", tensor=2, stages=2, chunks=2, dtype="bf16", recompute=MIXED
@@ -162,7 +200,7 @@ HALF = {
 }
 
 
-@pytest.mark.parametrize("layout", table(LAYOUTS | PACKED))
+@pytest.mark.parametrize("layout", table(LAYOUTS | PACKED | SLICED))
 def test_a_layout_trains_as_one_process_with_samples_one_by_one(layout):
     expected = reference(layout.model)
     results = on_ranks("trainer.train", layout)
@@ -177,6 +215,8 @@ def test_a_layout_trains_as_one_process_with_samples_one_by_one(layout):
     assert counts.count(0) == layout.idle
     if max(counts) > 1:
         assert len({tuple(shape) for shape in results[0]["shapes"]}) > 1, "micro-batches of varying shape"
+    if layout.slices:
+        assert results[0]["cut"] >= 3
     if layout.rows != "padded":
         assert any(results[0]["packed"]), "samples share a row"
         assert layout.rows == "packed" or not all(results[0]["packed"])

@@ -56,7 +56,8 @@ def by_kernel(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **o
         keys, values = (tensor[of_k].repeat_interleave(repeats, dim=1) for tensor in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query[of_q], keys) * options["scale"]
         if options["window_size"] == (-1, 0):
-            scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+            later = 1 + keys.size(0) - scores.size(1)  # causal from the bottom right
+            scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(later), -torch.inf)
         result[of_q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
     return result
 

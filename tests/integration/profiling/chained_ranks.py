@@ -23,7 +23,7 @@ def compare(rank: int, world_size: int, flags: list[str], family: str) -> dict[s
                 for mode in (Recompute.NONE, Recompute.FULL) if name in ("encoder", "decoder") else (Recompute.NONE,):
                     part.set_recompute(mode)
                     for each in part.from_most_layers:
-                        memory = measure(each, POINTS[name], platform, shared=True).memory
+                        memory = measure(each, POINTS[name], platform, shared=True)
                         costs[f"{mode}, {each.layers}"] = (memory.stored_bytes, memory.peak_bytes)
                 found[f"{name}, {chained}"] = {"parameters": part.parameters, "costs": costs}
     return found

@@ -3,15 +3,15 @@
 import numpy as np
 import torch
 
-from megatron_dynapipe.cost.fit_packed import PartTables
-from megatron_dynapipe.cost.tabulate import Range
+from megatron_dynapipe.cost.tabulate import PartTables
 from megatron_dynapipe.integration.profiling.layers import build_parts
-from megatron_dynapipe.integration.profiling.packed import PackedProfiler, Row
+from megatron_dynapipe.integration.profiling.measure import Scope
+from megatron_dynapipe.integration.profiling.packed import PackedProfiler, Row, _of_row
 from megatron_dynapipe.integration.profiling.setup import prepared
 from megatron_dynapipe.runtime.platform import platform_of
-from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute, round_up
+from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute, Shape, round_up
 
-WITHIN = Range(size=8, input_length=64, target_length=32)
+WITHIN = Shape(size=8, input_length=64, target_length=32)
 OTHER = Row((40, 3, 24, 61, 8), (12, 30, 2, 7, 25))
 
 
@@ -19,19 +19,18 @@ def tables(rank: int, world_size: int, flags: list[str], family: str) -> dict[st
     """Names of the tables, and for each layer and mode (predicted, measured) MB that the row `OTHER` stores."""
     with prepared(flags, ModelFamily(family), tensor_parallel=1, vocabulary=512) as setup:
         parts = build_parts(setup.model, setup.device)
-        profiler = PackedProfiler(
+        scope = Scope(
             parts=parts,
             modes=[Recompute.NONE, Recompute.FULL],
             within=WITHIN,
             most_positions=256,
             platform=platform_of(torch.device("cpu")),
-            shared=False,
         )
-        found = profiler.run(0.0)  # the fewest rows are measured also beyond the budget
+        found = PackedProfiler(scope=scope).run(0.0)  # the fewest rows are measured also beyond the budget
         stored = {
             f"{name}, {mode}": (
                 _at(made["stored_activation_mb"][name], OTHER, decoder=name == "decoder"),
-                _measured(profiler, name, mode),
+                _measured(scope, name, mode),
             )
             for mode, made in found.items()
             for name in parts
@@ -43,11 +42,13 @@ def tables(rank: int, world_size: int, flags: list[str], family: str) -> dict[st
         }
 
 
-def _measured(profiler: PackedProfiler, name: str, mode: Recompute) -> float:
-    part = profiler.parts[name]
+def _measured(scope: Scope, name: str, mode: Recompute) -> float:
+    part = scope.parts[name]
     part.set_recompute(mode)
     row = OTHER if name == "decoder" else Row(OTHER.inputs, ())
-    return profiler._measure(part, row).memory.stored_bytes / BYTES_PER_MB
+    found = scope.measure(_of_row(part, row), ())
+    assert found is not None
+    return found.stored_bytes / BYTES_PER_MB
 
 
 def _at(made: PartTables, row: Row, *, decoder: bool) -> float:

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from megatron_dynapipe.integration.profiling.layers import Forward, Part
-from megatron_dynapipe.integration.profiling.measure import Sample
-from megatron_dynapipe.integration.profiling.ranks import largest_that_fits
-from megatron_dynapipe.runtime.memory import PassMemory
+from megatron_dynapipe.integration.profiling.measure import Values, largest_that_fits
 from tests.helpers.processes import run_ranks
 from tests.integration.profiling.chained_ranks import compare
 from tests.integration.profiling.test_command import FLAGS, GPT, T5
@@ -39,10 +37,10 @@ def test_one_layer_is_measured_where_several_do_not_fit() -> None:
     one = Part(name="encoder", module=torch.nn.Identity(), prepare=prepare)
     part = replace(one, layers=4, alone=one)
 
-    def run(each: Part, *, most: int) -> Sample:
+    def run(each: Part, *, most: int) -> Values:
         if each.layers > most:
             raise torch.OutOfMemoryError("too much")
-        return Sample(forward_ns=each.layers, backward_ns=0, memory=PassMemory(stored_bytes=0, peak_bytes=0))
+        return Values(each.layers, 0, 0, 0)
 
     fits = {most: largest_that_fits(part, partial(run, most=most), shared=False) for most in (4, 1, 0)}
     assert fits == {4: (4, 0, 0, 0), 1: (1, 0, 0, 0), 0: None}

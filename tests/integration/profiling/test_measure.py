@@ -58,7 +58,7 @@ def test_passes_are_measured_with_others_in_flight(
     monkeypatch.setattr(module, "_fewest_of_ranks", lambda count: count)
     counted = Counted(32)
     sample = measure(counted.part(), (2, 64), ThreadClock(), shared=True)
-    assert sample.memory.stored_bytes == KEPT_BYTES
+    assert sample.stored_bytes == KEPT_BYTES
     assert counted.most == in_flight
     # Once for memory, then as many as are in flight before the repeats, whatever the clock says.
     assert counted.forwards == 1 + in_flight - 1 + module.SHARED_REPEATS
@@ -126,4 +126,4 @@ def test_passes_on_a_gpu_are_launched_one_behind_another(monkeypatch: pytest.Mon
     assert platform.waits == [*range(1, warm + 1), warm + module.SHARED_REPEATS], "one wait after all timed passes"
     assert counted.most == 1, "nothing beyond a pass needs room on a GPU"
     assert (sample.forward_ns, sample.backward_ns) == (3, 3), "a tick of 12 over 4 layers"
-    assert sample.memory == PassMemory(stored_bytes=10, peak_bytes=40), "above what the three layers before keep"
+    assert (sample.stored_bytes, sample.peak_bytes) == (10, 40), "above what the three layers before keep"

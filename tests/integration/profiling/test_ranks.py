@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.integration.profiling.layers import Forward, Part
-from megatron_dynapipe.integration.profiling.measure import Sample
-from megatron_dynapipe.integration.profiling.ranks import at_once, largest_that_fits, measured_by_ranks
-from megatron_dynapipe.runtime.memory import PassMemory
+from megatron_dynapipe.integration.profiling.measure import Values, at_once, largest_that_fits, measured_by_ranks
 from tests.helpers.processes import run_ranks
 
 
@@ -20,18 +18,23 @@ def _prepare(point: object) -> Forward:
 PART = Part(name="encoder", module=torch.nn.Identity(), prepare=_prepare)
 
 
+def plain(values: Values | None) -> tuple[int, ...] | None:
+    """As a rank can hand it back."""
+    return None if values is None else tuple(values)
+
+
 def in_turns(rank: int, world_size: int) -> dict[str, object]:
     """What three calls give, the second of fewer points than ranks, and which points this rank ran."""
     dist.init_process_group("gloo")
     ran = []
 
-    def run(part: Part, *, point: int) -> Sample:
+    def run(part: Part, *, point: int) -> Values:
         ran.append(point)
         if point == 5:
             raise torch.OutOfMemoryError("too much")
-        return Sample(forward_ns=point, backward_ns=rank, memory=PassMemory(stored_bytes=7, peak_bytes=8))
+        return Values(point, rank, 7, 8)
 
-    def measure(point: int) -> tuple[int, int, int, int] | None:
+    def measure(point: int) -> Values | None:
         return largest_that_fits(PART, partial(run, point=point), shared=False)
 
     points = [[1, 2], [3], [4, 5]]
@@ -39,20 +42,19 @@ def in_turns(rank: int, world_size: int) -> dict[str, object]:
         measured_by_ranks([partial(measure, point) for point in some], turn=turn, shared=False)
         for turn, some in enumerate(points)
     ]
-    return {"at_once": at_once(shared=False), "found": found, "ran": ran}
+    return {"at_once": at_once(shared=False), "found": [list(map(plain, some)) for some in found], "ran": ran}
 
 
 def together(rank: int, world_size: int, too_large_for: int) -> list[object]:
     dist.init_process_group("gloo")
 
-    def run(part: Part) -> Sample:
+    def run(part: Part) -> Values:
         if rank == too_large_for:
             raise torch.OutOfMemoryError("too much")
-        memory = PassMemory(stored_bytes=10 * (rank + 1), peak_bytes=100 - rank)
-        return Sample(forward_ns=2 * rank, backward_ns=4, memory=memory)
+        return Values(2 * rank, 4, 10 * (rank + 1), 100 - rank)
 
     measure = partial(largest_that_fits, PART, run, shared=True)
-    return [at_once(shared=True), *measured_by_ranks([measure], turn=0, shared=True)]
+    return [at_once(shared=True), *map(plain, measured_by_ranks([measure], turn=0, shared=True))]
 
 
 def test_ranks_take_turns_and_all_know_what_was_found() -> None:

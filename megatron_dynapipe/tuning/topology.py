@@ -29,11 +29,11 @@ _NOTHING = 1e-9
 
 type Counts = tuple[int, ...]
 """Devices on each node: free ones, or those of a stage."""
-type _Choices = Callable[[Counts, Counts], Iterator[Counts]]
+type _Placing = Callable[[Counts, Counts], Iterator[Counts]]
 """What a stage may take, given the nodes and their free devices."""
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Devices in nodes, the last of which may be smaller.
 
     Attributes:
@@ -126,7 +126,7 @@ class Placements(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[tuple[tuple[int, int], ...], ...]
 
     @classmethod
-    def reach(cls, nodes: Counts, choices_of: _Choices) -> "Placements | None":
+    def reach(cls, nodes: Counts, choices_of: _Placing) -> "Placements | None":
         """All that can be reached from the whole cluster; None where that is too much."""
         states, placements = {nodes: 0}, dict[Counts, int]()
         most = MOST_DEVICES**2 if choices_of is _next_choices else _MOST_PLACEMENTS

@@ -1,11 +1,11 @@
-"""One candidate's plan of one batch, in this process or in others."""
+"""Plans of candidates on batches, in this process or in several."""
 
 import signal
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from typing import Protocol, Self
+from typing import Self, override
 
 import msgspec
 
@@ -21,7 +21,7 @@ PLAN_DEADLINE_S = 600.0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a candidate comes to on one batch.
+    """What a candidate's plan of one batch takes.
 
     Attributes:
         predicted_ns: forward, backward and transfers; 0 with an error.
@@ -34,7 +34,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
-class Judge:
+class Evaluator:
     """Plans batches under settings; a planner is made once for each settings."""
 
     def __init__(self, cost_model: CostModel, batches: Sequence[GlobalBatch]) -> None:
@@ -55,79 +55,46 @@ class Judge:
         return Outcome(predicted_ns=plan.totals.predicted_ns, peak_bytes=tuple(peaks))
 
 
-class Runner(Protocol):
-    """Where plans are made: some at a time, their outcomes in the order in which they are done."""
-
-    @property
-    def running(self) -> int:
-        """Plans under way."""
-
-    @property
-    def free(self) -> bool:
-        """Whether another may be started."""
-
-    def start(self, candidate: int, settings: PlannerSettings, batch: int) -> None:
-        """Plan a batch for a candidate."""
-
-    def next(self) -> tuple[int, int, Outcome]:
-        """Wait for one of them: candidate, batch, outcome."""
-
-
-class Inline:
-    """Plans in this process, one after another."""
-
-    def __init__(self, cost_model: CostModel, batches: Sequence[GlobalBatch]) -> None:
-        self._judge = Judge(cost_model, batches)
-        self._waiting: list[tuple[int, PlannerSettings, int]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._waiting.clear()
-
-    @property
-    def running(self) -> int:
-        """See `Runner`."""
-        return len(self._waiting)
-
-    @property
-    def free(self) -> bool:
-        """See `Runner`."""
-        return not self._waiting
-
-    def start(self, candidate: int, settings: PlannerSettings, batch: int) -> None:
-        """See `Runner`."""
-        self._waiting.append((candidate, settings, batch))
-
-    def next(self) -> tuple[int, int, Outcome]:
-        """See `Runner`."""
-        candidate, settings, batch = self._waiting.pop()
-        return candidate, batch, self._judge(settings, batch)
-
-
-_judge: Judge | None = None
+_evaluator: Evaluator | None = None
 """A worker process's own."""
 
 
-def _begin(cost_model: CostModel, batches: Sequence[GlobalBatch]) -> None:
-    global _judge
+def _begin(evaluator: Evaluator) -> None:
+    global _evaluator
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that searches.
-    _judge = Judge(cost_model, batches)
+    _evaluator = evaluator
 
 
-def _run(settings: PlannerSettings, batch: int) -> Outcome:
-    assert _judge is not None
-    return _judge(settings, batch)
+def _evaluate(settings: PlannerSettings, batch: int) -> Outcome:
+    assert _evaluator is not None
+    return _evaluator(settings, batch)
+
+
+class _ThisProcess(Executor):
+    @override
+    def submit[**P, R](self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        future: Future[R] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
 
 
 class Workers:
-    """Plans in processes of their own, as many at a time as there are processes."""
+    """Evaluates as many plans at a time as there are processes; with one, in this process.
+
+    Args:
+        cost_model: what layers cost.
+        batches: to plan.
+        workers: processes.
+    """
 
     def __init__(self, cost_model: CostModel, batches: Sequence[GlobalBatch], workers: int) -> None:
-        self._pool = ProcessPoolExecutor(
-            workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(cost_model, list(batches))
-        )
+        evaluator = Evaluator(cost_model, batches)
+        self._executor: Executor = _ThisProcess()
+        self._evaluate: Callable[[PlannerSettings, int], Outcome] = evaluator
+        if workers > 1:
+            context = get_context("spawn")
+            self._executor = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(evaluator,))
+            self._evaluate = _evaluate
         self._workers = workers
         self._futures: dict[Future[Outcome], tuple[int, int]] = {}
 
@@ -135,24 +102,24 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._executor.shutdown(wait=True, cancel_futures=True)
 
     @property
     def running(self) -> int:
-        """See `Runner`."""
+        """Plans under way."""
         return len(self._futures)
 
     @property
     def free(self) -> bool:
-        """See `Runner`."""
+        """Whether another may be started."""
         return len(self._futures) < self._workers
 
     def start(self, candidate: int, settings: PlannerSettings, batch: int) -> None:
-        """See `Runner`."""
-        self._futures[self._pool.submit(_run, settings, batch)] = (candidate, batch)
+        """Plan a batch for a candidate."""
+        self._futures[self._executor.submit(self._evaluate, settings, batch)] = (candidate, batch)
 
     def next(self) -> tuple[int, int, Outcome]:
-        """See `Runner`.
+        """Wait for one of the plans: candidate, batch, outcome.
 
         Raises:
             PlanningError: a process has ended, or no plan is done within `PLAN_DEADLINE_S`.
@@ -169,5 +136,5 @@ class Workers:
             return candidate, batch, future.result()
         except BrokenProcessPool as error:
             raise PlanningError(
-                "a process that plans has ended", hint="is the host out of memory? try --workers 1"
+                "a planning process ended", hint="is the host out of memory? try --workers 1"
             ) from error

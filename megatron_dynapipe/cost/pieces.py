@@ -1,0 +1,65 @@
+"""What a piece of a sample costs one layer besides a whole sample of as many positions.
+
+A sample is cut along its sequence into pieces that run one after another, each with the keys and values of those before
+it. With n own positions after m earlier ones a piece costs what a whole sample of n positions does, and
+
+- attending to the prefix: 2 g m n in time and activations, where T(l) = u + v l + g l² is a layer's cost of a
+  micro-batch of one sample of l positions: attention is quadratic, the rest is not;
+- the gradients of its keys and values, if a later piece reads them; under full recomputation keys and values too, which
+  are kept for every piece.
+"""
+
+import numpy as np
+
+from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
+from megatron_dynapipe.units import Recompute
+
+ENCODER_ROWS = (Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD, Row.ENCODER_STORED, Row.ENCODER_PEAK)
+"""What a piece adds to; the head has no attention."""
+
+
+def prefix_curvatures(tables: LayerTables) -> tuple[tuple[int, int], ...]:
+    """g of each of `ENCODER_ROWS` as (numerator, denominator): ns or bytes by positions².
+
+    From the costs of one sample at the longest length n that was measured, at half of it, and at the shortest, m:
+    g = (T(n) - 2 T(n / 2) + T(m)) · 2 / n², at least 0.
+    """
+    values = tables.values if tables.separate is None else tables.separate
+    found = []
+    for row in ENCODER_ROWS:
+        feasible = np.flatnonzero(values[row, 0, :, 0] != ABSENT)
+        if not len(feasible):
+            found.append((0, 1))
+            continue
+        longest = int(tables.inputs[feasible[-1]])
+        ends = np.array([longest, longest // 2, int(tables.inputs[feasible[0]])], np.int64)
+        at = tables.at_lengths(ends, np.zeros(3, np.int64), separate=True)[:, row, 0].tolist()
+        found.append((max(0, at[0] - 2 * at[1] + at[2]) * 2 if ABSENT not in at else 0, longest**2))
+    return tuple(found)
+
+
+def piece_costs(
+    tables: LayerTables,
+    recompute: Recompute,
+    *,
+    own: IntArray,
+    before: IntArray,
+    followed: IntArray,
+    element_bytes: int,
+) -> IntArray:
+    """What pieces cost one layer besides: int64[pieces, rows of `ENCODER_ROWS`], ns and bytes.
+
+    Args:
+        tables: one layer's costs.
+        recompute: the mode that they are of.
+        own: positions of each piece.
+        before: positions that the pieces before it hold.
+        followed: 1 where a later piece reads its keys and values, else 0.
+        element_bytes: of an element of keys and values.
+    """
+    pairs = [2 * m * n for m, n in zip(before.tolist(), own.tolist(), strict=True)]
+    columns = [[(pair * up + down // 2) // down for pair in pairs] for up, down in prefix_curvatures(tables)]
+    kept = own * followed + (own if recompute is Recompute.FULL else 0)
+    costs = np.array(columns, np.int64).T
+    costs[:, 2:] += (2 * element_bytes * tables.key_value_channels * kept)[:, None]
+    return costs

@@ -1,0 +1,150 @@
+"""Keys and values of a sample's earlier pieces, kept in an attention until the later pieces' backward passes are done.
+
+    forward    piece 0: keys k0 ─► leaf k0'          piece 1: attends to k0', k1 ─► leaf k1'
+    backward   piece 1: leaves its gradient in k0'   piece 0: gradient of k0 = its own + that of k0'
+
+A leaf is all that is kept: it shares memory with the layer's own keys where those stay for the backward pass, and is a
+copy of them where they are recomputed. Backward passes of later pieces come first (`plan.pieces`), so that a leaf's
+gradient is complete when the piece's own backward pass takes it up. Nothing of this crosses a stage.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_dynapipe.data.segments import CutSegment
+from megatron_dynapipe.errors import ExecutionError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptPiece:
+    """Leaves [positions, groups, channels] of one piece."""
+
+    sample: int
+    start: int
+    key: Tensor
+    value: Tensor
+
+
+class KeptKeys:
+    """What one attention keeps of the micro-batches in flight."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[int, int], KeptPiece] = {}
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def clear(self) -> None:
+        """Drop what an iteration that did not end has left."""
+        self._pieces.clear()
+
+    def before(self, cut: CutSegment) -> list[KeptPiece]:
+        """The pieces that a piece attends to besides itself, in order.
+
+        Raises:
+            ExecutionError: they do not cover the positions before it: their forward passes have not run here.
+        """
+        its = [
+            piece
+            for (sample, start), piece in sorted(self._pieces.items())
+            if sample == cut.sample and start < cut.start
+        ]
+        found = sum(len(piece.key) for piece in its)
+        if found != cut.start:
+            raise ExecutionError(
+                f"expected keys of {cut.start} earlier positions of sample {cut.sample}, found {found}",
+                hint="a plan that `megatron-dynapipe verify` accepts runs the pieces of a sample in order",
+            )
+        return its
+
+    def keep(
+        self, key: Tensor, value: Tensor, offsets: Sequence[int], cuts: Mapping[int, CutSegment]
+    ) -> tuple[Tensor, Tensor]:
+        """A row's keys and values, whose gradients are to take up those of later pieces.
+
+        Args:
+            key: [t, groups, channels].
+            value: likewise.
+            offsets: where the row's segments begin.
+            cuts: those that are pieces.
+        """
+        places = []
+        for segment, cut in cuts.items():
+            if not cut.followed:
+                continue
+            first, end = offsets[segment], offsets[segment + 1]
+            name = (cut.sample, cut.start)
+            if name not in self._pieces:  # else this is the recomputation
+                leaves = (_leaf(tensor[first:end]) for tensor in (key, value))
+                self._pieces[name] = KeptPiece(*name, *leaves)
+            places.append((slice(first, end), name))
+        if not places or not torch.is_grad_enabled():
+            return key, value
+        joined: tuple[Tensor, Tensor] = _TakeUp.apply(key, value, self, places)  # type: ignore[no-untyped-call]
+        return joined
+
+    def take_up(self, name: tuple[int, int], gradients: Sequence[Tensor], place: slice) -> None:
+        """Add a piece's gradients to those of its row, and drop it."""
+        piece = self._pieces.pop(name)
+        for gradient, leaf in zip(gradients, (piece.key, piece.value), strict=True):
+            if leaf.grad is not None:
+                gradient[place] += leaf.grad
+
+
+class _TakeUp(torch.autograd.Function):
+    """The identity; backwards it adds what later pieces have left in the leaves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, key: Tensor, value: Tensor, kept: KeptKeys, places: Sequence[tuple[slice, tuple[int, int]]]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.kept, ctx.places = kept, places
+        return key.view_as(key), value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        own = [gradient.clone() for gradient in gradients]
+        for place, name in ctx.places:
+            ctx.kept.take_up(name, own, place)
+        return (*own, None, None)
+
+
+def _leaf(part: Tensor) -> Tensor:
+    """A leaf of keys or values: of the same memory where the pass keeps it anyway, else a copy of this part alone."""
+    return (part.detach() if torch.is_grad_enabled() else part.clone()).requires_grad_()
+
+
+@contextlib.contextmanager
+def joined_again(*joined: tuple[Tensor, Sequence[Tensor]]) -> Iterator[None]:
+    """What operations save of joined tensors is not kept but joined again in the backward pass, from parts that are.
+
+    Args:
+        joined: a tensor that `torch.cat` has made, and its parts.
+    """
+    parts = {tensor.untyped_storage().data_ptr(): [part.detach() for part in of] for tensor, of in joined}
+
+    def pack(tensor: Tensor) -> Any:
+        its = parts.get(tensor.untyped_storage().data_ptr())
+        return tensor if its is None else (its, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        its, *form = saved
+        return torch.cat(its).as_strided(*form)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def clear_kept_keys(models: Sequence[nn.Module]) -> None:
+    """Drop what the attentions of model chunks have kept, before an iteration begins."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(kept := getattr(module, "kept_keys", None), KeptKeys):
+                kept.clear()

@@ -1,0 +1,87 @@
+"""Samples that are cut along their sequence, in pieces that run one after another.
+
+    micro-batch    0              1              2
+    row            [7: 0…511 ]    [7: 512…911 | 3 ]   [7: 912…1180 | 9 | 4 ]
+
+The pieces of sample 7 are a chain: on every virtual stage their forward passes run up, since each attends to the keys
+and values of those before it, and their backward passes down, since each has gradients of keys and values for those
+before it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction
+from megatron_dynapipe.plan.iteration import MicroBatch, Piece
+from megatron_dynapipe.units import ModelFamily, input_positions
+
+
+def cut_entries(micro_batch: MicroBatch) -> Iterator[tuple[int, Piece]]:
+    """(place in the row, positions) of a micro-batch's entries that are pieces, not whole samples."""
+    for at, (piece, tokens) in enumerate(zip(micro_batch.pieces, micro_batch.input_lengths, strict=False)):
+        if piece != (0, input_positions(ModelFamily.GPT, tokens)):
+            yield at, piece
+
+
+def begun(micro_batch: MicroBatch) -> Iterator[int]:
+    """The samples that begin in a micro-batch."""
+    if not micro_batch.pieces:
+        yield from micro_batch.sample_ids
+    for sample, piece in zip(micro_batch.sample_ids, micro_batch.pieces, strict=False):
+        if piece.start == 0:
+            yield sample
+
+
+def chains(micro_batches: Sequence[MicroBatch]) -> Mapping[int, Sequence[int]]:
+    """By sample that is cut, the micro-batches of its pieces in the order of its positions."""
+    found: dict[int, list[tuple[Piece, int]]] = defaultdict(list)
+    for number, micro_batch in enumerate(micro_batches):
+        for at, piece in cut_entries(micro_batch):
+            found[micro_batch.sample_ids[at]].append((piece, number))
+    return {sample: [number for _, number in sorted(pieces)] for sample, pieces in found.items()}
+
+
+def check_pieces(family: ModelFamily, replica: int, micro_batches: Sequence[MicroBatch]) -> None:
+    """Raise a PlanError unless the pieces of every sample that is cut tile it, each in another micro-batch."""
+    found: dict[int, list[tuple[Piece, int, int]]] = defaultdict(list)
+    for number, micro_batch in enumerate(micro_batches):
+        for at, piece in cut_entries(micro_batch):
+            found[micro_batch.sample_ids[at]].append((piece, number, micro_batch.input_lengths[at]))
+    for sample, pieces in found.items():
+        where = f"replica {replica}, sample {sample}"
+        if family is not ModelFamily.GPT:
+            raise PlanError(f"{where}: expected whole samples of a {family} model, got a piece")
+        end = 0
+        for piece, number, _ in sorted(pieces):
+            if piece.start != end or piece.end <= piece.start:
+                raise PlanError(
+                    f"{where}: expected a piece from position {end} on, got {piece.start} to {piece.end} in "
+                    f"micro-batch {number}"
+                )
+            end = piece.end
+        lengths = {input_positions(family, tokens) for _, _, tokens in pieces}
+        if lengths != {end}:
+            raise PlanError(f"{where}: expected pieces up to position {max(lengths)}, got {end}")
+        if len({number for _, number, _ in pieces}) < len(pieces):
+            raise PlanError(f"{where}: expected every piece in a micro-batch of its own, got two in one")
+
+
+def check_chain_order(stage: int, micro_batches: Sequence[MicroBatch], passes: Sequence[Instruction]) -> None:
+    """Raise a PlanError where a stage runs a chain's forward passes not up or its backward passes not down.
+
+    Args:
+        stage: of the passes, for the message.
+        micro_batches: of the replica.
+        passes: forward and backward passes of the stage, in order, each once.
+    """
+    at = {each: place for place, each in enumerate(passes)}
+    for sample, chain in chains(micro_batches).items():
+        for chunk in sorted({each.chunk for each in passes if isinstance(each, Forward | Backward)}):
+            for kind, numbers in ((Forward, chain), (Backward, [*reversed(chain)])):
+                places = [at[kind(number, chunk)] for number in numbers if kind(number, chunk) in at]
+                if places != sorted(places):
+                    raise PlanError(
+                        f"stage {stage}: expected the {kind.__name__.lower()} passes of sample {sample}'s pieces in "
+                        f"the order of micro-batches {', '.join(map(str, numbers))}, got another"
+                    )

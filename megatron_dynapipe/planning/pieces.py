@@ -1,0 +1,201 @@
+"""Cutting long samples along their sequence into pieces that a pipeline runs one after another.
+
+    sample of 20 positions, later pieces attend to more    |-- 0:8 --|- 8:15 -|- 15:20 -|    equal time, not length
+
+A piece is planned like a sample of its own positions that costs a little more (`cost.pieces`); it goes into a packed
+row, each piece of a sample into another, and the search keeps their order (`csrc/chains.h`).
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_dynapipe.cost import LayerTables
+from megatron_dynapipe.cost.pieces import piece_costs, prefix_curvatures
+from megatron_dynapipe.cost.tables import ABSENT, Row
+from megatron_dynapipe.planning.partition import OrderedPartitions, by_length
+from megatron_dynapipe.planning.problem import BatchProblem, IntArray
+from megatron_dynapipe.planning.samples import Samples, round_up_all
+from megatron_dynapipe.units import Recompute
+
+LEAST_GAIN = 0.01
+"""Of cut samples over whole ones where searches begin, from which both are searched."""
+_FAR_AHEAD = 0.06
+_LONG = 0.15
+"""Of the mean stage's work: a sample with less of it is never cut."""
+_SHARES = (0.75, 0.5, 1 / 3, 0.25)
+"""Of the longest sample, that pieces have at most."""
+_LEAST_PIECE = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pieces:
+    """Where the samples of a batch are cut: int64[pieces and whole samples] each, in the order of the batch.
+
+    Attributes:
+        sample: which of the batch's samples each is of.
+        start, end: positions of it.
+        length: positions of that sample.
+    """
+
+    sample: IntArray
+    start: IntArray
+    end: IntArray
+    length: IntArray
+
+    @property
+    def is_piece(self) -> IntArray:
+        """1 for a piece, 0 for a whole sample."""
+        return (self.end - self.start < self.length).astype(np.int64)
+
+    @property
+    def chains(self) -> IntArray:
+        """The number of the cut sample that each is a piece of, -1 for whole ones: int64[…]."""
+        cut = np.unique(self.sample[self.is_piece == 1])
+        return np.where(self.is_piece == 1, np.searchsorted(cut, self.sample), -1)
+
+
+def cut(lengths: IntArray, most: int, multiple: int, tables: LayerTables) -> Pieces:
+    """Samples longer than `most` positions in as few pieces of equal time as have at most about as many.
+
+    Args:
+        lengths: int64[samples], positions.
+        most: positions of a piece.
+        multiple: pieces but the last are multiples of it.
+        tables: one layer's costs, for the time that attending to earlier pieces takes.
+    """
+    rows: list[tuple[int, int, int, int]] = []
+    balance = _linear_share(tables)
+    for sample, length in enumerate(lengths.tolist()):
+        ends = [0, *_inner_ends(length, -(-length // most), multiple, balance), length]
+        rows += [(sample, start, end, length) for start, end in pairwise(sorted(set(ends)))]
+    sample_of, start, end, whole = np.array(rows, np.int64).T
+    return Pieces(sample=sample_of, start=start, end=end, length=whole)
+
+
+def _inner_ends(length: int, parts: int, multiple: int, balance: float) -> list[int]:
+    """Where to cut a sample so that balance · x + x² grows by equal steps, rounded to the multiple."""
+    total = balance * length + length**2
+    exact = [((balance**2 + 4 * total * part / parts) ** 0.5 - balance) / 2 for part in range(1, parts)]
+    return [end for each in exact if 0 < (end := round(each / multiple) * multiple) < length]
+
+
+def _linear_share(tables: LayerTables) -> float:
+    """v / g of a layer's time T(l) = u + v l + g l²; large where attention counts for little."""
+    curvatures = prefix_curvatures(tables)
+    g = sum(up / down for up, down in curvatures[:2])
+    values = tables.values if tables.separate is None else tables.separate
+    times = values[[Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD], 0, :, 0]
+    feasible = np.flatnonzero((times != ABSENT).all(axis=0))
+    if not len(feasible) or g <= 0:
+        return 1e12
+    longest = int(tables.inputs[feasible[-1]])
+    return max(float(times[:, feasible[-1]].sum()) / longest / g - longest, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CutBatch:
+    """A batch with pieces in place of its long samples.
+
+    Attributes:
+        samples: whole ones and pieces; ids and tokens are those of the whole samples.
+        problem: of planning them.
+        partitioned: where their search begins: with packed rows alone.
+        begun_ns: predicted time of what the search begins with.
+        gain: how much longer whole samples take at the beginning, relative to that.
+    """
+
+    samples: Samples
+    problem: BatchProblem
+    partitioned: OrderedPartitions
+    begun_ns: int = 0
+    gain: float = 0.0
+
+    @property
+    def is_far_ahead(self) -> bool:
+        """Whether searching for schedules of whole samples is no use."""
+        return self.gain > _FAR_AHEAD
+
+
+def can_cut(problem: BatchProblem) -> bool:
+    """Whether costs of pieces are known: those of models whose layers are alike and whose keys were counted."""
+    return all(tables.of_stages is None and tables.key_value_channels > 0 for tables in problem.modes)
+
+
+def piece_limits(samples: Samples, problem: BatchProblem, *, needed: bool) -> list[int]:
+    """Positions that pieces may have at most, to choose from; none where no sample is long for its pipeline.
+
+    Args:
+        samples: of the batch.
+        problem: of planning them whole.
+        needed: try smaller ones, since whole samples do not fit.
+    """
+    longest, total = int(samples.input_positions.max()), int(samples.input_positions.sum())
+    if needed:
+        return [longest // parts for parts in (2, 4, 8, 16) if longest // parts >= _LEAST_PIECE]
+    if longest * problem.replicas * problem.layout.stages < _LONG * total:
+        return []
+    return [most for share in _SHARES if (most := int(longest * share)) >= _LEAST_PIECE]
+
+
+def cut_batch(
+    samples: Samples,
+    problem: BatchProblem,
+    most: int,
+    multiple: int,
+    *,
+    recompute: tuple[Recompute, ...],
+    element_bytes: int,
+) -> CutBatch | None:
+    """The batch with samples of more than `most` positions cut; None where there are none.
+
+    A sample that the batch holds twice stays whole, so that pieces are known by their sample.
+
+    Args:
+        samples: of the batch.
+        problem: of planning them whole.
+        most: as `cut`.
+        multiple: as `cut`.
+        recompute: the problem's modes.
+        element_bytes: of an element of keys and values.
+    """
+    ids, counts = np.unique(samples.ids, return_counts=True)
+    once = counts[np.searchsorted(ids, samples.ids)] == 1
+    pieces = cut(np.where(once, samples.input_positions, 1), most, multiple, problem.modes[0])
+    own = np.where(once[pieces.sample], pieces.end - pieces.start, samples.input_positions[pieces.sample])
+    is_piece = pieces.is_piece
+    if not is_piece.any():
+        return None
+    taken = {name: getattr(samples, name)[pieces.sample] for name in ("ids", "input_tokens", "target_tokens")}
+    entries = replace(
+        samples,
+        **taken,
+        input_positions=own,
+        target_positions=np.zeros_like(own),
+        inputs=round_up_all(own),
+        targets=np.zeros_like(own),
+        starts=pieces.start,
+    )
+    extras = [
+        piece_costs(
+            tables,
+            mode,
+            own=own * is_piece,
+            before=pieces.start,
+            followed=(pieces.end < pieces.length).astype(np.int64),
+            element_bytes=element_bytes,
+        )
+        for tables, mode in zip(problem.modes, recompute, strict=True)
+    ]
+    cut_problem = replace(
+        problem,
+        inputs=entries.inputs,
+        targets=entries.targets,
+        input_positions=entries.input_positions,
+        target_positions=entries.target_positions,
+        chains=pieces.chains.astype(np.int32),
+        piece_costs=np.stack(extras),
+    )
+    order = by_length(entries.inputs, entries.targets)
+    return CutBatch(samples=entries, problem=cut_problem, partitioned=OrderedPartitions(order=order, partitions=()))

@@ -1,0 +1,167 @@
+"""Every command's output: files of the user's are refused and stay, its own are replaced, links stay links."""
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe import outputs
+from megatron_dynapipe.cli.main import main
+from megatron_dynapipe.plan import codec
+from tests.helpers.plans import make_plan
+from tests.helpers.runs import write_run
+
+MODEL = ("--model", "gpt", "--layers", "2", "--hidden-size", "32", "--recompute", "none")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the commands read."""
+
+    folder: Path
+    costs: Path
+    batches: Path
+    plan: Path
+    run: Path
+
+    @property
+    def planning(self) -> tuple[str, ...]:
+        """Arguments of the commands that plan."""
+        files = ("--batches", str(self.batches), "--cost-model", str(self.costs), "--device-memory-mb", "9000")
+        return (*files, *MODEL, "--limit", "1", "--max-seq-len", "300", "--search-evaluations", "20")
+
+
+@dataclass(frozen=True)
+class Output:
+    """A file that a command writes.
+
+    Attributes:
+        suffix: of the file's name.
+        command: the command's arguments, given the inputs and the file.
+    """
+
+    suffix: str
+    command: Callable[[Inputs, Path], list[str]]
+
+    def run(self, inputs: Inputs, path: Path) -> int:
+        """The command's exit status."""
+        return main(self.command(inputs, path))
+
+
+def tune(inputs: Inputs, path: Path) -> list[str]:
+    return ["tune", *inputs.planning, "--devices", "1", "--workers", "1", "--write-config", str(path)]
+
+
+OUTPUTS = {
+    "plan": Output(".plan", lambda inputs, path: ["plan", *inputs.planning, "--output", str(path.parent)]),
+    "compare": Output(".png", lambda inputs, path: ["compare", *inputs.planning, "--output", str(path)]),
+    "tune": Output(".yaml", tune),
+    "show picture": Output(".png", lambda inputs, path: ["show", str(inputs.plan), "--picture", str(path)]),
+    "show drawing": Output(".svg", lambda inputs, path: ["show", str(inputs.plan), "--picture", str(path)]),
+    "show trace": Output(".json", lambda inputs, path: ["show", str(inputs.plan), "--trace", str(path)]),
+    "report": Output(".html", lambda inputs, path: ["report", str(inputs.run), "--output", str(path)]),
+}
+"""One row for each file that a command writes; `profile` has its own test, since it takes a device."""
+
+STRANGERS = {
+    "notes": b"my own notes",
+    "of a run": b"dynapipe-data: .demo/data\ntrain-iters: 30\n",
+    "a page": b"<!doctype html><title>About dynapipe</title>",
+    "lengths": b'{"format": "dynapipe-batches/1", "batches": []}',
+    "a picture": b"\x89PNG\r\n\x1a\n" + bytes(64),
+}
+"""Files of a user's, some of which speak of this program."""
+
+walk = pytest.mark.parametrize("output", [pytest.param(each, id=name) for name, each in OUTPUTS.items()])
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, cost_file: Path, batches_file: Path) -> Inputs:
+    plan = tmp_path / "of-a-plan"
+    plan.write_bytes(codec.encode(make_plan((2, 1), 2)))
+    return Inputs(tmp_path, cost_file, batches_file, plan, write_run(tmp_path / "run", iterations=2))
+
+
+@pytest.fixture
+def path(output: Output, tmp_path: Path) -> Path:
+    """Where the output goes; a plan's file is called as its batch."""
+    folder = tmp_path / "made"
+    folder.mkdir()
+    return folder / f"b0{output.suffix}"
+
+
+def refused(output: Output, inputs: Inputs, path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line and the hint of a command that could not write, and that leaves nothing beside."""
+    before = sorted(path.parent.iterdir())
+    assert output.run(inputs, path) == 2
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1 and str(path) in said, said
+    assert sorted(path.parent.iterdir()) == before
+    return said
+
+
+@walk
+def test_own_files_are_replaced_and_links_stay(output: Output, inputs: Inputs, path: Path) -> None:
+    assert output.run(inputs, path) == 0
+    first = path.read_bytes()
+    real = inputs.folder / f"elsewhere{output.suffix}"
+    path.rename(real)
+    path.symlink_to(real)
+    real.write_bytes(first + b"\n")
+    assert output.run(inputs, path) == 0
+    assert path.is_symlink() and not real.read_bytes().endswith(b"\n\n")
+    assert list(path.parent.iterdir()) == [path]
+
+
+@walk
+def test_files_and_folders_of_the_user_stay(
+    output: Output, inputs: Inputs, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for content in STRANGERS.values():
+        path.write_bytes(content)
+        assert "a file that this program wrote, it is another" in refused(output, inputs, path, capsys)
+        assert path.read_bytes() == content
+    path.unlink()
+    path.mkdir()
+    (path / "precious").touch()
+    assert "found a folder" in refused(output, inputs, path, capsys)
+    assert list(path.iterdir()) == [path / "precious"]
+
+
+@walk
+def test_what_cannot_be_written_is_said_before_the_work(
+    output: Output, inputs: Inputs, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # as for a user who is not root
+    for name in ("planning.planner.Planner", "report.run.read_records", "plan.codec.decode_plan"):
+        monkeypatch.setattr(f"megatron_dynapipe.{name}", None)  # what takes long
+    assert "is read-only" in refused(output, inputs, path, capsys)
+
+
+@walk
+def test_a_full_device_is_one_line_and_leaves_the_old_file(
+    output: Output, inputs: Inputs, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert output.run(inputs, path) == 0
+    before = path.read_bytes()
+    capsys.readouterr()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(outputs.os, "fsync", full)
+    assert "No space left on device" in refused(output, inputs, path, capsys)
+    assert path.read_bytes() == before
+
+
+def test_a_profile_says_before_it_measures_that_its_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.json"
+    path.write_bytes(STRANGERS["lengths"])
+    assert main(["profile", "--model", "gpt", "--output", str(path), "--", "--dynapipe-device", "cpu"]) == 2
+    assert "a file that this program wrote, it is another" in capsys.readouterr().err
+    assert path.read_bytes() == STRANGERS["lengths"]

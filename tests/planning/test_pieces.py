@@ -1,0 +1,176 @@
+"""Planning with long samples cut into pieces."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dynapipe.cost import TableCostModel
+from megatron_dynapipe.cost.packed import packed_layer_costs
+from megatron_dynapipe.cost.pieces import ENCODER_ROWS, piece_costs, prefix_curvatures
+from megatron_dynapipe.errors import ConfigError, InfeasibleError
+from megatron_dynapipe.plan.codec import decode_plan, encode
+from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.plan.pieces import chains
+from megatron_dynapipe.plan.transfer_rules import CUDA_RULES
+from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning.pieces import cut, cut_batch
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
+from tests.helpers.benchmark_data import A100_COSTS
+
+GPT = ModelFamily.GPT
+COSTS = TableCostModel.load(A100_COSTS["gpt"])
+LENGTHS = [100, 6553, 40, 300, 220, 3000, 90, 64, 700, 512, 1200, 33, 80, 410, 77, 150] * 2
+SETTINGS = PlannerSettings(
+    family=GPT,
+    encoder_layers=32,
+    hidden_size=4096,
+    pipeline_parallel=4,
+    tensor_parallel=2,
+    memory_limit_bytes=36_000_000_000,
+    micro_batch_layouts=tuple(BatchLayout),
+    slices="auto",
+)
+
+
+def settings(**changes: object) -> PlannerSettings:
+    return msgspec.structs.replace(SETTINGS, **changes)
+
+
+def batch(lengths: list[int]) -> GlobalBatch:
+    count = len(lengths)
+    return GlobalBatch(
+        iteration=0,
+        sample_ids=np.arange(100, 100 + count),
+        input_lengths=np.array(lengths),
+        target_lengths=np.zeros(count, np.int64),
+    )
+
+
+def plan(lengths: list[int] = LENGTHS, *, forward_only: bool = False, **changes: object) -> IterationPlan:
+    return Planner(settings(**changes), COSTS).plan(batch(lengths), 0, forward_only=forward_only)
+
+
+def cut_samples(planned: IterationPlan) -> int:
+    return sum(len(chains(replica.micro_batches)) for replica in planned.replicas)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=8), st.integers(64, 4000), st.sampled_from([8, 16, 64]))
+def test_pieces_tile_in_equal_time(lengths: list[int], most: int, multiple: int) -> None:
+    tables = COSTS.tables(tensor_parallel=1, recompute=Recompute.NONE)
+    pieces = cut(np.array(lengths), most, multiple, tables)
+    for sample, length in enumerate(lengths):
+        its = pieces.sample == sample
+        starts, ends = pieces.start[its].tolist(), pieces.end[its].tolist()
+        assert [*starts, length] == [0, *ends]
+        assert all(end % multiple == 0 for end in ends[:-1])
+        own = np.diff([0, *ends])
+        assert (np.diff(own) <= multiple).all(), "later pieces attend to more, so they are no longer"
+        if length <= most:
+            assert len(own) == 1
+    assert (np.unique(pieces.chains[pieces.is_piece == 1]) == np.arange(pieces.chains.max() + 1)).all()
+
+
+def test_the_core_charges_pieces_by_the_rules_of_cost_pieces() -> None:
+    planner = Planner(settings(pipeline_parallel=2), COSTS)
+    samples = planner.samples(batch(LENGTHS))
+    found = cut_batch(samples, planner.problem(samples), 1000, 16, recompute=tuple(Recompute), element_bytes=2)
+    assert found is not None
+    rows = [np.array([0, 1]), np.array([2, 9]), np.array([7])]
+    for number, mode in enumerate(Recompute):
+        tables = COSTS.tables(tensor_parallel=2, recompute=mode)
+        costs, covered = found.problem.costs_of(rows, [BatchLayout.PACKED] * 3, np.full(3, number))
+        assert covered.all()
+        for at, row in enumerate(rows):
+            own = found.problem.input_positions[row]
+            layer = packed_layer_costs(tables, own, np.zeros_like(own))
+            assert layer is not None
+            layer[list(ENCODER_ROWS)] += found.problem.piece_costs[number, row].sum(axis=0)
+            assert costs.forward_ns[at, 0] == 16 * layer[0]
+            assert costs.stored_bytes[at, 0] == 16 * layer[2]
+
+
+def test_a_piece_pays_for_its_prefix_and_keeps_keys_and_values() -> None:
+    own, before, followed = np.array([512, 512, 256]), np.array([0, 512, 1024]), np.array([1, 1, 0])
+    kept = {Recompute.NONE: [1, 1, 0], Recompute.SELECTIVE: [1, 1, 0], Recompute.FULL: [2, 2, 1]}
+    for mode, times in kept.items():
+        tables = COSTS.tables(tensor_parallel=1, recompute=mode)
+        costs = piece_costs(tables, mode, own=own, before=before, followed=followed, element_bytes=2)
+        (up, down), *_ = prefix_curvatures(tables)
+        assert costs[:, 0] == pytest.approx([0, 2 * 512 * 512 * up / down, 2 * 1024 * 256 * up / down], abs=1)
+        stored = costs[:, 2] - [
+            (2 * a * n * prefix_curvatures(tables)[2][0]) // down for a, n in zip(before, own, strict=True)
+        ]
+        assert np.abs(stored - np.array(times) * own * 4 * 4096).max() <= 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"pipeline_parallel": 8, "tensor_parallel": 1},
+        {"data_parallel": 2, "pipeline_parallel": 2},
+        {"chunks": 2},
+        {"recompute": (Recompute.FULL,)},
+        {"transfers": CUDA_RULES},
+        {"micro_batch_layouts": (BatchLayout.PACKED,)},
+        {"sequence_parallel": True, "slices": 500},
+        {"slices": 300},
+    ],
+    ids=str,
+)
+def test_plans_with_pieces_are_verified_whole(changes: dict[str, object]) -> None:
+    planned = plan(**({"slices": 900} | changes))
+    verify(planned, expected_samples=range(100, 100 + len(LENGTHS)))  # tiles, order of chains, memory; no fast core
+    assert cut_samples(planned) >= 2
+    assert planned.totals.samples == len(LENGTHS)
+    assert planned.totals.real_tokens == sum(LENGTHS)
+    assert decode_plan(encode(planned)) == planned
+    assert plan(**({"slices": 900} | changes)) == planned, "planning is a pure function"
+
+
+def test_auto_cuts_where_that_is_faster() -> None:
+    whole, cut_plan = plan(slices="off"), plan()
+    assert cut_samples(cut_plan) > 0
+    assert cut_plan.totals.predicted_ns < 0.9 * whole.totals.predicted_ns
+    short = [length for length in LENGTHS if length < 1000] * 4
+    planned = plan(short)
+    assert cut_samples(planned) == 0
+    assert planned.replicas == plan(short, slices="off").replicas
+
+
+def test_a_sample_that_does_not_fit_whole_is_planned_in_pieces() -> None:
+    lengths = [6553, *[200] * 12]
+    tight: dict[str, object] = {"memory_limit_bytes": 17_000_000_000, "recompute": (Recompute.FULL,)}
+    with pytest.raises(InfeasibleError):
+        plan(lengths, slices="off", **tight)
+    assert cut_samples(plan(lengths, **tight)) == 1
+
+
+def test_evaluations_and_samples_that_come_twice_stay_whole() -> None:
+    assert cut_samples(plan(slices=500, forward_only=True)) == 0
+    twice = batch([6553, 6553, 100, 100])
+    twice = GlobalBatch(
+        iteration=0,
+        sample_ids=np.array([1, 1, 2, 3]),
+        input_lengths=twice.input_lengths,
+        target_lengths=twice.target_lengths,
+    )
+    assert cut_samples(Planner(settings(slices=1000), COSTS).plan(twice, 0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"family": ModelFamily.T5, "decoder_layers": 32}, "every position of a T5's encoder attends to all of them"),
+        ({"micro_batch_layouts": (BatchLayout.PADDED,)}, "pieces run in packed rows"),
+    ],
+)
+def test_pieces_where_there_can_be_none_are_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        settings(slices=512, **changes)
+    assert not settings(slices="auto", **changes).may_cut
