@@ -129,8 +129,8 @@ def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
             hint="--dynapipe-timeout-s, or timeout_s in a script of yours, allows more time",
         ) from error
     found = msgspec.json.decode(store.get(name), type=dict[str, str | None])
-    if error_of_rank_0 := found.get("error"):
-        raise ConfigError(error_of_rank_0, hint=found.get("hint"))
+    if "error" in found:
+        raise ConfigError(found["error"] or "", hint=found.get("hint"))
     return found["text"] or ""
 
 
