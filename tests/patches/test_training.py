@@ -68,7 +68,9 @@ def test_a_patched_checkout_trains_and_evaluates_as_the_plug_in_does(layout, pat
     log = "".join(outputs)
     assert f"iteration        {ITERATIONS}/       {ITERATIONS}" in log
     assert "padding efficiency" in log
-    noise = re.compile(r"(?<!Syntax)Warning(?!: Overriding default)|DEPRECATED|RNG state|RerunState|Apex|OptimizerConfig")
+    noise = re.compile(
+        r"(?<!Syntax)Warning(?!: Overriding default)|DEPRECATED|RNG state|RerunState|Apex|OptimizerConfig"
+    )
     assert [line for line in log.splitlines() if noise.search(line)] == [], "start-up messages are filtered"
     assert {name for name, _ in expected} == {"lm loss", *(f"lm loss {task}" for task in TASKS)}
     assert [name for name, _ in values(outputs[-1])] == [name for name, _ in expected]
