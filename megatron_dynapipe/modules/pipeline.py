@@ -25,7 +25,7 @@ from megatron_dynapipe.modules.ranks import start_agreement
 from megatron_dynapipe.modules.runner import LossFunction, ModuleRunner, ModuleStage
 from megatron_dynapipe.plan.instructions import Instruction
 from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry
-from megatron_dynapipe.runtime import PendingTotals, StepTotals, TorchTransport, Trace
+from megatron_dynapipe.runtime import PendingTotals, Step, StepTotals, TorchTransport, Trace
 from megatron_dynapipe.runtime.control_group import StepAgreement
 from megatron_dynapipe.runtime.process_groups import backend_of, make_groups, warm_up
 from megatron_dynapipe.runtime.shared_weights import SharedWeights
@@ -138,6 +138,7 @@ class Pipeline:
             stage=part.stage,
             stages=part.stages,
             chunks=part.chunks,
+            dtype=torch.float32,
             deadline_s=timeout_s,
             control=ranks.control,
         )
@@ -259,7 +260,7 @@ class Pipeline:
         agreement, made, planned = self._begin(work)
         specialized = self.part.specialize(made.micro_batches, self._autocast)
         stage = ModuleStage(
-            self._runner.runner,
+            self._runner,
             made.micro_batches,
             specialized,
             self._loss_fn,
@@ -268,7 +269,16 @@ class Pipeline:
             labels=self.part.inputs.labels if keep_outputs else None,
         )
         plan = self._runner.fill_list(specialized, self._schedule, planned=planned, forward_only=forward_only)
-        totals = self._runner.run(plan, stage, agreement=agreement, forward_only=forward_only, finish=finish)
+        totals = self._runner.run(
+            Step(
+                plan=plan,
+                model=stage,
+                dtypes=stage.dtypes,
+                agreement=agreement,
+                forward_only=forward_only,
+                finish=finish,
+            )
+        )
         self.trace = totals.trace
         return totals, stage
 

@@ -11,8 +11,7 @@ from megatron_dynapipe.modules.boundary import Specialization, boundary_of, fill
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Payload, RecvStart, SendStart
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.runtime import PendingTotals, Step, StepRunner, StepTotals, Transport
-from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
+from megatron_dynapipe.runtime import StepRunner
 
 LossFunction = Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor | float]]
 """From a model's output and the micro-batch to the sum of the losses and their number."""
@@ -78,6 +77,11 @@ class ModuleStage:
         dtypes = specialized.boundaries[stage].dtypes
         return [tensor.to(dtype) for tensor, dtype in zip(output, dtypes, strict=True)]
 
+    def dtypes(self, transfer: SendStart | RecvStart) -> Sequence[torch.dtype]:
+        """Of the tensors of a transfer."""
+        boundary = boundary_of(transfer, self._specialized, stage=self._stage, stages=self._stages)
+        return boundary.dtypes if transfer.payload is Payload.ACTIVATION else boundary.gradient_dtypes
+
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """By the factor given."""
         return loss if self._scale is None else loss * self._scale
@@ -110,41 +114,10 @@ class ModuleStage:
         return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
 
 
-class ModuleRunner:
-    """Runs steps whose shapes are known only now: fills a list with them and gives it to a `StepRunner`.
+class ModuleRunner(StepRunner):
+    """Runs steps whose shapes are known only now: fills a list with them."""
 
-    Args:
-        transport: moves tensors between stages.
-        device: of this rank.
-        stage, stages, chunks: this rank's place in its pipeline, and the virtual stages of each rank.
-        deadline_s: of every transfer.
-        control: the group over which losses are added up.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        device: torch.device,
-        *,
-        stage: int,
-        stages: int,
-        chunks: int,
-        deadline_s: float,
-        control: ControlGroup,
-    ) -> None:
-        self._specialized: Sequence[Specialization] = ()
-        self._filled: tuple[Any, Sequence[Instruction], StagePlan] | None = None
-        self.runner = StepRunner(
-            transport,
-            device,
-            stage=stage,
-            stages=stages,
-            chunks=chunks,
-            dtype=torch.float32,
-            deadline_s=deadline_s,
-            control=control,
-            dtypes=self._dtypes,
-        )
+    _filled: tuple[Any, Sequence[Instruction], StagePlan] | None = None
 
     def fill_list(
         self,
@@ -162,35 +135,17 @@ class ModuleRunner:
             planned: this rank's instructions in a plan; shapes in them are not looked at.
             forward_only: no backward passes.
         """
-        runner, instructions = self.runner, planned or ()
+        instructions = planned or ()
         if planned is None and specialized:
             lists = lists_without_shapes(
-                runner.stages, runner.chunks, len(specialized), schedule, forward_only=forward_only
+                self.stages, self.chunks, len(specialized), schedule, forward_only=forward_only
             )
-            instructions = lists[runner.stage]
+            instructions = lists[self.stage]
         key = (tuple(map(id, specialized)), id(instructions))
         if self._filled is None or self._filled[0] != key:
-            filled = fill(instructions, specialized, stage=runner.stage, stages=runner.stages)
+            filled = fill(instructions, specialized, stage=self.stage, stages=self.stages)
             self._filled = key, instructions, filled
-        self._specialized = specialized
         return self._filled[2]
-
-    def run(
-        self,
-        plan: StagePlan,
-        stage: ModuleStage,
-        *,
-        agreement: StepAgreement,
-        forward_only: bool = False,
-        finish: Callable[[PendingTotals], None] = lambda _: None,
-    ) -> StepTotals:
-        """Run the list that `fill_list` has returned; see `Step`."""
-        step = Step(plan=plan, model=stage, agreement=agreement, forward_only=forward_only, finish=finish)
-        return self.runner.run(step)
-
-    def _dtypes(self, transfer: SendStart | RecvStart) -> Sequence[torch.dtype]:
-        boundary = boundary_of(transfer, self._specialized, stage=self.runner.stage, stages=self.runner.stages)
-        return boundary.dtypes if transfer.payload is Payload.ACTIVATION else boundary.gradient_dtypes
 
 
 def _moved(value: Any, device: torch.device) -> Any:
