@@ -38,14 +38,11 @@ class Boundary:
     differentiable: tuple[bool, ...]
 
     @cached_property
-    def gradient_shapes(self) -> tuple[TensorShape, ...]:
-        """Shapes of what crosses back."""
-        return tuple(shape for shape, wants in zip(self.shapes, self.differentiable, strict=True) if wants)
-
-    @cached_property
-    def gradient_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of what crosses back."""
-        return tuple(dtype for dtype, wants in zip(self.dtypes, self.differentiable, strict=True) if wants)
+    def back(self) -> "Boundary":
+        """What crosses back: gradients of the differentiable ones."""
+        wanted = [at for at, wants in enumerate(self.differentiable) if wants]
+        shapes, dtypes = tuple(self.shapes[at] for at in wanted), tuple(self.dtypes[at] for at in wanted)
+        return Boundary(shapes, dtypes, (True,) * len(wanted))
 
 
 Run = Callable[[Sequence[torch.Tensor], Batch, torch.device], Any]
@@ -198,7 +195,7 @@ def fill(
             each.micro_batch,
             each.chunk,
             each.peer,
-            shapes_of(each, specialized, stage=stage, stages=stages),
+            crossing_of(each, specialized, stage=stage, stages=stages).shapes,
         )
         if isinstance(each, SendStart | RecvStart)
         else each
@@ -207,18 +204,11 @@ def fill(
     return StagePlan(stage=stage, instructions=tuple(filled), predicted=())
 
 
-def shapes_of(
-    transfer: SendStart | RecvStart, specialized: Sequence[Specialization], *, stage: int, stages: int
-) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the tensors of a transfer."""
-    boundary = boundary_of(transfer, specialized, stage=stage, stages=stages)
-    return boundary.shapes if transfer.payload is Payload.ACTIVATION else boundary.gradient_shapes
-
-
-def boundary_of(
+def crossing_of(
     transfer: SendStart | RecvStart, specialized: Sequence[Specialization], *, stage: int, stages: int
 ) -> Boundary:
-    """The boundary that a transfer crosses."""
-    virtual = transfer.chunk * stages + stage
-    downstream = (transfer.payload is Payload.ACTIVATION) == isinstance(transfer, SendStart)
-    return specialized[transfer.micro_batch].boundaries[virtual if downstream else virtual - 1]
+    """What a transfer moves over its boundary, there or back."""
+    virtual, there = transfer.chunk * stages + stage, transfer.payload is Payload.ACTIVATION
+    downstream = there == isinstance(transfer, SendStart)
+    boundary = specialized[transfer.micro_batch].boundaries[virtual if downstream else virtual - 1]
+    return boundary if there else boundary.back

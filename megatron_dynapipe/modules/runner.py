@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.modules.boundary import Specialization, boundary_of, fill, lists_without_shapes
+from megatron_dynapipe.modules.boundary import Specialization, crossing_of, fill, lists_without_shapes
 from megatron_dynapipe.modules.inputs import Batch
-from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Payload, RecvStart, SendStart
+from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, RecvStart, SendStart
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import StepRunner
 
@@ -79,8 +79,7 @@ class ModuleStage:
 
     def dtypes(self, transfer: SendStart | RecvStart) -> Sequence[torch.dtype]:
         """Of the tensors of a transfer."""
-        boundary = boundary_of(transfer, self._specialized, stage=self._stage, stages=self._stages)
-        return boundary.dtypes if transfer.payload is Payload.ACTIVATION else boundary.gradient_dtypes
+        return crossing_of(transfer, self._specialized, stage=self._stage, stages=self._stages).dtypes
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """By the factor given."""
