@@ -1,7 +1,5 @@
 """Measured passes of a rank: what counts as a pass, when they are handed in; and model state from real modules."""
 
-import argparse
-
 import msgspec
 import pytest
 import torch
@@ -98,27 +96,19 @@ def test_room_for_tensors_is_told_from_the_highest_peaks_so_far() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "in_fp32", "optimizer", "distributed", "per_parameter"),
+    ("dtype", "state", "per_parameter"),
     [
-        (torch.float32, False, "adam", False, 4 + 4 + 8),
-        (torch.bfloat16, True, "adam", False, 2 + 4 + 12),
-        (torch.bfloat16, False, "adam", True, 2 + 2 + 12 / 4),
-        (torch.bfloat16, False, "sgd", False, 2 + 2 + 8),
+        (torch.float32, StateBytes(gradient=4, optimizer=8), 4 + 4 + 8),
+        (torch.bfloat16, StateBytes(gradient=4, optimizer=12), 2 + 4 + 12),
+        (torch.bfloat16, StateBytes(gradient=2, optimizer=12, optimizer_shards=4), 2 + 2 + 12 / 4),
     ],
 )
-def test_state_is_counted_parameter_by_parameter(
-    dtype: torch.dtype, in_fp32: bool, optimizer: str, distributed: bool, per_parameter: float
-) -> None:
-    args = argparse.Namespace(
-        params_dtype=dtype, accumulate_allreduce_grads_in_fp32=in_fp32, optimizer=optimizer,
-        use_distributed_optimizer=distributed, data_parallel_size=4,
-    )  # fmt: skip
+def test_state_is_counted_parameter_by_parameter(dtype: torch.dtype, state: StateBytes, per_parameter: float) -> None:
     first = torch.nn.Linear(16, 8, bias=False, dtype=dtype)
     tied, frozen = torch.nn.Linear(16, 8, bias=False, dtype=dtype), torch.nn.Linear(4, 4, bias=False, dtype=dtype)
     tied.weight = first.weight
     frozen.weight.requires_grad_(False)
-    counted = StateBytes.of(args).total([first, tied, frozen])
-    assert counted == 128 * per_parameter + 16 * dtype.itemsize
+    assert state.total([first, tied, frozen]) == 128 * per_parameter + 16 * dtype.itemsize
 
 
 def test_a_version_that_has_expired_costs_no_later_one(tmp_path) -> None:

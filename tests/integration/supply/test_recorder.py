@@ -93,7 +93,7 @@ def test_what_fails_is_told_once_and_changes_nothing(store, tmp_path, monkeypatc
         monkeypatch.setattr("megatron_dynapipe.report.records.RecordFile._write", fail)
     elif name == "store":
         monkeypatch.setattr(store, "put", lambda *_: (_ for _ in ()).throw(StoreError("it is gone")))
-        monkeypatch.setattr(ranks[0], "_timeout_s", 0.1)
+        monkeypatch.setattr(ranks[0], "_reports", Reports(store, KEYS, timeout_s=0.1))
     else:
         monkeypatch.setattr(module, name, fail)
     summary = run(*ranks)
