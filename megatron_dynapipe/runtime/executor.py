@@ -182,6 +182,8 @@ class PipelineExecutor:
                 error.add_note(f"at stage {plan.stage}, step {step}: {point_at(plan.instructions, step)}")
             self._abandon(buffers)
             raise
+        finally:
+            self._dtypes = self._default  # keeps nothing of the step alive
         return trace
 
     def _start_send(self, instruction: SendStart, buffers: BufferTable) -> None:
