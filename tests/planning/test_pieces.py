@@ -174,3 +174,10 @@ def test_pieces_where_there_can_be_none_are_refused(changes: dict[str, object], 
     with pytest.raises(ConfigError, match=said):
         settings(slices=512, **changes)
     assert not settings(slices="auto", **changes).may_cut
+
+
+def test_a_batch_with_fewer_chains_than_replicas_is_planned_whole() -> None:
+    lengths = [900, 800, 16, 16]
+    planned = plan(lengths, data_parallel=4, pipeline_parallel=2, slices=100)
+    verify(planned, expected_samples=range(100, 104))
+    assert all(replica.micro_batches for replica in planned.replicas)

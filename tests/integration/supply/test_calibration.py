@@ -1,10 +1,12 @@
 """Measured passes of a rank: what counts as a pass, when they are handed in; and model state from real modules."""
 
+import argparse
+
 import msgspec
 import pytest
 import torch
 
-from megatron_dynapipe.integration.models.config import StateBytes
+from megatron_dynapipe.integration.flags.from_megatron import state_bytes
 from megatron_dynapipe.integration.supply.calibration import PassPublisher, measured_passes
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Load, Payload, RecvWait, SendStart
 from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals
@@ -96,19 +98,27 @@ def test_room_for_tensors_is_told_from_the_highest_peaks_so_far() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "state", "per_parameter"),
+    ("dtype", "in_fp32", "optimizer", "distributed", "per_parameter"),
     [
-        (torch.float32, StateBytes(gradient=4, optimizer=8), 4 + 4 + 8),
-        (torch.bfloat16, StateBytes(gradient=4, optimizer=12), 2 + 4 + 12),
-        (torch.bfloat16, StateBytes(gradient=2, optimizer=12, optimizer_shards=4), 2 + 2 + 12 / 4),
+        (torch.float32, False, "adam", False, 4 + 4 + 8),
+        (torch.bfloat16, True, "adam", False, 2 + 4 + 12),
+        (torch.bfloat16, False, "adam", True, 2 + 2 + 12 / 4),
+        (torch.bfloat16, False, "sgd", False, 2 + 2 + 8),
     ],
 )
-def test_state_is_counted_parameter_by_parameter(dtype: torch.dtype, state: StateBytes, per_parameter: float) -> None:
+def test_state_is_counted_parameter_by_parameter(
+    dtype: torch.dtype, in_fp32: bool, optimizer: str, distributed: bool, per_parameter: float
+) -> None:
+    args = argparse.Namespace(
+        params_dtype=dtype, accumulate_allreduce_grads_in_fp32=in_fp32, optimizer=optimizer,
+        use_distributed_optimizer=distributed, data_parallel_size=4,
+    )  # fmt: skip
     first = torch.nn.Linear(16, 8, bias=False, dtype=dtype)
     tied, frozen = torch.nn.Linear(16, 8, bias=False, dtype=dtype), torch.nn.Linear(4, 4, bias=False, dtype=dtype)
     tied.weight = first.weight
     frozen.weight.requires_grad_(False)
-    assert state.total([first, tied, frozen]) == 128 * per_parameter + 16 * dtype.itemsize
+    counted = state_bytes(args).total([first, tied, frozen])
+    assert counted == 128 * per_parameter + 16 * dtype.itemsize
 
 
 def test_a_version_that_has_expired_costs_no_later_one(tmp_path) -> None:
