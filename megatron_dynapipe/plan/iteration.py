@@ -83,6 +83,12 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
         return sum(piece.start == 0 for piece in self.pieces) if self.pieces else len(self.sample_ids)
 
     @property
+    def cut(self) -> int:
+        """Samples that begin here and go on in another micro-batch."""
+        lengths = zip(self.pieces, self.input_lengths, strict=False)
+        return sum(start == 0 and end < input_positions(ModelFamily.GPT, tokens) for (start, end), tokens in lengths)
+
+    @property
     def real_tokens(self) -> int:
         """Tokens of its samples; a piece has as many as positions, and the first one more, for the token before."""
         if self.pieces:
@@ -118,6 +124,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_
     """Micro-batches per replica."""
     predicted_ns: int
     """Predicted time of the slowest replica: forward, backward and transfers."""
+    cut_samples: int = 0
+    """Samples that were cut into pieces along their sequence."""
 
     @property
     def padding_efficiency(self) -> float:
@@ -159,6 +167,7 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
             padded_positions=sum(mb.shape.positions for mb in batches),
             micro_batches=tuple(len(replica.micro_batches) for replica in self.replicas),
             predicted_ns=max((replica.predicted_ns for replica in self.replicas), default=0),
+            cut_samples=sum(mb.cut for mb in batches),
         )
 
 

@@ -103,7 +103,7 @@ def _padded_choice(
     """The choice for padded micro-batches alone, if they are not all that is allowed: a good start for others."""
     if BatchLayout.PADDED not in settings.micro_batch_layouts or len(settings.micro_batch_layouts) == 1:
         return []
-    padded = msgspec.structs.replace(settings, micro_batch_layouts=(BatchLayout.PADDED,))
+    padded = msgspec.structs.replace(settings, micro_batch_layouts=(BatchLayout.PADDED,), slices="off")
     try:
         return [choose_layer_split(padded, cost_model, batches, to_fit=to_fit)]
     except PlanningError:

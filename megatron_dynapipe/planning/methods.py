@@ -117,6 +117,7 @@ def method_settings(method: str, longest: Longest, settings: PlannerSettings) ->
     replace = msgspec.structs.replace
     if method == "dynapipe":
         return replace(settings, partition=PartitionSettings())
+    settings = replace(settings, slices="off")
     if method in PACKED_METHODS:
         equal = (settings.encoder_layers + settings.decoder_layers) % settings.pipeline_parallel == 0
         return replace(

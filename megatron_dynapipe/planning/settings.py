@@ -9,7 +9,7 @@ from megatron_dynapipe.cost import Links, Network, PipelineLayout, ScatterGather
 from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
-from megatron_dynapipe.planning.baselines import PartitionSettings
+from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
 
@@ -109,6 +109,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return "every position of a T5's encoder attends to all of them"
         if BatchLayout.PACKED not in self.micro_batch_layouts:
             return "pieces run in packed rows, which the settings do not allow"
+        if self.partition.algorithm is not PartitionAlgorithm.DP or self.schedule.method != "adaptive":
+            return "the adaptive schedule alone keeps the order of pieces"
         return None
 
     @property

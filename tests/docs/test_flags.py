@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,3 +58,8 @@ def test_every_flag_of_a_page_exists(page: Path, known: set[str]) -> None:
     if page.name == "migrating.md":
         named -= set(fork.FLAGS)
     assert named <= known, f"no parser knows {sorted(named - known)}"
+
+
+def test_the_page_of_flags_is_that_of_the_parser() -> None:
+    page = runpy.run_path(str(ROOT / "scripts/write_flags_page.py"))
+    assert page["PAGE"].read_text() == page["page"](), "run python scripts/write_flags_page.py"

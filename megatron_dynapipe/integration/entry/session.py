@@ -227,11 +227,12 @@ class Session:
             return ""
         totals = self._trained.entry.totals
         micro_batches = "+".join(map(str, totals.micro_batches))
+        cut = f" samples cut: {totals.cut_samples} |" if totals.cut_samples else ""
         return (
             f" micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
             f" predicted (ms): {self._predicted()} |"
             f" measured (ms): {_span_ms(self._trace.events()):.1f} |"
-            f" plan wait (ms): {self._trained.waited_seconds * 1e3:.1f} |"
+            f" plan wait (ms): {self._trained.waited_seconds * 1e3:.1f} |{cut}"
         )
 
     def _predicted(self) -> str:

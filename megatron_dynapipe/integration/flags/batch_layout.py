@@ -10,13 +10,18 @@ import argparse
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import BatchLayout, ModelFamily
+from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily
 
-FLAG = "--dynapipe-layout"
+FLAG, SLICES_FLAG = "--dynapipe-layout", "--dynapipe-slices"
 MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8
 """Head sizes of `torch.nn.attention.varlen.varlen_attn`."""
+
+
+Slices = int | Literal["auto", "off"]
+"""Whether long samples are cut, as `PlannerSettings.slices`."""
 
 
 class LayoutChoice(enum.StrEnum):
@@ -62,6 +67,41 @@ def batch_layouts(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool
     if reason := impossible or _first(_packs_slowly(args, family, on_cpu=on_cpu)):
         return Layouts(allowed=(BatchLayout.PADDED,), reason=reason)
     return Layouts(allowed=(BatchLayout.PADDED, BatchLayout.PACKED))
+
+
+def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> Slices:
+    """Whether plans may cut long samples: "auto", "off", or the most positions of a piece.
+
+    Args:
+        args: Megatron's arguments, with DynaPipe's.
+        family: kind of model.
+        layouts: that micro-batches may have.
+
+    Raises:
+        ConfigError: pieces are asked for, and the model cannot take them; or the value is none of these.
+    """
+    given = args.dynapipe_slices
+    if given == "off":
+        return "off"
+    if given != "auto" and not (given.isdecimal() and int(given) >= LENGTH_MULTIPLE):
+        raise ConfigError(f"expected {SLICES_FLAG} auto, off or at least {LENGTH_MULTIPLE} positions, got {given}")
+    reason = _first(
+        (
+            (family is ModelFamily.T5, "every position of a T5's encoder attends to all of them"),
+            (bool(args.use_dynapipe), "a patched checkout's layers keep no keys of earlier pieces"),
+            (args.transformer_impl != "local", "layers of Transformer Engine keep no keys of earlier pieces"),
+            (args.dynapipe_attention == "megatron", "Megatron's local attention keeps no keys of earlier pieces"),
+            (
+                BatchLayout.PACKED not in layouts.allowed,
+                f"pieces run in packed rows: {layouts.reason or FLAG + ' padded'}",
+            ),
+        )
+    )
+    if given == "auto":
+        return "off" if reason else "auto"
+    if reason:
+        raise ConfigError(f"{SLICES_FLAG} {given} cannot be honoured: {reason}", hint=f"pass {SLICES_FLAG} auto or off")
+    return int(given)
 
 
 def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:

@@ -22,7 +22,7 @@ from megatron_dynapipe.data.meta import tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import fork
-from megatron_dynapipe.integration.flags.batch_layout import LayoutChoice
+from megatron_dynapipe.integration.flags.batch_layout import SLICES_FLAG, LayoutChoice
 from megatron_dynapipe.sampling import LastBatch, LongSamples, TruncationSide
 from megatron_dynapipe.units import ModelFamily
 
@@ -164,6 +164,13 @@ def _add_plan_flags(add: Callable[..., Any]) -> None:
         default=LayoutChoice.AUTO.value,
         help="micro-batches of padded rows, of samples packed into one row that do not attend to each other, or"
         " whichever plans find faster (default, where a kernel serves)",
+    )
+    add(
+        SLICES_FLAG,
+        default="auto",
+        metavar="auto|off|N",
+        help="cut a GPT's long samples along their sequence into pieces that stages run one after another: where plans"
+        " are faster by it (default), never, or into pieces of at most N positions",
     )
     add(
         "--dynapipe-layers-per-stage",

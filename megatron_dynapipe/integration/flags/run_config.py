@@ -9,7 +9,7 @@ import torch
 from megatron_dynapipe.config import Cluster
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.integration.flags.batch_layout import Layouts
+from megatron_dynapipe.integration.flags.batch_layout import Layouts, Slices
 from megatron_dynapipe.integration.flags.run_record import CheckpointConfig
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.layers import T5Split
@@ -95,6 +95,7 @@ class RunConfig:
         scatter_gather: whether messages between stages are divided over tensor-parallel ranks.
         recompute: modes of recomputation that a micro-batch may be given.
         layouts: what micro-batches may be.
+        slices: whether long samples are cut along their sequence.
         plans_layer_split: whether the layers per stage are yet to be planned.
         report_folder: where the run's records and pictures go.
         metrics_interval: iterations between two whose numbers are given to Megatron's writers.
@@ -127,6 +128,7 @@ class RunConfig:
     scatter_gather: ScatterGather
     recompute: tuple[Recompute, ...]
     layouts: Layouts
+    slices: Slices
     plans_layer_split: bool
     report_folder: Path
     metrics_interval: int

@@ -77,5 +77,10 @@ def count_flops(item: PlannedIteration) -> None:
     update = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)  # not in Megatron 0.18
     if update is None or item.entry.family is not ModelFamily.GPT:
         return
-    lengths = [input_positions(ModelFamily.GPT, n) for batch in item.entry.micro_batches for n in batch.input_lengths]
+    lengths = [
+        input_positions(ModelFamily.GPT, tokens)
+        for batch in item.entry.micro_batches
+        for place, tokens in enumerate(batch.input_lengths)
+        if not batch.pieces or batch.pieces[place].start == 0  # else it is counted with its first piece
+    ]
     update(torch.tensor([0, *lengths] if lengths else [0, 0], dtype=torch.int32).cumsum(0, dtype=torch.int32))

@@ -128,6 +128,7 @@ def measured_passes(entry: StageEntry, events: Sequence[Event]) -> list[PassSamp
             **_row(entry.micro_batches[index], entry.family),
         )
         for (index, chunk), passes in times.items()
+        if not entry.micro_batches[index].pieces  # what a piece costs beside its positions is derived from these
     ]
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from megatron_dynapipe.integration.models.config import StateBytes
+from megatron_dynapipe.integration.flags.from_megatron import state_bytes
 from megatron_dynapipe.integration.supply.calibration import PassPublisher, measured_passes
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Load, Payload, RecvWait, SendStart
 from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals
@@ -117,7 +117,7 @@ def test_state_is_counted_parameter_by_parameter(
     tied, frozen = torch.nn.Linear(16, 8, bias=False, dtype=dtype), torch.nn.Linear(4, 4, bias=False, dtype=dtype)
     tied.weight = first.weight
     frozen.weight.requires_grad_(False)
-    counted = StateBytes.of(args).total([first, tied, frozen])
+    counted = state_bytes(args).total([first, tied, frozen])
     assert counted == 128 * per_parameter + 16 * dtype.itemsize
 
 

@@ -1,5 +1,7 @@
 """Recording a run: whatever fails, training and its exit status are those of a run without records."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -93,7 +95,7 @@ def test_what_fails_is_told_once_and_changes_nothing(store, tmp_path, monkeypatc
         monkeypatch.setattr("megatron_dynapipe.report.records.RecordFile._write", fail)
     elif name == "store":
         monkeypatch.setattr(store, "put", lambda *_: (_ for _ in ()).throw(StoreError("it is gone")))
-        monkeypatch.setattr(ranks[0], "_timeout_s", 0.1)
+        monkeypatch.setattr(ranks[0], "_reports", replace(ranks[0]._reports, timeout_s=0.1))
     else:
         monkeypatch.setattr(module, name, fail)
     summary = run(*ranks)
