@@ -10,8 +10,8 @@ from megatron_dynapipe.units import ModelFamily
 Flags = dict[str, str | int | float | bool]
 """Keys and values of a run file."""
 
-LLAMA_LIKE = ("llama", "qwen2", "qwen3")
-KINDS = ("gpt2", *LLAMA_LIKE, "t5")
+T5_LIKE = ("t5", "mt5")
+KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *T5_LIKE)
 """Values of `model_type` that can be converted."""
 
 _ROWS_MULTIPLE = 128
@@ -38,6 +38,8 @@ def read_config(path: Path) -> Any:
         config = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is not a configuration of a known model: {error}") from error
+    if config.model_type.startswith("gemma"):
+        raise ConfigError(f"{file}: {config.model_type} is not supported: Megatron's layers do not scale embeddings")
     if config.model_type not in KINDS:
         raise ConfigError(f"{file}: expected a model of type {', '.join(KINDS)}, got {config.model_type}")
     return config
@@ -45,7 +47,7 @@ def read_config(path: Path) -> Any:
 
 def family(config: Any) -> ModelFamily:
     """Which of this project's models it is."""
-    return ModelFamily.T5 if config.model_type == "t5" else ModelFamily.GPT
+    return ModelFamily.T5 if config.model_type in T5_LIKE else ModelFamily.GPT
 
 
 def flags(config: Any) -> Flags:
@@ -54,7 +56,7 @@ def flags(config: Any) -> Flags:
     Raises:
         ConfigError: the model has a part that Megatron's flags, or the conversion, do not know.
     """
-    tables: Mapping[str, Callable[[Any], Flags]] = {"gpt2": _gpt2, "t5": _t5}
+    tables: Mapping[str, Callable[[Any], Flags]] = {"gpt2": _gpt2, **dict.fromkeys(T5_LIKE, _t5)}
     made = tables.get(config.model_type, _llama)(config) | {"padded-vocab-size": padded_rows(config.vocab_size)}
     dropouts: Flags = {"attention-dropout": 0.0, "hidden-dropout": 0.0}
     kernels: Flags = {"transformer-impl": "local", "no-persist-layer-norm": True, "no-masked-softmax-fusion": True}
@@ -87,9 +89,8 @@ def _gpt2(config: Any) -> Flags:
 
 
 def _llama(config: Any) -> Flags:
-    _expect(config, hidden_act=("silu",), attention_bias=(False, None), mlp_bias=(False, None))
-    if getattr(config, "use_sliding_window", False):
-        raise ConfigError("expected a model without sliding windows, got use_sliding_window true")
+    _expect(config, hidden_act=("silu",))
+    _check_windows(config)
     heads = config.num_attention_heads
     made: Flags = {
         "num-layers": config.num_hidden_layers,
@@ -98,7 +99,7 @@ def _llama(config: Any) -> Flags:
         "kv-channels": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "ffn-hidden-size": config.intermediate_size,
         "swiglu": True,
-        "disable-bias-linear": True,
+        "disable-bias-linear": not has_biases(config),
         "normalization": "RMSNorm",
         "norm-epsilon": config.rms_norm_eps,
         "position-embedding-type": "rope",
@@ -115,7 +116,33 @@ def _llama(config: Any) -> Flags:
     return made | own.get(config.model_type, {})
 
 
+def has_biases(config: Any) -> bool:
+    """Whether all linear layers of a LLaMA-like model have biases; a Qwen2 has them in its projections alone.
+
+    Raises:
+        ConfigError: only some have; Megatron has one flag for those of attention's output and of the MLP.
+    """
+    optional = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(config.model_type, ())
+    given = [bool(getattr(config, name)) for name in optional]
+    if any(given) and given != [True, True]:
+        named = ", ".join(f"{name} {value}" for name, value in zip(optional, given, strict=True))
+        raise ConfigError(f"{config.model_type}: expected biases in attention and MLP, or in neither, got {named}")
+    return any(given)
+
+
+def _check_windows(config: Any) -> None:
+    window, layers = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    sliding = layers is None or "sliding_attention" in layers
+    if sliding and window is not None and window < config.max_position_embeddings:
+        raise ConfigError(
+            f"{config.model_type}: expected a model without sliding windows, got sliding_window {window} "
+            f"of {config.max_position_embeddings} positions"
+        )
+
+
 def _rotations(given: Mapping[str, Any]) -> Flags:
+    if given["rope_theta"] != int(given["rope_theta"]):
+        raise ConfigError(f"expected a whole number of rope_theta, as Megatron's flag has, got {given['rope_theta']}")
     made: Flags = {"rotary-base": int(given["rope_theta"])}
     if given["rope_type"] == "default":
         return made
@@ -127,7 +154,7 @@ def _rotations(given: Mapping[str, Any]) -> Flags:
 
 
 def _t5(config: Any) -> Flags:
-    if config.feed_forward_proj not in ("gated-gelu", "gated-silu") or config.scale_decoder_outputs:
+    if config.feed_forward_proj not in ("gated-gelu", "gated-silu") or getattr(config, "scale_decoder_outputs", False):
         raise ConfigError(
             "expected a T5 of version 1.1: gated feed-forward layers, and a head of its own, got "
             f"feed_forward_proj {config.feed_forward_proj}, tie_word_embeddings {config.tie_word_embeddings}",
