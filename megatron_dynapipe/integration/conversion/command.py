@@ -16,6 +16,7 @@ from megatron_dynapipe.integration.conversion import checkpoint
 from megatron_dynapipe.integration.conversion.families import Flags, family, flags, read_config
 from megatron_dynapipe.integration.conversion.names import entries
 from megatron_dynapipe.integration.conversion.tensors import Entry
+from megatron_dynapipe.integration.flags.run_record import named
 from megatron_dynapipe.units import ModelFamily
 
 RUN_FILE, CONFIG = "model.yaml", "config.json"
@@ -26,7 +27,6 @@ _HEADER = """\
 # {command}
 """
 _TRAINING = "--calculate-per-token-loss --global-batch-size 32 --train-iters 1000 --lr 1e-5 --lr-decay-style constant"
-_MOST_NAMED = 4
 
 
 Progress = Callable[[Sequence[Entry]], Iterable[Entry]]
@@ -171,16 +171,11 @@ def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None
             for name, found, expected in sorted(report["mismatched_keys"])
         ],
     }
-    if named := [f"{problem}: {_named(names)}" for problem, names in problems.items() if names]:
+    if listed := [f"{problem}: {named(names)}" for problem, names in problems.items() if names]:
         raise ConfigError(
-            f"expected every weight of config.json's model in {source}, and no others; {'; '.join(named)}",
+            f"expected every weight of config.json's model in {source}, and no others; {'; '.join(listed)}",
             hint="download the model whole; one without its head, or with another task's, cannot be converted",
         )
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def _write_run_file(folder: Path, source: Path, described: Flags, kind: ModelFamily) -> Path:
