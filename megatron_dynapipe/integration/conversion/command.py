@@ -163,15 +163,9 @@ def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None
     missing = set(report["missing_keys"])
     if model.config.is_encoder_decoder and model.lm_head.weight is model.shared.weight:
         missing.add("lm_head.weight")  # a T5's, which `transformers` ties where the files have none
-    problems = {
-        "missing": sorted(missing),
-        "unexpected": sorted(report["unexpected_keys"]),
-        "of another shape": [
-            f"{name} {tuple(found)}, expected {tuple(expected)}"
-            for name, found, expected in sorted(report["mismatched_keys"])
-        ],
-    }
-    if listed := [f"{problem}: {named(names)}" for problem, names in problems.items() if names]:
+    shapes = [f"{name} {tuple(found)}, expected {tuple(wanted)}" for name, found, wanted in report["mismatched_keys"]]
+    problems = {"missing": missing, "unexpected": report["unexpected_keys"], "of another shape": shapes}
+    if listed := [f"{problem}: {named(sorted(names))}" for problem, names in problems.items() if names]:
         raise ConfigError(
             f"expected every weight of config.json's model in {source}, and no others; {'; '.join(listed)}",
             hint="download the model whole; one without its head, or with another task's, cannot be converted",

@@ -89,7 +89,8 @@ def _gpt2(config: Any) -> Flags:
 
 
 def _llama(config: Any) -> Flags:
-    _expect(config, hidden_act=("silu",))
+    projections = (False, None, config.model_type == "qwen2")  # whose biases are there whatever it says
+    _expect(config, hidden_act=("silu",), attention_bias=projections, mlp_bias=(False, None))
     _check_windows(config)
     heads = config.num_attention_heads
     made: Flags = {
@@ -99,7 +100,7 @@ def _llama(config: Any) -> Flags:
         "kv-channels": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "ffn-hidden-size": config.intermediate_size,
         "swiglu": True,
-        "disable-bias-linear": not has_biases(config),
+        "disable-bias-linear": True,
         "normalization": "RMSNorm",
         "norm-epsilon": config.rms_norm_eps,
         "position-embedding-type": "rope",
@@ -116,24 +117,13 @@ def _llama(config: Any) -> Flags:
     return made | own.get(config.model_type, {})
 
 
-def has_biases(config: Any) -> bool:
-    """Whether all linear layers of a LLaMA-like model have biases; a Qwen2 has them in its projections alone.
-
-    Raises:
-        ConfigError: only some have; Megatron has one flag for those of attention's output and of the MLP.
-    """
-    optional = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(config.model_type, ())
-    given = [bool(getattr(config, name)) for name in optional]
-    if any(given) and given != [True, True]:
-        named = ", ".join(f"{name} {value}" for name, value in zip(optional, given, strict=True))
-        raise ConfigError(f"{config.model_type}: expected biases in attention and MLP, or in neither, got {named}")
-    return any(given)
-
-
 def _check_windows(config: Any) -> None:
     window, layers = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    sliding = layers is None or "sliding_attention" in layers
-    if sliding and window is not None and window < config.max_position_embeddings:
+    if (
+        (layers is None or "sliding_attention" in layers)
+        and window is not None
+        and window < config.max_position_embeddings
+    ):
         raise ConfigError(
             f"{config.model_type}: expected a model without sliding windows, got sliding_window {window} "
             f"of {config.max_position_embeddings} positions"
@@ -186,5 +176,5 @@ def _expect(config: Any, **allowed: tuple[object, ...]) -> None:
     for name, values in allowed.items():
         given = getattr(config, name, values[0])
         if given not in values:
-            expected = " or ".join(map(str, values))
+            expected = " or ".join(dict.fromkeys(map(str, values)))
             raise ConfigError(f"{config.model_type}: expected {name} {expected}, got {given}")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_dynapipe.integration.conversion.families import T5_LIKE, has_biases
+from megatron_dynapipe.integration.conversion.families import T5_LIKE
 from megatron_dynapipe.integration.conversion.tensors import (
     Entry,
     Heads,
@@ -49,24 +49,22 @@ def _gpt2(config: Any) -> Iterator[Entry]:
 
 def _llama(config: Any) -> Iterator[Entry]:
     heads = Heads(config.num_attention_heads, config.num_key_value_heads)
-    linear = BOTH if has_biases(config) else BOTH[:1]
     yield Entry(WORDS, ("model.embed_tokens.weight",), rows=config.vocab_size)
     for layer in range(config.num_hidden_layers):
         ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         yield Entry(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",))
         yield Entry(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}post_attention_layernorm.weight",))
-        for kind in BOTH if config.model_type == "qwen2" else linear:
+        for kind in BOTH if config.model_type == "qwen2" else BOTH[:1]:
             projections = tuple(f"{theirs}self_attn.{name}_proj.{kind}" for name in "qkv")
             yield Entry(f"{ours}self_attention.linear_qkv.{kind}", projections, heads.join, heads.split)
         if config.model_type == "qwen3":
             for name in "qk":
                 norm = f"{theirs}self_attn.{name}_norm.weight"
                 yield Entry(f"{ours}self_attention.{name}_layernorm.weight", (norm,))
-        for kind in linear:
-            yield Entry(f"{ours}self_attention.linear_proj.{kind}", (f"{theirs}self_attn.o_proj.{kind}",))
-            gated = (f"{theirs}mlp.gate_proj.{kind}", f"{theirs}mlp.up_proj.{kind}")
-            yield Entry(f"{ours}mlp.linear_fc1.{kind}", gated, stacked, unstacked)
-            yield Entry(f"{ours}mlp.linear_fc2.{kind}", (f"{theirs}mlp.down_proj.{kind}",))
+        yield Entry(f"{ours}self_attention.linear_proj.weight", (f"{theirs}self_attn.o_proj.weight",))
+        gated = (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight")
+        yield Entry(f"{ours}mlp.linear_fc1.weight", gated, stacked, unstacked)
+        yield Entry(f"{ours}mlp.linear_fc2.weight", (f"{theirs}mlp.down_proj.weight",))
     yield Entry("decoder.final_layernorm.weight", ("model.norm.weight",))
     if not config.tie_word_embeddings:
         yield Entry(HEAD, ("lm_head.weight",), rows=config.vocab_size)

@@ -150,9 +150,7 @@ class CheckpointRecords:
             fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self._record), indent=1) + b"\n")
             fresh.replace(folder / NAME)
             (folder / digests.NAME).unlink(missing_ok=True)  # of a checkpoint that this one has replaced
-            threading.Thread(
-                target=_write_digests, args=(folder,)
-            ).start()  # training goes on; the process waits for it
+            threading.Thread(target=_write_digests, args=(folder,)).start()  # the process ends after it
 
     def _last_save(self) -> int | None:
         """When Megatron last completed a checkpoint; None if it has not."""

@@ -26,10 +26,9 @@ def configs() -> dict[str, Any]:
         ),
         "llama": LlamaConfig(**llama, rms_norm_eps=1e-5),
         "llama-3.1": LlamaConfig(**llama, rope_parameters=scaled | {"original_max_position_embeddings": 8192}),
-        "llama, biases": LlamaConfig(**llama, attention_bias=True, mlp_bias=True),
         "mistral": MistralConfig(**llama, sliding_window=None),
         "qwen2": Qwen2Config(**llama, tie_word_embeddings=True),
-        "qwen2, untied": Qwen2Config(**llama),
+        "qwen2, untied": Qwen2Config(**llama, attention_bias=True),
         "qwen3": Qwen3Config(**llama, head_dim=32),
         "qwen3, tied": Qwen3Config(**llama, head_dim=32, tie_word_embeddings=True),
         "t5-v1.1": T5Config(**t5, feed_forward_proj="gated-gelu", tie_word_embeddings=False, dropout_rate=0.0),
@@ -188,7 +187,8 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
         "unexpected": convert("unexpected", "qwen2", lambda tensors: tensors.update(score=torch.ones(2))),
         "shape": convert("shape", "llama", lambda tensors: tensors.update({up: torch.ones(3, 64)})),
         "theta": convert("theta", "llama", rope_parameters=rotations),
-        "some biases": convert("some biases", "qwen3", attention_bias=True),
+        "biases": convert("biases", "qwen3", attention_bias=True),
+        "biases of the MLP": convert("biases of the MLP", "llama", mlp_bias=True),
     }
     for config in (
         MistralConfig(sliding_window=32, max_position_embeddings=64),
