@@ -219,7 +219,7 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
         Solution solution = assigned(batches);
         const int64_t limit = least < kUnreachable ? least + least / kStartMargin : kUnreachable;
         for (ReplicaState& replica : solution.replicas) {
-            if (replica.micro_batches.empty()) continue;
+            if (replica.micro_batches.empty()) return;  // fewer links than replicas
             replica.makespan = limit;
             (this->*begin)(replica);
             if (replica.makespan >= limit) return;

@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
     parser.add_argument("--split", choices=("equal", "auto"), default="equal", help="layers per stage")
     parser.add_argument("--layout", choices=("auto", "padded", "packed"), default="auto", help="of micro-batches")
+    parser.add_argument("--slices", default="auto", help="auto, off or N: long samples of GPT cut into pieces")
     parser.add_argument("--evaluations", type=int, help="of the search; default: the planner's")
     parser.add_argument("--markdown", action="store_true", help="print rows of the README's tables")
     args = parser.parse_args()
@@ -107,6 +108,7 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
         command += ["--data-parallel", data, "--tensor-parallel", tensor, "--pipeline-parallel", pipeline]
         command += ["--device-memory-mb", str(MEMORY_MB), "--distributed-optimizer"]
         command += ["--layout", args.layout]
+        command += ["--slices", args.slices if model == "gpt" else "off"]
         if args.evaluations is not None:
             command += ["--search-evaluations", str(args.evaluations)]
         if args.split == "auto":

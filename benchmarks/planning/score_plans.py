@@ -17,6 +17,13 @@ own lengths, b = (positions of the row) / (positions of the sample), positions c
 at least 1 and not rounded; where size b was not measured or not feasible for these lengths, the largest size of the
 grid below it that was. So a packed row runs as efficiently as a padded micro-batch of as many positions, and long
 samples pay for their attention. A sample's share depends on the row's total; it is a constant once b is capped.
+
+An entry [i, start, end] of a packed row of a decoder-only model is a piece of sample i. Pieces tile their sample, each
+in another micro-batch of one replica; on every stage their forwards run up, their backwards down. A piece costs what a
+sample of as many positions does, and 2 g · start · (end - start) in every table of the layers: T(l) = u + v l + g l² is
+a table's column of one sample, g from its longest feasible length, half of it and the shortest. A layer also keeps
+the gradients of keys and values of a piece that another follows, and under full recomputation the keys and values of
+every piece.
 """
 
 import argparse
@@ -86,15 +93,28 @@ class Shared:
 class Cost:
     def __init__(self, path):
         self.data, self.grids = load(path), {}
+        self.key_channels = self.data["model"].get("heads", 0) * self.data["model"].get("kv_channels", 0)
 
-    def packed(self, tp, recompute, table, part, lengths, total):
-        """Sum of the samples' shares; lengths: one tuple per sample (what the table is indexed by)."""
+    def packed(self, tp, recompute, table, part, lengths, total, before=()):
+        """Sum of the samples' shares; lengths: one tuple per sample (what the table is indexed by).
+
+        before: positions that earlier pieces of each hold, for tables that hold attention.
+        """
         self(tp, recompute, table, part, 1, *lengths[0])
         share, memo = Shared(self.grids[tp, recompute, table, part]), {}
         for one, own in zip(lengths, total[1], strict=True):
             if (one, own) not in memo:
                 memo[one, own] = share(max(total[0] / own, 1.0), *one)
-        return sum(memo[one, own] for one, own in zip(lengths, total[1], strict=True))
+        shares = sum(memo[one, own] for one, own in zip(lengths, total[1], strict=True))
+        pairs = sum(2 * first * one[0] for one, first in zip(lengths, before, strict=False))
+        return shares + (pairs * self.curvature(tp, recompute, table, part) if pairs else 0)
+
+    def curvature(self, *key):
+        """The g of a table's column of one sample."""
+        lengths = [n for n in self.grids[key].axes[1] if not math.isinf(self(*key, 1, n))]
+        longest, shortest = lengths[-1], lengths[0]
+        rise = self(*key, 1, longest) - 2 * self(*key, 1, longest / 2) + self(*key, 1, shortest)
+        return max(0.0, rise) * 2 / longest**2
 
     def __call__(self, tp, recompute, table, part, size, *lengths):
         key = (tp, recompute, table, part)
@@ -117,6 +137,10 @@ def layer_costs(cost, a, mb):
         )
         for k in set(kinds)
     }
+    if mb.get("pieces"):
+        forward, backward, stored, peak, kind = of["encoder"]
+        kept = kept_mb(cost, a, mb)
+        of["encoder"] = (forward, backward, stored + kept, peak + kept, kind)
     layers = [of[k] for k in kinds]
     last = layers[-1]
     layers[-1] = (
@@ -125,6 +149,14 @@ def layer_costs(cost, a, mb):
         *last[2:],
     )
     return layers
+
+
+def kept_mb(cost, a, mb):
+    """What a layer keeps of a row's pieces for others."""
+    positions = 0
+    for (own, _), (is_piece, is_followed) in zip(mb["positions"], mb["pieces"], strict=True):
+        positions += own * (is_followed + (is_piece and mb["recompute"] == "full"))
+    return 4 * positions * cost.key_channels / a.tp / 1e6
 
 
 def packed_charge(cost, a, mb):
@@ -136,7 +168,13 @@ def packed_charge(cost, a, mb):
         "decoder": own,
         "postprocess": [((y if a.model == "t5" else x),) for x, y in own],
     }
-    return lambda table, part: cost.packed(a.tp, mb["recompute"], table, part, at[part.split(".")[0]], total)
+
+    def charged(table, part):
+        name = part.split(".")[0]
+        before = mb.get("before", ()) if name == "encoder" else ()
+        return cost.packed(a.tp, mb["recompute"], table, part, at[name], total, before)
+
+    return charged
 
 
 def padded_charge(cost, a, mb):
@@ -237,23 +275,67 @@ def ceil8(n):
     return -(-n // 8) * 8
 
 
-def misfit(a, batch, mb):
-    """What is wrong with a micro-batch, or None; packed rows get the positions of their samples."""
+def positions_of(a, batch, i):
+    """Input and target positions of a whole sample."""
+    return max(batch["input"][i] - (a.model == "gpt"), 1), batch["target"][i] + 2 if a.model == "t5" else 0
+
+
+def entries_of(a, batch, mb):
+    """(sample, start, end) of all rows."""
     rows = [row if isinstance(row, list) else [row] for row in mb["samples"]]
+    return [[tuple(x) if isinstance(x, list) else (x, 0, positions_of(a, batch, x)[0]) for x in row] for row in rows]
+
+
+def misfit(a, batch, mb):
+    """What is wrong with a micro-batch, or None; packed rows get what their costs are made from."""
+    rows = entries_of(a, batch, mb)
     packed = mb.get("layout") == "packed"
     if mb.get("layout", "padded") not in ("padded", "packed") or (packed and len(rows) != 1):
         return f"layout {mb.get('layout')} with {len(rows)} rows"
+    whole = [[positions_of(a, batch, i) for i, _, _ in row] for row in rows]
+    is_piece = [end - start < most[0] for (_, start, end), most in zip(rows[0], whole[0], strict=True)]
+    if any(is_piece) and (not packed or a.model != "gpt"):
+        return "a piece of a sample outside a packed row of a gpt model"
     if packed:
-        mb["positions"] = [
-            (max(batch["input"][i] - (a.model == "gpt"), 1), batch["target"][i] + 2 if a.model == "t5" else 0)
-            for i in rows[0]
-        ]
+        mb["positions"] = [(end - start, most[1]) for (_, start, end), most in zip(rows[0], whole[0], strict=True)]
+    if any(is_piece):
+        mb["before"] = [start for _, start, _ in rows[0]]
+        followed = [end < most[0] for (_, _, end), most in zip(rows[0], whole[0], strict=True)]
+        mb["pieces"] = list(zip(is_piece, followed, strict=True))
     size, e, d = mb["shape"]
-    need_e = max(ceil8(sum(max(batch["input"][i] - (a.model == "gpt"), 1) for i in row)) for row in rows)
-    need_d = max(ceil8(sum(batch["target"][i] + 2 for i in row)) for row in rows) if a.model == "t5" else 0
+    need_e = max(ceil8(sum(end - start for _, start, end in row)) for row in rows)
+    need_d = max(ceil8(sum(y for _, y in row)) for row in whole)
     if e < need_e or d < need_d or size != len(rows) or (packed and (e, d) != (need_e, need_d)):
         return f"shape {mb['shape']} does not hold its samples (needs {len(rows)},{need_e},{need_d})"
     return None
+
+
+def out_of_order(held, stages):
+    """Whether a stage runs the pieces of a sample in another order than forwards up, backwards down."""
+    pieces = {}
+    for k, entries in enumerate(held):
+        for i, start, _ in entries:
+            pieces.setdefault(i, []).append((start, k))
+    chains = [[k for _, k in sorted(its)] for its in pieces.values() if len(its) > 1]
+    if any(len(set(chain)) < len(chain) for chain in chains):
+        return True
+    for ops in stages:
+        at = {op: n for n, op in enumerate(ops)}
+        for chain in chains:
+            forwards, backwards = ([at[f"{op}{k}"] for k in chain] for op in "FB")
+            if forwards != sorted(forwards) or backwards != sorted(backwards, reverse=True):
+                return True
+    return False
+
+
+def loses_samples(a, batch, used):
+    """Whether some position of a sample is in no micro-batch, or in two."""
+    ends = {}
+    for i, start, end in sorted(used):
+        if ends.get(i, 0) != start:
+            return True
+        ends[i] = end
+    return ends != {i: positions_of(a, batch, i)[0] for i in range(len(batch["input"]))}
 
 
 def check_and_score(a, cost, batch, plan):
@@ -270,11 +352,14 @@ def check_and_score(a, cost, batch, plan):
         for mb in mbs:
             if (wrong := misfit(a, batch, mb)) is not None:
                 return {"error": wrong}
-            used += [i for row in mb["samples"] for i in (row if isinstance(row, list) else [row])]
+        held = [[entry for row in entries_of(a, batch, mb) for entry in row] for mb in mbs]
+        used += [entry for entries in held for entry in entries]
         passes = {f"{o}{k}" for o in "FB" for k in range(len(mbs))}
         for s, ops in enumerate(r["stages"]):
             if len(ops) != len(passes) or set(ops) != passes:
                 return {"error": f"stage {s} runs the wrong passes"}
+        if out_of_order(held, r["stages"]):
+            return {"error": "pieces of a sample out of order"}
         costs = [stage_costs(layer_costs(cost, a, mb), split, mb, a.hidden) for mb in mbs]
         if any(math.isinf(v) for c in costs for st in c for v in st):
             return {"error": "a micro-batch outside the measured, feasible grid"}
@@ -291,7 +376,7 @@ def check_and_score(a, cost, batch, plan):
         bound = max(
             bound, max(busy[s] + min(sum(c[q][0] + c[q][1] for q in range(s)) for c in costs) for s in range(a.pp))
         )
-    if sorted(used) != list(range(len(batch["input"]))):
+    if loses_samples(a, batch, used):
         return {"error": "samples lost or repeated"}
     if peak_all > a.memory_mb * 1.0001:
         return {"error": f"peak {peak_all:.0f} MB over {a.memory_mb}"}

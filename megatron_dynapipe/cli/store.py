@@ -1,16 +1,13 @@
 """`store`: start, stop and inspect a plan store that several jobs or nodes share."""
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.errors import ConfigError, StoreError
@@ -73,7 +70,8 @@ def _start(args: argparse.Namespace) -> int:
         raise ConfigError(f"--memory-limit-mb must be positive, got {args.memory_limit_mb}")
     try:
         own = StoreServer(bind=args.bind, memory_limit_mb=args.memory_limit_mb, can_be_stopped=True)
-        with _terminated_as_interrupted(), own as server:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that the server is stopped
+        with own as server:
             if args.url_file is None:
                 print(server.address.url, flush=True)
             else:
@@ -86,20 +84,6 @@ def _start(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
     return 0
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM (a job's end, `kill`) unwinds as Ctrl-C does, so that the server is stopped."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _is_own_url(head: bytes) -> bool:

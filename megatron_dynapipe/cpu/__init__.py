@@ -4,26 +4,7 @@ At the top of a script, before Megatron is imported: `quieten()` (to filter star
 `silence_prints()`; later `set_args_defaults(parser)`. With a CUDA device `enable()` touches nothing.
 """
 
-from megatron_dynapipe.cpu.flags import ARGS_DEFAULTS, set_args_defaults
-from megatron_dynapipe.cpu.log_filter import quieten, silence_prints
-from megatron_dynapipe.cpu.platform import (
-    Device,
-    disable,
-    enable,
-    enabled,
-    is_enabled,
-    is_needed,
-)
+from megatron_dynapipe.cpu.log_filter import quieten
+from megatron_dynapipe.cpu.platform import Device, enable, is_enabled, set_args_defaults, silence_prints
 
-__all__ = [
-    "ARGS_DEFAULTS",
-    "Device",
-    "disable",
-    "enable",
-    "enabled",
-    "is_enabled",
-    "is_needed",
-    "quieten",
-    "silence_prints",
-    "set_args_defaults",
-]
+__all__ = ["Device", "enable", "is_enabled", "quieten", "silence_prints", "set_args_defaults"]

@@ -16,22 +16,28 @@ import torch
 CPU = torch.device("cpu")
 
 
+def nothing(*args: object, **kwargs: object) -> None:
+    """Do nothing, whatever the arguments."""
+
+
+def yes(*args: object) -> bool:
+    """Whether all work is done, or an event has happened: always."""
+    return True
+
+
 class Stream:
     """A queue of work that is always empty, since every operation has finished when its call returns."""
 
+    cuda_stream, stream_id, device = 0, 0, CPU
+    query, synchronize, wait_event, wait_stream = yes, nothing, nothing, nothing
+
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self.cuda_stream = 0
-        self.stream_id = 0
-        self.device = CPU
+        pass
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
         """Lowest and highest priority; there is one."""
         return 0, 0
-
-    def query(self) -> bool:
-        """Whether all work is done: always."""
-        return True
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         """Record `event` (or a new one) now."""
@@ -39,18 +45,11 @@ class Stream:
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
-        """Wait for nothing."""
-
-    def wait_event(self, event: object) -> None:
-        """Wait for nothing."""
-
-    def wait_stream(self, stream: object) -> None:
-        """Wait for nothing."""
-
 
 class Event:
     """A reading of the host clock where CUDA would mark a point of a stream."""
+
+    query, synchronize, wait = yes, nothing, nothing
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._recorded_ns = 0
@@ -62,16 +61,6 @@ class Event:
     def elapsed_time(self, end: "Event") -> float:
         """Milliseconds from this event to `end`."""
         return (end._recorded_ns - self._recorded_ns) / 1e6
-
-    def query(self) -> bool:
-        """Whether the event has happened: always."""
-        return True
-
-    def synchronize(self) -> None:
-        """Wait for nothing."""
-
-    def wait(self, stream: object = None) -> None:
-        """Wait for nothing."""
 
 
 class Scope:
@@ -96,10 +85,6 @@ def device_properties(device: object = None) -> types.SimpleNamespace:
         total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         multi_processor_count=os.cpu_count() or 1,
     )
-
-
-def nothing(*args: object, **kwargs: object) -> None:
-    """Do nothing, whatever the arguments."""
 
 
 def always(value: Any) -> Callable[[Any], Any]:

@@ -6,8 +6,6 @@ The tables here hold all of them; errors and Megatron's own log lines pass.
 import logging
 import warnings
 
-from megatron_dynapipe.cpu.platform import is_enabled
-
 WARNINGS: tuple[tuple[str, str], ...] = (
     ("(Transformer Engine and )?Apex (is|are) not installed", "fallbacks chosen on purpose; once per module and rank"),
     ("Transformer Engine and Apex are not installed", "as above"),
@@ -74,10 +72,3 @@ def quieten() -> None:
         warnings.filterwarnings("ignore", message=message)
     for name, beginnings in _FILTERS.items():
         logging.getLogger(name).addFilter(beginnings)
-
-
-def silence_prints() -> None:
-    """Silence Megatron's prints at start-up (`megatron_patches.SILENCED`). Imports Megatron: call `enable` first."""
-    from megatron_dynapipe.cpu import megatron_patches
-
-    megatron_patches.silence_prints(memory=is_enabled())

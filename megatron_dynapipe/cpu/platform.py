@@ -1,52 +1,48 @@
-"""Enables and disables the CUDA stubs.
+"""Sets the CUDA stubs, and Megatron's defaults for a run with them.
 
 `enable()` runs before Megatron is imported: some of Megatron's modules take what is replaced by value, or decorate
 functions with it, while they are imported.
 """
 
-import contextlib
+import argparse
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 
-from megatron_dynapipe.cpu.stub_table import ENVIRONMENT, STUBS
+from megatron_dynapipe.cpu.stub_table import ENVIRONMENT, IN_MEGATRON, SILENCED, SILENCED_ON_CPU, STUBS, Stub
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.megatron_version import found_version
 
 Device = Literal["auto", "cpu", "cuda"]
 
-_MISSING = object()
+ARGS_DEFAULTS: dict[str, Any] = {
+    "distributed_backend": "gloo",  # NCCL has no CPU transport
+    "use_cpu_initialization": True,  # weights drawn by the CPU's generator, the same for every tensor-parallel size
+    "transformer_impl": "local",  # Transformer Engine is CUDA only
+    "no_persist_layer_norm": True,  # apex's persistent kernel
+    "gradient_accumulation_fusion": False,  # apex's fused weight gradient
+    "masked_softmax_fusion": False,  # compiled CUDA kernel
+    "bias_gelu_fusion": False,  # written for torch.compile, which is off
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,  # Transformer Engine's kernel
+}
+"""Defaults of Megatron's arguments (by destination) for a run on the CPU.
 
+For `parser.set_defaults`, which the command line overrides. The `args_defaults` of Megatron's `parse_and_validate_args`
+fill only arguments that are None, so they would change none of these.
+"""
 
-class _Undo:
-    """What `enable` replaced, newest last: (owner, name, what the owner itself held)."""
-
-    def __init__(self) -> None:
-        self.attributes: list[tuple[Any, str, Any]] = []
-        self.environment: list[str] = []
-
-    def roll_back(self) -> None:
-        """Put everything back, newest first."""
-        while self.attributes:
-            owner, name, held = self.attributes.pop()
-            if held is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, held)
-        while self.environment:
-            os.environ.pop(self.environment.pop(), None)
-
-
-_undo: _Undo | None = None
+_is_enabled = False
 
 
 def is_enabled() -> bool:
     """Whether the stubs are set in this process."""
-    return _undo is not None
+    return _is_enabled
 
 
 def is_needed(device: Device = "auto") -> bool:
@@ -73,7 +69,7 @@ def enable(device: Device = "auto") -> bool:
         UnsupportedMegatronError: there is no Megatron.
         ConfigError: Megatron has been imported already.
     """
-    global _undo
+    global _is_enabled
     if not is_needed(device):
         return False
     if is_enabled():
@@ -85,41 +81,29 @@ def enable(device: Device = "auto") -> bool:
             hint="call megatron_dynapipe.cpu.enable() first, at the top of the script",
         )
     importlib.import_module("torch._dynamo")  # on import it files torch.cuda's functions by identity: the real ones
-    undo = _Undo()
-    try:
-        for variable, value in ENVIRONMENT.items():
-            if variable not in os.environ:
-                os.environ[variable] = value
-                undo.environment.append(variable)
-        for stub in STUBS:
-            _replace(undo, _resolve(stub.owner), stub.name, stub.make)
-        patches = importlib.import_module("megatron_dynapipe.cpu.megatron_patches")
-        for patch in patches.PATCHES:
-            _replace(undo, _resolve(patch.owner), patch.name, patch.make)
-    except BaseException:
-        undo.roll_back()
-        raise
-    _undo = undo
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    _replace(STUBS)
+    _replace(IN_MEGATRON)
+    _is_enabled = True
     return True
 
 
-def disable() -> None:
-    """Remove the stubs, if they are set. For tests: Megatron stays imported as it is."""
-    global _undo
-    if _undo is not None:
-        _undo.roll_back()
-        _undo = None
+def silence_prints() -> None:
+    """Make the functions of `SILENCED` print nothing. Imports Megatron: call `enable` first."""
+    _replace(SILENCED + (SILENCED_ON_CPU if is_enabled() else ()))
 
 
-@contextlib.contextmanager
-def enabled(device: Device = "auto") -> Iterator[bool]:
-    """`enable` for the length of a block; leaves stubs that were set before as they are."""
-    was_enabled = is_enabled()
-    try:
-        yield enable(device)
-    finally:
-        if not was_enabled:
-            disable()
+def set_args_defaults(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Make `ARGS_DEFAULTS` the parser's defaults; to be called from an `extra_args_provider`."""
+    parser.set_defaults(**ARGS_DEFAULTS)
+    return parser
+
+
+def _replace(stubs: Iterable[Stub]) -> None:
+    for stub in stubs:
+        owner = _resolve(stub.owner)
+        setattr(owner, stub.name, stub.make(getattr(owner, stub.name)))
 
 
 def _resolve(path: str) -> Any:
@@ -129,10 +113,3 @@ def _resolve(path: str) -> Any:
     except ModuleNotFoundError:
         module, _, name = path.rpartition(".")
         return getattr(importlib.import_module(module), name)
-
-
-def _replace(undo: _Undo, owner: Any, name: str, make: Any) -> None:
-    """Set `owner.name` to its replacement and remember what the owner itself (not a base class) held."""
-    held = vars(owner).get(name, _MISSING)
-    setattr(owner, name, make(getattr(owner, name)))
-    undo.attributes.append((owner, name, held))

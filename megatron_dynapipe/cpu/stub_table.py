@@ -2,8 +2,7 @@
 
 Megatron asks for CUDA on every path: it refuses to start without one, makes its tensors on one, and keeps the random
 state of its dropouts in one. Patching what it calls is cheaper than intercepting every operation (a global
-`TorchFunctionMode` taxes each of them). The table is all there is: `megatron_dynapipe.cpu.platform` applies it and
-reverts it.
+`TorchFunctionMode` taxes each of them). The tables are all there is: `megatron_dynapipe.cpu.platform` applies them.
 """
 
 import dataclasses
@@ -95,11 +94,37 @@ STUBS: tuple[Stub, ...] = (
     *_row("torch", "compile", stubs.compile_nothing, "Megatron's jit_fuser decorates with it when it is imported"),
 )
 
+IN_MEGATRON: tuple[Stub, ...] = _row(
+    "megatron.core.datasets.utils",
+    "compile_helpers",
+    stubs.always(stubs.nothing),
+    "runs make in the package's folder, where the wheel has no Makefile, and exits when that fails; planned runs use"
+    " none of these helpers of Megatron's own datasets",
+)
+"""Names of Megatron's own, replaced after those of torch: finding them imports Megatron."""
+
+SILENCED: tuple[Stub, ...] = tuple(
+    Stub(owner=f"megatron.training.{module}", name=name, make=stubs.always(stubs.nothing), why=why)
+    for module, name, why in (
+        ("arguments", "_print_args", "prints some eight hundred lines, most of them of features that are off"),
+        ("training", "report_theoretical_memory", "prints ten lines that know nothing of plans"),
+        ("training", "print_datetime", "prints seven times of day at the start, beside the log's own"),
+    )
+)
+"""Functions that print at start-up what nobody reads."""
+
+SILENCED_ON_CPU: tuple[Stub, ...] = _row(
+    "megatron.training.training",
+    "report_memory",
+    stubs.always(stubs.nothing),
+    "prints, on every rank, counters that are zero without CUDA",
+)
+
 ENVIRONMENT: dict[str, str] = {
     "TORCH_COMPILE_DISABLE": "1",  # whatever calls Dynamo otherwise than through torch.compile
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # arguments.py demands it for tensor parallelism below capability 10
 }
-"""Environment variables that are set while the stubs are, where the user has not set them."""
+"""Environment variables that are set with the stubs, where the user has not set them."""
 
 
 class _ZeroStats(dict[str, int]):

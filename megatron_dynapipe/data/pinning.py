@@ -35,7 +35,7 @@ def in_one_buffer(batch: HostMicroBatch, *, pin: bool) -> HostMicroBatch:
     first, second = batch.input_segments, batch.decoder_segments
     rows = [part for row in (first, second) for part in ((row.offsets, row.positions) if row else (None, None))]
     fields = (batch.tokens, batch.decoder_tokens, batch.labels, batch.loss_mask, batch.decoder_lengths, batch.tasks)
-    copied = _gathered([batch.input_lengths, *fields, *rows], pin=pin)
+    copied = gathered([batch.input_lengths, *fields, *rows], pin=pin)
     input_lengths, tokens, decoder_tokens, labels, loss_mask, decoder_lengths, tasks, *parts = copied
     assert input_lengths is not None, "every stage has it"
     return replace(
@@ -58,7 +58,8 @@ def _row(segments: RowSegments | None, offsets: Tensor | None, positions: Tensor
     return replace(segments, offsets=offsets, positions=positions)
 
 
-def _gathered(tensors: Sequence[Tensor | None], *, pin: bool) -> list[Tensor | None]:
+def gathered(tensors: Sequence[Tensor | None], *, pin: bool) -> list[Tensor | None]:
+    """Copies of tensors as views of one buffer; None stays None."""
     sizes = [0 if tensor is None else tensor.numel() * tensor.element_size() for tensor in tensors]
     places, end = [], 0
     for size in sizes:

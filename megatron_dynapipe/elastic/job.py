@@ -63,14 +63,6 @@ def note_training() -> None:
         Path(job.trains_file).touch()
 
 
-class _Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 made for all: a text, or the error that kept it from it."""
-
-    text: str = ""
-    error: str = ""
-    hint: str | None = None
-
-
 def has_agent_store() -> bool:
     """Whether torchrun's agent started this rank and shares its store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -114,13 +106,20 @@ def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
     store = agent_store(timeout_s)
     if store is None:
         return make()
+
+    def answer(**found: str | None) -> None:
+        store.set(name, msgspec.json.encode(found).decode())
+
     if os.environ["RANK"] == "0":
         try:
             text = make()
-        except BaseException as error:
-            store.set(name, msgspec.json.encode(_answer_of(error)).decode())
+        except DynaPipeError as error:
+            answer(error=error.message, hint=error.hint)
             raise
-        store.set(name, msgspec.json.encode(_Answer(text=text)).decode())
+        except BaseException as error:
+            answer(error=f"rank 0 failed: {type(error).__name__}: {error}")
+            raise
+        answer(text=text)
         return text
     try:
         store.wait([name], datetime.timedelta(seconds=timeout_s))
@@ -129,16 +128,10 @@ def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
             f"waited {timeout_s:.0f} s for rank 0's {name}",
             hint="--dynapipe-timeout-s, or timeout_s in a script of yours, allows more time",
         ) from error
-    answer = msgspec.json.decode(store.get(name), type=_Answer)
-    if answer.error:
-        raise ConfigError(answer.error, hint=answer.hint)
-    return answer.text
-
-
-def _answer_of(error: BaseException) -> _Answer:
-    if isinstance(error, DynaPipeError):
-        return _Answer(error=error.message, hint=error.hint)
-    return _Answer(error=f"rank 0 failed: {type(error).__name__}: {error}")
+    found = msgspec.json.decode(store.get(name), type=dict[str, str | None])
+    if "error" in found:
+        raise ConfigError(found["error"] or "", hint=found.get("hint"))
+    return found["text"] or ""
 
 
 def says_first(text: str) -> bool:

@@ -17,13 +17,11 @@ import torch
 from megatron_dynapipe.elastic.job import LEFT, SAVE_EVERY, Job, note_training
 from megatron_dynapipe.elastic.layout import announce_end
 from megatron_dynapipe.elastic.orphans import end_with_launcher
-from megatron_dynapipe.elastic.run_folder import RunFolder, iteration_of
+from megatron_dynapipe.elastic.run_folder import LOCK_SHARE, RunFolder, iteration_of
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.runtime.control_group import ControlGroup
 
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
-_LOCK_SHARE = 0.8
-"""Of the deadline of exchanges: how long rank 0 waits for the folder's lock while the others wait for rank 0."""
 
 
 class Saved(Protocol):
@@ -70,7 +68,7 @@ class ElasticRun:
         self._control = ControlGroup(timeout_s=timeout_s)
         self._has_notice, self._process, self._is_first = False, os.getpid(), True
         self._handlers = {number: signal.signal(number, self._take_notice) for number in _NOTICES}
-        name = self._on_rank_0(lambda: self._folder.open(wait_s=timeout_s * _LOCK_SHARE))
+        name = self._on_rank_0(lambda: self._folder.open(wait_s=timeout_s * LOCK_SHARE))
         if name:
             self._pipeline.load(self._folder.path / name)
         self.iteration = iteration_of(name) if name else 0

@@ -26,6 +26,8 @@ from megatron_dynapipe.outputs import replace_bytes, replace_folder, restore_fol
 
 LOCK = ".dynapipe-lock"
 RECORD = ".dynapipe-run.json"
+LOCK_SHARE = 0.8
+"""Of the deadline of exchanges: how long rank 0 waits for the folder's lock while the others wait for rank 0."""
 _PREFIX = "iteration_"
 _MOST_BYTES = 10_000_000
 _POLL_S = 0.2

@@ -4,6 +4,7 @@ passes (of a plan, or 1F1B) ──lower, once──► list without shapes ─�
 """
 
 import itertools
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -38,14 +39,11 @@ class Boundary:
     differentiable: tuple[bool, ...]
 
     @cached_property
-    def gradient_shapes(self) -> tuple[TensorShape, ...]:
-        """Shapes of what crosses back."""
-        return tuple(shape for shape, wants in zip(self.shapes, self.differentiable, strict=True) if wants)
-
-    @cached_property
-    def gradient_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of what crosses back."""
-        return tuple(dtype for dtype, wants in zip(self.dtypes, self.differentiable, strict=True) if wants)
+    def back(self) -> "Boundary":
+        """What crosses back: gradients of the differentiable ones."""
+        wanted = [at for at, wants in enumerate(self.differentiable) if wants]
+        shapes, dtypes = tuple(self.shapes[at] for at in wanted), tuple(self.dtypes[at] for at in wanted)
+        return Boundary(shapes, dtypes, (True,) * len(wanted))
 
 
 Run = Callable[[Sequence[torch.Tensor], Batch, torch.device], Any]
@@ -156,6 +154,18 @@ def signature(batch: Batch) -> tuple[Any, ...]:
     )
 
 
+def checksum(batches: Sequence[Batch]) -> bytes:
+    """Four bytes that stand for the values of micro-batches' tensors; zeros where one of them is not on the host."""
+    tensors = [value for batch in batches for value in batch.values() if isinstance(value, torch.Tensor)]
+    if any(tensor.device.type != "cpu" or tensor.layout is not torch.strided for tensor in tensors):
+        return bytes(4)
+    total = 0
+    for tensor in tensors:
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        total = zlib.crc32(flat.view(torch.uint8).numpy(), total)
+    return max(total, 1).to_bytes(4)
+
+
 @lru_cache(maxsize=256)
 def lists_without_shapes(
     stages: int, chunks: int, micro_batches: int, schedule: str, *, forward_only: bool
@@ -198,7 +208,7 @@ def fill(
             each.micro_batch,
             each.chunk,
             each.peer,
-            shapes_of(each, specialized, stage=stage, stages=stages),
+            crossing_of(each, specialized, stage=stage, stages=stages).shapes,
         )
         if isinstance(each, SendStart | RecvStart)
         else each
@@ -207,18 +217,11 @@ def fill(
     return StagePlan(stage=stage, instructions=tuple(filled), predicted=())
 
 
-def shapes_of(
-    transfer: SendStart | RecvStart, specialized: Sequence[Specialization], *, stage: int, stages: int
-) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the tensors of a transfer."""
-    boundary = boundary_of(transfer, specialized, stage=stage, stages=stages)
-    return boundary.shapes if transfer.payload is Payload.ACTIVATION else boundary.gradient_shapes
-
-
-def boundary_of(
+def crossing_of(
     transfer: SendStart | RecvStart, specialized: Sequence[Specialization], *, stage: int, stages: int
 ) -> Boundary:
-    """The boundary that a transfer crosses."""
-    virtual = transfer.chunk * stages + stage
-    downstream = (transfer.payload is Payload.ACTIVATION) == isinstance(transfer, SendStart)
-    return specialized[transfer.micro_batch].boundaries[virtual if downstream else virtual - 1]
+    """What a transfer moves over its boundary, there or back."""
+    virtual, there = transfer.chunk * stages + stage, transfer.payload is Payload.ACTIVATION
+    downstream = there == isinstance(transfer, SendStart)
+    boundary = specialized[transfer.micro_batch].boundaries[virtual if downstream else virtual - 1]
+    return boundary if there else boundary.back

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from megatron_dynapipe.errors import ConfigError, DataError
 
@@ -92,24 +93,41 @@ class Inputs:
 def split_batch(batch: Batch, parts: int) -> list[dict[str, Any]]:
     """Divide a batch along its first dimension into parts of as equal sizes as can be; none of them is empty.
 
-    Tensors whose first dimension is another than the batch's, and other values, go whole to every part.
+    Tensors whose first dimension is another than the batch's, and values of other kinds, go whole to every part.
+
+    Raises:
+        DataError: there are no samples, or tensors inside a list or dict, which would not be divided.
     """
     rows = batch_rows(batch)
     parts = min(parts, rows)
-    sizes = [rows // parts + (part < rows % parts) for part in range(parts)] if parts else []
-    divided = {
-        key: torch.split(value, sizes)
-        for key, value in batch.items()
-        if isinstance(value, torch.Tensor) and value.dim() and len(value) == rows
-    }
+    sizes = [rows // parts + (part < rows % parts) for part in range(parts)]
+    divided = {key: torch.split(value, sizes) for key, value in batch.items() if has_rows(value, rows)}
     return [
         {key: divided[key][part] if key in divided else value for key, value in batch.items()} for part in range(parts)
     ]
 
 
+def has_rows(value: Any, rows: int) -> bool:
+    """Whether an entry of a batch has a row for each sample."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
+
+
 def batch_rows(batch: Batch) -> int:
-    """Samples of a batch: the first dimension of its first tensor."""
-    return next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), 0)
+    """Samples of a batch: the first dimension of its first tensor; raises as `split_batch`."""
+    for key, value in batch.items():
+        if not isinstance(value, torch.Tensor) and any(isinstance(e, torch.Tensor) for e in tree_leaves(value)):
+            raise DataError(
+                f"expected tensors by the names of the model's arguments, got a {type(value).__name__} of tensors as "
+                f"{key!r}, which would go whole to every micro-batch",
+                hint="give each tensor a name of its own, or give run micro-batches",
+            )
+    rows = next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), 0)
+    if not rows:
+        raise DataError(
+            f"expected a batch of at least one sample, got none in {', '.join(map(str, batch)) or 'an empty batch'}",
+            hint="a replica without samples calls run([])",
+        )
+    return rows
 
 
 def _as_tuple(batch: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.modules.boundary import Part, signature
+from megatron_dynapipe.modules.boundary import Part, checksum, signature
 from megatron_dynapipe.modules.checkpoint import load_checkpoint, save_checkpoint
 from megatron_dynapipe.modules.gradients import Gradients, LossScale
 from megatron_dynapipe.modules.inputs import Batch, batch_rows, split_batch
@@ -25,7 +25,7 @@ from megatron_dynapipe.modules.ranks import start_agreement
 from megatron_dynapipe.modules.runner import LossFunction, ModuleRunner, ModuleStage
 from megatron_dynapipe.plan.instructions import Instruction
 from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry
-from megatron_dynapipe.runtime import PendingTotals, StepTotals, TorchTransport, Trace
+from megatron_dynapipe.runtime import PendingTotals, Step, StepTotals, TorchTransport, Trace
 from megatron_dynapipe.runtime.control_group import StepAgreement
 from megatron_dynapipe.runtime.process_groups import backend_of, make_groups, warm_up
 from megatron_dynapipe.runtime.shared_weights import SharedWeights
@@ -34,6 +34,9 @@ Plan = IterationPlan | StageEntry
 """Gives the order in which passes run: a whole iteration's plan, or this rank's share of it."""
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_COMPARED_STEPS, _COMPARED_EVERY = 100, 10
+"""The values of batches are compared among ranks in so many first steps, then in each step of that many."""
 
 
 class _Work(NamedTuple):
@@ -116,6 +119,7 @@ class Pipeline:
         self._max_norm, self._schedule = max_norm, schedule
         self.loss_scale = (loss_scale or GradScaler("cpu")) if precision == "fp16" else None
         self._scale = None if self.loss_scale is None else LossScale(self.loss_scale)
+        self._steps = 0
         self.norm: float | None = None
         self.trace: Trace | None = None
         if tensor_shapes is not None:
@@ -138,6 +142,7 @@ class Pipeline:
             stage=part.stage,
             stages=part.stages,
             chunks=part.chunks,
+            dtype=torch.float32,
             deadline_s=timeout_s,
             control=ranks.control,
         )
@@ -165,8 +170,9 @@ class Pipeline:
             return_outputs: return a `StepOutputs` instead of a `StepResult`.
 
         Raises:
-            DataError, ConfigError: on every rank alike: a key that the model does not know, a batch that differs
-                among the ranks of a pipeline.
+            DataError, ConfigError: on every rank alike: a key that the model does not know, no samples, tensors
+                inside lists or dicts, a batch that differs among the ranks of a pipeline (values on the host are
+                compared in the first steps and then in some), a loss without a graph, a count that cannot be one.
         """
         return self._train(lambda: self._divided(batch), keep_outputs=return_outputs)
 
@@ -259,7 +265,7 @@ class Pipeline:
         agreement, made, planned = self._begin(work)
         specialized = self.part.specialize(made.micro_batches, self._autocast)
         stage = ModuleStage(
-            self._runner.runner,
+            self._runner,
             made.micro_batches,
             specialized,
             self._loss_fn,
@@ -268,7 +274,16 @@ class Pipeline:
             labels=self.part.inputs.labels if keep_outputs else None,
         )
         plan = self._runner.fill_list(specialized, self._schedule, planned=planned, forward_only=forward_only)
-        totals = self._runner.run(plan, stage, agreement=agreement, forward_only=forward_only, finish=finish)
+        totals = self._runner.run(
+            Step(
+                plan=plan,
+                model=stage,
+                dtypes=stage.dtypes,
+                agreement=agreement,
+                forward_only=forward_only,
+                finish=finish,
+            )
+        )
         self.trace = totals.trace
         return totals, stage
 
@@ -291,14 +306,21 @@ class Pipeline:
             part.ranks.control,
             error,
             repr([plan, *map(signature, made.micro_batches)]),
-            "a replica's batch, its shapes and its plan",
+            "a replica's batch, its shapes, its values and its plan",
             alike=part.ranks.pipelines,
+            checksum=self._checksum(made.micro_batches),
             new=new,
             learn=partial(part.learn, made.micro_batches, self._autocast),
         )
         if error is not None or new:
             agreement.settle()
         return agreement, made, planned
+
+    def _checksum(self, micro_batches: Sequence[Batch]) -> bytes:
+        """Of the batch's values, in the first steps and then now and again: it takes 0.4 ms per megabyte."""
+        self._steps += 1
+        is_compared = self._steps <= _COMPARED_STEPS or self._steps % _COMPARED_EVERY == 0
+        return checksum(micro_batches) if is_compared else bytes(4)
 
     def _update(self) -> bool:
         """Clip and update; whether gradients were not finite under a loss scale."""

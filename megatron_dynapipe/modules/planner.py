@@ -10,7 +10,7 @@ import torch
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.modules.inputs import Batch, batch_rows
+from megatron_dynapipe.modules.inputs import Batch, batch_rows, has_rows
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, TransferRules
 from megatron_dynapipe.planning.planner import Planner
@@ -100,13 +100,14 @@ def _for_one_replica(planner: Planner) -> Planner:
 
 
 def _lengths(batch: Batch) -> list[int]:
+    rows = batch_rows(batch)
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor):
         return [max(int(n), 1) for n in mask.sum(1).tolist()]
     widths = [value.shape[1] for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 1]
     if not widths:
         raise DataError("expected a batch with a tensor of samples × positions, or an attention_mask, to plan")
-    return [widths[0]] * batch_rows(batch)
+    return [widths[0]] * rows
 
 
 def _rows(batch: Batch, micro_batch: MicroBatch) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def _rows(batch: Batch, micro_batch: MicroBatch) -> dict[str, Any]:
     ids, longest = torch.tensor(micro_batch.sample_ids), max(micro_batch.input_lengths) - 1
     found = {}
     for key, value in batch.items():
-        if isinstance(value, torch.Tensor) and value.dim() and len(value) == rows:
+        if has_rows(value, rows):
             value = value[ids]
             if value.dim() > 1 and value.shape[1] >= width:
                 value = value[:, :longest]

@@ -76,6 +76,7 @@ def start_agreement(
     what: str,
     *,
     alike: Sequence[Sequence[int]],
+    checksum: bytes = bytes(4),
     new: bool = False,
     learn: Callable[[], object] = lambda: None,
 ) -> StepAgreement:
@@ -87,6 +88,7 @@ def start_agreement(
         text: stands for the step.
         what: the text is of, for the message.
         alike: groups of ranks whose texts must be equal.
+        checksum: of the step's values; see `StepAgreement`.
         new: this rank has to learn something together with the others before.
         learn: does so; called on every rank if any has to.
     """
@@ -99,4 +101,6 @@ def start_agreement(
         )
 
     identity = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    return StepAgreement(control, error, identity=identity, differ=differ, alike=alike, new=new, learn=learn)
+    return StepAgreement(
+        control, error, identity=identity, differ=differ, alike=alike, checksum=checksum, new=new, learn=learn
+    )

@@ -1,21 +1,25 @@
 """Running micro-batches on this rank: the passes of any module, and the list that orders them."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.modules.boundary import Specialization, boundary_of, fill, lists_without_shapes
+from megatron_dynapipe.modules.boundary import Specialization, crossing_of, fill, lists_without_shapes
 from megatron_dynapipe.modules.inputs import Batch
-from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Payload, RecvStart, SendStart
+from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, RecvStart, SendStart
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.runtime import PendingTotals, Step, StepRunner, StepTotals, Transport
-from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
+from megatron_dynapipe.runtime import PendingTotals, Step, StepRunner, StepTotals
 
 LossFunction = Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor | float]]
 """From a model's output and the micro-batch to the sum of the losses and their number."""
+
+_NO_GRAPH = -math.inf
+"""Count of a step in which a loss had no graph."""
 
 
 class ModuleStage:
@@ -51,6 +55,7 @@ class ModuleStage:
         self._loss_fn, self._autocast, self._scale, self._labels = loss_fn, autocast, scale, labels
         self._losses: list[torch.Tensor] = []
         self._counts: list[torch.Tensor | float] = []
+        self._detached: list[bool] = []
         self.kept: dict[int, tuple[Any, Batch]] = {}
 
     def load(self, micro_batch: int) -> Batch:
@@ -78,16 +83,28 @@ class ModuleStage:
         dtypes = specialized.boundaries[stage].dtypes
         return [tensor.to(dtype) for tensor, dtype in zip(output, dtypes, strict=True)]
 
+    def dtypes(self, transfer: SendStart | RecvStart) -> Sequence[torch.dtype]:
+        """Of the tensors of a transfer."""
+        return crossing_of(transfer, self._specialized, stage=self._stage, stages=self._stages).dtypes
+
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """By the factor given."""
         return loss if self._scale is None else loss * self._scale
 
     def totals(self) -> torch.Tensor:
-        """See `StageModel`."""
+        """See `StageModel`; the count says what is wrong with a loss, so that all ranks raise (`ModuleRunner.run`)."""
         if not self._losses:
             return torch.zeros(2, dtype=torch.float64, device=self._device)
-        count = torch.as_tensor(sum(self._counts), dtype=torch.float64, device=self._device)
-        return torch.stack([torch.stack(self._losses).sum(dtype=torch.float64), count])
+        losses = torch.stack(self._losses).double()
+        numbers = [0.0 if isinstance(count, torch.Tensor) else float(count) for count in self._counts]
+        counts = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        for place, count in enumerate(self._counts):
+            if isinstance(count, torch.Tensor):
+                counts[place] = count
+        without_graph = torch.tensor(self._detached, device=self._device) & (losses != 0)
+        wrong = ~counts.isfinite() | (counts < 0) | ((counts == 0) & (losses != 0))
+        count = counts.masked_fill(without_graph, _NO_GRAPH).masked_fill(wrong, torch.nan).sum()
+        return torch.stack([losses.sum(), count])
 
     def _loss(self, micro_batch: int, output: Any, batch: Batch) -> torch.Tensor:
         result = self._loss_fn(output, batch)
@@ -100,6 +117,7 @@ class ModuleStage:
         loss, count = result
         self._losses.append(loss.detach())
         self._counts.append(count)
+        self._detached.append(torch.is_grad_enabled() and not loss.requires_grad)
         if self._labels is not None:
             labels = {key: batch[key] for key in self._labels if key in batch}
             detached = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
@@ -110,41 +128,10 @@ class ModuleStage:
         return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
 
 
-class ModuleRunner:
-    """Runs steps whose shapes are known only now: fills a list with them and gives it to a `StepRunner`.
+class ModuleRunner(StepRunner):
+    """Runs steps whose shapes are known only now: fills a list with them."""
 
-    Args:
-        transport: moves tensors between stages.
-        device: of this rank.
-        stage, stages, chunks: this rank's place in its pipeline, and the virtual stages of each rank.
-        deadline_s: of every transfer.
-        control: the group over which losses are added up.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        device: torch.device,
-        *,
-        stage: int,
-        stages: int,
-        chunks: int,
-        deadline_s: float,
-        control: ControlGroup,
-    ) -> None:
-        self._specialized: Sequence[Specialization] = ()
-        self._filled: tuple[Any, Sequence[Instruction], StagePlan] | None = None
-        self.runner = StepRunner(
-            transport,
-            device,
-            stage=stage,
-            stages=stages,
-            chunks=chunks,
-            dtype=torch.float32,
-            deadline_s=deadline_s,
-            control=control,
-            dtypes=self._dtypes,
-        )
+    _filled: tuple[Any, Sequence[Instruction], StagePlan] | None = None
 
     def fill_list(
         self,
@@ -162,35 +149,42 @@ class ModuleRunner:
             planned: this rank's instructions in a plan; shapes in them are not looked at.
             forward_only: no backward passes.
         """
-        runner, instructions = self.runner, planned or ()
+        instructions = planned or ()
         if planned is None and specialized:
             lists = lists_without_shapes(
-                runner.stages, runner.chunks, len(specialized), schedule, forward_only=forward_only
+                self.stages, self.chunks, len(specialized), schedule, forward_only=forward_only
             )
-            instructions = lists[runner.stage]
+            instructions = lists[self.stage]
         key = (tuple(map(id, specialized)), id(instructions))
         if self._filled is None or self._filled[0] != key:
-            filled = fill(instructions, specialized, stage=runner.stage, stages=runner.stages)
+            filled = fill(instructions, specialized, stage=self.stage, stages=self.stages)
             self._filled = key, instructions, filled
-        self._specialized = specialized
         return self._filled[2]
 
-    def run(
-        self,
-        plan: StagePlan,
-        stage: ModuleStage,
-        *,
-        agreement: StepAgreement,
-        forward_only: bool = False,
-        finish: Callable[[PendingTotals], None] = lambda _: None,
-    ) -> StepTotals:
-        """Run the list that `fill_list` has returned; see `Step`."""
-        step = Step(plan=plan, model=stage, agreement=agreement, forward_only=forward_only, finish=finish)
-        return self.runner.run(step)
+    def run(self, step: Step) -> StepTotals:
+        """See `StepRunner`; raises DataError, on every rank alike, for losses that cannot be trained on."""
 
-    def _dtypes(self, transfer: SendStart | RecvStart) -> Sequence[torch.dtype]:
-        boundary = boundary_of(transfer, self._specialized, stage=self.runner.stage, stages=self.runner.stages)
-        return boundary.dtypes if transfer.payload is Payload.ACTIVATION else boundary.gradient_dtypes
+        def finish(totals: PendingTotals) -> None:
+            _check_count(totals.wait()[1])
+            step.finish(totals)
+
+        totals = super().run(replace(step, finish=finish))
+        _check_count(totals.count)
+        return totals
+
+
+def _check_count(count: float) -> None:
+    if count == _NO_GRAPH:
+        raise DataError(
+            "expected a loss that gradients can be taken of, got one without a graph",
+            hint="do not call detach() or item() on the loss, nor compute it under no_grad; train some parameters",
+        )
+    if not math.isfinite(count):
+        raise DataError(
+            "expected the loss function to return a finite number of losses, at least 0, and not 0 for a sum that is "
+            "not 0; got another",
+            hint="loss_fn(output, batch) returns (sum, count)",
+        )
 
 
 def _moved(value: Any, device: torch.device) -> Any:

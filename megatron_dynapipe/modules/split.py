@@ -4,6 +4,7 @@ model ──(trace)──► nodes between cuts ──(choose cuts)──► sta
 """
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from megatron_dynapipe.cost.segments import SegmentCosts, divide_evenly, divide_segments
 from megatron_dynapipe.errors import ConfigError
@@ -78,6 +80,8 @@ def split_model(
         return part
 
     part = ranks.control.run_on_all(split)
+    if ranks.control.rank == 0 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        warnings.warn("BatchNorm takes its statistics of each micro-batch, not of the whole batch", stacklevel=2)
     ranks.require_equal(_description(part, model), "the divided model", across=range(ranks.control.size))
     return part
 

@@ -26,15 +26,21 @@ from megatron_dynapipe.modules.gradients import Gradients
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.modules.ranks import start_agreement
 from megatron_dynapipe.modules.runner import ModuleRunner, ModuleStage
-from megatron_dynapipe.modules.shapes import Structure, TensorMeta, output_structure
-from megatron_dynapipe.runtime import HostStagedTransport, PendingTotals, SlicedTransport, TorchTransport, Transport
+from megatron_dynapipe.modules.shapes import Place, ShapeTracker, Structure, TensorMeta, output_structure
+from megatron_dynapipe.runtime import (
+    HostStagedTransport,
+    PendingTotals,
+    SlicedTransport,
+    Step,
+    TorchTransport,
+    Transport,
+)
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.process_groups import group_of_each, make_groups
 from megatron_dynapipe.runtime.sliced import slices
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | float]]
 """`loss_fn(output, target) → (sum, count)` of a slice."""
-_MOST_SHAPES = 4096
 
 
 class UnevenPipeline:
@@ -77,7 +83,6 @@ class UnevenPipeline:
         self.replica = self._stages[self.stage].index(rank)
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._control = ControlGroup(timeout_s=timeout_s)
-        self._crossing: dict[bytes, Sequence[Structure]] = {}
         replicas = group_of_each(self._stages, backend="gloo", timeout_s=timeout_s)
         self._gradients = Gradients(module, self._device, replicas=replicas)
         groups = make_groups([range(world)], chunks=1, backend="gloo", timeout_s=timeout_s)
@@ -92,9 +97,12 @@ class UnevenPipeline:
             stage=self.stage,
             stages=len(self._stages),
             chunks=1,
+            dtype=torch.float32,
             deadline_s=timeout_s,
             control=self._control,
         )
+        firsts = [ranks[0] for ranks in self._stages]
+        self._tracker = ShapeTracker(Place(self.stage, len(self._stages), firsts, self._control))
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """Train one batch; the loss, sum over everything / count over everything, on every rank.
@@ -117,19 +125,20 @@ class UnevenPipeline:
         )
         agreement.settle()
         key = agreement.identities[self._stages[0][0]]
-        if key not in self._crossing:
-            self._learn(key, inputs, rows[0])
+        if not self._tracker.knows(key):
+            self._tracker.learn({key: partial(self._sent, Structure.of(inputs), rows[0])})
         self._gradients.zero()
         specialized = [self._specialize(key, count) for count in rows]
         plan = self._runner.fill_list(specialized, "1f1b")
         self._transport.expect(plan.instructions, rows)
-        stage = ModuleStage(self._runner.runner, self._slices(inputs, targets, rows), specialized, self._loss_fn)
+        stage = ModuleStage(self._runner, self._slices(inputs, targets, rows), specialized, self._loss_fn)
 
         def finish(totals: PendingTotals) -> None:
             _, count = totals.wait()
             self._gradients.reduce(count or 1.0)
 
-        totals = self._runner.run(plan, stage, agreement=agreement, finish=finish)
+        step = Step(plan=plan, model=stage, dtypes=stage.dtypes, agreement=agreement, finish=finish)
+        totals = self._runner.run(step)
         if self._optimizer is not None:
             self._optimizer.step()
         return totals.mean_loss
@@ -153,10 +162,10 @@ class UnevenPipeline:
 
     def _specialize(self, key: bytes, rows: int) -> Specialization:
         """How a unit runs on this rank."""
-        crossing, stage = self._crossing[key], self.stage
-        near = [boundary for boundary in (stage - 1, stage) if 0 <= boundary < len(crossing)]
+        stage, mine = self.stage, len(self._mine(rows))
+        crossing = zip((stage - 1, stage), self._tracker.known(key), strict=True)
         return Specialization(
-            boundaries={at: _with_rows(crossing[at], len(self._mine(rows))).boundary() for at in near},
+            boundaries={at: _with_rows(each, mine).boundary() for at, each in crossing if each is not None},
             runs={stage: self._forward},
             keys={stage: () if stage else ("inputs",)},
         )
@@ -167,34 +176,17 @@ class UnevenPipeline:
         output: torch.Tensor = self.module(*received) if self.stage else self.module(batch["inputs"])
         return output if self.stage == len(self._stages) - 1 else (output,)
 
-    def _learn(self, key: bytes, inputs: torch.Tensor, rows: int) -> None:
-        """What crosses every boundary, stage after stage; all ranks call it.
-
-        Args:
-            key: of the batch's shape.
-            inputs: read by the first stage.
-            rows: of the unit by which it is found out.
-        """
-        if len(self._crossing) >= _MOST_SHAPES:
-            self._crossing.clear()
-        crossing = [Structure.of(inputs)]
-        for stage in range(len(self._stages) - 1):
-            sent = self._control.run_on_all(partial(self._sent, stage, crossing[-1], rows))
-            text = self._control.broadcast_text(sent, source=self._stages[stage][0])
-            crossing.append(msgspec.json.decode(text, type=Structure))
-        self._crossing[key] = crossing[1:]
-
-    def _sent(self, stage: int, received: Structure, rows: int) -> str:
-        """On the ranks of a stage, what it returns for what it receives; raises ConfigError if that cannot cross."""
-        if stage != self.stage:
-            return ""
+    def _sent(self, inputs: Structure, rows: int, received: Structure | None) -> Structure | None:
+        """What this stage returns for a unit; raises ConfigError if that cannot cross."""
+        if self.stage == len(self._stages) - 1:
+            return None
         mine = len(self._mine(rows))
-        sent = output_structure(self.module, {}, self._device, received=_with_rows(received, mine))
+        sent = output_structure(self.module, {}, self._device, received=_with_rows(received or inputs, mine))
         match sent.leaves:
             case (TensorMeta(shape=(samples, *_), dtype=dtype),) if samples == mine and "float" in dtype:
-                return msgspec.json.encode(sent).decode()
+                return sent
         raise ConfigError(
-            f"expected stage {stage} to return one floating tensor of {mine} samples, as many as it takes, got "
+            f"expected stage {self.stage} to return one floating tensor of {mine} samples, as many as it takes, got "
             f"{sent.leaves}"
         )
 

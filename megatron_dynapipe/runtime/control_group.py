@@ -14,6 +14,7 @@ from megatron_dynapipe.errors import DynaPipeError, PlanError, PlannerFailedErro
 _T = TypeVar("_T")
 _IDENTITY = 16
 """Bytes of a step's identity that ranks compare."""
+_NO_CHECKSUM = bytes(4)
 _DIGITS = 15
 """Hexadecimal digits of a plan's digest in a message."""
 
@@ -145,6 +146,7 @@ class StepAgreement:
         error: why this rank cannot run the step.
         identity: of the step, 16 bytes; shorter ones are filled up with zeros.
         alike: groups of ranks whose identities must be equal; by default one group of all.
+        checksum: of the step's values, 4 bytes; must be equal too, among those that have one.
         differ: the error where they are not, from such a group, the first rank that differs from the group's first,
             and the identities of all ranks.
         new: this rank has to learn something together with the others before it can run the step.
@@ -163,12 +165,13 @@ class StepAgreement:
         identity: bytes,
         differ: Callable[[Sequence[int], int, Sequence[bytes]], DynaPipeError],
         alike: Sequence[Sequence[int]] = (),
+        checksum: bytes = _NO_CHECKSUM,
         new: bool = False,
         learn: Callable[[], object] = lambda: None,
     ) -> None:
         self._control, self._error, self._differ, self._learn = control, error, differ, learn
         self._alike = alike or [range(control.size)]
-        row = [*identity[:_IDENTITY].ljust(_IDENTITY, b"\0"), error is not None, new]
+        row = [*identity[:_IDENTITY].ljust(_IDENTITY, b"\0"), error is not None, new, *checksum]
         self._rows = control.start_gather(torch.tensor(row, dtype=torch.uint8))
         self._after: list[Callable[[], None]] = []
         self.is_settled = False
@@ -189,6 +192,9 @@ class StepAgreement:
         for group in self._alike:
             if others := [rank for rank in group if identities[rank] != identities[group[0]]]:
                 raise self._differ(group, others[0], identities)
+            held = [rank for rank in group if rows[rank][_IDENTITY + 2 :] != _NO_CHECKSUM]
+            if others := [rank for rank in held if rows[rank][_IDENTITY + 2 :] != rows[held[0]][_IDENTITY + 2 :]]:
+                raise self._differ(held, others[0], identities)
         if any(row[_IDENTITY + 1] for row in rows):
             self._control.run_on_all(self._learn)
         for function in self._after:

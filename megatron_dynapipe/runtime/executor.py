@@ -100,6 +100,9 @@ Handler = Callable[[_I, BufferTable], None]
 Handlers = Mapping[type[Instruction], Handler[Any]]
 """Handlers by the type of instruction that they run."""
 
+Dtypes = Callable[[SendStart | RecvStart], Sequence[torch.dtype]]
+"""Dtypes of a transfer's tensors."""
+
 _TransferKey = tuple[Payload, int, int]
 
 
@@ -112,7 +115,6 @@ class PipelineExecutor:
         stages: ranks of the pipeline.
         dtype: of the tensors that cross stage boundaries.
         watch: told of every list and its trace when it begins; see `Watchdog`.
-        dtypes: those of a transfer's tensors, where they are not all `dtype`.
     """
 
     def __init__(
@@ -123,13 +125,13 @@ class PipelineExecutor:
         stages: int,
         dtype: torch.dtype,
         watch: Callable[[StagePlan, Trace], None] | None = None,
-        dtypes: Callable[[SendStart | RecvStart], Sequence[torch.dtype]] | None = None,
     ) -> None:
         self._transport = transport
         self._platform = platform
         self._stages = stages
         self._watch = watch
-        self._dtypes = dtypes or (lambda instruction: (dtype,) * len(instruction.shapes))
+        self._default: Dtypes = lambda transfer: (dtype,) * len(transfer.shapes)
+        self._dtypes: Dtypes = self._default
         self._handlers: dict[type[Instruction], Handler[Any]] = {}
         self._sending: dict[_TransferKey, Work] = {}
         self._receiving: dict[_TransferKey, tuple[Work, list[torch.Tensor]]] = {}
@@ -147,12 +149,15 @@ class PipelineExecutor:
             raise ExecutionError(f"expected one of the instruction types {known}, got {kind!r}")
         self._handlers[kind] = handler
 
-    def execute(self, plan: StagePlan, handlers: Handlers = MappingProxyType({})) -> Trace:
+    def execute(
+        self, plan: StagePlan, handlers: Handlers = MappingProxyType({}), *, dtypes: Dtypes | None = None
+    ) -> Trace:
         """Run a stage's list to its end.
 
         Args:
             plan: the stage's instructions.
             handlers: for this list alone; they win over registered ones.
+            dtypes: of this list's transfers, where they are not all the executor's.
 
         Returns:
             When each instruction ran.
@@ -163,7 +168,7 @@ class PipelineExecutor:
         """
         table = {**self._handlers, **handlers}
         _check_handlers(plan, table)
-        self._stage = plan.stage
+        self._stage, self._dtypes = plan.stage, dtypes or self._default
         buffers, trace = BufferTable(), Trace(self._platform)
         if self._watch is not None:
             self._watch(plan, trace)
@@ -177,6 +182,8 @@ class PipelineExecutor:
                 error.add_note(f"at stage {plan.stage}, step {step}: {point_at(plan.instructions, step)}")
             self._abandon(buffers)
             raise
+        finally:
+            self._dtypes = self._default  # keeps nothing of the step alive
         return trace
 
     def _start_send(self, instruction: SendStart, buffers: BufferTable) -> None:

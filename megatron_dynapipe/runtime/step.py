@@ -8,17 +8,17 @@ a list, what runs its passes, and what finishes the gradients.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.plan.instructions import Forward, RecvStart, SendStart
+from megatron_dynapipe.plan.instructions import Forward
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
-from megatron_dynapipe.runtime.executor import PipelineExecutor
+from megatron_dynapipe.runtime.executor import Dtypes, PipelineExecutor
 from megatron_dynapipe.runtime.passes import PassContext, StageModel, pass_handlers
 from megatron_dynapipe.runtime.platform import platform_of
 from megatron_dynapipe.runtime.trace import Trace
@@ -53,6 +53,7 @@ class Step:
     Attributes:
         plan: this rank's instruction list.
         model: runs the list's passes.
+        dtypes: those of a transfer's tensors, where they are not all the runner's.
         agreement: of all ranks, that they can run the step; None where they agreed before.
         forward_only: an evaluation.
         around: entered while the list runs.
@@ -61,6 +62,7 @@ class Step:
 
     plan: StagePlan
     model: StageModel
+    dtypes: Dtypes | None = None
     agreement: StepAgreement | None = None
     forward_only: bool = False
     around: AbstractContextManager[object] = field(default_factory=nullcontext)
@@ -78,7 +80,6 @@ class StepRunner:
         dtype: of the tensors that cross stage boundaries.
         deadline_s: of every transfer; on CUDA a watchdog reports a device that is about to miss it.
         control: the group over which losses are added up; None where somebody else does it.
-        dtypes: those of a transfer's tensors, where they are not all `dtype`.
 
     Attributes:
         is_warm: kernels are loaded, so that no list waits for one.
@@ -96,7 +97,6 @@ class StepRunner:
         dtype: torch.dtype,
         deadline_s: float,
         control: ControlGroup | None = None,
-        dtypes: Callable[[SendStart | RecvStart], Sequence[torch.dtype]] | None = None,
     ) -> None:
         self.device, self.stage, self.stages, self.chunks = device, stage, stages, chunks
         self._control = control
@@ -109,7 +109,6 @@ class StepRunner:
                 stages=stages,
                 dtype=dtype,
                 watch=resources.enter_context(watched(device, deadline_s=deadline_s, rank=dist.get_rank())),
-                dtypes=dtypes,
             )
             self.close = weakref.finalize(self, resources.pop_all().close)
 
@@ -139,7 +138,7 @@ class StepRunner:
             agreement.then(context.on_last_loss)
         self._transport.gate = None if agreement is None else agreement.settle
         with step.around:
-            trace = self._executor.execute(step.plan, pass_handlers(context))
+            trace = self._executor.execute(step.plan, pass_handlers(context), dtypes=step.dtypes)
         if agreement is not None:
             agreement.settle()
         if not step.forward_only:

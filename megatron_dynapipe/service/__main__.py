@@ -15,9 +15,9 @@ from types import FrameType
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
 from megatron_dynapipe.service.loop import PlannerLoop
-from megatron_dynapipe.service.recalibration import Recalibrated
+from megatron_dynapipe.service.recalibration import MemoryBoundPlanner, Recalibrated
 from megatron_dynapipe.service.settings import ServiceSettings, decode_settings
-from megatron_dynapipe.service.source import IterationPlanner, PlannedSplits
+from megatron_dynapipe.service.source import PlannedSplits
 from megatron_dynapipe.store import PlanStore
 
 _NICE = 10
@@ -51,7 +51,7 @@ def plan_all(settings: ServiceSettings) -> None:
         PlannerLoop(settings, source, store).run()
 
 
-def training_planner(settings: ServiceSettings, store: PlanStore) -> Callable[[int], IterationPlanner] | None:
+def training_planner(settings: ServiceSettings, store: PlanStore) -> Callable[[int], MemoryBoundPlanner] | None:
     """The planner of each training iteration, where costs are corrected while training."""
     if settings.recalibration is None:
         return None

@@ -4,20 +4,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from megatron_dynapipe.errors import PlanError, StoreError, StoreFullError, StoreTimeoutError
 from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.service.failure import decode_failure
 from megatron_dynapipe.store import PlanKeys, PlanStore
+from megatron_dynapipe.store.redis_store import repeated
 
 logger = logging.getLogger(__name__)
 
 _FULL_S = 0.1
 REPUBLISH_INTERVAL_S = 5.0
-_STOP_TIMEOUT_S = 5.0
 
 
 class PlanClient:
@@ -117,18 +116,14 @@ class Republisher:
         self._values: dict[str, bytes] = {}
         self._progress: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="dynapipe-republish", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._watch = repeated(self._look, self._interval_s, "dynapipe-republish")
+        self._watch.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join(_STOP_TIMEOUT_S)
+    def __exit__(self, *error: Any) -> None:
+        self._watch.__exit__(*error)
 
     def keep(self, key: str, value: bytes) -> None:
         """From now on `key` holds this value; it has been published."""
@@ -159,10 +154,9 @@ class Republisher:
         self._interruptions = now
         return len(values) + len(progress)
 
-    def _watch(self) -> None:
-        while not self._ended.wait(self._interval_s):
-            try:
-                if count := self.restore():
-                    logger.info("the store was out of reach: published %d keys of this rank again", count)
-            except StoreError as error:  # full, or gone: whoever waits for a plan says so
-                logger.info("cannot find out whether the store was out of reach: %s", error)
+    def _look(self) -> None:
+        try:
+            if count := self.restore():
+                logger.info("the store was out of reach: published %d keys of this rank again", count)
+        except StoreError as error:  # full, or gone: whoever waits for a plan says so
+            logger.info("cannot find out whether the store was out of reach: %s", error)

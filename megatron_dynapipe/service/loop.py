@@ -15,11 +15,11 @@ starts again goes on where it was, and a store that has come back empty is fille
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from megatron_dynapipe.errors import StoreFullError, StoreTimeoutError
 from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
 from megatron_dynapipe.service.settings import ServiceSettings, SplitSettings
+from megatron_dynapipe.service.source import PlannedSplits
 from megatron_dynapipe.store import PlanKeys, PlanStore
 
 logger = logging.getLogger(__name__)
@@ -28,13 +28,6 @@ _LOOK_S = 5.0
 """How long a planner without work waits before it reads again what is published."""
 _FULL_S = 0.1
 """Between two attempts to publish the iteration that training needs next in a full store."""
-
-
-class PlanSource(Protocol):
-    """Makes plans; the same arguments give the same bytes, whenever and wherever they are asked for."""
-
-    def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
-        """(replica, stage, bytes) for every rank's share of one iteration."""
 
 
 class SplitWindow:
@@ -125,7 +118,7 @@ class SplitWindow:
 class PlannerLoop:
     """Plans the iterations of all splits that are one planner's, until all are planned."""
 
-    def __init__(self, settings: ServiceSettings, source: PlanSource, store: PlanStore) -> None:
+    def __init__(self, settings: ServiceSettings, source: PlannedSplits, store: PlanStore) -> None:
         self._settings = settings
         self._source = source
         self._store = store

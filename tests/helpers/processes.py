@@ -10,6 +10,7 @@ import faulthandler
 import io
 import multiprocessing
 import os
+import pkgutil
 import tempfile
 import time
 import traceback
@@ -31,7 +32,7 @@ class RanksFailedError(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | str,
     world_size: int,
     arguments: Mapping[str, Any] | None = None,
     *,
@@ -40,6 +41,7 @@ def run_ranks(
 ) -> list[Any]:
     """What `function(rank=…, world_size=…, **arguments)` returned on each rank, in rank order.
 
+    A function whose module imports Megatron, which only the ranks should do, is named: "package.module:function".
     `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` are set; the function starts its own process
     group with `init_method="env://"`.
     """
@@ -76,7 +78,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 def _run_rank(
     sender: Connection,
-    function: Callable[..., Any],
+    function: Callable[..., Any] | str,
     rank: int,
     world_size: int,
     arguments: dict[str, Any],
@@ -91,7 +93,8 @@ def _run_rank(
         faulthandler.dump_traceback_later(deadline_s, file=stacks_file)
         try:
             result = io.BytesIO()
-            torch.save(function(rank=rank, world_size=world_size, **arguments), result)
+            run = pkgutil.resolve_name(function) if isinstance(function, str) else function
+            torch.save(run(rank=rank, world_size=world_size, **arguments), result)
             sender.send(("ok", result.getvalue()))
         except BaseException:  # noqa: BLE001  (whatever it was, the parent shows it)
             sender.send(("error", traceback.format_exc().encode()))

@@ -35,63 +35,44 @@ def quiet() -> None:
     transformers.logging.set_verbosity_error()
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def of_transformers(kind: str, head: str, **sizes: Any) -> Callable[[], nn.Module]:
+    """Makes a model of the `transformers` library: of `kind`Config, with a head."""
 
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=4, n_head=2, **no_dropout)
-    return GPT2LMHeadModel(config)
+    def make() -> nn.Module:
+        import transformers
 
+        config = getattr(transformers, f"{kind}Config")(vocab_size=VOCABULARY, **sizes)
+        return getattr(transformers, f"{kind}{head}")(config)
 
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=64,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
+    return make
 
 
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_decoder_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-    )
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-        )
-    )
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+}
+GPT2 = {
+    "n_positions": 64,
+    "n_embd": 16,
+    "n_layer": 4,
+    "n_head": 2,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+BERT = {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+T5 = {
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
 
 
 class Exchange(nn.Module):
@@ -167,10 +148,25 @@ def class_loss(output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Te
 
 
 CASES = {
-    "gpt2": Case(gpt2, ["h.1", "h.2", "h.3"], masked_tokens, token_loss),
-    "bert": Case(bert, [f"bert.encoder.layer.{k}" for k in (1, 2, 3)], masked_tokens, token_loss),
-    "t5": Case(t5, ["encoder.block.1", "decoder.block.0", "decoder.block.1"], t5_batch, token_loss),
-    "llama": Case(llama, [f"layers.{k}" for k in (1, 2, 3)], masked_tokens, token_loss),
+    "gpt2": Case(of_transformers("GPT2", "LMHeadModel", **GPT2), ["h.1", "h.2", "h.3"], masked_tokens, token_loss),
+    "bert": Case(
+        of_transformers("Bert", "ForMaskedLM", **BERT),
+        [f"bert.encoder.layer.{k}" for k in (1, 2, 3)],
+        masked_tokens,
+        token_loss,
+    ),
+    "t5": Case(
+        of_transformers("T5", "ForConditionalGeneration", **T5),
+        ["encoder.block.1", "decoder.block.0", "decoder.block.1"],
+        t5_batch,
+        token_loss,
+    ),
+    "llama": Case(
+        of_transformers("Llama", "ForCausalLM", num_key_value_heads=1, **SMALL),
+        [f"layers.{k}" for k in (1, 2, 3)],
+        masked_tokens,
+        token_loss,
+    ),
     "vision": Case(TwoPaths, [f"steps.{k}" for k in (1, 2, 3)], images, class_loss),
 }
 

@@ -1,5 +1,6 @@
 """What cannot work is one clear error on every rank, and none of them hangs."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -75,13 +76,30 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     said["unknown key"] = said_by(lambda: pipeline.step({**batch, "colour": batch["ids"]} if rank else batch))
     said["missing key"] = said_by(lambda: pipeline.step({"labels": batch["labels"]}))
     said["other shapes"] = said_by(lambda: pipeline.step(toy_batch(4, 5 + rank, 0)))
+    said["other values"] = said_by(lambda: pipeline.step(toy_batch(4, 5, rank)))
+    said["no samples"] = said_by(lambda: pipeline.step(toy_batch(0, 5, 0)))
+    said["nested"] = said_by(lambda: pipeline.step({**batch, "labels": {"all": batch["labels"]}}))
+    for name, change in LOSSES.items():
+        wrong = Pipeline(part, None, lambda output, batch, change=change: change(toy_loss(output, batch)[0]))
+        said[name] = said_by(lambda wrong=wrong: wrong.step(batch))
     said["shapes given"] = said_by(lambda: Pipeline(part, None, toy_loss, tensor_shapes=[(2, 3, 8)]))
     said["after all"] = str(pipeline.step(batch).loss.item() > 0)
+    with warnings.catch_warnings(record=True) as seen:
+        split(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.zeros(2, 8), split_points=["1"])
+    said["batch norm"] = " ".join(str(each.message) for each in seen)
     lonely = nn.Linear(3, 3)
     if rank == 0:
         SharedModule([0, 1]).register(lonely)
     said["shared"] = said_by(lambda: Stage(nn.Sequential(lonely), (torch.zeros(2, 3),), timeout_s=30))
     return said
+
+
+LOSSES = {
+    "detached": lambda loss: (loss.detach(), 1),
+    "negative count": lambda loss: (loss, -1),
+    "count of nothing": lambda loss: (loss, torch.tensor(float("nan"))),
+    "no count": lambda loss: (loss, 0),
+}
 
 
 def deeper() -> Toy:
@@ -109,6 +127,13 @@ EXPECTED = {
     "unknown key": "DataError: the batch has the key 'colour', which the model does not know: it takes ids",
     "missing key": "DataError: expected the batch to hold ids, but ids is missing",
     "other shapes": "to be the same on ranks 0, 1, but rank 1 has another than rank 0",
+    "other values": "to be the same on ranks 0, 1, but rank 1 has another than rank 0",
+    "no samples": "DataError: expected a batch of at least one sample, got none in ids, labels",
+    "nested": "DataError: expected tensors by the names of the model's arguments, got a dict of tensors as 'labels'",
+    "detached": "DataError: expected a loss that gradients can be taken of, got one without a graph",
+    "negative count": "DataError: expected the loss function to return a finite number of losses, at least 0",
+    "count of nothing": "DataError: expected the loss function to return a finite number of losses, at least 0",
+    "no count": "DataError: expected the loss function to return a finite number of losses, at least 0",
     "shapes given": "expected no tensor_shapes for a part that split_model made",
     "after all": "True",
     "shared": "expected the stages 0, 1 to hold the modules that they share",
@@ -120,6 +145,7 @@ def test_every_rank_says_what_is_wrong():
         for name, expected in EXPECTED.items():
             text = said[name].replace(f"rank {1 - rank}: ", "", 1) if expected not in said[name] else said[name]
             assert expected in text, name
+        assert said["batch norm"].startswith("BatchNorm takes its statistics") == (rank == 0), "said once"
 
 
 class Model(nn.Module):

@@ -131,51 +131,8 @@ class Broken(Plain):
         return super().forward(x[:, :3])
 
 
-def one_side_changes(rank: int, world_size: int) -> dict[str, Any]:
-    """Steps after which the stages do not know the same shapes."""
-    from megatron_dynapipe import Pipeline, Stage
-    from megatron_dynapipe.errors import ConfigError
-
-    dist.init_process_group("gloo")
-    module = Narrow(rank) if rank == 1 else Plain(rank)
-    part = Stage(module, {"x": torch.zeros(2, 3, 4)}, timeout_s=30)
-    pipeline = Pipeline(part, None, squares, timeout_s=30)
-    wide = [{"x": torch.ones(2, length, 4)} for length in (3, 9, 5)]
-    found: dict[str, Any] = {"losses": []}
-    try:  # the second shape of three fails on stage 1 alone, when stage 0 knows it already
-        pipeline.run(wide)
-    except ConfigError as error:
-        found["said"] = str(error)
-    found["losses"].append(pipeline.run(wide[::2]).loss.item())
-    if rank == 1:
-        part.eval()  # what it knows is of training
-    found["losses"].append(pipeline.run(wide[::2]).loss.item())
-    part.train()
-    if rank == 0:
-        part.tracker._known.clear()
-    found["losses"].append(pipeline.run(wide[::2]).loss.item())
-    before = part.tracker.learned
-    found["losses"].append(pipeline.run(wide[::2]).loss.item())
-    found["learned at last"] = part.tracker.learned - before
-    return found
-
-
-class Narrow(Plain):
-    """Takes no more than eight positions."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + torch.ones(8)[: x.shape[1], None].expand(x.shape[1], 4)
-
-
 def squares(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
     return output.square().sum(), len(output)
-
-
-def test_a_side_that_changes_alone_holds_up_no_other():
-    for found in run_ranks(one_side_changes, 3):
-        assert "stage 1 cannot run a batch of these shapes" in found["said"]
-        assert found["losses"] == pytest.approx([found["losses"][0]] * 4, rel=1e-6)
-        assert found["learned at last"] == 0
 
 
 def saved_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:

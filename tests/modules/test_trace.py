@@ -238,17 +238,6 @@ def test_what_cannot_be_followed_is_refused_with_its_place(between, said):
     assert "test_trace.py:" in str(raised.value)
 
 
-def test_a_cut_point_that_is_used_twice_or_never_is_refused():
-    model = Steps()
-    model.cuts[1] = model.cuts[0]
-    with pytest.raises(ConfigError, match=r"reach the split point cuts\.0 once, but it calls it twice"):
-        trace(model, {"x": torch.randn(3, 4)}, cut_points(model))
-    model = Steps()
-    model.unused = CutPoint()
-    with pytest.raises(ConfigError, match="it never calls unused"):
-        trace(model, {"x": torch.randn(3, 4)}, cut_points(model))
-
-
 @pytest.mark.parametrize(
     ("names", "found"),
     [

@@ -1,10 +1,9 @@
 """Calls Megatron as its own `pretrain_gpt.py` does; run in checkouts of 0.18.2 and 0.19.2 by `test_training`.
 
-It knows nothing of DynaPipe but the CPU platform, which must be enabled before Megatron is imported, and writes every
-iteration's loss to the file that LOSSES names.
+It knows nothing of DynaPipe but the CPU platform, which must be enabled before Megatron is imported, and writes the
+losses so far to the file that LOSSES names.
 """
 
-import functools
 import json
 import os
 from functools import partial
@@ -18,17 +17,16 @@ cpu.silence_prints()
 
 import torch  # noqa: E402
 from megatron.core import mpu, utils  # noqa: E402
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
-from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: E402
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank  # noqa: E402
-from megatron.training import argument_utils, get_args, get_timers, pretrain, training  # noqa: E402
+from megatron.training import argument_utils, get_args, get_timers, pretrain  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args  # noqa: E402
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage  # noqa: E402
+from megatron.training.utils import is_first_or_last_pipeline_stage  # noqa: E402
+
+from tests.helpers.entry_scripts import record_losses  # noqa: E402
 
 KEYS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
 IS_018 = not hasattr(argument_utils, "gpt_config_from_args")
@@ -88,26 +86,6 @@ def forward_step(data_iterator, model, return_schedule_plan=False):
     return output, partial(loss_func, loss_mask, model=model)
 
 
-def datasets_provider(samples, vp_stage=None):
-    """Megatron's own datasets of --data-path."""
-    args = get_args()
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-    )
-    return BlendedMegatronDatasetBuilder(
-        GPTDataset, samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, config
-    ).build()
-
-
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
     """0.18's way: a function that builds the model."""
     args = get_args()
@@ -126,28 +104,17 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     )
 
 
-def embedding_ranks(ranks):
-    """The first and the last stage."""
-    return sorted({ranks[0], ranks[-1]})
+def datasets_provider(samples, vp_stage=None):
+    raise AssertionError("a planned run has data of its own")
 
 
-def record_losses(path):
-    """Keep what Megatron logs: its lines average the first two iterations."""
-    log, losses = training.training_log, {}
-
-    @functools.wraps(log)  # start-up looks at what the function calls
-    def logged(loss_dict, total, learning_rate, iteration, *rest, **named):
-        if "lm loss" in loss_dict:
-            losses[iteration] = loss_dict["lm loss"].item()
-            path.write_text(json.dumps({"losses": losses, "consumed": get_args().consumed_train_samples}))
-        return log(loss_dict, total, learning_rate, iteration, *rest, **named)
-
-    training.training_log = logged
+def write_losses(iteration):
+    found = {"losses": losses, "consumed": get_args().consumed_train_samples}
+    Path(os.environ["LOSSES"]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    record_losses(Path(os.environ["LOSSES"]))
-    datasets_provider.is_distributed = True
+    losses = record_losses(write_losses)
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     if IS_018:
         config = argument_utils.pretrain_cfg_container_from_args(args)
@@ -155,4 +122,4 @@ if __name__ == "__main__":
     else:
         config = argument_utils.pretrain_cfg_container_from_args(args, argument_utils.gpt_config_from_args(args))
         first = (config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
-    pretrain(*first, store=None, get_embedding_ranks=embedding_ranks)
+    pretrain(*first, store=None)

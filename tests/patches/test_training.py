@@ -1,16 +1,20 @@
-"""Real sources of each version: unpacked, patched, trained from plans, reversed; losses against the plug-in's."""
+"""Real sources of each version: unpacked, patched, trained and evaluated from plans, reversed; against the plug-in."""
 
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from megatron_dynapipe import patching
+from megatron_dynapipe.report.run import read_run
 from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, train
 from tests.helpers.megatron_wheels import VERSIONS, unpack
 from tests.helpers.random_dataset import make_dataset
@@ -21,11 +25,12 @@ LAYOUTS = {
     "two tensor ranks": "--tensor-model-parallel-size 2",
 }
 ITERATIONS = 5
+TASKS = ("a task", "another")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "random")
+    return make_dataset(tmp_path_factory.mktemp("data") / "random", tasks=TASKS)
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -47,28 +52,67 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.fixture(scope="module")
-def plugged_in(data, tmp_path_factory) -> dict[str, dict[str, float]]:
-    """The plug-in's losses under each layout, by iteration."""
-    losses = {}
-    for layout, flags in LAYOUTS.items():
-        report = tmp_path_factory.mktemp("report")
-        runs = train("gpt", data, f"{flags} --train-iters {ITERATIONS}", ranks=2, report=report)
-        losses[layout] = runs[-1]["losses"]
-    return losses
+def values(log: str) -> list[tuple[str, float]]:
+    """What evaluations have logged: (name, loss)."""
+    return [(name, float(value)) for name, value in re.findall(r"(lm loss[a-z ]*?) value: (\S+)", log)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_patched_checkout_trains_as_the_plug_in_does(layout, patched, plugged_in, data, tmp_path):
-    flags = f"{SMALL['gpt']} {COMMON} {LAYOUTS[layout]} --train-iters {ITERATIONS} --use-dynapipe"
-    outputs = launch(BY_HAND, patched, f"{flags} --dynapipe-data {data}", tmp_path)
-    found = json.loads((tmp_path / "losses-1.json").read_text())
+def test_a_patched_checkout_trains_and_evaluates_as_the_plug_in_does(layout, patched, plugged_in, data, tmp_path):
+    flags = f"{LAYOUTS[layout]} --train-iters {ITERATIONS} --eval-iters 1 --eval-interval {ITERATIONS}"
+    losses, expected, recorded = plugged_in(layout, flags)
+    found, outputs = run(patched, data, flags, tmp_path, ranks=2)
     assert len(found["losses"]) == ITERATIONS
-    assert found["losses"] == pytest.approx(plugged_in[layout], rel=1e-5)
+    assert found["losses"] == pytest.approx(losses, rel=1e-5)
     assert found["consumed"] == 16 * ITERATIONS
     log = "".join(outputs)
     assert f"iteration        {ITERATIONS}/       {ITERATIONS}" in log
     assert "padding efficiency" in log
+    noise = re.compile(
+        r"(?<!Syntax)Warning(?!: Overriding default)|DEPRECATED|RNG state|RerunState|Apex|OptimizerConfig"
+    )
+    assert [line for line in log.splitlines() if noise.search(line)] == [], "start-up messages are filtered"
+    assert {name for name, _ in expected} == {"lm loss", *(f"lm loss {task}" for task in TASKS)}
+    assert [name for name, _ in values(outputs[-1])] == [name for name, _ in expected]
+    assert [value for _, value in values(outputs[-1])] == pytest.approx([value for _, value in expected], rel=1e-4)
+    own = read_run(tmp_path / "report").evaluations["test"]
+    assert own.keys() == recorded.keys()
+    for name, evaluated in own.items():
+        assert evaluated == pytest.approx(recorded[name], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def plugged_in(data, tmp_path_factory) -> Callable[[str, str], tuple[dict, list, dict]]:
+    """Trains with the plug-in, once for each layout: losses by iteration, and what evaluations logged and recorded."""
+
+    @functools.cache
+    def trained(layout: str, flags: str) -> tuple[dict, list, dict]:
+        report = tmp_path_factory.mktemp("report")
+        last = train("gpt", data, flags, ranks=2, report=report)[-1]
+        return last["losses"], values(last["stdout"]), read_run(report).evaluations["test"]
+
+    return trained
+
+
+def run(checkout: Path, data: Path, flags: str, folder: Path, *, ranks: int) -> tuple[dict[str, Any], list[str]]:
+    """Train by hand: the last rank's losses by iteration and count of samples, and every rank's output."""
+    folder.mkdir(exist_ok=True)
+    flags = f"{SMALL['gpt']} {COMMON} --use-dynapipe --dynapipe-data {data} {flags}"
+    outputs = launch(BY_HAND, checkout, flags, folder, ranks=ranks)
+    return json.loads((folder / f"losses-{ranks - 1}.json").read_text()), outputs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_resumed_with_another_number_of_replicas(patched, data, tmp_path):
+    flags = "--tokens-per-global-batch 500 --train-iters 4 --override-opt-param-scheduler"
+    whole, _ = run(patched, data, flags, tmp_path / "whole", ranks=2)
+    until = f"{flags} --exit-interval 2 --save {tmp_path / 'saved'} --save-interval 2"
+    first, _ = run(patched, data, until, tmp_path / "first", ranks=2)
+    rest, _ = run(patched, data, f"{flags} --load {tmp_path / 'saved'}", tmp_path / "rest", ranks=1)
+    assert first["losses"] | rest["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert list(rest["losses"]) == ["3", "4"]
+    assert 0 < first["consumed"] < rest["consumed"] == whole["consumed"] != 4 * 16
 
 
 @pytest.mark.slow

@@ -1,11 +1,16 @@
 """Planning with long samples cut into pieces."""
 
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dynapipe.cli.plan import _replicas
 from megatron_dynapipe.cost import TableCostModel
 from megatron_dynapipe.cost.packed import packed_layer_costs
 from megatron_dynapipe.cost.pieces import ENCODER_ROWS, piece_costs, prefix_curvatures
@@ -20,7 +25,7 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
-from tests.helpers.benchmark_data import A100_COSTS
+from tests.helpers.benchmark_data import A100_COSTS, SCORER
 
 GPT = ModelFamily.GPT
 COSTS = TableCostModel.load(A100_COSTS["gpt"])
@@ -174,3 +179,38 @@ def test_pieces_where_there_can_be_none_are_refused(changes: dict[str, object], 
     with pytest.raises(ConfigError, match=said):
         settings(slices=512, **changes)
     assert not settings(slices="auto", **changes).may_cut
+
+
+def test_a_batch_with_fewer_chains_than_replicas_is_planned_whole() -> None:
+    lengths = [900, 800, 16, 16]
+    planned = plan(lengths, data_parallel=4, pipeline_parallel=2, slices=100)
+    verify(planned, expected_samples=range(100, 104))
+    assert all(replica.micro_batches for replica in planned.replicas)
+
+
+def test_the_independent_scorer_finds_the_same_time_and_memory() -> None:
+    spec = importlib.util.spec_from_file_location("score_plans", SCORER)
+    assert spec is not None and spec.loader is not None
+    scorer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(scorer)
+    planned = plan(LENGTHS, slices=900)
+    report = {
+        "predicted_ms": planned.totals.predicted_ns / 1e6,
+        "replicas": _replicas(planned, (8, 8, 8, 8)),
+    }
+    asked = {"model": "gpt", "layers": 32, "encoder_layers": None, "decoder_layers": None, "hidden": 4096}
+    run = SimpleNamespace(**asked, dp=1, tp=2, pp=4, memory_mb=36_000, split="equal")
+    found = scorer.check_and_score(run, scorer.Cost(A100_COSTS["gpt"]), {"input": LENGTHS}, _from_0(report))
+    assert found["said"] == pytest.approx(1.0, rel=1e-4)
+    assert found["n"] == len(planned.replicas[0].micro_batches)
+
+
+def _from_0(report: dict[str, Any]) -> dict[str, Any]:
+    """Samples by their places in the batch, as `plan --json` names them."""
+    for replica in report["replicas"]:
+        for micro_batch in replica["micro_batches"]:
+            rows = [row if isinstance(row, list) else [row] for row in micro_batch["samples"]]
+            micro_batch["samples"] = [
+                [[x[0] - 100, *x[1:]] if isinstance(x, list) else x - 100 for x in row] for row in rows
+            ]
+    return report

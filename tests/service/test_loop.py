@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -21,6 +21,7 @@ from megatron_dynapipe.service import PlanClient, ServiceSettings
 from megatron_dynapipe.service.loop import PlannerLoop, SplitWindow
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.memory_store import MemoryStore
+from tests.helpers.waiting import until
 
 
 class FakeSource:
@@ -88,27 +89,8 @@ def running(settings: ServiceSettings, source: FakeSource, store: MemoryStore) -
         thread.join(60)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def client(settings: ServiceSettings, store: MemoryStore, *, stage: int = 0, deadline_s: float = 60) -> PlanClient:
     return PlanClient(store, settings.keys, replica=0, stage=stage, deadline_s=deadline_s)
-
-
-def test_it_plans_look_ahead_beyond_training_and_no_further(settings, source, store) -> None:
-    job = only_train(settings(look_ahead=3))
-    with running(job, source, store):
-        until(lambda: len(source.planned) == 4)
-        time.sleep(0.05)
-        assert source.planned == [("train", iteration) for iteration in range(4)]
-        client(job, store).announce("train", 2)
-        until(lambda: len(source.planned) == 6)
-        time.sleep(0.05)
-        assert source.planned[4:] == [("train", 4), ("train", 5)]
 
 
 def test_every_rank_fetches_its_share(settings, source, store) -> None:
@@ -156,50 +138,12 @@ def test_several_planners_plan_everything(settings, store) -> None:
     assert {iteration for own in sources for _, iteration in own.planned} == set(range(9))
 
 
-def test_a_planner_that_hangs_is_stood_in_for(settings, source, store) -> None:
-    """Planner 0 of 2 never plans: training goes on at planner 1's plans of the near half."""
-    job = only_train(settings(planner=1, planners=2, look_ahead=3))
-    with running(job, source, store):
-        for iteration in range(8):
-            assert client(job, store).fetch("train", iteration).iteration == iteration
-            client(job, store).announce("train", iteration)
-
-
-def test_a_planner_that_joins_begins_at_the_iteration_in_training(settings, source, store) -> None:
-    job = only_train(settings(look_ahead=3))
-    client(job, store).announce("train", 40)
-    with running(job, source, store):
-        until(lambda: len(source.planned) == 4)
-        time.sleep(0.05)
-        assert source.planned == [("train", iteration) for iteration in range(40, 44)]
-
-
 def test_what_is_published_is_not_planned_again(settings, source, store) -> None:
     job = only_train(settings(look_ahead=3))
     store.announce(job.keys.done("train", 1), 100)
     with running(job, source, store):
         until(lambda: len(source.planned) == 3)
         assert source.planned == [("train", 0), ("train", 2), ("train", 3)]
-
-
-def test_a_window_holds_so_many_bytes(settings, source, store) -> None:
-    size = sum(len(encode(entry(0, stage))) for stage in range(2))
-    job = only_train(settings(look_ahead=8, look_ahead_bytes=3 * size))
-    with running(job, source, store):
-        until(lambda: len(source.planned) == 3)
-        time.sleep(0.05)
-        assert len(source.planned) == 3
-        client(job, store).announce("train", 1)
-        until(lambda: len(source.planned) == 4)
-
-
-def test_the_next_iteration_is_planned_however_large_it_is(settings, source, store) -> None:
-    job = only_train(settings(look_ahead=8, look_ahead_bytes=1))
-    with running(job, source, store):
-        until(lambda: len(source.planned) == 2)
-        for iteration in range(1, 5):
-            client(job, store).announce("train", iteration)
-            until(lambda iteration=iteration: source.planned[-1] == ("train", iteration + 1))
 
 
 def test_a_store_that_came_back_empty_is_filled_again(settings, source, store) -> None:

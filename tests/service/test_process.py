@@ -7,7 +7,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,27 +18,14 @@ from megatron_dynapipe.errors import PlannerFailedError
 from megatron_dynapipe.service import NodePlanners, PlanClient, PlannerProcess, ServiceSettings
 from megatron_dynapipe.service.settings import encode_settings
 from megatron_dynapipe.service.source import PlannedSplits
-from megatron_dynapipe.store import RedisStore, StoreServer, open_store
+from megatron_dynapipe.store import PlanStore, StoreServer, open_store
+from tests.helpers.waiting import is_running, until
 
 COMMAND = [sys.executable, "-m", "megatron_dynapipe.service"]
 
 
-def client(store: RedisStore, settings: ServiceSettings, replica: int = 0, stage: int = 0) -> PlanClient:
+def client(store: PlanStore, settings: ServiceSettings, replica: int = 0, stage: int = 0) -> PlanClient:
     return PlanClient(store, settings.keys, replica=replica, stage=stage, deadline_s=30)
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
 
 
 def test_plans_arrive_ahead_of_training_and_are_the_same_here(settings) -> None:
@@ -77,12 +63,6 @@ def test_its_password_shows_nowhere(settings, tmp_path: Path) -> None:
     text = log.read_text()
     assert "planner: train: all 200 samples are within the maximum lengths" in text
     assert password not in text
-
-
-def test_it_is_gone_after_its_block(settings) -> None:
-    with PlannerProcess(settings()) as planner:
-        assert is_running(planner.pid)
-    assert not is_running(planner.pid)
 
 
 def test_it_is_gone_after_a_block_that_failed(settings) -> None:
@@ -274,12 +254,3 @@ def test_unusable_settings_are_refused_in_one_line(stdin: bytes) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(b"planner: not the planner process's settings: ")
     assert done.stderr.count(b"\n") == 1 and done.stdout == b""
-
-
-def test_two_planners_plan_for_one_job(settings) -> None:
-    shared = settings(planners=2)
-    both = [msgspec.structs.replace(shared, planner=planner) for planner in range(2)]
-    with PlannerProcess(both[0]), PlannerProcess(both[1]), open_store(shared.store) as store:
-        for iteration in range(8):
-            assert client(store, shared).fetch("train", iteration).iteration == iteration
-            client(store, shared).announce("train", iteration)

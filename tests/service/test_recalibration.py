@@ -105,14 +105,12 @@ def test_passes_that_do_not_come_are_named() -> None:
         recalibrated(store, deadline_s=0.05).planner(114)
 
 
-def test_what_are_no_measurements_is_refused() -> None:
+def test_measurements_arrive_as_they_were_sent() -> None:
     found = Measurements(passes=tuple(passes(0, 1.0)), tensor_room_bytes=7)
     assert Measurements.decode(found.encode()) == found
-    with pytest.raises(CostModelError, match="expected a rank's measured passes"):
-        Measurements.decode(b'{"stage": 1}')
 
 
-@pytest.mark.parametrize("data", [b"\xff\xfe", b'[{"stage": "\xff"}]', b"[" * 100_000, b"", b"null"])
+@pytest.mark.parametrize("data", [b'{"stage": 1}', b"\xff\xfe", b'[{"stage": "\xff"}]', b"[" * 100_000, b"", b"null"])
 def test_what_are_no_passes_is_one_error(data: bytes) -> None:
     with pytest.raises(CostModelError, match="expected a rank's measured passes"):
         Measurements.decode(data)

@@ -22,7 +22,7 @@ def free_port() -> int:
 def server_pid(address: StoreAddress) -> int:
     """The server's own process id, as it says itself."""
     with open_store(address) as store:
-        return int(store.server.info("server")["process_id"])
+        return int(store.info("server")["process_id"])
 
 
 def accepts(port: int) -> bool:

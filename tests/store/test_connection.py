@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +12,8 @@ import pytest
 
 from megatron_dynapipe.errors import StoreError, StoreTimeoutError
 from megatron_dynapipe.store import StoreServer, connection, open_store, redis_store
+from tests.helpers.waiting import until
 from tests.store.servers import Relay, Scripted, server_pid
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -114,15 +108,17 @@ def test_a_short_wait_outlasts_a_server_that_is_stopped() -> None:
             store.wait_any(["dynapipe:k"], timeout_s=0.5, what="it")
 
 
-def test_a_server_that_stays_stopped_is_an_error_after_the_patience() -> None:
-    with StoreServer() as server, open_store(server.address, patience_s=2, reply_timeout_s=5) as store:
+@pytest.mark.parametrize("patience_s", [0, 2])
+def test_a_server_that_stays_stopped_is_an_error_after_the_patience(patience_s: float) -> None:
+    with StoreServer() as server, open_store(server.address, patience_s=patience_s, reply_timeout_s=5) as store:
         process = psutil.Process(server_pid(server.address))
         process.suspend()
         try:
-            with pytest.raises(StoreError, match="does not answer"):
-                store.wait_any(["dynapipe:k"], timeout_s=0.5, what="it")
+            with pytest.raises(StoreError, match="failed while waiting for a plan: Timeout") as caught:
+                store.wait_any(["dynapipe:k"], timeout_s=0.5, what="a plan")
         finally:
             process.resume()
+        assert str(caught.value.hint).startswith("the server accepts connections but does not answer")
 
 
 def test_a_server_that_is_known_may_be_out_of_reach_at_first() -> None:

@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from megatron_dynapipe.errors import StoreError, StoreTimeoutError
-from megatron_dynapipe.store import KeyRenewal, PlanKeys, StoreAddress, StoreServer, new_job_name, open_store
+from megatron_dynapipe.store import PlanKeys, StoreAddress, StoreServer, new_job_name, open_store, renewed_keys
 from tests.store.servers import free_port, serving
 
 
@@ -48,7 +48,7 @@ def test_renewal_keeps_a_job_s_keys_beyond_their_expiry_and_deletes_them_at_its_
     other = PlanKeys(job=f"{keys.job}2", settings_digest="s")
     with open_store(address, retention_s=1) as store, open_store(address, retention_s=60) as long:
         long.put(a_plan(other), b"another job's")
-        with KeyRenewal(store, keys.job, interval_s=0.2):
+        with renewed_keys(store, keys.job, interval_s=0.2):
             store.put(a_plan(keys), b"plan")
             store.announce(keys.progress("train"), 3)
             time.sleep(1.7)
@@ -64,9 +64,14 @@ def test_renewal_keeps_a_job_s_keys_beyond_their_expiry_and_deletes_them_at_its_
 def test_renewal_leaves_what_other_ranks_must_still_read_where_its_block_failed(address, raw, keys) -> None:
     with open_store(address) as store:
         store.put(a_plan(keys), b"plan")
-        renewal = KeyRenewal(store, keys.job).__enter__()
-        store.put(keys.error, b"what went wrong")
-        renewal.__exit__(KeyError, KeyError(), None)
+
+        def fail() -> None:
+            with renewed_keys(store, keys.job):
+                store.put(keys.error, b"what went wrong")
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fail()
     assert raw.exists(keys.error)
     assert raw.ttl(keys.error) > 0
 
@@ -83,7 +88,7 @@ def test_renewal_renews_more_keys_than_one_scan_returns(address, raw, keys) -> N
 
 
 def test_renewal_outlives_a_server_that_is_gone(keys, caplog) -> None:
-    with StoreServer() as own, open_store(own.address) as store, KeyRenewal(store, keys.job, interval_s=0.05):
+    with StoreServer() as own, open_store(own.address) as store, renewed_keys(store, keys.job, interval_s=0.05):
         own._stop()
         time.sleep(0.3)
     assert "cannot renew" in caplog.text

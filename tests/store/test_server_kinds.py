@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.errors import StoreError, StoreTimeoutError
 from megatron_dynapipe.store import PlanKeys, StoreAddress, new_job_name, open_store
 from megatron_dynapipe.store.connection import check_kind, fields_of
 from megatron_dynapipe.store.redis_store import COMMANDS
@@ -69,6 +69,8 @@ def use(url: str) -> None:
         store.announce(keys.progress("train"), 1)
         assert store.read_progress([keys.progress("train")]) == {keys.progress("train"): 1}
         assert store.wait_any([plan], timeout_s=5, what="it") == (plan, b"plan")
+        with pytest.raises(StoreTimeoutError):
+            store.wait_any([keys.error], timeout_s=0.1, what="it")
         store.renew(keys.job)
         store.eviction_warning()
         assert store.delete_job(keys.job) == 2

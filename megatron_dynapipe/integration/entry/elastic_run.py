@@ -26,7 +26,7 @@ from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.elastic import orphans
 from megatron_dynapipe.elastic.job import LEFT, Job
 from megatron_dynapipe.elastic.layout import LayoutChoice, agree_on_layout, announce_end, choose_for_megatron
-from megatron_dynapipe.elastic.run_folder import lock_folder
+from megatron_dynapipe.elastic.run_folder import LOCK_SHARE, lock_folder
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.integration.entry import failure
 from megatron_dynapipe.outputs import replace_bytes
@@ -49,8 +49,6 @@ SAVING = ".dynapipe-saving"
 """In the folder of emergency checkpoints: the iteration whose checkpoint this job began to save last."""
 BATCHES = 2
 """Global batches by which layouts are judged."""
-_LOCK_SHARE = 0.8
-"""Of the deadline of exchanges: how long rank 0 waits for the folder's lock while the others wait for rank 0."""
 
 _has_notice = False
 """Whether some rank has had a notice; the same on all ranks, after the iteration in which they agreed on it."""
@@ -103,7 +101,7 @@ def _lock(saved: str, timeout_s: float) -> None:
     if ":/" in saved:  # the URL of an object store, through Megatron's multi-storage client
         return
     try:
-        lock_folder(Path(saved), wait_s=timeout_s * _LOCK_SHARE)
+        lock_folder(Path(saved), wait_s=timeout_s * LOCK_SHARE)
     except OSError as error:
         raise ConfigError(
             f"cannot write checkpoints to {saved}: {error.strerror}", hint="give --save a folder of yours"

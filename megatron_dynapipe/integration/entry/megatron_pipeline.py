@@ -11,7 +11,7 @@ loop plans ahead instead, in a process of its own (`session`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -155,14 +155,7 @@ class MegatronPipeline:
         self._optimizer.zero_grad()
         result = self.run(batch, plan)
         updated, norm, _ = self._optimizer.step()
-        return StepReport(
-            loss=result.loss,
-            tokens=result.tokens,
-            overflowed=not updated,
-            gradient_norm=None if norm is None else float(norm),
-            plan=result.plan,
-            trace=result.trace,
-        )
+        return replace(result, overflowed=not updated, gradient_norm=None if norm is None else float(norm))
 
     def evaluate(self, batch: Sequence[Sample]) -> StepReport:
         """The loss of a global batch, without gradients; the models are in evaluation mode meanwhile."""

@@ -14,6 +14,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_dynapipe.data.collate import HostMicroBatch
 from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
+from megatron_dynapipe.data.pinning import gathered
 from megatron_dynapipe.data.segments import RowSegments
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch
 from megatron_dynapipe.integration.execution.task_losses import BY_TASK, sums_by_task
@@ -172,17 +173,17 @@ def _on_device(segments: RowSegments, moved: Sequence[torch.Tensor | None]) -> D
 def copy_to(device: torch.device, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """The tensors on the device, in the order given; None stays None, and on a CPU so does everything.
 
-    In one copy, through pinned memory, since a copy from any other waits for the device's work:
-
-        labels | tokens | offsets | loss mask      →      one pinned buffer      →      views of one device buffer
+    In one copy, of the pinned buffer in which they lie or are gathered (`data.pinning`): a copy from other memory waits
+    for the device's work.
     """
     if device.type == "cpu":
         return list(tensors)
-    return copy_buffer(device, tensors) or copy_together(device, tensors)
+    copied = copy_buffer(device, tensors)
+    return copy_buffer(device, gathered(tensors, pin=True)) or list(tensors) if copied is None else copied
 
 
 def copy_buffer(device: torch.device, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
-    """As `copy_to`, of tensors that lie in one buffer (`data.pinning`), which is copied; None if they do not."""
+    """As `copy_to`, of tensors that lie in one buffer, which is copied; None if they do not."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
     if len(storages) != 1:
         return None
@@ -194,20 +195,3 @@ def copy_buffer(device: torch.device, tensors: Sequence[torch.Tensor | None]) ->
 def _same_view(tensor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     start = tensor.storage_offset() * tensor.element_size()
     return buffer[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-
-
-def copy_together(device: torch.device, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """As `copy_to`, by one copy whatever the device. Elements lie at multiples of their own size: the widest first."""
-    given = sorted(
-        ((index, tensor) for index, tensor in enumerate(tensors) if tensor is not None),
-        key=lambda pair: -pair[1].element_size(),
-    )
-    moved: list[torch.Tensor | None] = [None] * len(tensors)
-    if not given:
-        return moved
-    buffer = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in given])
-    buffer = buffer.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else buffer.to(device)
-    sizes = [tensor.numel() * tensor.element_size() for _, tensor in given]
-    for (index, tensor), part in zip(given, buffer.split(sizes), strict=True):
-        moved[index] = part.view(tensor.dtype).view(tensor.shape)
-    return moved

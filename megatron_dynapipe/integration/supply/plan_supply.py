@@ -32,7 +32,7 @@ from megatron_dynapipe.service.client import PlanClient, Republisher
 from megatron_dynapipe.service.process import NodePlanners
 from megatron_dynapipe.service.recalibration import Recalibration
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
-from megatron_dynapipe.store import KeyRenewal, PlanKeys, PlanStore, StoreAddress, StoreServer, new_job_name
+from megatron_dynapipe.store import PlanKeys, PlanStore, StoreAddress, StoreServer, new_job_name, renewed_keys
 from megatron_dynapipe.store.redis_store import RETENTION_S
 
 _LATE_S = 20.0
@@ -167,7 +167,7 @@ class PlanSupply:
         store = self._resources.enter_context(service.open_store())
         if service.retention_s is not None:
             if self._control.rank == 0:
-                self._resources.enter_context(KeyRenewal(store, self.keys.job))
+                self._resources.enter_context(renewed_keys(store, self.keys.job))
                 if warning := store.eviction_warning():
                     print(f"warning: {warning}", flush=True)
             self._resources.push(self._await_all_planners_ends)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -94,20 +95,25 @@ def test_one_run_at_a_time_saves_to_a_folder(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     holder = "import sys, time; from pathlib import Path; from megatron_dynapipe.elastic.run_folder import lock_folder"
     holder += "; lock_folder(Path(sys.argv[1]), wait_s=0); print(flush=True); time.sleep(600)"
-    args = argparse.Namespace(rank=0, save=str(tmp_path / "saved"), dynapipe_timeout_s=0.5)
-    with subprocess.Popen([sys.executable, "-c", holder, args.save], stdout=subprocess.PIPE) as other:
+    saved = tmp_path / "saved"
+
+    def lock(save: str | None, rank: int = 0) -> None:
+        checkpoints = SimpleNamespace(save=None if save is None else Path(save))
+        elastic_run.lock_checkpoints(SimpleNamespace(rank=rank, checkpoints=checkpoints, timeout_s=0.5))
+
+    with subprocess.Popen([sys.executable, "-c", holder, saved], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline()
         with pytest.raises(ConfigError, match=rf"only run that saves to .*saved, process {other.pid} on .* holds"):
-            elastic_run.lock_checkpoints(args)
-        elastic_run.lock_checkpoints(argparse.Namespace(**vars(args) | {"rank": 1}))
+            lock(str(saved))
+        lock(str(saved), rank=1)
         other.kill()
-    elastic_run.lock_checkpoints(args)
+    lock(str(saved))
     for save in (None, "msc://bucket/saved"):
-        elastic_run.lock_checkpoints(argparse.Namespace(**vars(args) | {"save": save}))
+        lock(save)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write checkpoints to .*file: "):
-        elastic_run.lock_checkpoints(argparse.Namespace(**vars(args) | {"save": str(tmp_path / "file")}))
+        lock(str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,12 @@ def test_another_schedule_than_the_checkpoints_is_said_in_our_words():
         "OptimizerParamScheduler: class input value 160 and checkpointvalue 80 for total number of iterations do"
         " not match"
     )
-    told = failure._in_our_words(error)
+    told = failure._explained(error)
     assert isinstance(told, ConfigError) and told.__cause__ is error
     assert told.message == "expected the checkpoint's total number of iterations, 80, got 160"
     assert told.hint is not None and told.hint.startswith("--override-opt-param-scheduler trains on with the values")
     other = AssertionError("something else")
-    assert failure._in_our_words(other) is other
+    assert failure._explained(other) is other
 
 
 def fail_alike(rank: int, world_size: int) -> str:

@@ -1,7 +1,8 @@
 """DynaPipe as a switch: a GPT on samples of one length, with DynaPipe and with stock Megatron, has the same losses.
 
-Stock is Megatron's own `pretrain`, model, attention and schedules (`stock`). The samples of every iteration and the
-initial weights (a checkpoint's) are the same; micro-batches are the plan's on one side, pairs of samples on the other.
+Stock is Megatron's own `pretrain`, model, attention and schedules (`stock_megatron`). The samples of every iteration
+and the initial weights (a checkpoint's) are the same; micro-batches are the plan's on one side, pairs of samples on
+the other.
 """
 
 from pathlib import Path
@@ -35,16 +36,14 @@ def data(tmp_path_factory) -> Path:
     return make_dataset(folder, samples=160, lengths=(40, 41), target=2)
 
 
-def stock(*, rank: int, world_size: int, **arguments: object) -> dict:
-    """`stock_megatron.train`, whose import of Megatron only the ranks should see."""
-    from tests.helpers import stock_megatron
-
-    return stock_megatron.train(rank=rank, world_size=world_size, **arguments)
-
-
 def train_stock(data: Path, flags: str, ranks: int, *, patched: bool = False) -> list[dict]:
     argv = f"{entry_scripts.SMALL['gpt']} {entry_scripts.TRAINING} {LENGTH} {flags}".split()
-    return run_ranks(stock, ranks, {"argv": argv, "data": str(data), "patched": patched}, deadline_s=200)
+    return run_ranks(
+        "tests.helpers.stock_megatron:train",
+        ranks,
+        {"argv": argv, "data": str(data), "patched": patched},
+        deadline_s=200,
+    )
 
 
 def train_planned(data: Path, flags: str, ranks: int, report: Path) -> list[dict]:

@@ -1,6 +1,7 @@
 import torch
 
-from megatron_dynapipe.integration.execution.step_functions import copy_buffer, copy_to, copy_together
+from megatron_dynapipe.data.pinning import gathered
+from megatron_dynapipe.integration.execution.step_functions import copy_buffer, copy_to
 
 CPU = torch.device("cpu")
 TENSORS = [
@@ -14,14 +15,15 @@ TENSORS = [
 
 
 def test_tensors_come_out_of_one_buffer_as_they_went_in():
-    moved = copy_together(CPU, TENSORS)
+    moved = copy_buffer(CPU, gathered(TENSORS, pin=False))
+    assert moved is not None
     for tensor, copy in zip(TENSORS, moved, strict=True):
         if tensor is None:
             assert copy is None
         else:
             assert copy is not None and copy.dtype == tensor.dtype and torch.equal(copy, tensor)
     assert len({copy.untyped_storage().data_ptr() for copy in moved if copy is not None}) == 1
-    assert copy_together(CPU, [None, None]) == [None, None]
+    assert gathered([None, None], pin=False) == [None, None]
 
 
 def test_nothing_is_copied_on_a_cpu():

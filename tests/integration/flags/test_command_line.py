@@ -26,7 +26,7 @@ OURS = """
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
 --dynapipe-lookahead --dynapipe-loss --dynapipe-planners --dynapipe-recalibrate --dynapipe-report-dir
 --dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-store-bind --dynapipe-store-url-file
---dynapipe-timeout-s --dynapipe-truncate
+--dynapipe-slices --dynapipe-timeout-s --dynapipe-truncate
 --dynapipe-unset --use-dynapipe
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
@@ -146,7 +146,13 @@ VALUES = [
     ("--train-samples 50", "training.iterations", "3"),
     ("--train-epochs 3", "training.iterations", "12"),
     ("--train-iters 2 --tokens-per-global-batch 512", "training.sampler.tokens_per_iteration", "512"),
+    ("--train-iters 2", "state", "StateBytes(gradient=4, optimizer=8, optimizer_shards=1)"),
     ("--train-iters 2 --bf16", "state", "StateBytes(gradient=4, optimizer=12, optimizer_shards=1)"),
+    (
+        "--train-iters 2 --bf16 --grad-reduce-in-bf16 --optimizer sgd",
+        "state",
+        "StateBytes(gradient=2, optimizer=8, optimizer_shards=1)",
+    ),
     ("--train-iters 2 --bf16", "model.gradient_dtype", "torch.float32"),
     ("--train-iters 2 --bf16 --grad-reduce-in-bf16", "model.gradient_dtype", "torch.bfloat16"),
     ("--train-iters 2 --num-layers 5", "parallel.layers_per_stage", "(5,)"),

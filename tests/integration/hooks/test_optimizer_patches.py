@@ -62,7 +62,7 @@ def refused_in_a_patched_checkout(*, rank: int, world_size: int) -> list[bool]:
     checkout.check_arguments(SimpleNamespace(use_dynapipe=False))
     stock = in_force(DistributedOptimizer)
     checkout._check_device = checkout.compatibility.check_patches = lambda: None  # here is neither a GPU nor a checkout
-    checkout.command_line.settle = refuse
+    checkout._check_model_flags = refuse
     with pytest.raises(SystemExit):
         checkout.check_arguments(SimpleNamespace(use_dynapipe=True))
     return [stock, in_force(DistributedOptimizer)]

@@ -2,13 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -19,15 +14,12 @@ from megatron_dynapipe.data.masks import cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.positions import Positions
-from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
 from megatron_dynapipe.integration.models.t5_stage import (
     T5Options,
     T5Stage,
     T5StageInputs,
-    share_weights,
 )
-from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.units import Shape
 from tests.helpers.layouts.compare import assert_close, relative_error
 
@@ -233,63 +225,6 @@ def check_against_megatrons(
         assert error < 1e-5, (name, error)
 
 
-def train_gradients(
-    rank: int,
-    world_size: int,
-    split: list[int],
-    chunks: int = 1,
-    load: str | None = None,
-    save: str | None = None,
-    tensor_parallel: int = 1,
-    positions: str = "learned_absolute",
-    tied: bool = True,
-    changes: dict[str, object] | None = None,
-) -> dict[str, dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]]]:
-    """One iteration of a T5 of 2 + 2 layers, cut as `split` says, on real ranks, finalized by Megatron.
-
-    Returns:
-        This rank's weights at the start and its gradients, by chunk and global name: the part, the whole tensor's
-        shape and the part's offset.
-    """
-    cut = T5Split.of(2, 2, len(split) // chunks, split, chunks=chunks)
-    groups = start(cut, tensor_parallel=tensor_parallel)
-    made = config(2, cut, tensor_model_parallel_size=tensor_parallel, **(changes or {}))
-    stages = {
-        stage: build(cut, stage, made, options_of(positions, tied=tied))
-        for stage in range(groups.pp.rank(), len(split), cut.ranks)
-    }
-    if chunks > 1:
-        share_weights(list(stages.values()))
-    starting = {stage: entries(chunk) for stage, chunk in stages.items()}
-    starting = {s: {key: weight.clone() for key, weight in held.items()} for s, held in starting.items()}
-    if load is not None:
-        loaded = dist_checkpointing.load({str(s): chunk.sharded_state_dict() for s, chunk in stages.items()}, load)
-        for number, chunk in stages.items():
-            chunk.load_state_dict(loaded[str(number)])
-    if save is not None:
-        dist_checkpointing.save(next(iter(stages.values())).sharded_state_dict(), save)
-    models = {s: DistributedDataParallel(made, DistributedDataParallelConfig(), chunk) for s, chunk in stages.items()}
-    tokens = torch.zeros([], dtype=torch.int)
-    for index, shape in enumerate(SHAPES):
-        _run_pipelined(
-            models, groups.pp, cut, batch_of(shape, index), shape, tensor_parallel if made.sequence_parallel else 1
-        )
-        tokens += shape.size * shape.target_length if len(split) - 1 in stages else 0
-    finalize_model_grads(list(models.values()), tokens, pg_collection=groups)
-    reduce_shared_gradients(list(models.values()))
-    found: dict[str, dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]]] = {}
-    for number, chunk in stages.items():
-        for parameter in chunk.parameters():
-            parameter.grad = parameter.main_grad
-        parts = {e.key: e for e in chunk.sharded_state_dict(metadata=dict(ONE_KEY_PER_LAYER)).values()}
-        for kind, tensors in (("start", starting[number]), ("gradients", entries(chunk, gradients=True))):
-            found[f"{kind} {number}"] = {
-                key: (tensor.clone(), tuple(parts[key].global_shape), tuple(parts[key].global_offset))
-                for key, tensor in tensors.items()
-            }
-    return found
-
-
 def build_without_embedding_ranks(rank: int, world_size: int) -> str:
     """The error of a stage whose process groups were made without the split's embedding ranks."""
     dist.init_process_group("gloo", init_method="env://")
@@ -300,41 +235,3 @@ def build_without_embedding_ranks(rank: int, world_size: int) -> str:
     except ConfigError as error:
         return str(error)
     return "no error"
-
-
-def _run_pipelined(
-    models: dict[int, torch.nn.Module],
-    group: dist.ProcessGroup,
-    cut: T5Split,
-    batch: T5StageInputs,
-    shape: Shape,
-    sequence_parallel: int,
-) -> None:
-    """Forward and backward of one micro-batch, one virtual stage after another, with shapes known on both sides."""
-    ranks = dist.get_process_group_ranks(group)
-    last = len(cut.stages) - 1
-    tensors = boundary_tensors(cut.layout)
-    settings = BoundarySettings(tensors=tensors, hidden_size=HIDDEN, sequence_parallel=sequence_parallel)
-    shapes = settings.shapes([shape])[0]
-    passed: dict[int, tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
-    for stage, model in models.items():
-        inputs = [torch.empty(tensor) for tensor in shapes[stage - 1]] if stage else []
-        for tensor in inputs:
-            dist.recv(tensor, ranks[(stage - 1) % len(ranks)], group=group)
-            tensor.requires_grad_()
-        model.module.set_input_tensor(inputs or [None])
-        output = model(batch)
-        outputs = output if isinstance(output, tuple) else (output,)
-        passed[stage] = inputs, outputs
-        if stage < last:
-            assert [tuple(tensor.shape) for tensor in outputs] == [tuple(tensor) for tensor in shapes[stage]]
-            for tensor in outputs:
-                dist.send(tensor.detach().contiguous(), ranks[(stage + 1) % len(ranks)], group=group)
-    for stage in sorted(models, reverse=True):
-        inputs, outputs = passed[stage]
-        gradients = [torch.empty(tensor.shape) for tensor in outputs] if stage < last else []
-        for gradient in gradients:
-            dist.recv(gradient, ranks[(stage + 1) % len(ranks)], group=group)
-        torch.autograd.backward(list(outputs) if stage < last else [outputs[0].sum()], gradients or None)
-        for tensor in inputs:
-            dist.send(tensor.grad.contiguous(), ranks[(stage - 1) % len(ranks)], group=group)

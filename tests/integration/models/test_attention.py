@@ -1,11 +1,6 @@
 from tests.helpers.processes import run_ranks
 
-
-def call(rank: int, world_size: int, function: str, **arguments: object) -> object:
-    """Run a function of `attention_ranks`, whose import of Megatron only the ranks should see."""
-    from tests.integration.models import attention_ranks
-
-    return getattr(attention_ranks, function)(rank, world_size, **arguments)
+RANKS = "tests.integration.models.attention_ranks"
 
 
 IN_FP32 = {"attention_softmax_in_fp32": True}
@@ -30,23 +25,23 @@ WITH_BIAS = [("none", False), ("none", True), ("encoder", False), ("decoder", Tr
 
 
 def test_it_computes_what_megatrons_local_attention_does():
-    found = run_ranks(call, 1, {"function": "compare_all", "cases": list(LIKE_MEGATRONS.values())})[0]
+    found = run_ranks(f"{RANKS}:compare_all", 1, {"cases": list(LIKE_MEGATRONS.values())})[0]
     for (name, case), differences in zip(LIKE_MEGATRONS.items(), found, strict=True):
         bf16 = case[-1]
         assert max(differences) < (0.05 if bf16 else 1e-5), name
 
 
 def test_a_bias_is_added_to_the_scaled_scores():
-    found = run_ranks(call, 1, {"function": "compare_biases", "cases": WITH_BIAS})[0]
+    found = run_ranks(f"{RANKS}:compare_biases", 1, {"cases": WITH_BIAS})[0]
     for case, differences in zip(WITH_BIAS, found, strict=True):
         assert max(differences) < 1e-5, case
 
 
 def test_dropout():
-    run_ranks(call, 1, {"function": "drop"})
+    run_ranks(f"{RANKS}:drop", 1)
 
 
 def test_what_it_does_not_have_is_refused():
-    windows, sinks = run_ranks(call, 1, {"function": "refuse"})[0]
+    windows, sinks = run_ranks(f"{RANKS}:refuse", 1)[0]
     assert "does not have sliding windows" in windows and "use --dynapipe-attention megatron" in windows
     assert "does not have the learnable softmax" in sinks

@@ -2,12 +2,7 @@
 
 from tests.helpers.processes import run_ranks
 
-
-def call(rank: int, world_size: int, function: str, **arguments: object) -> object:
-    """Run a function of `engine_ranks`, whose import of Megatron only the ranks should see."""
-    from tests.integration.models import engine_ranks
-
-    return getattr(engine_ranks, function)(rank, world_size, **arguments)
+RANKS = "tests.integration.models.engine_ranks"
 
 
 RECOMPUTED = (
@@ -19,18 +14,18 @@ RECOMPUTED = (
 
 def test_padded_rows_without_masks_train_as_masks_do():
     cases = [(positions, changes) for positions in ("rope", "relative") for changes in RECOMPUTED]
-    for seen in run_ranks(call, 1, {"function": "compare_all", "cases": cases})[0]:
+    for seen in run_ranks(f"{RANKS}:compare_all", 1, {"cases": cases})[0]:
         assert seen == [("cross", "padding"), ("self", "causal"), ("self", "padding")]
 
 
 def test_offsets_are_cumulative_lengths():
-    found = run_ranks(call, 1, {"function": "offsets"})[0]
+    found = run_ranks(f"{RANKS}:offsets", 1)[0]
     assert found == [[0, 16, 31, 45], [0, 8, 14, 18], [0, 16, 31, 45]]
 
 
 def test_the_first_backward_adds_to_gradients_too():
-    assert run_ranks(call, 1, {"function": "first_backward_adds"})[0] == [True, False, False]
+    assert run_ranks(f"{RANKS}:first_backward_adds", 1)[0] == [True, False, False]
 
 
 def test_biases_lie_in_one_piece():
-    assert run_ranks(call, 1, {"function": "biases_in_one_piece"})[0] == [False, True]
+    assert run_ranks(f"{RANKS}:biases_in_one_piece", 1)[0] == [False, True]

@@ -6,12 +6,7 @@ import pytest
 
 from tests.helpers.processes import run_ranks
 
-
-def call(rank: int, world_size: int, function: str, **arguments: object) -> object:
-    """Run a function of `kept_keys_ranks`, whose import of Megatron only the rank should see."""
-    from tests.integration.models import kept_keys_ranks
-
-    return getattr(kept_keys_ranks, function)(rank, world_size, **arguments)
+RANKS = "tests.integration.models.kept_keys_ranks"
 
 
 CASES = {
@@ -27,7 +22,7 @@ CASES = {
 
 @functools.cache
 def differences() -> dict[str, list[float]]:
-    found = run_ranks(call, 1, {"function": "compare_all", "cases": list(CASES.values())})[0]
+    found = run_ranks(f"{RANKS}:compare_all", 1, {"cases": list(CASES.values())})[0]
     return dict(zip(CASES, found, strict=True))
 
 
@@ -37,11 +32,11 @@ def test_pieces_attend_as_the_whole_sample_and_others_of_their_rows_as_if_alone(
 
 
 def test_a_later_piece_moves_nothing_in_an_earlier_one():
-    assert run_ranks(call, 1, {"function": "change_later"})[0] == [True, False, False]
+    assert run_ranks(f"{RANKS}:change_later", 1)[0] == [True, False, False]
 
 
 def test_a_piece_without_those_before_it_is_refused_and_a_broken_iteration_is_cleared_away():
-    assert run_ranks(call, 1, {"function": "refuse"})[0] == {
+    assert run_ranks(f"{RANKS}:refuse", 1)[0] == {
         "first": "expected keys of 7 earlier positions of sample 5, found 0",
         "kept": "2",
         "cleared": "0",

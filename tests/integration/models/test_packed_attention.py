@@ -6,12 +6,7 @@ import pytest
 
 from tests.helpers.processes import run_ranks
 
-
-def call(rank: int, world_size: int, function: str, **arguments: object) -> object:
-    """Run a function of `packed_ranks`, whose import of Megatron only the ranks should see."""
-    from tests.integration.models import packed_ranks
-
-    return getattr(packed_ranks, function)(rank, world_size, **arguments)
+RANKS = "tests.integration.models.packed_ranks"
 
 
 ROW = [3, 1, 7, 3, 1, 1]
@@ -33,7 +28,7 @@ CASES = {
 
 @functools.cache
 def differences() -> dict[str, list[float]]:
-    found = run_ranks(call, 1, {"function": "compare_all", "cases": list(CASES.values())})[0]
+    found = run_ranks(f"{RANKS}:compare_all", 1, {"cases": list(CASES.values())})[0]
     return dict(zip(CASES, found, strict=True))
 
 
@@ -43,12 +38,12 @@ def test_samples_of_a_row_attend_as_if_alone(name):
 
 
 def test_segments_that_do_not_cover_the_row_are_refused():
-    message = run_ranks(call, 1, {"function": "refuse"})[0]
+    message = run_ranks(f"{RANKS}:refuse", 1)[0]
     assert message == "expected segments of 9 queries and 9 keys, got 8 and 9"
 
 
 def test_what_the_kernel_takes():
-    assert run_ranks(call, 1, {"function": "which"})[0] == {
+    assert run_ranks(f"{RANKS}:which", 1)[0] == {
         "half": True,
         "fp32": False,
         "on a CPU": False,

@@ -7,17 +7,11 @@ from tests.helpers.processes import run_ranks
 from tests.integration.profiling.test_command import FLAGS, GPT, T5
 
 
-def call(rank: int, world_size: int, function: str, **arguments: object) -> object:
-    """Run a function of `packed_ranks`, whose import of Megatron only the ranks should see."""
-    from tests.integration.profiling import packed_ranks
-
-    return getattr(packed_ranks, function)(rank, world_size, **arguments)
-
-
 @pytest.mark.parametrize(("family", "layers"), [("t5", ["decoder", "encoder"]), ("gpt", ["encoder"])])
 def test_tables_of_packed_rows_predict_what_a_row_stores(family, layers):
     flags = [*FLAGS, *(T5 if family == "t5" else GPT)]
-    found = run_ranks(call, 1, {"function": "tables", "flags": flags, "family": family}, deadline_s=200)[0]
+    tables = "tests.integration.profiling.packed_ranks:tables"
+    found = run_ranks(tables, 1, {"flags": flags, "family": family}, deadline_s=200)[0]
     kinds = sorted([*layers, "postprocess"])
     for mode in ("none", "full"):
         assert found["names"][mode] == {
