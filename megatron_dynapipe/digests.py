@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,15 +13,16 @@ from megatron_dynapipe.files import open_regular, read_bounded
 from megatron_dynapipe.outputs import replace_bytes
 
 NAME = "dynapipe-digests.json"
-_OURS = ("dynapipe", ".dynapipe")
 _BLOCK_BYTES = 2**24
 _THREADS = 8
 
 
 def write_digests(folder: Path) -> None:
     """Write the digest of every file below a folder, ours excepted, by relative path; raises OSError."""
-    paths = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(_OURS))
-    found = dict(_digests(folder, sorted(str(path.relative_to(folder)) for path in paths)))
+    paths = (
+        path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(("dynapipe", ".dynapipe"))
+    )
+    found = _digests(folder, sorted(str(path.relative_to(folder)) for path in paths))
     replace_bytes(folder / NAME, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
 
@@ -35,7 +36,7 @@ def check_digests(folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
         return
     try:
         saved = msgspec.json.decode(read_bounded(folder / NAME), type=dict[str, str])
-        found = dict(_digests(folder, sorted(saved)[rank::ranks]))
+        found = _digests(folder, sorted(saved)[rank::ranks])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"cannot compare the checkpoint {folder} with its {NAME}: {error}") from error
     if changed := [name for name, digest in found.items() if digest != saved[name]]:
@@ -45,10 +46,9 @@ def check_digests(folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
         )
 
 
-def _digests(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
     with ThreadPoolExecutor(_THREADS) as pool:
-        for name in names:
-            yield name, _digest(folder / name, pool)
+        return {name: _digest(folder / name, pool) for name in names}
 
 
 def _digest(path: Path, pool: ThreadPoolExecutor) -> str:
