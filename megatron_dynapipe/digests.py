@@ -19,9 +19,7 @@ _THREADS = 8
 
 def write_digests(folder: Path) -> None:
     """Write the digest of every file below a folder, ours excepted, by relative path; raises OSError."""
-    paths = (
-        path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(("dynapipe", ".dynapipe"))
-    )
+    paths = (path for path in folder.rglob("*") if path.is_file() and "dynapipe" not in path.name)
     found = _digests(folder, sorted(str(path.relative_to(folder)) for path in paths))
     replace_bytes(folder / NAME, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
