@@ -39,6 +39,7 @@ ROOMS = {
     "outputs": room(1),
     "processes": room(0),
     "units": room(1),
+    "digests": room(2),
     "extras": room(2),
     "megatron_version": room(2),
     "cost": room(2, "numpy"),

@@ -21,8 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megatron_dynapipe.digests import check_digests, write_digests
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.modules.boundary import Part
+from megatron_dynapipe.runtime.control_group import ControlGroup
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _EXTRA = "dynapipe."
@@ -34,6 +36,8 @@ def save_checkpoint(
 ) -> None:
     """Write a part's weights, its share of the optimizer's state and some numbers. Every rank calls it."""
     save(_tensors(part, optimizer, extra), checkpoint_id=path)
+    if part.ranks.control.rank == 0:  # its `save` ends after all ranks have written
+        write_digests(path)
 
 
 def load_checkpoint(
@@ -42,11 +46,12 @@ def load_checkpoint(
     """Read what `save_checkpoint` wrote, for whatever stages and replicas; gives back the numbers.
 
     Raises:
-        DataError: on every rank alike: there is no such checkpoint, or it lacks a weight, or holds one that the model
-            does not have.
+        DataError: on every rank alike: there is no such checkpoint, a file of it has changed, or it lacks a weight, or
+            holds one that the model does not have.
     """
     tensors = _tensors(part, optimizer, extra)
     names = {name for text in part.ranks.control.gather_texts(json.dumps(list(tensors))) for name in json.loads(text)}
+    _check_files(path, part.ranks.control)  # which rank 0 has digested before it gathered names
     try:
         load(tensors, checkpoint_id=path)
     except CheckpointException as error:
@@ -65,6 +70,17 @@ def load_checkpoint(
         found = {key: _as(value, tensors[_renamed(key, saved)]) for key, value in state.items() if _is_kept(value)}
         set_optimizer_state_dict(part, optimizer, {**state, **found}, options=_OPTIONS)
     return {key: float(tensors[_EXTRA + key]) for key in extra}
+
+
+def _check_files(path: Path, control: ControlGroup) -> None:
+    """Compare this rank's share of the files with their digests; all ranks raise what one has found."""
+    found = ""
+    try:
+        check_digests(path, rank=control.rank, ranks=control.size)
+    except DataError as error:
+        found = str(error)
+    if found := next(filter(None, control.gather_texts(found)), ""):
+        raise DataError(found)
 
 
 def _saved_weights(path: Path) -> set[str]:

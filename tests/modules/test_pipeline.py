@@ -263,6 +263,17 @@ def test_a_checkpoint_that_is_not_there_is_refused_on_every_rank(tmp_path):
         assert "cannot read the checkpoint" in said
 
 
+def test_a_changed_file_of_a_checkpoint_is_named_on_every_rank(tmp_path):
+    folder = tmp_path / "checkpoint"
+    run_ranks(first_half, 2, {"folder": str(folder), "stages": 2})
+    file = folder / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    for said in run_ranks(missing, 2, {"folder": str(folder)}):
+        assert "expected the files that were saved, found others under __1_0.distcp" in said
+
+
 @pytest.mark.slow
 def test_shared_weights_are_equal_after_twenty_steps():
     sizes = [SIZES[step % len(SIZES)] for step in range(20)]

@@ -1,1 +1,1 @@
-"""HuggingFace models as checkpoints of Megatron and back: GPT-2, LLaMA and Qwen, T5 v1.1."""
+"""HuggingFace models as checkpoints of Megatron and back: GPT-2; LLaMA, Mistral and Qwen; T5 v1.1 and mT5."""

@@ -12,6 +12,7 @@ from megatron.core.num_microbatches_calculator import unset_num_microbatches_cal
 from megatron.training.global_vars import destroy_global_vars
 from torch import nn
 
+from megatron_dynapipe.digests import check_digests, write_digests
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.conversion.families import Flags
@@ -73,6 +74,7 @@ def save(model: nn.Module, folder: Path) -> Path:
     # Megatron reads these three of any checkpoint; without its arguments, it has none to compare a run's with.
     state = {"checkpoint_version": 3.0, "iteration": 0, "model": _entries(model)}
     dist_checkpointing.save(state, str(path))
+    write_digests(path)
     (folder / TRACKER).write_text(RELEASE)
     return path
 
@@ -87,8 +89,10 @@ def load(model: nn.Module, folder: Path, rows: Mapping[str, int] | None = None) 
 
     Raises:
         ConfigError: there is none, or it is of another model.
+        DataError: a file of it has changed since it was saved.
     """
     path = _last(folder)
+    check_digests(path)
     _check_rows(path, rows or {})
     with _reading(path):
         found = dist_checkpointing.load({"model": _entries(model)}, str(path), validate_access_integrity=False)

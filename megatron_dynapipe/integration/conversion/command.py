@@ -1,5 +1,6 @@
 """The `convert` command: HuggingFace's files → a checkpoint and a run file; a checkpoint → HuggingFace's files."""
 
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,15 +16,17 @@ from megatron_dynapipe.integration.conversion import checkpoint
 from megatron_dynapipe.integration.conversion.families import Flags, family, flags, read_config
 from megatron_dynapipe.integration.conversion.names import entries
 from megatron_dynapipe.integration.conversion.tensors import Entry
+from megatron_dynapipe.integration.flags.run_record import named
 from megatron_dynapipe.units import ModelFamily
 
 RUN_FILE, CONFIG = "model.yaml", "config.json"
 _HEADER = """\
-# The model of {name}, as Megatron's flags describe it. Its weights lie in {folder}:
+# {name} in Megatron's flags. The command trains it from its own weights on the samples in data/mixture; copy it
+# without the comment sign. Run files with layout and training go before this one.
 #
-#   torchrun … {script} --dynapipe-config RUN.yaml --dynapipe-config {file} \
-#       --pretrained-checkpoint {folder} --load RUN --save RUN --save-interval N
+# {command}
 """
+_TRAINING = "--calculate-per-token-loss --global-batch-size 32 --train-iters 1000 --lr 1e-5 --lr-decay-style constant"
 
 
 Progress = Callable[[Sequence[Entry]], Iterable[Entry]]
@@ -137,17 +140,44 @@ def _their_model(config: Any, source: Path) -> Any:
         logging.disable_progress_bar()
     kind = AutoModelForSeq2SeqLM if family(config) is ModelFamily.T5 else AutoModelForCausalLM
     try:
-        return kind.from_pretrained(source, config=config, dtype="auto", use_safetensors=True, local_files_only=True)
+        model, report = kind.from_pretrained(
+            source,
+            config=config,
+            dtype="auto",
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # named by the report, which the error would hide
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"cannot read the weights in {source}: {str(error).splitlines()[0]}",
             hint="expected are files of safetensors; others are converted by HuggingFace's save_pretrained",
         ) from error
+    _check_complete(model, report, source)
+    return model
+
+
+def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None:
+    """Refuse files without some of the model's weights, which `transformers` makes up, or with weights beside them."""
+    missing = set(report["missing_keys"])
+    if model.config.is_encoder_decoder and model.lm_head.weight is model.shared.weight:
+        missing.add("lm_head.weight")  # a T5's, which `transformers` ties where the files have none
+    shapes = [f"{name} {tuple(found)}, expected {tuple(wanted)}" for name, found, wanted in report["mismatched_keys"]]
+    problems = {"missing": missing, "unexpected": report["unexpected_keys"], "of another shape": shapes}
+    if listed := [f"{problem}: {named(sorted(names))}" for problem, names in problems.items() if names]:
+        raise ConfigError(
+            f"expected every weight of config.json's model in {source}, and no others; {'; '.join(listed)}",
+            hint="download the model whole; one without its head, or with another task's, cannot be converted",
+        )
 
 
 def _write_run_file(folder: Path, source: Path, described: Flags, kind: ModelFamily) -> Path:
     file = folder / RUN_FILE
-    script = f"pretrain_{kind}_multitask.py"
-    header = _HEADER.format(name=source.name, folder=folder, script=script, file=file)
+    own = f"{folder}-run"
+    command = ["torchrun", "--standalone", "--nproc-per-node", "1", f"pretrain_{kind}_multitask.py"]
+    command += ["--dynapipe-config", str(file), "--dynapipe-data", "data/mixture", *_TRAINING.split()]
+    command += ["--pretrained-checkpoint", str(folder), "--load", own, "--save", own, "--save-interval", "500"]
+    header = _HEADER.format(name=source.name, command=shlex.join(command))  # one line, as each would need a `#`
     file.write_text(header + yaml.safe_dump(described, sort_keys=False))
     return file

@@ -10,8 +10,8 @@ from megatron_dynapipe.units import ModelFamily
 Flags = dict[str, str | int | float | bool]
 """Keys and values of a run file."""
 
-LLAMA_LIKE = ("llama", "qwen2", "qwen3")
-KINDS = ("gpt2", *LLAMA_LIKE, "t5")
+T5_LIKE = ("t5", "mt5")
+KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *T5_LIKE)
 """Values of `model_type` that can be converted."""
 
 _ROWS_MULTIPLE = 128
@@ -38,6 +38,8 @@ def read_config(path: Path) -> Any:
         config = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is not a configuration of a known model: {error}") from error
+    if config.model_type.startswith("gemma"):
+        raise ConfigError(f"{file}: {config.model_type} is not supported: Megatron's layers do not scale embeddings")
     if config.model_type not in KINDS:
         raise ConfigError(f"{file}: expected a model of type {', '.join(KINDS)}, got {config.model_type}")
     return config
@@ -45,7 +47,7 @@ def read_config(path: Path) -> Any:
 
 def family(config: Any) -> ModelFamily:
     """Which of this project's models it is."""
-    return ModelFamily.T5 if config.model_type == "t5" else ModelFamily.GPT
+    return ModelFamily.T5 if config.model_type in T5_LIKE else ModelFamily.GPT
 
 
 def flags(config: Any) -> Flags:
@@ -54,7 +56,7 @@ def flags(config: Any) -> Flags:
     Raises:
         ConfigError: the model has a part that Megatron's flags, or the conversion, do not know.
     """
-    tables: Mapping[str, Callable[[Any], Flags]] = {"gpt2": _gpt2, "t5": _t5}
+    tables: Mapping[str, Callable[[Any], Flags]] = {"gpt2": _gpt2, **dict.fromkeys(T5_LIKE, _t5)}
     made = tables.get(config.model_type, _llama)(config) | {"padded-vocab-size": padded_rows(config.vocab_size)}
     dropouts: Flags = {"attention-dropout": 0.0, "hidden-dropout": 0.0}
     kernels: Flags = {"transformer-impl": "local", "no-persist-layer-norm": True, "no-masked-softmax-fusion": True}
@@ -87,9 +89,9 @@ def _gpt2(config: Any) -> Flags:
 
 
 def _llama(config: Any) -> Flags:
-    _expect(config, hidden_act=("silu",), attention_bias=(False, None), mlp_bias=(False, None))
-    if getattr(config, "use_sliding_window", False):
-        raise ConfigError("expected a model without sliding windows, got use_sliding_window true")
+    projections = (False, None, config.model_type == "qwen2")  # whose biases are there whatever it says
+    _expect(config, hidden_act=("silu",), attention_bias=projections, mlp_bias=(False, None))
+    _check_windows(config)
     heads = config.num_attention_heads
     made: Flags = {
         "num-layers": config.num_hidden_layers,
@@ -115,7 +117,22 @@ def _llama(config: Any) -> Flags:
     return made | own.get(config.model_type, {})
 
 
+def _check_windows(config: Any) -> None:
+    window, layers = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if (
+        (layers is None or "sliding_attention" in layers)
+        and window is not None
+        and window < config.max_position_embeddings
+    ):
+        raise ConfigError(
+            f"{config.model_type}: expected a model without sliding windows, got sliding_window {window} "
+            f"of {config.max_position_embeddings} positions"
+        )
+
+
 def _rotations(given: Mapping[str, Any]) -> Flags:
+    if given["rope_theta"] != int(given["rope_theta"]):
+        raise ConfigError(f"expected a whole number of rope_theta, as Megatron's flag has, got {given['rope_theta']}")
     made: Flags = {"rotary-base": int(given["rope_theta"])}
     if given["rope_type"] == "default":
         return made
@@ -127,7 +144,7 @@ def _rotations(given: Mapping[str, Any]) -> Flags:
 
 
 def _t5(config: Any) -> Flags:
-    if config.feed_forward_proj not in ("gated-gelu", "gated-silu") or config.scale_decoder_outputs:
+    if config.feed_forward_proj not in ("gated-gelu", "gated-silu") or getattr(config, "scale_decoder_outputs", False):
         raise ConfigError(
             "expected a T5 of version 1.1: gated feed-forward layers, and a head of its own, got "
             f"feed_forward_proj {config.feed_forward_proj}, tie_word_embeddings {config.tie_word_embeddings}",
@@ -159,5 +176,5 @@ def _expect(config: Any, **allowed: tuple[object, ...]) -> None:
     for name, values in allowed.items():
         given = getattr(config, name, values[0])
         if given not in values:
-            expected = " or ".join(map(str, values))
+            expected = " or ".join(dict.fromkeys(map(str, values)))
             raise ConfigError(f"{config.model_type}: expected {name} {expected}, got {given}")

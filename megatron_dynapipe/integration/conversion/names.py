@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_dynapipe.integration.conversion.families import T5_LIKE
 from megatron_dynapipe.integration.conversion.tensors import (
     Entry,
     Heads,
@@ -19,7 +20,7 @@ BOTH = ("weight", "bias")
 
 def entries(config: Any) -> list[Entry]:
     """Every parameter of the model that a configuration of `transformers` describes."""
-    tables = {"gpt2": _gpt2, "t5": _t5}
+    tables = {"gpt2": _gpt2, **dict.fromkeys(T5_LIKE, _t5)}
     return list(tables.get(config.model_type, _llama)(config))
 
 

@@ -1,6 +1,7 @@
 """What the entry scripts hand to Megatron's `pretrain`: checked arguments, providers, a step function, a session."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_dynapipe import config
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
+from megatron_dynapipe.digests import check_digests
 from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.integration.entry import calibration, elastic_run, launch
 from megatron_dynapipe.integration.entry.session import Session
@@ -26,6 +28,7 @@ from megatron_dynapipe.integration.flags.layer_split import megatron_layout
 from megatron_dynapipe.integration.flags.plan_inputs import Progress, chosen_layer_split, plan_inputs
 from megatron_dynapipe.integration.flags.preflight import check_run
 from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.flags.run_record import resumed
 from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
     gpt_provider,
@@ -134,6 +137,8 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
 def _preflight(run: RunConfig) -> None:
     if launch.checks_for_all():
         check_run(run, plan_inputs(run))
+    if folder := resumed(run.checkpoints):
+        check_digests(folder, rank=run.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     elastic_run.lock_checkpoints(run)
 
 

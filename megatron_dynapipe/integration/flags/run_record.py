@@ -8,6 +8,8 @@ other data                     refused, unless --dynapipe-allow-other-data (or M
 another layout, split, plan    fine, and named in one line
 """
 
+import logging
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from megatron_dynapipe import digests
 from megatron_dynapipe.data.identity import check_files, file_digest, folder_digest
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
@@ -25,6 +28,7 @@ from megatron_dynapipe.service.settings import PlanInputs
 if TYPE_CHECKING:
     from megatron_dynapipe.integration.flags.run_config import RunConfig
 
+logger = logging.getLogger(__name__)
 NAME = "dynapipe.json"
 _OF_A_START = (".first_iteration", ".iterations", ".model_state_bytes")
 _MOST_NAMED = 8
@@ -145,6 +149,8 @@ class CheckpointRecords:
             fresh = folder / f".{NAME}.unfinished"
             fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self._record), indent=1) + b"\n")
             fresh.replace(folder / NAME)
+            (folder / digests.NAME).unlink(missing_ok=True)  # of a checkpoint that this one has replaced
+            threading.Thread(target=_write_digests, args=(folder,)).start()  # the process ends after it
 
     def _last_save(self) -> int | None:
         """When Megatron last completed a checkpoint; None if it has not."""
@@ -152,6 +158,13 @@ class CheckpointRecords:
             return (self._checkpoints / TRACKER).stat().st_mtime_ns
         except OSError:
             return None
+
+
+def _write_digests(folder: Path) -> None:
+    try:
+        digests.write_digests(folder)
+    except OSError as error:
+        logger.warning("no digests of the checkpoint %s, which is not compared when it is loaded: %s", folder, error)
 
 
 def checkpoint_records(run: "RunConfig", inputs: PlanInputs) -> list[CheckpointRecords]:
@@ -176,7 +189,7 @@ def last_iteration(checkpoints: Path, tracker: str = TRACKER) -> int | None:
         return None
 
 
-def _resumed(checkpoints: CheckpointConfig) -> Path | None:
+def resumed(checkpoints: CheckpointConfig) -> Path | None:
     """The folder of the checkpoint that Megatron is going to load; None if there is none."""
     own, step = checkpoints.load, checkpoints.step
     if own is None:
@@ -195,7 +208,7 @@ def check_resumed(checkpoints: CheckpointConfig, record: RunRecord) -> str | Non
         ConfigError: the checkpoint is of another model or vocabulary, or its record cannot be read.
         DataError: it was trained on other data.
     """
-    folder = _resumed(checkpoints)
+    folder = resumed(checkpoints)
     if folder is None or not folder.is_dir():
         return None
     saved = _read_record(folder / NAME)
@@ -204,17 +217,17 @@ def check_resumed(checkpoints: CheckpointConfig, record: RunRecord) -> str | Non
     vocabulary = {"tokenizer": saved.tokenizer}, {"tokenizer": record.tokenizer}
     if found := [*_differences(saved.model, record.model), *_differences(*vocabulary)]:
         raise ConfigError(
-            f"expected the model and vocabulary of the checkpoint {folder}, got {_named(found)}",
+            f"expected the model and vocabulary of the checkpoint {folder}, got {named(found)}",
             hint="resume with the flags and the tokenizer that it was trained with, or leave --load out",
         )
     data = _differences(saved.dataset, record.dataset)
     if data and not checkpoints.allows_other_data:
         raise DataError(
-            f"expected the data that the checkpoint {folder} was trained on, got {_named(data)}",
+            f"expected the data that the checkpoint {folder} was trained on, got {named(data)}",
             hint="give --dynapipe-data that dataset, or pass --dynapipe-allow-other-data to go on with this one",
         )
     found = [*data, *_differences(saved.settings, record.settings)]
-    return f"resuming {folder} with other settings: {_named(found)}" if found else None
+    return f"resuming {folder} with other settings: {named(found)}" if found else None
 
 
 def _read_record(path: Path) -> RunRecord | None:
@@ -238,6 +251,7 @@ def _differences(saved: Mapping[str, str], given: Mapping[str, str]) -> list[str
     ]
 
 
-def _named(found: list[str]) -> str:
+def named(found: list[str]) -> str:
+    """The first of many, and how many more there are."""
     more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return ", ".join(found[:_MOST_NAMED]) + more

@@ -13,7 +13,7 @@ LENGTHS = (37, 21)
 
 def configs() -> dict[str, Any]:
     """By name."""
-    from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, T5Config
+    from transformers import GPT2Config, LlamaConfig, MistralConfig, MT5Config, Qwen2Config, Qwen3Config, T5Config
 
     llama = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "max_position_embeddings": 64}
     llama |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
@@ -26,9 +26,13 @@ def configs() -> dict[str, Any]:
         ),
         "llama": LlamaConfig(**llama, rms_norm_eps=1e-5),
         "llama-3.1": LlamaConfig(**llama, rope_parameters=scaled | {"original_max_position_embeddings": 8192}),
+        "mistral": MistralConfig(**llama, sliding_window=None),
         "qwen2": Qwen2Config(**llama, tie_word_embeddings=True),
+        "qwen2, untied": Qwen2Config(**llama, attention_bias=True),
         "qwen3": Qwen3Config(**llama, head_dim=32),
+        "qwen3, tied": Qwen3Config(**llama, head_dim=32, tie_word_embeddings=True),
         "t5-v1.1": T5Config(**t5, feed_forward_proj="gated-gelu", tie_word_embeddings=False, dropout_rate=0.0),
+        "mt5": MT5Config(**t5, dropout_rate=0.0),
     }
 
 
@@ -39,10 +43,10 @@ def make(config: Any) -> torch.nn.Module:
     """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    kind = AutoModelForSeq2SeqLM if config.model_type == "t5" else AutoModelForCausalLM
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     torch.manual_seed(3)
     model = kind.from_config(config, attn_implementation="eager").eval()
-    if config.model_type == "t5":  # transformers ties what it makes, and not what it reads
+    if config.is_encoder_decoder:  # transformers ties what it makes, and not what it reads
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
     for name, parameter in model.named_parameters():
         norm = "norm" in name or "ln_" in name
@@ -66,7 +70,7 @@ def tokens(seed: int, length: int) -> torch.Tensor:
 def their_logits(model: Any) -> torch.Tensor:
     """[2, positions, vocabulary] of HuggingFace's model."""
     given, targets = (tokens(seed, length) for seed, length in enumerate(LENGTHS))
-    if model.config.model_type == "t5":
+    if model.config.is_encoder_decoder:
         return model(input_ids=given, decoder_input_ids=targets).logits
     return model(given).logits
 
@@ -147,6 +151,57 @@ def through_files(*, rank: int, world_size: int, folder: str, name: str) -> dict
         "configuration": (back / "config.json").read_bytes() == (source / "config.json").read_bytes(),
         "run_file": run_file.read_text(),
     }
+
+
+def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """What `convert from-hf` says of folders whose files are not whole, or whose models Megatron does not have."""
+    _without_cuda()
+    from safetensors.torch import load_file, save_file
+    from transformers import Gemma2Config, GemmaConfig, MistralConfig, Qwen2Config
+
+    from megatron_dynapipe.errors import ConfigError
+    from megatron_dynapipe.integration.conversion.command import from_hugging_face
+
+    known = configs()
+
+    def convert(case: str, name: str, change: Any = None, **settings: Any) -> str:
+        source = Path(folder) / case
+        write(make(known[name]), source)
+        tensors = load_file(source / "model.safetensors")
+        if change is not None:
+            change(tensors)
+            save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        file = source / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+        try:
+            return str(from_hugging_face(source, Path(folder) / f"{case} converted"))
+        except ConfigError as error:
+            return str(error)
+
+    up, head = "model.layers.1.mlp.up_proj.weight", "lm_head.weight"
+    rotations = {"rope_type": "default", "rope_theta": 10000.5}
+    said = {
+        "missing": convert("missing", "llama", lambda tensors: tensors.pop(up)),
+        "no head": convert("no head", "llama", lambda tensors: tensors.pop(head)),
+        "no head of a T5": convert("no head of a T5", "t5-v1.1", lambda tensors: tensors.pop(head)),
+        "unexpected": convert("unexpected", "qwen2", lambda tensors: tensors.update(score=torch.ones(2))),
+        "shape": convert("shape", "llama", lambda tensors: tensors.update({up: torch.ones(3, 64)})),
+        "theta": convert("theta", "llama", rope_parameters=rotations),
+        "biases": convert("biases", "qwen3", attention_bias=True),
+        "biases of the MLP": convert("biases of the MLP", "llama", mlp_bias=True),
+    }
+    for config in (
+        MistralConfig(sliding_window=32, max_position_embeddings=64),
+        Qwen2Config(use_sliding_window=True, sliding_window=32, max_window_layers=1),
+        GemmaConfig(),
+        Gemma2Config(),
+    ):
+        config.save_pretrained(Path(folder) / config.model_type)
+        try:
+            said[config.model_type] = str(from_hugging_face(Path(folder) / config.model_type, Path(folder) / "other"))
+        except ConfigError as error:
+            said[config.model_type] = str(error)
+    return said
 
 
 def _without_cuda() -> None:

@@ -1,6 +1,7 @@
 """Training from converted weights, as docs/pretrained.md says: the first loss is transformers' own; and back."""
 
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ from tests.helpers.random_dataset import VOCABULARY, make_dataset
 from tests.integration.conversion import training
 
 TRAINING = (
-    "--lr 1e-3 --lr-decay-style constant --log-interval 1 --eval-interval 100 --eval-iters 0 --seed 7 "
-    f"--save-interval 1 --global-batch-size {training.SAMPLES} --calculate-per-token-loss "
-    "--dynapipe-calibrate 0 --dynapipe-timeout-s 60"
+    "--lr 1e-3 --log-interval 1 --eval-interval 100 --eval-iters 0 --seed 7 "
+    f"--save-interval 1 --global-batch-size {training.SAMPLES} --dynapipe-calibrate 0 --dynapipe-timeout-s 60"
 )
+LAUNCH = ["torchrun", "--standalone", "--nproc-per-node", "1"]
 TWO = "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage auto"
 WIDER = 600
 """A model's vocabulary, of which the dataset's tokenizer has a part, and which Megatron pads to 640 rows."""
@@ -35,16 +36,22 @@ def loss(model: Path, data: Path) -> float:
 
 
 def train(name: str, folder: Path, flags: str, *, ranks: int) -> dict[str, float]:
-    """Losses by iteration of a run that begins from `folder`/converted, or goes on from its own checkpoints."""
-    own = f"--dynapipe-config {folder}/converted/model.yaml --pretrained-checkpoint {folder}/converted"
-    own += (
-        f" --load {folder}/run --save {folder}/run --dynapipe-data {folder}/data --dynapipe-report-dir {folder}/report"
-    )
-    arguments = {"script": script_of("t5" if name.startswith("t5") else "gpt"), "kill": None, "pictures": False}
-    words = [*TRAINING.split(), *own.split(), *flags.split()]
+    """Losses by iteration of a run that begins from `folder`/CONVERTED, or goes on from its own checkpoints."""
+    written = command(folder / training.CONVERTED / "model.yaml")
+    script = script_of("t5" if name.startswith("t5") else "gpt")
+    assert written[: len(LAUNCH)] == LAUNCH and written[len(LAUNCH)] == script
+    own = f"--dynapipe-data {folder}/data --dynapipe-report-dir {folder}/report"
+    arguments = {"script": script, "kill": None, "pictures": False}
+    words = [*written[len(LAUNCH) + 1 :], *TRAINING.split(), *own.split(), *flags.split()]
     runs = run_ranks(run_entry, ranks, arguments | {"argv": words}, deadline_s=250)
     assert not any(run["status"] for run in runs), runs[0]["stderr"][-3000:]
     return runs[-1]["losses"]
+
+
+def command(run_file: Path) -> list[str]:
+    """What a shell makes of the command in a run file, pasted without the comment sign."""
+    (line,) = (line[1:] for line in run_file.read_text().splitlines() if "torchrun" in line)
+    return shlex.split(line, comments=True)
 
 
 @pytest.mark.parametrize(

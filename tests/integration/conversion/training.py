@@ -8,29 +8,31 @@ from torch.nn.functional import cross_entropy
 
 from tests.integration.conversion import models
 
+CONVERTED = "converted #1"
+"""A folder whose name a shell would not take as it is."""
 SAMPLES = 16
 """Of the dataset, and of an iteration: each holds all of them, so that losses do not depend on their order."""
 
 
 def convert_in(*, rank: int, world_size: int, folder: str, name: str, vocabulary: int) -> str:
-    """A random model in `folder`/hf, converted into `folder`/converted; the text of its run file."""
+    """A random model in `folder`/hf, converted into `folder`/CONVERTED; the text of its run file."""
     models._without_cuda()
     from megatron_dynapipe.integration.conversion.command import from_hugging_face
 
     config = models.configs()[name]
     config.vocab_size = vocabulary
     models.write(models.make(config), Path(folder) / "hf")
-    return from_hugging_face(Path(folder) / "hf", Path(folder) / "converted").read_text()
+    return from_hugging_face(Path(folder) / "hf", Path(folder) / CONVERTED).read_text()
 
 
 def convert_back(*, rank: int, world_size: int, folder: str) -> str | None:
-    """The last checkpoint of `folder`/run in `folder`/back; the error, if it is refused."""
+    """The last checkpoint of the run of CONVERTED in `folder`/back; the error, if it is refused."""
     models._without_cuda()
     from megatron_dynapipe.errors import ConfigError
     from megatron_dynapipe.integration.conversion.command import to_hugging_face
 
     try:
-        to_hugging_face(Path(folder) / "run", Path(folder) / "back", Path(folder) / "hf")
+        to_hugging_face(Path(folder) / f"{CONVERTED}-run", Path(folder) / "back", Path(folder) / "hf")
     except ConfigError as error:
         return str(error)
     return None

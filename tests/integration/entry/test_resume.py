@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dynapipe import digests
 from megatron_dynapipe.integration.flags.run_record import NAME
 from megatron_dynapipe.store import StoreServer
 from tests.helpers.entry_scripts import train
@@ -34,7 +35,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_checkpoint_says_what_it_was_trained_on(saved: Path) -> None:
     for iteration in (1, 2):
-        assert (saved / "checkpoints" / f"iter_{iteration:07d}" / NAME).exists()
+        folder = saved / "checkpoints" / f"iter_{iteration:07d}"
+        assert (folder / NAME).exists() and (folder / digests.NAME).exists()
 
 
 def test_other_data_of_equal_lengths_is_refused(saved: Path, tmp_path: Path) -> None:
@@ -44,6 +46,17 @@ def test_other_data_of_equal_lengths_is_refused(saved: Path, tmp_path: Path) -> 
     flags = f"--train-iters 4 --load {saved / 'checkpoints'}"
     (run,) = train("gpt", data, flags, ranks=1, report=tmp_path / "report", status=2)
     assert "expected the data that the checkpoint" in run["stderr"] and "train.bin" in run["stderr"]
+
+
+def test_a_changed_file_of_the_checkpoint_is_named(saved: Path, tmp_path: Path) -> None:
+    checkpoints = shutil.copytree(saved / "checkpoints", tmp_path / "checkpoints")
+    file = checkpoints / "iter_0000002" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    flags = f"--train-iters 4 --load {checkpoints}"
+    (run,) = train("gpt", saved / "data", flags, ranks=1, report=tmp_path / "report", status=2)
+    assert "expected the files that were saved, found others under __0_0.distcp" in run["stderr"]
 
 
 def test_another_number_of_iterations_is_refused_with_the_flags_that_take_it(saved: Path, tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""Digests of a checkpoint's files, written beside them when it is saved and compared before it is loaded."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.files import open_regular, read_bounded
+from megatron_dynapipe.outputs import replace_bytes
+
+NAME = "dynapipe-digests.json"
+_BLOCK_BYTES = 2**24
+_THREADS = 8
+
+
+def write_digests(folder: Path) -> None:
+    """Write the digest of every file below a folder, ours excepted, by relative path; raises OSError."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and "dynapipe" not in path.name)
+    found = _digests(folder, sorted(str(path.relative_to(folder)) for path in paths))
+    replace_bytes(folder / NAME, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+
+
+def check_digests(folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
+    """Compare a folder's files with their digests, if it has any; each of `ranks` ranks reads its share of the files.
+
+    Raises:
+        DataError: a file is another than was saved, or cannot be read.
+    """
+    if not (folder / NAME).exists():
+        return
+    try:
+        saved = msgspec.json.decode(read_bounded(folder / NAME), type=dict[str, str])
+        found = _digests(folder, sorted(saved)[rank::ranks])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot compare the checkpoint {folder} with its {NAME}: {error}") from error
+    if changed := [name for name, digest in found.items() if digest != saved[name]]:
+        raise DataError(
+            f"{folder}: expected the files that were saved, found others under {', '.join(changed[:4])}",
+            hint=f"copy them again or load another checkpoint; without {NAME} files are not compared",
+        )
+
+
+def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return {name: _digest(folder / name, pool) for name in names}
+
+
+def _digest(path: Path, pool: ThreadPoolExecutor) -> str:
+    """32 hexadecimal digits: the digest of the digests of a file's blocks."""
+    descriptor = open_regular(path)
+
+    def block(place: int) -> bytes:
+        return hashlib.blake2b(os.pread(descriptor, _BLOCK_BYTES, place), digest_size=16).digest()
+
+    try:
+        blocks = pool.map(block, range(0, os.fstat(descriptor).st_size, _BLOCK_BYTES))
+        return hashlib.blake2b(b"".join(blocks), digest_size=16).hexdigest()
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,58 @@
+"""Digests beside a checkpoint's files: a changed or missing file is named."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe import digests
+from megatron_dynapipe.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(digests, "_BLOCK_BYTES", 8)
+    for name in ("__0_0.distcp", ".metadata", "sub/optimizer.pt", "empty"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"" if name == "empty" else bytes(range(20)))
+    digests.write_digests(tmp_path)
+    return tmp_path
+
+
+def test_files_as_they_were_pass(folder: Path) -> None:
+    (folder / "dynapipe.json").write_text("ours")
+    digests.write_digests(folder)
+    digests.check_digests(folder)
+    assert "dynapipe" not in (folder / digests.NAME).read_text()
+
+
+@pytest.mark.parametrize("place", [0, 7, 8, 19])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "sub/optimizer.pt"])
+def test_one_bit_is_found_by_one_of_the_ranks(folder: Path, name: str, place: int) -> None:
+    content = bytearray((folder / name).read_bytes())
+    content[place] ^= 1
+    (folder / name).write_bytes(content)
+    said = []
+    for rank in range(3):
+        try:
+            digests.check_digests(folder, rank=rank, ranks=3)
+        except DataError as error:
+            said.append(str(error))
+    assert len(said) == 1 and f"found others under {name}\n" in said[0]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"a": 1}'])
+def test_damaged_digests_are_refused(folder: Path, content: str) -> None:
+    (folder / digests.NAME).write_text(content)
+    with pytest.raises(DataError, match="cannot compare the checkpoint"):
+        digests.check_digests(folder)
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    (folder / "empty").unlink()
+    with pytest.raises(DataError, match="empty"):
+        digests.check_digests(folder)
+
+
+def test_checkpoints_without_digests_are_loaded(tmp_path: Path) -> None:
+    digests.check_digests(tmp_path / "none")
