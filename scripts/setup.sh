@@ -68,11 +68,15 @@ pip_install() {
 }
 
 show_progress() {  # pip's output as one line for each package of TOTAL
-    local line count=0
+    local line file count=0
     while read -r line; do
         case $line in
             Collecting* | "Requirement already"*) count=$((count + 1)) ;;
-            Processing*) count=$((count + 1)) && say "  $count of $1: ${line##*/}" ;;
+            Processing*)
+                file=${line#Processing }
+                file=${file%% *}
+                count=$((count + 1)) && say "  $count of $1: ${file##*/}"
+                ;;
             Downloading* | "Using cached"*) say "  $count of $1: ${line#* }" ;;
             Installing*) say "  unpacking all of them, which takes minutes where torch is among them" ;;
         esac
