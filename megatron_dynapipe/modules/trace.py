@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.modules.record import ForwardRecorder, Node, Result
+from megatron_dynapipe.modules.record import ForwardRecorder
 from megatron_dynapipe.modules.symbols import Domain, SymbolicBatch
 
 _HOST = torch.device("cpu")
@@ -83,19 +84,17 @@ def containers(model: nn.Module, points: Sequence[str]) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedForward:
-    """A model's forward as nodes.
+    """A model's forward as a graph; see `record`.
 
     Attributes:
-        nodes: in the order in which they ran.
-        values: every tensor that appears, by number: a batch's or a node's.
-        output: what the model returned, its tensors as numbered values.
+        graph: its nodes in the order in which they ran.
+        sizes: numbers that the nodes take from the batch's sizes.
         points: names of the cuts in the order of the forward; there is one segment more.
         domain: sizes for which all this holds.
     """
 
-    nodes: Sequence[Node]
-    values: Sequence[Result]
-    output: Any
+    graph: fx.Graph
+    sizes: Sequence[sympy.Expr]
     points: tuple[str, ...]
     domain: Domain
 
@@ -133,16 +132,9 @@ def trace(
         for context in (_without_caches(model), enable_python_dispatcher(), symbolic.mode, casting, recorder, calls):
             stack.enter_context(context)
         with _explained():
-            output = torch.func.functional_call(model, weights, (), symbolic.values)
-            returned = recorder.encode(output)
+            graph = recorder.finish(torch.func.functional_call(model, weights, (), symbolic.values))
     calls.check_reached()
-    return TracedForward(
-        nodes=recorder.nodes,
-        values=recorder.results(),
-        output=returned,
-        points=tuple(calls.reached),
-        domain=symbolic.domain(),
-    )
+    return TracedForward(graph=graph, sizes=list(recorder.sizes), points=tuple(calls.reached), domain=symbolic.domain())
 
 
 class _Calls(contextlib.AbstractContextManager[None]):

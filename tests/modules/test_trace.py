@@ -41,7 +41,7 @@ def run_divided(model: nn.Module, example: dict, batch: dict) -> tuple[torch.Ten
     received = ()
     for stage in range(division.stages):
         function = division.compile(stage, model.get_submodule)
-        sizes = traced.domain.evaluator(function.sizes)(symbols)
+        sizes = traced.domain.evaluator(traced.sizes)(symbols)
         received = function.run(received, batch, sizes, HOST)
         if stage < division.stages - 1:
             flat = [size for tensor in received for size in tensor.shape]
