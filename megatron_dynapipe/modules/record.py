@@ -239,5 +239,13 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
     return whole.expand(*query.shape[:-1], value.shape[-1]).contiguous()
 
 
-_SHAPES_ALONE: Mapping[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: _attention}
+def _grouped_mm(rows: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return rows @ weight[0]
+
+
+_SHAPES_ALONE: Mapping[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _attention,
+    F.grouped_mm: _grouped_mm,
+    torch._grouped_mm: _grouped_mm,
+}
 """Operations of which the output's shape is all that is wanted: choosing their kernels asks for sizes as numbers."""

@@ -23,6 +23,7 @@ from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._pytree import tree_leaves
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.record import ForwardRecorder
@@ -172,12 +173,12 @@ class _Calls(contextlib.AbstractContextManager[None]):
     ) -> Any:
         name = self._names.get(module)
         if name is None or self._recorder.inside:
-            return original(module, *args, **kwargs)
+            return _output(module, original, args, kwargs)
         if name in self._points:
             self._begin(name)
         if isinstance(module, CutPoint) or name in self._divided:
             return original(module, *args, **kwargs)
-        return self._recorder.call_module(name, lambda: original(module, *args, **kwargs), args, kwargs)
+        return self._recorder.call_module(name, lambda: _output(module, original, args, kwargs), args, kwargs)
 
     def _begin(self, name: str) -> None:
         if name in self.reached:
@@ -187,6 +188,20 @@ class _Calls(contextlib.AbstractContextManager[None]):
             )
         self.reached.append(name)
         self._recorder.segment += 1
+
+
+def _output(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a module that is not divided returns; where its control flow depends on values (a loop over experts), a
+    tensor like the first that it is given.
+    """
+    try:
+        return call(module, *args, **kwargs)
+    except _DATA_DEPENDENT:
+        first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+        if first is None or not first.is_floating_point():
+            raise
+        trained = torch.is_grad_enabled() and any(each.requires_grad for each in (first, *module.parameters()))
+        return torch.empty_like(first).requires_grad_(trained)
 
 
 def _empty(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
