@@ -111,6 +111,11 @@ class Part(nn.Module):
         return torch.device("cpu") if tensor is None else tensor.device
 
     @property
+    def state(self) -> str:
+        """What else than the batch a step depends on; the same on all ranks of a pipeline."""
+        return ""
+
+    @property
     def backend(self) -> str:
         """Of the process groups."""
         return backend_of(self.device)

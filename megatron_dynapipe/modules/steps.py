@@ -209,8 +209,8 @@ class ModuleSteps:
         agreement = start_agreement(
             part.ranks.control,
             error,
-            repr([plan, *map(signature, made.micro_batches)]),
-            "a replica's batch, its shapes, its values and its plan",
+            repr([plan, part.state, *map(signature, made.micro_batches)]),
+            "a replica's batch, its shapes, its values, its plan and the model's attributes",
             alike=part.ranks.alike,
             checksum=self._checksum(made.micro_batches),
             new=new,

@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.modules.attributes import Read, is_read_by_user
 from megatron_dynapipe.modules.record import ForwardRecorder
 from megatron_dynapipe.modules.symbols import Domain, SymbolicBatch
 
@@ -92,12 +93,14 @@ class TracedForward:
         sizes: numbers that the nodes take from the batch's sizes.
         points: names of the cuts in the order of the forward; there is one segment more.
         domain: sizes for which all this holds.
+        reads: attributes of divided modules that their code read.
     """
 
     graph: fx.Graph
     sizes: Sequence[sympy.Expr]
     points: tuple[str, ...]
     domain: Domain
+    reads: frozenset[Read]
 
 
 def trace(
@@ -135,7 +138,13 @@ def trace(
         with _explained():
             graph = recorder.finish(torch.func.functional_call(model, weights, (), symbolic.values))
     calls.check_reached()
-    return TracedForward(graph=graph, sizes=list(recorder.sizes), points=tuple(calls.reached), domain=symbolic.domain())
+    return TracedForward(
+        graph=graph,
+        sizes=list(recorder.sizes),
+        points=tuple(calls.reached),
+        domain=symbolic.domain(),
+        reads=frozenset(calls.reads),
+    )
 
 
 class _Calls(contextlib.AbstractContextManager[None]):
@@ -145,6 +154,7 @@ class _Calls(contextlib.AbstractContextManager[None]):
         self._recorder = recorder
         self._points = list(points)
         self.reached: list[str] = []
+        self.reads: set[Read] = set()
         self._names = {module: name for name, module in model.named_modules()}
         self._divided = containers(model, points)
         self._call = nn.Module.__call__
@@ -155,10 +165,20 @@ class _Calls(contextlib.AbstractContextManager[None]):
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return seen._of(module, original, args, kwargs)
 
-        setattr(nn.Module, "__call__", call)  # noqa: B010  (a method, which mypy would not have assigned)
+        def read(module: nn.Module, name: str) -> Any:
+            seen._note_read(module, name)
+            return object.__getattribute__(module, name)
+
+        setattr(nn.Module, "__call__", call)  # noqa: B010  (methods, which mypy would not have assigned)
+        setattr(nn.Module, "__getattribute__", read)  # noqa: B010
 
     def __exit__(self, *_: object) -> None:
         setattr(nn.Module, "__call__", self._call)  # noqa: B010
+        del nn.Module.__getattribute__
+
+    def _note_read(self, module: nn.Module, name: str) -> None:
+        if not self._recorder.inside and self._names.get(module) in self._divided and is_read_by_user(name):
+            self.reads.add((self._names[module], name))
 
     def check_reached(self) -> None:
         """Refuse a point that the forward did not come to."""

@@ -28,12 +28,15 @@ class Kind:
     autocast: torch.dtype | None
     device_type: str
     constants: str
+    attributes: str
 
     @classmethod
-    def of(cls, batch: Batch, *, training: bool, autocast: torch.dtype | None, device: torch.device) -> "Kind":
+    def of(
+        cls, batch: Batch, training: bool, autocast: torch.dtype | None, device: torch.device, attributes: str = ""
+    ) -> "Kind":
         """That of a batch."""
         constants = {key: value for key, value in batch.items() if not isinstance(value, torch.Tensor)}
-        return cls(training, autocast, device.type, repr(constants))
+        return cls(training, autocast, device.type, repr(constants), attributes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
