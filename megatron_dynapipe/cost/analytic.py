@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from megatron_dynapipe.cost.division import division_by_flops
 from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, PackedTables, Row
 from megatron_dynapipe.cost.work import Floats, LayerWork, ModelShape, Work
@@ -123,6 +124,8 @@ class AnalyticCostModel:
         self.family = shape.family
         self.hidden_size: int | None = shape.hidden
         self.links: dict[str, Link] = {}
+        numbers = {name: getattr(shape, name) for name in ("hidden", "heads", "kv_channels", "ffn")}
+        self.model = {name: msgspec.Raw(msgspec.json.encode(number)) for name, number in numbers.items()}
         self._sequence_parallel = sequence_parallel
         identity = msgspec.json.encode(["analytic/5", shape, rates, max_size, max_length, sequence_parallel])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
@@ -157,6 +160,9 @@ class AnalyticCostModel:
             state=layer.state(),
             peak_covers_backward=True,
             key_value_channels=self.shape.heads * self.shape.kv_channels // tensor_parallel,
+            division=division_by_flops(
+                self.shape.hidden, self.shape.heads * self.shape.kv_channels, self.shape.ffn, recompute
+            ),
         )
 
     def _packed(self, layer: LayerWork, recompute: Recompute) -> PackedTables:
