@@ -6,6 +6,7 @@ Overheads are those of launching a layer's kernels, which depends on the host mo
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
@@ -13,6 +14,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from megatron_dynapipe.cost.division import Division, Kind, division_by_flops
 from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.cost.shape import ModelShape
 from megatron_dynapipe.cost.tables import ABSENT, EndState, IntArray, LayerState, LayerTables, PackedTables, Row
@@ -127,6 +129,8 @@ class AnalyticCostModel:
         self.family = shape.family
         self.hidden_size: int | None = shape.hidden
         self.links: dict[str, Link] = {}
+        numbers = {name: getattr(shape, name) for name in ("hidden", "heads", "kv_channels", "ffn")}
+        self.model = {name: msgspec.Raw(msgspec.json.encode(number)) for name, number in numbers.items()}
         self._sequence_parallel = sequence_parallel
         identity = msgspec.json.encode(["analytic/6", shape, rates, max_size, max_length, sequence_parallel])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
@@ -161,6 +165,7 @@ class AnalyticCostModel:
             state=self._state(tensor_parallel),
             peak_covers_backward=True,
             key_value_channels=self.shape.key_value_channels // tensor_parallel,
+            division=self._division(recompute),
         )
 
     def _packed(self, layer: LayerWork, recompute: Recompute) -> PackedTables:
@@ -195,6 +200,17 @@ class AnalyticCostModel:
             inputs=inputs,
             targets=targets,
             attention=attention,
+        )
+
+    def _division(self, recompute: Recompute) -> Mapping[Kind, Division]:
+        shape = self.shape
+        return division_by_flops(
+            shape.hidden,
+            shape.query_channels,
+            shape.mlp_width,
+            recompute,
+            key_value_channels=shape.key_value_channels,
+            ffn_parameters=shape.mlp_parameters(1) // (2 * shape.hidden),
         )
 
     def _state(self, tensor_parallel: int) -> LayerState:

@@ -4,13 +4,14 @@ All planning costs are read from such a grid by integer multilinear interpolatio
 core, with the same rounding; so a plan is the same on every machine and no search step calls back into a model.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_dynapipe.cost.division import Division, Kind
 from megatron_dynapipe.errors import CostModelError
 
 IntArray = npt.NDArray[np.int64]
@@ -47,6 +48,12 @@ class Row(IntEnum):
     HEAD_STORED = 10
     HEAD_PEAK = 11
     ENCODED_STORED = 12
+
+
+ENCODER_ROWS = (Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD, Row.ENCODER_STORED, Row.ENCODER_PEAK)
+"""What a piece of a sample adds to; the head has no attention."""
+PREFIX_UNIT = 2**24
+"""Integers of `PackedTables.prefix` in a ns or a byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +107,8 @@ class PackedTables:
         linear: int64 `[len(Row), row_inputs, row_targets]`, `ABSENT` where it is not known.
         inputs, targets: positions of a sample, likewise.
         attention: int64 `[len(Row), inputs, targets]`.
+        prefix: int64 `[len(ENCODER_ROWS), 3]` in 1 / `PREFIX_UNIT`, what a piece of n positions after m earlier ones
+            costs besides: once, times m, and times m · n. None where that was not measured.
     """
 
     row_inputs: IntArray
@@ -108,6 +117,7 @@ class PackedTables:
     inputs: IntArray
     targets: IntArray
     attention: IntArray
+    prefix: IntArray | None = None
 
     def __post_init__(self) -> None:
         for name, axes in (("linear", ("row_inputs", "row_targets")), ("attention", ("inputs", "targets"))):
@@ -135,6 +145,7 @@ class LayerTables:
             groups × channels of each); its values have as many. 0 where the model is not known so well.
         of_stages: int64 `[virtual stages, len(Row), sizes, inputs, targets]`, where the layers of stages differ: what
             one layer of each stage costs, absent where `values` are. None where all layers cost `values`.
+        division: how the costs of each kind of layer are divided; empty where the model is not known so well.
     """
 
     sizes: IntArray
@@ -147,6 +158,7 @@ class LayerTables:
     peak_covers_backward: bool = False
     key_value_channels: int = 0
     of_stages: IntArray | None = None
+    division: Mapping[Kind, Division] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("sizes", "inputs", "targets"):
