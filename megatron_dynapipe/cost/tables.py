@@ -57,12 +57,43 @@ PREFIX_UNIT = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndState:
+    """Parameter bytes (2 bytes each) of what is outside layers, besides the word embeddings, on one rank.
+
+    Attributes:
+        tied: whether the head's weight is the word embeddings': a copy, on a stage that does not have these.
+        positions: of learned positions, on every stage with word embeddings.
+        encoder_tables, decoder_tables: of relative biases, on every stage with such layers.
+        norm: after the last layer of each stack.
+        head_biases: of the head.
+    """
+
+    tied: bool
+    positions: int = 0
+    encoder_tables: int = 0
+    decoder_tables: int = 0
+    norm: int = 0
+    head_biases: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerState:
-    """Parameter bytes (2 bytes each) of one layer of each kind on one tensor-parallel rank."""
+    """Parameter bytes (2 bytes each) of one layer of each kind on one tensor-parallel rank.
+
+    Attributes:
+        embedding_bytes: of the word embeddings.
+        encoder_bytes, decoder_bytes: of a layer.
+        ends: of the rest; None where it is not known, as in files, for which the published rule counts the word
+            embeddings alone.
+        gradient_bytes: of one parameter's gradient; Megatron adds gradients of half precision up in fp32, the
+            published rule counts 2.
+    """
 
     embedding_bytes: int
     encoder_bytes: int
     decoder_bytes: int = 0
+    ends: EndState | None = None
+    gradient_bytes: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
