@@ -66,8 +66,9 @@ def cost_file(
         name: parts[name].parameters * _STATE_BYTES / BYTES_PER_MB
         for name in ("embedding", "encoder", *(["decoder"] if t5 else []))
     }
-    entries = {
-        key_of(setup.tensor_parallel, mode): fitted_entry(
+    entries = {}
+    for mode in modes:
+        entry = fitted_entry(
             _points(measurements, mode, setup),
             tensor_parallel=setup.tensor_parallel,
             recompute=mode,
@@ -75,18 +76,10 @@ def cost_file(
             within=within,
             infeasible=_infeasible(measurements, mode),
         )
-        for mode in modes
-    }
-    entries = {
-        key: msgspec.structs.replace(entry, division=divisions[entry.recompute]) for key, entry in entries.items()
-    }
-    if packed:
-        entries = {
-            key: msgspec.structs.replace(
-                entry, packed=_packed_entry(packed[entry.recompute], entry.recompute, prefix, setup)
-            )
-            for key, entry in entries.items()
-        }
+        rows = _packed_entry(packed[mode], mode, prefix, setup) if packed else None
+        entries[key_of(setup.tensor_parallel, mode)] = msgspec.structs.replace(
+            entry, packed=rows, division=divisions[mode]
+        )
     file = CostFile(
         format=PACKED_FORMAT if packed else FORMAT,
         name=f"{setup.family}_h{setup.model.hidden}_{provenance['device']}".replace(" ", "-"),
@@ -99,12 +92,15 @@ def cost_file(
         links=dict(links),
         peak_covers_backward=True,
     )
-    bars = {
+    return msgspec.structs.replace(file, provenance=file.provenance | _error_bars(file))
+
+
+def _error_bars(file: CostFile) -> Provenance:
+    return {
         f"cross_validated_{quantity}_{which}": round(getattr(error, which), 4)
         for quantity, error in validated_errors(file).items()
         for which in ("median", "p90")
     }
-    return msgspec.structs.replace(file, provenance=file.provenance | bars)
 
 
 def verdict(file: CostFile, path: Path) -> str:
