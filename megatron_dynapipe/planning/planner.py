@@ -268,7 +268,7 @@ class Planner:
                 return OrderedPartitions(order=orders[0], partitions=())  # The search begins with rows of its own.
             return partition(problem, orders, improve=len(orders) > 1)
         if chosen.algorithm.layout is BatchLayout.PACKED:
-            return packed_partitions(problem, chosen)
+            return packed_partitions(problem, chosen, hidden_size=self.settings.hidden_size)
         return OrderedPartitions(order=orders[0], partitions=baseline_partitions(problem, orders[0], chosen))
 
     def _schedule(
