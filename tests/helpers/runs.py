@@ -73,7 +73,8 @@ def write_run(
             ]  # fmt: skip
             if stage == 0:
                 record = IterationRecord(
-                    iteration=iteration, measured_ns=events[-1].end_ns - events[0].start_ns + (iteration == first) * start_ms * MS,
+                    iteration=iteration,
+                    measured_ns=events[-1].end_ns - events[0].start_ns + (iteration == first) * start_ms * MS,
                     predicted_ns=plan.totals.predicted_ns * MS, plan_wait_ns=MS, totals=plan.totals, shapes=shapes,
                 )  # fmt: skip
                 records.insert(0, record)
