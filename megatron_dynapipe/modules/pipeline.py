@@ -101,7 +101,7 @@ class Pipeline(ModuleSteps):
                 inside lists or dicts, a batch that differs among the ranks of a pipeline (values on the host are
                 compared in the first steps and then in some), a loss without a graph, a count that cannot be one.
         """
-        return self.train(lambda: self._divided(batch), keep_outputs=return_outputs)
+        return self._train(lambda: self._divided(batch), keep_outputs=return_outputs)
 
     @overload
     def run(
@@ -121,7 +121,7 @@ class Pipeline(ModuleSteps):
             plan: of this iteration, as `DynaPipeDataLoader` yields it; None runs them in this pipeline's schedule.
             return_outputs: as in `step`.
         """
-        return self.train(lambda: self._given(micro_batches, plan), keep_outputs=return_outputs)
+        return self._train(lambda: self._given(micro_batches, plan), keep_outputs=return_outputs)
 
     @overload
     def evaluate(
@@ -143,7 +143,7 @@ class Pipeline(ModuleSteps):
         def work() -> StepWork:
             return self._divided(batch, forward_only=True) if micro_batches is None else self._given(micro_batches)
 
-        return self.evaluated(work, keep_outputs=return_outputs)
+        return self._evaluate(work, keep_outputs=return_outputs)
 
     def save(self, path: str | Path) -> None:
         """Write weights, optimizer state and loss scale into a folder; every rank calls it."""

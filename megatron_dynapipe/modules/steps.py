@@ -65,19 +65,10 @@ class ModuleSteps:
     """What runs a part's steps. Every rank makes it at the same point: it makes process groups.
 
     Args:
-        part: of this rank.
-        optimizer: over its parameters; None leaves the gradients where they are.
-        loss_fn: called on the last stage with each micro-batch.
         autocast: dtype that operations are cast to, if any.
         loss_scale: the same on every rank; None without.
-        max_norm: gradients are scaled so that their norm over all stages is at most this.
-        schedule: order of passes without a plan.
-        timeout_s: deadline of every transfer.
 
-    Attributes:
-        part: as given.
-        norm: of the last step's gradients before clipping; None where nothing asked for it.
-        trace: when the last iteration's instructions ran on this rank.
+    The others are `Pipeline`'s, which says the attributes, too.
     """
 
     def __init__(
@@ -126,13 +117,8 @@ class ModuleSteps:
         """The replica that this rank is in."""
         return self.part.replica
 
-    def train(self, work: Callable[[], StepWork], *, keep_outputs: bool) -> StepResult | StepOutputs:
-        """Run micro-batches forward and backward, reduce the gradients and update the weights.
-
-        Args:
-            work: makes the micro-batches; all ranks raise what it raises on one.
-            keep_outputs: return a `StepOutputs`.
-        """
+    def _train(self, work: Callable[[], StepWork], *, keep_outputs: bool) -> StepResult | StepOutputs:
+        """Train on micro-batches; all ranks raise what making them raises on one."""
         self._gradients.zero()
         scale = None if self._scale is None else self._scale.value
 
@@ -145,7 +131,7 @@ class ModuleSteps:
             overflow = self._update()
         return _result(totals, stage, overflow=overflow, keep_outputs=keep_outputs)
 
-    def evaluated(self, work: Callable[[], StepWork], *, keep_outputs: bool) -> StepResult | StepOutputs:
+    def _evaluate(self, work: Callable[[], StepWork], *, keep_outputs: bool) -> StepResult | StepOutputs:
         """Run micro-batches forward, with the part in evaluation mode meanwhile."""
         training = self.part.training
         self.part.eval()

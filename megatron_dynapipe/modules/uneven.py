@@ -78,7 +78,7 @@ class UnevenPipeline(ModuleSteps):
             DataError: on every rank alike: fewer samples than units, or than a stage's replicas in a unit.
             ConfigError: on every rank alike: a stage cannot run what it receives, or does not return one tensor.
         """
-        return float(self.train(lambda: self._work(inputs, targets), keep_outputs=False).loss)
+        return float(self._train(lambda: self._work(inputs, targets), keep_outputs=False).loss)
 
     def _work(self, inputs: torch.Tensor, targets: torch.Tensor) -> StepWork:
         if len(targets) != len(inputs) or len(inputs) // self._units < self._most:
