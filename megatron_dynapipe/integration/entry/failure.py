@@ -17,7 +17,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dynapipe import config
 from megatron_dynapipe.elastic.job import says_first
-from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
+from megatron_dynapipe.errors import (
+    ConfigError,
+    CostModelError,
+    DataError,
+    DynaPipeError,
+    ExecutionError,
+    UnsupportedMegatronError,
+)
 from megatron_dynapipe.integration.entry import launch
 from megatron_dynapipe.outputs import unwritten
 
@@ -112,6 +119,16 @@ def _explained(error: BaseException) -> BaseException:
         )
         explained.__cause__ = error
         return explained
+    if isinstance(error, RuntimeError) and (waited := re.search(r"gloo.*Timed out waiting (\d+)ms", str(error))):
+        late: DynaPipeError = ExecutionError(
+            f"waited {int(waited[1]) / 1000:.0f} s for another rank, which still runs but does not answer",
+            hint="look for a process that is stopped or a machine that is overloaded; --dynapipe-timeout-s and"
+            " --distributed-timeout-minutes allow more time",
+        )
+        for note in getattr(error, "__notes__", ()):  # the instruction, which names the stage
+            late.add_note(note)
+        late.__cause__ = error
+        return late
     frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     is_archive = isinstance(error, RuntimeError) and "inline_container" in str(error)  # which torch writes
     if frames & SAVING and (is_archive or isinstance(error, OSError | CheckpointException)):

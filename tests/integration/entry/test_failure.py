@@ -62,6 +62,14 @@ def test_another_schedule_than_the_checkpoints_is_said_in_our_words():
     assert failure._explained(other) is other
 
 
+def test_a_wait_for_a_rank_that_is_stopped_is_said_in_our_words():
+    error = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation")
+    error.add_note("at stage 0, step 15: --> WAIT_RECV_B1<1 <--")
+    told = failure._explained(error)
+    assert isinstance(told, ExecutionError) and told.__cause__ is error and told.__notes__ == error.__notes__
+    assert told.message == "waited 15 s for another rank, which still runs but does not answer"
+
+
 def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     """Of Megatron's writer, torch's archives and the system; what is raised elsewhere stays as it is."""
 
