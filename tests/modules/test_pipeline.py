@@ -239,6 +239,10 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all(tmp_path):
 def first_half(rank: int, world_size: int, folder: str, stages: int) -> list[float]:
     _, pipeline = toy_pipeline(replicas=world_size // stages, split_points=SPLITS[stages])
     losses = [step_of(pipeline, step) for step in range(2)]
+    from megatron_dynapipe.errors import CheckpointError
+
+    with pytest.raises(CheckpointError, match=f"cannot write the checkpoint {__file__}/below: "):
+        pipeline.save(f"{__file__}/below")
     pipeline.save(folder)
     return losses
 
