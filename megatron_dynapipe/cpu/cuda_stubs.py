@@ -25,6 +25,11 @@ def yes(*args: object) -> bool:
     return True
 
 
+def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """The tensor itself, or its numbers as an array."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 class Stream:
     """A queue of work that is always empty, since every operation has finished when its call returns."""
 

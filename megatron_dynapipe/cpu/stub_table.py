@@ -94,12 +94,20 @@ STUBS: tuple[Stub, ...] = (
     *_row("torch", "compile", stubs.compile_nothing, "Megatron's jit_fuser decorates with it when it is imported"),
 )
 
-IN_MEGATRON: tuple[Stub, ...] = _row(
-    "megatron.core.datasets.utils",
-    "compile_helpers",
-    stubs.always(stubs.nothing),
-    "runs make in the package's folder, where the wheel has no Makefile, and exits when that fails; planned runs use"
-    " none of these helpers of Megatron's own datasets",
+IN_MEGATRON: tuple[Stub, ...] = (
+    *_row(
+        "megatron.core.datasets.utils",
+        "compile_helpers",
+        stubs.always(stubs.nothing),
+        "runs make in the package's folder, where the wheel has no Makefile, and exits when that fails; planned runs"
+        " use none of these helpers of Megatron's own datasets",
+    ),
+    *_row(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        stubs.always(stubs.to_host),
+        "leaves the counts of experts' tokens alone that are on the host already, which collectives want as a list",
+    ),
 )
 """Names of Megatron's own, replaced after those of torch: finding them imports Megatron."""
 

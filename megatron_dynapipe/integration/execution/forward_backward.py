@@ -150,7 +150,7 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
 
     def _start(self, model: Any, *, held: bool) -> None:
         has_handles = model.ddp_config.num_distributed_optimizer_instances == 1
-        for group in model.bucket_groups:
+        for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
             if has_handles:
                 begun = group.grad_reduce_handle is not None or group.grad_reduce_finished
             else:

@@ -108,10 +108,46 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
         other = f"--{name.replace('_', '-')}"
         both = args.dynapipe_activation is not None and bool(getattr(args, name))
         yield both, f"--dynapipe-activation with {other}", "each names the activation"
+    yield from _expert_refusals(args, is_t5=is_t5)
     yield (
         args.optimizer not in ("adam", "sgd"),
         f"--optimizer {args.optimizer}",
         "plans leave room for the states of adam and sgd",
+    )
+
+
+def _expert_refusals(args: argparse.Namespace, *, is_t5: bool) -> Iterator[tuple[bool, str, str]]:
+    """What mixtures of experts are refused for, as `_model_refusals`."""
+    if not args.num_experts:
+        return
+    balancing = args.moe_router_load_balancing_type
+    balancing = balancing if isinstance(balancing, str) else " ".join(balancing)
+    yield is_t5, "--num-experts", "the stages of a T5 have plain networks"
+    yield (
+        bool(args.use_dynapipe),
+        "--num-experts",
+        "in a patched checkout layers are its own",
+    )
+    yield (
+        balancing != "none",
+        f"--moe-router-load-balancing-type {balancing}",
+        "it balances within a micro-batch, so that gradients would depend on the plan; give none",
+    )
+    yield (
+        bool(args.add_bias_linear),
+        "--num-experts with biases",
+        "Megatron's local experts do not train with biases; add --disable-bias-linear",
+    )
+    dispatcher = args.moe_token_dispatcher_type
+    yield (
+        dispatcher not in ("allgather", "alltoall"),
+        f"--moe-token-dispatcher-type {dispatcher}",
+        "its buffers are made once, and micro-batches have many lengths; use alltoall or allgather",
+    )
+    yield (
+        args.expert_model_parallel_size > 1 and args.tokens_per_global_batch is not None,
+        "--tokens-per-global-batch with --expert-model-parallel-size",
+        "replicas that share experts run in step, for which they need as many samples each",
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_dynapipe import cpu
-from megatron_dynapipe.cost import ScatterGather
+from megatron_dynapipe.cost import Experts, ScatterGather
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import layer_split, machine
@@ -131,6 +131,7 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
         dtype=args.params_dtype,
         gradient_dtype=torch.float32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype,
         dropout=bool(args.hidden_dropout or args.attention_dropout),
+        experts=_experts(args),
         megatron=partial(core_transformer_config_from_args, args),
     )
 
@@ -143,6 +144,20 @@ def state_bytes(args: argparse.Namespace) -> StateBytes:
         gradient=4 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype.itemsize,
         optimizer=4 * (moments + is_half),  # the master copy of half-precision parameters
         optimizer_shards=args.data_parallel_size if args.use_distributed_optimizer else 1,
+        expert_shards=(
+            max(args.data_parallel_size // args.expert_model_parallel_size, 1) if args.use_distributed_optimizer else 1
+        ),
+    )
+
+
+def _experts(args: argparse.Namespace) -> Experts | None:
+    if not args.num_experts:
+        return None
+    return Experts(
+        count=args.num_experts,
+        per_token=args.moe_router_topk,
+        ffn=args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        shared_ffn=args.moe_shared_expert_intermediate_size or 0,
     )
 
 
@@ -157,6 +172,7 @@ def parallel_config(args: argparse.Namespace, family: ModelFamily) -> ParallelCo
         tensor=args.tensor_model_parallel_size,
         pipeline=args.pipeline_model_parallel_size,
         chunks=args.virtual_pipeline_model_parallel_size or 1,
+        experts=args.expert_model_parallel_size,
         distributed_optimizer=args.use_distributed_optimizer,
         layers_per_stage=layers,
     )

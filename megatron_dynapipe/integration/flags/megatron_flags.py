@@ -46,8 +46,21 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "its dataset packs sequences; plans do not": "--sft",
         "it trains on what a model generates, not on planned samples": "--perform-rl-step",
         "it keeps logits by their place in Megatron's own dataset": "--logits-save-dir --logits-load-dir",
-        "auxiliary losses are averaged over micro-batches": "--num-experts",
-        "there are no experts": "--expert-model-parallel-size",
+        "it is a mean over a micro-batch's positions and their padding, so that it depends on the plan": (
+            "--moe-aux-loss-coeff --moe-z-loss-coeff --moe-router-enable-expert-bias --moe-router-bias-update-rate"
+        ),
+        "which tokens it drops, or pads, depends on the micro-batch": (
+            "--moe-expert-capacity-factor --moe-expert-rank-capacity-factor --moe-pad-expert-input-to-capacity"
+            " --moe-token-drop-policy"
+        ),
+        "its noise is drawn by micro-batch": (
+            "--moe-input-jitter-eps --moe-router-force-load-balancing --moe-router-force-biased"
+        ),
+        "costs know one kind of layer": ("--moe-layer-freq"),
+        "planned runs have Megatron's own expert layers, one network after another": (
+            "--moe-grouped-gemm --moe-use-upcycling --moe-latent-size"
+            " --moe-shared-expert-overlap --moe-shared-expert-gate"
+        ),
         "its loss is averaged over micro-batches": "--mtp-num-layers",
         "sums over micro-batches of different sizes cannot be compared": "--check-for-spiky-loss",
         "plans do not shard a sequence over ranks": "--context-parallel-size --hybrid-context-parallel",

@@ -33,6 +33,7 @@ class ParallelConfig:
     tensor: int
     pipeline: int
     chunks: int
+    experts: int
     distributed_optimizer: bool
     layers_per_stage: tuple[int, ...] | None
 

@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import gelu
 
+from megatron_dynapipe.cost import Experts
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention
@@ -44,6 +45,7 @@ class ModelConfig:
         dtype: of parameters.
         gradient_dtype: of the buffer that gradients are added up in.
         dropout: whether anything is dropped.
+        experts: in place of a GPT's feed-forward networks; None for none.
         megatron: makes Megatron's own configuration, from the namespace that Megatron alone reads.
     """
 
@@ -71,6 +73,7 @@ class ModelConfig:
     dtype: torch.dtype
     gradient_dtype: torch.dtype
     dropout: bool
+    experts: Experts | None
     megatron: Callable[[], TransformerConfig]
 
     @property
@@ -131,11 +134,13 @@ class StateBytes:
         gradient: in the buffer that gradients are added up in.
         optimizer: master copy and moments.
         optimizer_shards: ranks that share the optimizer's states.
+        expert_shards: ranks that share those of experts.
     """
 
     gradient: int
     optimizer: int
     optimizer_shards: int = 1
+    expert_shards: int = 1
 
     def total(self, modules: Sequence[torch.nn.Module]) -> int:
         """Parameters, gradients and optimizer states of a rank's modules, and their buffers.
@@ -145,5 +150,13 @@ class StateBytes:
         parameters = {id(p): p for module in modules for p in module.parameters()}.values()
         held = sum(p.numel() * p.element_size() for p in parameters)
         held += sum(b.numel() * b.element_size() for module in modules for b in module.buffers())
-        trained = sum(p.numel() for p in parameters if p.requires_grad)
-        return held + trained * self.gradient + -(-trained * self.optimizer // self.optimizer_shards)
+        trained = [p for p in parameters if p.requires_grad]
+        of_experts = sum(p.numel() for p in trained if not getattr(p, "allreduce", True))  # Megatron's mark
+        others = sum(p.numel() for p in trained) - of_experts
+        states = -(-others * self.optimizer // self.optimizer_shards)
+        return (
+            held
+            + (others + of_experts) * self.gradient
+            + states
+            + -(-of_experts * self.optimizer // self.expert_shards)
+        )

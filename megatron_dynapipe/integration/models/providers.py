@@ -111,9 +111,17 @@ def gpt_provider(model: ModelConfig) -> ModelProvider:
 
 def gpt_layer(model: ModelConfig) -> ModuleSpec:
     """One layer of a GPT."""
+    experts = model.experts.count if model.experts else None
     if model.transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
+        return get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=model.qk_layernorm, num_experts=experts, moe_grouped_gemm=False
+        )
+    layer = get_gpt_layer_local_spec(
+        qk_layernorm=model.qk_layernorm,
+        normalization=model.normalization,
+        num_experts=experts,
+        moe_grouped_gemm=False,
+    )
     return local_layer(layer, _norm(model), model.attention)
 
 
