@@ -60,6 +60,7 @@ def test_every_flag_of_a_page_exists(page: Path, known: set[str]) -> None:
     assert named <= known, f"no parser knows {sorted(named - known)}"
 
 
-def test_the_page_of_flags_is_that_of_the_parser() -> None:
-    page = runpy.run_path(str(ROOT / "scripts/write_flags_page.py"))
-    assert page["PAGE"].read_text() == page["page"](), "run python scripts/write_flags_page.py"
+def test_the_pages_of_flags_and_commands_are_those_of_the_parsers() -> None:
+    written = runpy.run_path(str(ROOT / "scripts/write_reference_pages.py"))["pages"]()
+    stale = [path.name for path, text in written.items() if path.read_text() != text]
+    assert not stale, f"run python scripts/write_reference_pages.py: {stale}"
