@@ -18,9 +18,9 @@ memory and devices of each node are those of the cluster file that `--dynapipe-c
 """
 _COMMANDS = f"""# Commands
 
-`{PROGRAM} COMMAND`, the same as `python -m megatron_dynapipe COMMAND`. Data goes to stdout, all else
-to stderr; `--json` prints for machines. Exit status 0: fine; 1: a problem was found in what was checked; 2: it could not
-run, with one line that says why and a hint. What a command needs beyond an installation for planning, it names.
+`{PROGRAM} COMMAND` is the same as `python -m megatron_dynapipe COMMAND`. Data goes to stdout, all else
+to stderr; `--json` prints for machines. Exit status 0: fine; 1: a problem was found in what was checked; 2: it
+could not run, with one line that says why, and a hint. A command that needs more than what planning needs names it.
 """
 
 

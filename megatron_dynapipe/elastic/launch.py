@@ -274,7 +274,8 @@ class Agent(LocalElasticAgent):
 
 def _is_no_leave(record: logging.LogRecord) -> bool:
     """A filter of torch's log, in which a rank that leaves as it was asked to has failed."""
-    return not (str(record.msg).startswith("failed (exitcode") and record.args and record.args[0] == LEFT)
+    said = record.args if isinstance(record.args, tuple) else ()
+    return not (str(record.msg).startswith("failed (exitcode") and said[:1] == (LEFT,))
 
 
 def _nodes(group: WorkerGroup) -> int:
