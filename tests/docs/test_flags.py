@@ -19,6 +19,7 @@ OF_OTHERS = {
     "torchrun": "--nproc-per-node --nnodes --node-rank --standalone --master-addr --master-port --rdzv-endpoint"
     " --rdzv-backend --rdzv-id --max-restarts",
     "sbatch and srun": "--nodes --signal",
+    "Megatron's dev branch": "--sequence-packing-scheduler",
     "etcd": "--enable-v2",
     "docker": "--rm --gpus --ipc --shm-size --ulimit",
     "cibuildwheel": "--platform",
