@@ -140,7 +140,11 @@ def _offsets(correction: Correction, tables: LayerTables) -> dict[Row, int]:
 def _scaled(values: IntArray, correction: Correction, offsets: Mapping[Row, int]) -> IntArray:
     """A grid's rows scaled and shifted where they are known."""
     result = values.copy()
-    for row, scale in correction.scales.items():
+    scales = dict(correction.scales)
+    for row, of in ((Row.ENCODER_WEIGHT, Row.ENCODER_FORWARD), (Row.DECODER_WEIGHT, Row.DECODER_FORWARD)):
+        if of in scales:
+            scales[row] = scales[of]
+    for row, scale in scales.items():
         known = (values[row] * scale + UNIT // 2) // UNIT + offsets.get(row, 0)
         result[row] = np.where(values[row] == ABSENT, ABSENT, known)
     return result

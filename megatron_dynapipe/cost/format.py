@@ -145,20 +145,24 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def key_value_channels(self) -> int:
         """Channels of a position's keys in one layer of the model that was measured; 0 where the file does not say."""
-        try:
-            given = [msgspec.json.decode(self.model.get(name, b"0"), type=int) for name in ("heads", "kv_channels")]
-            groups = msgspec.json.decode(self.model.get("query_groups", b"0"), type=int)
-        except msgspec.DecodeError as error:
-            raise CostModelError(f"{self.name}: expected whole numbers under model: {error}") from error
-        return (groups or given[0]) * given[1]
+        return (self._of_model("query_groups") or self._of_model("heads")) * self._of_model("kv_channels")
 
     @property
     def hidden_size(self) -> int | None:
         """Hidden size of the model that was measured; None where the file does not say."""
+        return self._of_model("hidden") or None
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Hidden size, heads × channels and feed-forward size of that model; 0 where the file does not say."""
+        return self._of_model("hidden"), self._of_model("heads") * self._of_model("kv_channels"), self._of_model("ffn")
+
+    def _of_model(self, name: str) -> int:
+        """A number of the model that was measured; 0 where the file does not say."""
         try:
-            return msgspec.json.decode(self.model.get("hidden", b"null"), type=int | None)
-        except msgspec.ValidationError as error:
-            raise CostModelError(f"{self.name}: expected a whole number under model.hidden: {error}") from error
+            return msgspec.json.decode(self.model.get(name, b"0"), type=int | None) or 0
+        except msgspec.DecodeError as error:
+            raise CostModelError(f"{self.name}: expected a whole number under model.{name}: {error}") from error
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
+from megatron_dynapipe.planning.problem import Division
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
 
@@ -42,6 +43,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         transfers: when transfers are started, and what a start waits for.
         slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
             of more positions than this.
+        split_backward: whether backward passes are divided, so that weights' gradients fill a stage's waits: where that
+            is faster, never, or all that can be.
     """
 
     family: ModelFamily
@@ -66,6 +69,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     schedule: ScheduleSettings = ScheduleSettings()
     transfers: TransferRules = TransferRules()
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
+    split_backward: Division = "off"
 
     def __post_init__(self) -> None:
         if not self.recompute or len(set(self.recompute)) != len(self.recompute):

@@ -26,6 +26,7 @@ def even_problem(micro_batches: int, stages: int, *, transfer: int = 0, forward_
         chunks=1,
         forward_ns=np.ones(shape, np.int64),
         backward_ns=np.full(shape, 2),
+        weight_ns=np.ones(shape, np.int64),
         stored_bytes=np.full(shape, 3),
         peak_bytes=np.full(shape, 5),
         forward_transfer_ns=forward_transfer,
