@@ -82,7 +82,8 @@ def check_chain_order(stage: int, micro_batches: Sequence[MicroBatch], passes: S
                 runs = [kind(number, chunk) for number in numbers for kind in kinds]
                 places = [at[run] for run in runs if run in at]
                 if places != sorted(places):
+                    word = kinds[0].__name__.lower()
                     raise PlanError(
-                        f"stage {stage}: expected the {kinds[0].__name__.lower()} passes of sample {sample}'s pieces in "
-                        f"the order of micro-batches {', '.join(map(str, numbers))}, got another"
+                        f"stage {stage}: expected the {word} passes of sample {sample}'s pieces in the order of "
+                        f"micro-batches {', '.join(map(str, numbers))}, got another"
                     )

@@ -27,6 +27,7 @@ from megatron_dynapipe.plan.instructions import (
     Free,
     Instruction,
     Load,
+    Pass,
     Payload,
     RecvStart,
     RecvWait,
@@ -287,8 +288,8 @@ class _Walk:
         chunks = self.dimensions.chunks
         for key, state in enumerate(self.done):
             if state != run:
-                missing = {ABSENT: Forward, USED: BackwardWeight}.get(state, Backward)
-                word = format_instruction(missing(key // chunks, key % chunks))
+                kinds: dict[int, type[Pass]] = {ABSENT: Forward, USED: BackwardWeight}
+                word = format_instruction(kinds.get(state, Backward)(key // chunks, key % chunks))
                 raise PlanError(f"stage {self.trace.stage}: the list ends without {word}")
         for buffer, states in self.buffers.items():
             for key, state in enumerate(states):
