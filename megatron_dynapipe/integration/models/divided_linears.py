@@ -121,21 +121,26 @@ def _gathered(call: _Call, given: Tensor) -> Tensor:
 
 
 def _add_weight_gradient(call: _Call, given: Tensor, gradient: Tensor) -> None:
-    """As the backward of Megatron's own function; then autograd's hooks on the weight run, as after a backward."""
+    """Let autograd add up the gradient, so that its hooks on the weight run."""
+    with torch.no_grad():
+        made = _weight_gradient(call, given, gradient)
+    if made is not None:
+        torch.autograd.backward(call.weight, made)
+
+
+def _weight_gradient(call: _Call, given: Tensor, gradient: Tensor) -> Tensor | None:
+    """As the backward of Megatron's own function: where the product adds it up itself, a stand-in or None."""
     weight: Any = call.weight
     rows, columns = gradient.flatten(0, -2).contiguous(), _gathered(call, given).flatten(0, -2).contiguous()
     if not call.adds_to_main_grad:
-        made = rows.t().matmul(columns)
-    else:
-        fused: Any = layers.fused_weight_gradient_mlp_cuda
-        single = weight.main_grad.dtype == torch.float32
-        (fused.wgrad_gemm_accum_fp32 if single else fused.wgrad_gemm_accum_fp16)(columns, rows, weight.main_grad)
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return
-        weight.grad_added_to_main_grad = True
-        of_zeros = getattr(weight, "zero_out_wgrad", False)
-        made = (torch.zeros_like if of_zeros else torch.empty_like)(weight)
-    torch.autograd.backward(weight, made)
+        return rows.t().matmul(columns)
+    fused: Any = layers.fused_weight_gradient_mlp_cuda
+    single = weight.main_grad.dtype == torch.float32
+    (fused.wgrad_gemm_accum_fp32 if single else fused.wgrad_gemm_accum_fp16)(columns, rows, weight.main_grad)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
 
 
 def weight_halves(models: Sequence[nn.Module]) -> WeightHalves:
