@@ -17,8 +17,9 @@ import numpy as np
 
 from megatron_dynapipe.cost.layout import PipelineLayout
 from megatron_dynapipe.cost.packed import packed_layer_costs
+from megatron_dynapipe.cost.pieces import prefix_of_row
 from megatron_dynapipe.cost.surface import Floats, nonnegative_least_squares
-from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
+from megatron_dynapipe.cost.tables import ABSENT, ENCODER_ROWS, IntArray, LayerTables, Row
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import Recompute, Shape
 
@@ -41,7 +42,8 @@ _OWN_PASSES = 24
 class PassSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """One micro-batch's passes on one virtual stage, as measured; 0 where a pass was not run.
 
-    Of a packed row, `inputs` and `targets` are the positions of its samples; padded micro-batches have none.
+    Of a packed row, `inputs` and `targets` are the positions of its samples; padded micro-batches have none. Where it
+    holds pieces, `before` are the positions that earlier pieces of each sample hold.
     """
 
     stage: int
@@ -51,6 +53,7 @@ class PassSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
     backward_ns: int
     inputs: tuple[int, ...] = ()
     targets: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +127,11 @@ def corrected(tables: LayerTables, correction: Correction, packed: Correction | 
     if rows is not None:
         own = packed or correction
         linear = _scaled(rows.linear, own, _offsets(own, tables))
-        rows = replace(rows, linear=linear, attention=_scaled(rows.attention, own, {}))
+        prefix = rows.prefix
+        if prefix is not None:
+            scales = np.array([own.scales.get(row, UNIT) for row in ENCODER_ROWS])
+            prefix = (prefix * scales[:, None] + UNIT // 2) // UNIT
+        rows = replace(rows, linear=linear, attention=_scaled(rows.attention, own, {}), prefix=prefix)
     return replace(tables, values=values, separate=None, packed=rows)
 
 
@@ -158,7 +165,11 @@ def _unit_costs(sample: PassSample, tables: LayerTables) -> IntArray:
     if sample.inputs:
         lengths = np.array(sample.inputs, np.int64), np.array(sample.targets, np.int64)
         found = packed_layer_costs(tables, *lengths)
-        return np.full(len(Row), ABSENT, np.int64) if found is None else found
+        if found is None:
+            return np.full(len(Row), ABSENT, np.int64)
+        if sample.before:
+            found[list(ENCODER_ROWS)] += prefix_of_row(tables, lengths[0], np.array(sample.before, np.int64))
+        return found
     size, inputs, targets = (np.array([n], np.int64) for n in sample.shape)
     return np.asarray(tables.at_sizes(tables.at_lengths(inputs, targets), size)[0])
 

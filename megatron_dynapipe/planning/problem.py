@@ -24,8 +24,8 @@ from megatron_dynapipe.units import BatchLayout, Shape, round_up
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-Division = Literal["off", "auto", "on"]
-_DIVISIONS: tuple[Division, ...] = ("off", "auto", "on")
+SplitBackward = Literal["off", "auto", "on"]
+_DIVISIONS: tuple[SplitBackward, ...] = ("off", "auto", "on")
 """As the native core numbers them."""
 
 _COSTS = 7
@@ -107,7 +107,7 @@ class BatchProblem:
     transfers: TransferRules = GLOO_RULES
     chains: npt.NDArray[np.int32] | None = None
     piece_costs: IntArray | None = None
-    division: Division = "off"
+    division: SplitBackward = "off"
 
     @cached_property
     def native(self) -> core.BatchProblem:

@@ -10,7 +10,7 @@ from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
-from megatron_dynapipe.planning.problem import Division
+from megatron_dynapipe.planning.problem import SplitBackward
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
 
@@ -41,6 +41,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         partition: how micro-batches are made.
         schedule: how passes are ordered.
         transfers: when transfers are started, and what a start waits for.
+        lockstep: whether replicas run in step: as many micro-batches on each, alike in time (`planning.lockstep`).
         slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
             of more positions than this.
         split_backward: whether backward passes are divided, so that weights' gradients fill a stage's waits: where that
@@ -68,8 +69,9 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     partition: PartitionSettings = PartitionSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     transfers: TransferRules = TransferRules()
+    lockstep: bool = False
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
-    split_backward: Division = "off"
+    split_backward: SplitBackward = "off"
 
     def __post_init__(self) -> None:
         if not self.recompute or len(set(self.recompute)) != len(self.recompute):
@@ -115,6 +117,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return "pieces run in packed rows, which the settings do not allow"
         if self.partition.algorithm is not PartitionAlgorithm.DP or self.schedule.method != "adaptive":
             return "the adaptive schedule alone keeps the order of pieces"
+        if self.lockstep:
+            return "replicas run in step, and pieces of one sample would be on one of them"
         return None
 
     @property

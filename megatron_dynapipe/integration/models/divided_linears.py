@@ -86,7 +86,7 @@ class _DividedLinear(torch.autograd.Function):
     """A linear whose backward makes the gradients of its input and bias."""
 
     @staticmethod
-    @layers.custom_fwd  # type: ignore[untyped-decorator]
+    @layers.custom_fwd
     def forward(
         ctx: Any, halves: WeightHalves, call: _Call, anchor: Tensor, given: Tensor, bias: Tensor | None
     ) -> Tensor:
@@ -96,7 +96,7 @@ class _DividedLinear(torch.autograd.Function):
         return output if bias is None else output + bias
 
     @staticmethod
-    @layers.custom_bwd  # type: ignore[untyped-decorator]
+    @layers.custom_bwd
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (given,) = ctx.saved_tensors
         call: _Call = ctx.call
