@@ -80,7 +80,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split-backward",
         choices=("auto", "on", "off"),
-        default="off",
+        default="auto",
         help="run backward passes in two halves, the gradients of weights where a stage would wait: where that is "
         "faster, wherever it can be done, or never (default: auto)",
     )

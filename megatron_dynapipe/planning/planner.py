@@ -244,7 +244,7 @@ class Planner:
             forward_only=forward_only,
             peak_covers_backward=self._peak_covers_backward,
             transfers=s.transfers,
-            division="off" if forward_only or s.pipeline_parallel == 1 else s.split_backward,
+            division="off" if forward_only else s.division,
         )
 
     def in_flight_options(self) -> IntArray:

@@ -127,6 +127,13 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.slices != "off" and self._whole_samples_because is None
 
     @property
+    def division(self) -> SplitBackward:
+        """Whether the search may divide backward passes; a single stage waits for nobody."""
+        searches = self.partition.algorithm is PartitionAlgorithm.DP and self.schedule.method == "adaptive"
+        alone = self.pipeline_parallel == 1 and self.split_backward == "auto"
+        return self.split_backward if searches and not alone else "off"
+
+    @property
     def layout(self) -> PipelineLayout:
         """Layers per virtual stage."""
         virtual = self.pipeline_parallel * self.chunks

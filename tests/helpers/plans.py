@@ -48,7 +48,7 @@ def random_problem(
         backward_transfer_ns=backward_transfer,
         model_state_bytes=np.full(stages, 10, np.int64),
         memory_limit_bytes=memory_limit_bytes,
-        weight_ns=random.integers(0, 9, shape),
+        weight_ns=random.integers(0, 7, shape),
         forward_only=forward_only,
         peak_covers_backward=peak_covers_backward,
     )
