@@ -115,13 +115,13 @@ def _entry(batch: "NamedBatch", seconds: dict[str, float]) -> dict[str, Any]:
 
 
 def _replicas(plan: "IterationPlan", layers_per_stage: tuple[int, ...]) -> list[dict[str, Any]]:
-    from megatron_dynapipe.plan.instructions import Backward, Forward
+    from megatron_dynapipe.plan.instructions import Pass
     from megatron_dynapipe.plan.memory import peak_bytes
     from megatron_dynapipe.plan.text import format_instruction
 
     replicas = []
     for replica in plan.replicas:
-        passes = [[i for i in stage.instructions if isinstance(i, Forward | Backward)] for stage in replica.stages]
+        passes = [[i for i in stage.instructions if isinstance(i, Pass)] for stage in replica.stages]
         replicas.append(
             {
                 "predicted_ms": replica.predicted_ns / 1e6,

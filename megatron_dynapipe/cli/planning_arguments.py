@@ -77,6 +77,13 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         help="cut long samples of a gpt model along their sequence: where that is faster, never, or into pieces of at "
         "most N positions (default: auto)",
     )
+    parser.add_argument(
+        "--split-backward",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="run backward passes in two halves, the gradients of weights where a stage would wait: where that is "
+        "faster, wherever it can be done, or never (default: auto)",
+    )
     parser.add_argument("--devices-per-node", type=positive, default=8, metavar="N")
     _add_transfer_arguments(parser)
     parser.add_argument(
@@ -179,6 +186,7 @@ def planner_settings(
         recompute=_recompute(args.recompute),
         micro_batch_layouts=tuple(BatchLayout) if args.layout == "auto" else (BatchLayout(args.layout),),
         slices=args.slices,
+        split_backward=args.split_backward,
         network=network_of(args, cost_model.links),
         scatter_gather=ScatterGather(args.scatter_gather),
         schedule=schedule_of(args, schedule),

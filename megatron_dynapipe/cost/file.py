@@ -31,6 +31,7 @@ from megatron_dynapipe.cost.tables import (
     Row,
     increasing,
 )
+from megatron_dynapipe.cost.weights import with_weights
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute
 
@@ -115,7 +116,7 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
     state = {kind: round(mb * BYTES_PER_MB) for kind, mb in entry.model_state_mb.items()}
     if missing := {"embedding", "encoder"} - state.keys():
         raise CostModelError(f"{where}: model_state_mb lacks {sorted(missing)}")
-    return LayerTables(
+    found = LayerTables(
         sizes=sizes,
         inputs=inputs,
         targets=targets,
@@ -131,6 +132,7 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
         key_value_channels=file.key_value_channels // entry.tp,
         division=entry.division or file.division_by_flops(entry.recompute),
     )
+    return with_weights(found, entry.recompute)
 
 
 def _packed_tables(entry: PackedEntry, parts: Collection[tuple[str, str]], t5: bool, where: str) -> PackedTables:

@@ -85,6 +85,7 @@ def _planner(run: RunConfig, layers_per_stage: tuple[int, ...] | None) -> Planne
         scatter_gather=run.scatter_gather,
         micro_batch_layouts=run.layouts.allowed,
         slices=run.slices,
+        split_backward=run.split_backward,
         element_bytes=model.state_dtype.itemsize,
         transfers=GLOO_RULES if run.on_cpu else CUDA_RULES,
         sequence_parallel=model.sequence_parallel,
