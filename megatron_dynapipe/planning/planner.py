@@ -22,6 +22,7 @@ from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, baseline_partitions
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
+from megatron_dynapipe.planning.lockstep import Lockstep
 from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.native import fast_verify
 from megatron_dynapipe.planning.packed_baselines import packed_partitions
@@ -111,13 +112,22 @@ class Planner:
         """`plan`, with the seconds spent in "ordering", "partition", "schedule", "lowering" and "verify"."""
         seconds: dict[str, float] = {}
         with _timed(seconds, "ordering"):
-            samples = self.samples(batch)
+            batched = self.samples(batch)
+            together = Lockstep.of(batched, self.settings.data_parallel) if self.settings.lockstep else None
+            samples = batched if together is None else together.longest(batched)
             orders = candidate_orders(samples.inputs, samples.targets)
         with _timed(seconds, "partition"):
             problem = self.problem(samples, forward_only=forward_only)
+            if together is not None:
+                problem = replace(problem, replicas=1)
             partitioned = self._partition(problem, orders)
         with _timed(seconds, "schedule"):
             entries, scheduled = self._chosen(samples, problem, orders, partitioned)
+            if scheduled is not None and together is not None:
+                entries, scheduled = (
+                    batched,
+                    together.spread(self.problem(batched, forward_only=forward_only), scheduled),
+                )
         if scheduled is None:
             raise explain_infeasible(samples, problem)
         with _timed(seconds, "lowering"):
@@ -126,7 +136,7 @@ class Planner:
             ordered_starts = self.settings.transfers.ordered_starts
             verify(
                 plan,
-                expected_samples=samples.ids.tolist(),
+                expected_samples=batched.ids.tolist(),
                 fast_verify=fast_verify,
                 ordered_starts=ordered_starts,
             )
@@ -281,14 +291,21 @@ class Planner:
     ) -> ScheduledBatch | None:
         """The fastest schedule by the first rules of transfers under which there is one, or None."""
         rules = self.settings.transfers.relaxed()
+        packed_alone = BatchLayout.PADDED not in self.settings.micro_batch_layouts
         while True:
+            stalled: StallError | None = None
             try:
-                return schedule_batch(problem, partitioned, chosen or self.settings.schedule, searchable=searchable)
-            except StallError:
-                following = next(rules, None)
-                if following is None:
-                    raise
-                problem = replace(problem, transfers=following)
+                found = schedule_batch(problem, partitioned, chosen or self.settings.schedule, searchable=searchable)
+            except StallError as error:
+                found, stalled = None, error
+            # A search that begins with packed rows drops those that stall, and says as little of them as of memory.
+            if found is not None or not (stalled or packed_alone):
+                return found
+            if (following := next(rules, None)) is None:
+                if stalled is not None:
+                    raise stalled
+                return None
+            problem = replace(problem, transfers=following)
 
     def _lower(self, samples: Samples, scheduled: ScheduledBatch, iteration: int, forward_only: bool) -> IterationPlan:
         return IterationPlan(
