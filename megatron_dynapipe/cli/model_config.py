@@ -179,7 +179,7 @@ class _Given:
 def _of_run_file(given: _Given) -> ModelFile:
     hidden = given.number("hidden-size")
     shape = _run_shape(given, hidden)
-    unknown = [name for name in _NOT_MODELLED if given.is_set(name) and given.values[name] != 1]
+    unknown = [name for name in _NOT_MODELLED if given.is_set(name) and str(given.values[name]) != "1"]
     common: dict[str, Any] = {"hidden_size": hidden, "shape": shape, "obstacle": ", ".join(unknown)}
     if (folder := given.values.get("dynapipe-data")) and Path(folder).is_dir():
         common["data"] = Path(folder)
@@ -219,7 +219,9 @@ def _run_shape(given: _Given, hidden: int) -> dict[str, Any]:
         "qk_norm": given.is_set("qk-layernorm"),
         "tied": not given.is_set("untie-embeddings-and-output-weights"),
         "rotary": kind == "rope",
-        "positions": given.number("max-position-embeddings", "seq-length") if kind == "learned_absolute" else 0,
+        "positions": (given.optional("max-position-embeddings", "seq-length") or 0)
+        if kind == "learned_absolute"
+        else 0,
         "relative_buckets": (given.optional("relative-attention-num-buckets") or 32) if kind == "relative" else 0,
         "keeps_scores": local and value("dynapipe-attention") == "megatron",
         "attention_dropout": bool(value("attention-dropout", 0.1)),
