@@ -57,18 +57,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|analytic",
         help="what layers cost: a file, or computed from the model's shape and a device's rates",
     )
-    parser.add_argument("--model", type=ModelFamily, choices=tuple(ModelFamily), help="kind of model")
-    parser.add_argument(
-        "--model-config",
-        type=Path,
-        metavar="FILE",
-        help="take all of the model from a run file (.yaml) or from a config.json of HuggingFace",
-    )
-    parser.add_argument("--layers", type=positive, metavar="N", help="layers of a gpt model")
-    parser.add_argument("--encoder-layers", type=positive, metavar="N", help="of a t5 model")
-    parser.add_argument("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
-    for name in ("hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
-        parser.add_argument(f"--{name}", type=positive, metavar="N", help="of the model")
+    _add_model_arguments(parser)
     parser.add_argument(
         "--device", metavar="NAME", help="for --cost-model analytic, as CUDA names it (that of --cluster, else A100)"
     )
@@ -110,6 +99,22 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model: a file that says all of it, or flags."""
+    parser.add_argument("--model", type=ModelFamily, choices=tuple(ModelFamily), help="kind of model")
+    parser.add_argument(
+        "--model-config",
+        type=Path,
+        metavar="FILE",
+        help="take all of the model from a run file (.yaml) or from a config.json of HuggingFace",
+    )
+    parser.add_argument("--layers", type=positive, metavar="N", help="layers of a gpt model")
+    parser.add_argument("--encoder-layers", type=positive, metavar="N", help="of a t5 model")
+    parser.add_argument("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
+    for name in ("hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
+        parser.add_argument(f"--{name}", type=positive, metavar="N", help="of the model")
 
 
 def _slices(text: str) -> str | int:

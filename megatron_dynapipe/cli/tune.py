@@ -229,12 +229,12 @@ def _print(tuning: "Tuning", args: argparse.Namespace) -> None:
         return
     planned = [layout for layout in tuning.layouts if layout.predicted_ms is not None]
     infeasible = [layout for layout in tuning.layouts if layout.error is not None]
-    print(cluster_line(described))
     print(_TABLE.format(*_COLUMNS).rstrip())
     for layout in planned[: args.top]:
         print(_row(layout))
     left = len(tuning.layouts) - len(planned[: args.top]) - len(infeasible)
     print(f"{tuning.plans} plans in {tuning.seconds:.1f} s; {left} layouts are slower")
+    print(cluster_line(described))
     for layout in planned:
         if layout.measurement_error is not None:
             print(f"{_name(layout)} could not be trained: {layout.measurement_error}")

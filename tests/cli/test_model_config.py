@@ -10,7 +10,9 @@ import pytest
 from megatron_dynapipe.cli import main
 from megatron_dynapipe.cli.model_config import FLAGS, model_shape, read_model, take_model_config
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, Experts, ModelShape, PipelineLayout
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.cost.file import check_measured_model
+from megatron_dynapipe.cost.format import decode_file
+from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -177,6 +179,27 @@ def test_a_batch_is_planned_for_the_file_s_model(
     assert planned == [each["digest"] for each in json.loads(capsys.readouterr().out)["iterations"]]
     assert main.main(words) == 2
     assert "pass --model gpt, or --model-config FILE" in capsys.readouterr().err
+
+
+def test_costs_of_another_model_are_refused(
+    cost_file: Path, batches_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = json.loads(cost_file.read_text())
+    file["model"] |= {"heads": 8, "ffn": 99, "vocabulary": 1024}
+    cost_file.write_text(json.dumps(file))
+    run = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "padded-vocab-size": 512}
+    words = ["--batches", str(batches_file), "--cost-model", str(cost_file), "--device-memory-mb", "9000"]
+    for command, more in (("plan", []), ("compare", []), ("tune", ["--devices", "2"])):
+        path = written(tmp_path, run)
+        assert main.main([command, *words, "--model-config", str(path), *more]) == 2
+        said = "heads 4 in place of the file's 8, ffn 128 in place of the file's 99, vocabulary 512 in place of the fil"
+        assert said in capsys.readouterr().err, command
+    loaded = decode_file(cost_file.read_bytes(), origin="file")
+    for rows, ranks in ((1024, None), (1000, None), (897, None), (1024, 8), (2048, 16), (1024, 1)):
+        check_measured_model(loaded, {"vocabulary": rows}, tensor_parallel=ranks)
+    for rows, ranks in ((896, None), (1025, None), (1152, 1), (896, 1)):
+        with pytest.raises(CostModelError, match=f"vocabulary {rows} in place of the file's 1024"):
+            check_measured_model(loaded, {"vocabulary": rows}, tensor_parallel=ranks)
 
 
 def test_nothing_is_asked_for_that_a_file_says(batches_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,7 +145,7 @@ def model_shape(model: ModelConfig, *, on_cpu: bool) -> ModelShape:
         fused=not on_cpu and (made.bias_activation_fusion or not made.gated_linear_unit),
         rms_norm=model.normalization == "RMSNorm",
         biases=made.add_bias_linear,
-        qkv_bias=made.add_qkv_bias,
+        qkv_bias=made.add_qkv_bias and not made.add_bias_linear,
         qk_norm=model.qk_layernorm,
         rotary=positions.kind == ROTARY,
         tied=model.tied,
