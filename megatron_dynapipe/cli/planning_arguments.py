@@ -11,7 +11,7 @@ from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, BatchLayout, 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megatron_dynapipe.cost import CostModel, Network
+    from megatron_dynapipe.cost import CostModel, Network, Split
     from megatron_dynapipe.cost.format import Link
     from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.planning.settings import PlannerSettings
@@ -250,7 +250,7 @@ def _layers(args: argparse.Namespace) -> tuple[int, int]:
     return args.encoder_layers, args.decoder_layers
 
 
-def _layers_per_stage(split: str, layers: int, stages: int) -> tuple[int, ...] | None:
+def _layers_per_stage(split: str, layers: int, stages: int) -> "Split | None":
     """None for an equal split; for an auto split, a near-equal one to begin with."""
     from megatron_dynapipe.cost import even_split, parse_split
 

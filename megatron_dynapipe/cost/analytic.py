@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost.format import Link
+from megatron_dynapipe.cost.halves import with_halves
 from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, PackedTables, Row
 from megatron_dynapipe.cost.work import Floats, LayerWork, ModelShape, Work
 from megatron_dynapipe.errors import CostModelError
@@ -148,7 +149,7 @@ class AnalyticCostModel:
         values[Row.HEAD_FORWARD : Row.HEAD_PEAK + 1] = np.stack(np.broadcast_arrays(*head, *layer.head_memory(b, q)))
         values = np.rint(_without_last_bits(values))
         values[:, (values > _FITS_NOWHERE).any(axis=0)] = ABSENT
-        return LayerTables(
+        tables = LayerTables(
             packed=self._packed(layer, recompute),
             sizes=self._sizes,
             inputs=self._lengths,
@@ -158,6 +159,7 @@ class AnalyticCostModel:
             peak_covers_backward=True,
             key_value_channels=self.shape.heads * self.shape.kv_channels // tensor_parallel,
         )
+        return with_halves(tables, self.shape.widths, recompute)
 
     def _packed(self, layer: LayerWork, recompute: Recompute) -> PackedTables:
         """Packed rows counted exactly: all work but attention's inside over the row, that over each sample."""

@@ -27,6 +27,12 @@ UNIT = 1000
 
 _FORWARD = (Row.ENCODER_FORWARD, Row.DECODER_FORWARD, Row.HEAD_FORWARD)
 _BACKWARD = (Row.ENCODER_BACKWARD, Row.DECODER_BACKWARD, Row.HEAD_BACKWARD)
+_ATTENTION = {
+    Row.ENCODER_FORWARD: Row.ENCODER_ATTENTION_FORWARD,
+    Row.ENCODER_BACKWARD: Row.ENCODER_ATTENTION_BACKWARD,
+    Row.DECODER_FORWARD: Row.DECODER_ATTENTION_FORWARD,
+    Row.DECODER_BACKWARD: Row.DECODER_ATTENTION_BACKWARD,
+}
 _PULL = 0.05
 """Weight with which a scale is held to the common one, against that of one measured pass per kind."""
 _OFFSET_PULL = 10.0
@@ -138,11 +144,18 @@ def _offsets(correction: Correction, tables: LayerTables) -> dict[Row, int]:
 
 
 def _scaled(values: IntArray, correction: Correction, offsets: Mapping[Row, int]) -> IntArray:
-    """A grid's rows scaled and shifted where they are known."""
+    """A grid's rows scaled and shifted where they are known; attention as its layer is, by half of the offset."""
     result = values.copy()
-    for row, scale in correction.scales.items():
-        known = (values[row] * scale + UNIT // 2) // UNIT + offsets.get(row, 0)
+
+    def correct(row: Row, scale: int, offset: int) -> None:
+        known = (values[row] * scale + UNIT // 2) // UNIT + offset
         result[row] = np.where(values[row] == ABSENT, ABSENT, known)
+
+    for row, scale in correction.scales.items():
+        offset = offsets.get(row, 0)
+        correct(row, scale, offset)
+        if row in _ATTENTION:
+            correct(_ATTENTION[row], scale, offset // 2)
     return result
 
 
@@ -159,6 +172,13 @@ def _unit_costs(sample: PassSample, tables: LayerTables) -> IntArray:
     return np.asarray(tables.at_sizes(tables.at_lengths(inputs, targets), size)[0])
 
 
+def _of_parts(parts: IntArray, predicted: IntArray, row: Row) -> Floats:
+    """Predicted times of all layers of a kind on the stage of each sample: float[samples]."""
+    mlp, whole, attention = parts.T
+    layer, its_attention = predicted[:, row], predicted[:, _ATTENTION[row]]
+    return np.asarray((whole + mlp) * layer + (attention - mlp) * its_attention, float)
+
+
 def _fit(
     samples: Sequence[PassSample],
     predicted: IntArray,
@@ -169,13 +189,14 @@ def _fit(
     """Scales of the rows in thousandths, and the offset per layer, for forwards or for backwards."""
     measured = np.array(measured_ns, float)
     stage = np.array([sample.stage for sample in samples], np.int64)
-    encoder, decoder = np.array(layout.encoder_split)[stage], np.array(layout.decoder_split)[stage]
-    head = (stage == layout.virtual_stages - 1).astype(np.int64)
-    terms = np.stack([encoder, decoder, head], axis=1) * predicted[:, list(rows)].astype(float)
+    encoder, decoder = layout.encoder_parts[stage], layout.decoder_parts[stage]
+    head = (stage == layout.virtual_stages - 1) * predicted[:, rows[2]].astype(float)
+    by_kind = [_of_parts(parts, predicted, row) for parts, row in zip((encoder, decoder), rows, strict=False)]
+    terms = np.stack([*by_kind, head], axis=1)
     usable = (measured > 0) & (terms.sum(axis=1) > 0) & (predicted[:, 0] != ABSENT)
     if not usable.any():
         raise CostModelError("no pass was measured by which the cost model could be corrected")
-    measured, terms, layers = measured[usable], terms[usable], (encoder + decoder)[usable]
+    measured, terms, layers = measured[usable], terms[usable], ((encoder + decoder) @ [0.5, 1, 0.5])[usable]
     common = float(np.median(measured / terms.sum(axis=1)))
     offset_unit = float(np.median(measured / layers))
     columns = np.concatenate([terms * common, (layers * offset_unit)[:, None]], axis=1) / measured[:, None]

@@ -20,6 +20,7 @@ from megatron_dynapipe.cost.format import (
     read_points,
     unit_of,
 )
+from megatron_dynapipe.cost.halves import with_halves
 from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerState, LayerTables, PackedTables, Row, increasing
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute
@@ -104,7 +105,7 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
     state = {kind: round(mb * BYTES_PER_MB) for kind, mb in entry.model_state_mb.items()}
     if missing := {"embedding", "encoder"} - state.keys():
         raise CostModelError(f"{where}: model_state_mb lacks {sorted(missing)}")
-    return LayerTables(
+    found = LayerTables(
         sizes=sizes,
         inputs=inputs,
         targets=targets,
@@ -119,6 +120,7 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
         peak_covers_backward=file.peak_covers_backward,
         key_value_channels=file.key_value_channels // entry.tp,
     )
+    return with_halves(found, file.widths, entry.recompute) if file.widths else found
 
 
 def _packed_tables(entry: PackedEntry, parts: Collection[tuple[str, str]], t5: bool, where: str) -> PackedTables:

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from megatron_dynapipe.cost.halves import LayerWidths
 from megatron_dynapipe.cost.tables import LARGEST_COST, Row
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.files import read_unpacked
@@ -145,20 +146,26 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def key_value_channels(self) -> int:
         """Channels of a position's keys in one layer of the model that was measured; 0 where the file does not say."""
-        try:
-            given = [msgspec.json.decode(self.model.get(name, b"0"), type=int) for name in ("heads", "kv_channels")]
-            groups = msgspec.json.decode(self.model.get("query_groups", b"0"), type=int)
-        except msgspec.DecodeError as error:
-            raise CostModelError(f"{self.name}: expected whole numbers under model: {error}") from error
-        return (groups or given[0]) * given[1]
+        return (self._of_model("query_groups") or self._of_model("heads")) * self._of_model("kv_channels")
 
     @property
     def hidden_size(self) -> int | None:
         """Hidden size of the model that was measured; None where the file does not say."""
+        return self._of_model("hidden") or None
+
+    @property
+    def widths(self) -> LayerWidths | None:
+        """Of the model that was measured; None where the file does not say."""
+        attention = self._of_model("heads") * self._of_model("kv_channels")
+        widths = LayerWidths(hidden=self._of_model("hidden"), attention=attention, ffn=self._of_model("ffn"))
+        return widths if min(widths.hidden, widths.attention, widths.ffn) > 0 else None
+
+    def _of_model(self, name: str) -> int:
+        """A number of the model that was measured; 0 where the file does not say."""
         try:
-            return msgspec.json.decode(self.model.get("hidden", b"null"), type=int | None)
-        except msgspec.ValidationError as error:
-            raise CostModelError(f"{self.name}: expected a whole number under model.hidden: {error}") from error
+            return msgspec.json.decode(self.model.get(name, b"0"), type=int | None) or 0
+        except msgspec.DecodeError as error:
+            raise CostModelError(f"{self.name}: expected a whole number under model.{name}: {error}") from error
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -32,6 +32,10 @@ class Row(IntEnum):
     A decoder-only model's layers are called encoder layers, and its decoder rows are zero. `HEAD` is the output head
     and the loss together, once per model. `ENCODED_STORED` is the encoder's output, which a stage of decoder layers
     alone keeps once, beside what its layers keep.
+
+    The last rows are of halves of layers: attention (a T5 decoder's self- and cross-attention, with their norms), and
+    the MLP, which takes the rest of the layer's time. A half's peak is the layer's. Where costs of halves are not known
+    they are zero (`LayerState.has_halves`).
     """
 
     ENCODER_FORWARD = 0
@@ -47,15 +51,33 @@ class Row(IntEnum):
     HEAD_STORED = 10
     HEAD_PEAK = 11
     ENCODED_STORED = 12
+    ENCODER_ATTENTION_FORWARD = 13
+    ENCODER_ATTENTION_BACKWARD = 14
+    ENCODER_ATTENTION_STORED = 15
+    ENCODER_MLP_STORED = 16
+    DECODER_ATTENTION_FORWARD = 17
+    DECODER_ATTENTION_BACKWARD = 18
+    DECODER_ATTENTION_STORED = 19
+    DECODER_MLP_STORED = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerState:
-    """Parameter bytes (2 bytes each) of one layer of each kind on one tensor-parallel rank."""
+    """Parameter bytes (2 bytes each) of one layer of each kind on one tensor-parallel rank.
+
+    Those of attention alone are 0 where costs of halves are not known.
+    """
 
     embedding_bytes: int
     encoder_bytes: int
     decoder_bytes: int = 0
+    encoder_attention_bytes: int = 0
+    decoder_attention_bytes: int = 0
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether costs of halves of layers are known."""
+        return self.encoder_attention_bytes > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

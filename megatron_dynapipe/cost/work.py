@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from megatron_dynapipe.cost.halves import LayerWidths
 from megatron_dynapipe.cost.tables import LayerState
 from megatron_dynapipe.units import ModelFamily
 
@@ -29,6 +30,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_channels: _AtLeastOne
     ffn: _AtLeastOne
     vocabulary: _AtLeastOne
+
+    @property
+    def widths(self) -> LayerWidths:
+        """Of a layer."""
+        return LayerWidths(hidden=self.hidden, attention=self.heads * self.kv_channels, ffn=self.ffn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

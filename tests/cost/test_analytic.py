@@ -83,8 +83,9 @@ def test_costs_never_fall_as_micro_batches_grow() -> None:
             .tables(tensor_parallel=2, recompute=Recompute.NONE)
             .values
         )
+        whole = values[: Row.ENCODER_ATTENTION_FORWARD]  # a half's share of what launches alone decide may fall
         for axis in (1, 2, 3):
-            assert (np.diff(values, axis=axis) >= 0).all()
+            assert (np.diff(whole, axis=axis) >= 0).all()
 
 
 @pytest.mark.parametrize(

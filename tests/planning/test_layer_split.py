@@ -40,7 +40,7 @@ class Costs:
         targets = LENGTHS if self.family is T5 else np.zeros(1, np.int64)
         size, inputs, target = np.meshgrid(SIZES, LENGTHS, targets, indexing="ij")
         values = np.zeros((len(Row), *size.shape), np.int64)
-        for row in Row:
+        for row in list(Row)[: Row.ENCODED_STORED]:
             kind, what = row.name.split("_")
             positions = size * (inputs if self.family is GPT or kind == "ENCODER" else target)
             memory = 0 if kind == "HEAD" else BYTES
