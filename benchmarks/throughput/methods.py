@@ -97,13 +97,16 @@ METHODS: dict[str, Method] = {
         says="rows of the maximum length, first fit decreasing, attention kept apart; 1F1B",
         planner=_baseline(PartitionAlgorithm.PACKED_ROWS, to_maximum=True),
     ),
-    "packed_next_fit": Method(
-        says="rows in arrival order (next fit); 1F1B",
-        planner=_baseline(PartitionAlgorithm.PACKED_NEXT_FIT, to_maximum=True),
+    "dp_balanced": Method(
+        says="rows as Megatron-LM's own scheduler packs them (next fit); 1F1B",
+        planner=_baseline(PartitionAlgorithm.DP_BALANCED, to_maximum=True),
     ),
-    "packed_balanced": Method(
-        says="rows balanced by attention work; 1F1B",
-        planner=_baseline(PartitionAlgorithm.PACKED_BALANCED, to_maximum=True),
+    "verl": Method(
+        says="rows as verl packs them (equal work); 1F1B", planner=_baseline(PartitionAlgorithm.VERL, to_maximum=True)
+    ),
+    "slime": Method(
+        says="rows as slime packs them (equal FLOPs); 1F1B",
+        planner=_baseline(PartitionAlgorithm.SLIME, to_maximum=True),
     ),
     "packing": Method(
         says="packing of 2023: samples joined to rows of the maximum length without masks between them; 1F1B",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FORMAT = "dynapipe-compare/1"
 CHARTS = (".png", ".svg")
-_TABLE = "  {:16}{:>10}  {:>10}  {:>11}  {:>18}  {:>13}  {:>15}"
+_TABLE = "  {:20}{:>10}  {:>10}  {:>11}  {:>18}  {:>13}  {:>15}"
 _COLUMNS = ("method", "time, ms", "tokens/s", "memory, MB", "padding efficiency", "micro-batches", "distinct shapes")
 
 

@@ -6,6 +6,7 @@ Overheads are those of launching a layer's kernels, which depends on the host mo
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
@@ -13,10 +14,12 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from megatron_dynapipe.cost.division import Division, Kind, division_by_flops
 from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.cost.halves import with_halves
-from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, PackedTables, Row
-from megatron_dynapipe.cost.work import Floats, LayerWork, ModelShape, Work
+from megatron_dynapipe.cost.shape import ModelShape
+from megatron_dynapipe.cost.tables import ABSENT, EndState, IntArray, LayerState, LayerTables, PackedTables, Row
+from megatron_dynapipe.cost.work import Floats, LayerWork, Work
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
 
@@ -28,6 +31,9 @@ _PEAK_SHARED = 0.4
 """How much attention's inside, and what all tensor-parallel ranks hold, count in a forward's high-water mark against
 what they divide: as in published profiles of Megatron's layers."""
 
+
+_GRADIENT_BYTES = 4
+"""Of a parameter, as Megatron adds gradients up."""
 
 _FITS_NOWHERE = 2**36
 """A layer's time (ns) or memory (bytes) from which a micro-batch counts as infeasible: over a minute, or more than
@@ -124,8 +130,10 @@ class AnalyticCostModel:
         self.family = shape.family
         self.hidden_size: int | None = shape.hidden
         self.links: dict[str, Link] = {}
+        numbers = {name: getattr(shape, name) for name in ("hidden", "heads", "kv_channels", "ffn")}
+        self.model = {name: msgspec.Raw(msgspec.json.encode(number)) for name, number in numbers.items()}
         self._sequence_parallel = sequence_parallel
-        identity = msgspec.json.encode(["analytic/5", shape, rates, max_size, max_length, sequence_parallel])
+        identity = msgspec.json.encode(["analytic/6", shape, rates, max_size, max_length, sequence_parallel])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
         self._sizes = geometric(1, max_size)
         self._lengths = geometric(8, max_length, between=True)
@@ -155,11 +163,12 @@ class AnalyticCostModel:
             inputs=self._lengths,
             targets=targets,
             values=values.astype(np.int64),
-            state=layer.state(),
+            state=self._state(tensor_parallel),
             peak_covers_backward=True,
-            key_value_channels=self.shape.heads * self.shape.kv_channels // tensor_parallel,
+            key_value_channels=self.shape.key_value_channels // tensor_parallel,
+            division=self._division(recompute),
         )
-        return with_halves(tables, self.shape.widths, recompute)
+        return with_halves(tables)
 
     def _packed(self, layer: LayerWork, recompute: Recompute) -> PackedTables:
         """Packed rows counted exactly: all work but attention's inside over the row, that over each sample."""
@@ -195,12 +204,43 @@ class AnalyticCostModel:
             attention=attention,
         )
 
+    def _division(self, recompute: Recompute) -> Mapping[Kind, Division]:
+        shape = self.shape
+        return division_by_flops(
+            shape.hidden,
+            shape.query_channels,
+            shape.mlp_width,
+            recompute,
+            key_value_channels=shape.key_value_channels,
+            ffn_parameters=shape.mlp_parameters(1) // (2 * shape.hidden),
+        )
+
+    def _state(self, tensor_parallel: int) -> LayerState:
+        shape, t5 = self.shape, self.family is ModelFamily.T5
+        attention, mlp = shape.attention_parameters(tensor_parallel), shape.mlp_parameters(tensor_parallel)
+        norm, tables = shape.norm_parameters(shape.hidden), shape.relative_buckets * shape.heads
+        rows = shape.rows(tensor_parallel) // tensor_parallel
+        return LayerState(
+            embedding_bytes=2 * rows * shape.hidden,
+            encoder_bytes=2 * (attention + mlp),
+            decoder_bytes=2 * (2 * attention + mlp) if t5 else 0,
+            ends=EndState(
+                tied=shape.tied,
+                positions=2 * shape.positions * shape.hidden,
+                encoder_tables=2 * tables,
+                decoder_tables=2 * tables if t5 else 0,
+                norm=2 * norm,
+                head_biases=2 * rows if t5 and shape.tied else 0,
+            ),
+            gradient_bytes=_GRADIENT_BYTES,
+        )
+
     def layer_work(self, tensor_parallel: int) -> LayerWork:
-        """The work of this model's layers; raises CostModelError if its heads cannot be shared so."""
-        if tensor_parallel < 1 or self.shape.heads % tensor_parallel:
-            raise CostModelError(
-                f"tensor parallelism must divide the {self.shape.heads} attention heads, got {tensor_parallel}"
-            )
+        """The work of this model's layers; raises CostModelError if its heads or query groups cannot be shared so."""
+        shape = self.shape
+        for number, what in ((shape.heads, "attention heads"), (shape.query_groups, "query groups")):
+            if tensor_parallel < 1 or number % tensor_parallel:
+                raise CostModelError(f"tensor parallelism must divide the {number} {what}, got {tensor_parallel}")
         return LayerWork(
             shape=self.shape,
             tensor_parallel=tensor_parallel,

@@ -15,10 +15,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from megatron_dynapipe.cost.halves import with_halves
 from megatron_dynapipe.cost.layout import PipelineLayout
 from megatron_dynapipe.cost.packed import packed_layer_costs
+from megatron_dynapipe.cost.pieces import prefix_of_row
 from megatron_dynapipe.cost.surface import Floats, nonnegative_least_squares
-from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
+from megatron_dynapipe.cost.tables import ABSENT, ENCODER_ROWS, IntArray, LayerTables, Row
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import Recompute, Shape
 
@@ -47,7 +49,8 @@ _OWN_PASSES = 24
 class PassSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """One micro-batch's passes on one virtual stage, as measured; 0 where a pass was not run.
 
-    Of a packed row, `inputs` and `targets` are the positions of its samples; padded micro-batches have none.
+    Of a packed row, `inputs` and `targets` are the positions of its samples; padded micro-batches have none. Where it
+    holds pieces, `before` are the positions that earlier pieces of each sample hold.
     """
 
     stage: int
@@ -57,6 +60,7 @@ class PassSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
     backward_ns: int
     inputs: tuple[int, ...] = ()
     targets: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +134,12 @@ def corrected(tables: LayerTables, correction: Correction, packed: Correction | 
     if rows is not None:
         own = packed or correction
         linear = _scaled(rows.linear, own, _offsets(own, tables))
-        rows = replace(rows, linear=linear, attention=_scaled(rows.attention, own, {}))
-    return replace(tables, values=values, separate=None, packed=rows)
+        prefix = rows.prefix
+        if prefix is not None:
+            scales = np.array([own.scales.get(row, UNIT) for row in ENCODER_ROWS])
+            prefix = (prefix * scales[:, None] + UNIT // 2) // UNIT
+        rows = replace(rows, linear=linear, attention=_scaled(rows.attention, own, {}), prefix=prefix)
+    return with_halves(replace(tables, values=values, separate=None, packed=rows))
 
 
 def _offsets(correction: Correction, tables: LayerTables) -> dict[Row, int]:
@@ -144,18 +152,11 @@ def _offsets(correction: Correction, tables: LayerTables) -> dict[Row, int]:
 
 
 def _scaled(values: IntArray, correction: Correction, offsets: Mapping[Row, int]) -> IntArray:
-    """A grid's rows scaled and shifted where they are known; attention as its layer is, by half of the offset."""
+    """A grid's rows scaled and shifted where they are known."""
     result = values.copy()
-
-    def correct(row: Row, scale: int, offset: int) -> None:
-        known = (values[row] * scale + UNIT // 2) // UNIT + offset
-        result[row] = np.where(values[row] == ABSENT, ABSENT, known)
-
     for row, scale in correction.scales.items():
-        offset = offsets.get(row, 0)
-        correct(row, scale, offset)
-        if row in _ATTENTION:
-            correct(_ATTENTION[row], scale, offset // 2)
+        known = (values[row] * scale + UNIT // 2) // UNIT + offsets.get(row, 0)
+        result[row] = np.where(values[row] == ABSENT, ABSENT, known)
     return result
 
 
@@ -167,7 +168,13 @@ def _unit_costs(sample: PassSample, tables: LayerTables) -> IntArray:
     if sample.inputs:
         lengths = np.array(sample.inputs, np.int64), np.array(sample.targets, np.int64)
         found = packed_layer_costs(tables, *lengths)
-        return np.full(len(Row), ABSENT, np.int64) if found is None else found
+        if found is None:
+            return np.full(len(Row), ABSENT, np.int64)
+        if sample.before:
+            prefix = prefix_of_row(tables, lengths[0], np.array(sample.before, np.int64))
+            found[list(ENCODER_ROWS)] += prefix
+            found[[Row.ENCODER_ATTENTION_FORWARD, Row.ENCODER_ATTENTION_BACKWARD]] += prefix[:2]
+        return found
     size, inputs, targets = (np.array([n], np.int64) for n in sample.shape)
     return np.asarray(tables.at_sizes(tables.at_lengths(inputs, targets), size)[0])
 

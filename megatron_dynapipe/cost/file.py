@@ -21,7 +21,17 @@ from megatron_dynapipe.cost.format import (
     unit_of,
 )
 from megatron_dynapipe.cost.halves import with_halves
-from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerState, LayerTables, PackedTables, Row, increasing
+from megatron_dynapipe.cost.tables import (
+    ABSENT,
+    ENCODER_ROWS,
+    PREFIX_UNIT,
+    IntArray,
+    LayerState,
+    LayerTables,
+    PackedTables,
+    Row,
+    increasing,
+)
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute
 
@@ -40,6 +50,7 @@ class TableCostModel:
         self.family = file.family
         self.hidden_size = file.hidden_size
         self.links = file.links
+        self.model = file.model
 
     @classmethod
     def load(cls, path: Path) -> "TableCostModel":
@@ -119,8 +130,9 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
         packed=packed,
         peak_covers_backward=file.peak_covers_backward,
         key_value_channels=file.key_value_channels // entry.tp,
+        division=entry.division or file.division_by_flops(entry.recompute),
     )
-    return with_halves(found, file.widths, entry.recompute) if file.widths else found
+    return with_halves(found)
 
 
 def _packed_tables(entry: PackedEntry, parts: Collection[tuple[str, str]], t5: bool, where: str) -> PackedTables:
@@ -152,7 +164,23 @@ def _packed_tables(entry: PackedEntry, parts: Collection[tuple[str, str]], t5: b
         inputs=inputs,
         targets=targets,
         attention=attention,
+        prefix=_prefix(entry, where),
     )
+
+
+def _prefix(entry: PackedEntry, where: str) -> IntArray | None:
+    """What attending to a prefix adds to each of `ENCODER_ROWS`."""
+    found = {
+        PARTS[quantity][part]: table.prefix
+        for quantity in PARTS
+        for part, table in getattr(entry, quantity).items()
+        if table.prefix is not None
+    }
+    if not found:
+        return None
+    if found.keys() != set(ENCODER_ROWS):
+        raise CostModelError(f"{where}: expected a prefix under packed times and memory of encoder alone, under each")
+    return np.array([[round(x * unit_of(row) * PREFIX_UNIT) for x in found[row]] for row in ENCODER_ROWS], np.int64)
 
 
 def _resample(points: Points, axes: tuple[IntArray, ...], scale: int) -> IntArray:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from megatron_dynapipe.cost.halves import LayerWidths
+from megatron_dynapipe.cost.division import Division, Kind, division_by_flops
 from megatron_dynapipe.cost.tables import LARGEST_COST, Row
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.files import read_unpacked
@@ -78,11 +78,13 @@ class PackedPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Costs of one part in packed rows: `linear` at the row's positions, and `attention` of each sample at its own.
 
     Keys are positions: inputs for the encoder and decoder-only models, "<inputs>,<targets>" for the decoder, those it
-    reads for postprocess and the encoder's output, which have no attention.
+    reads for postprocess and the encoder's output, which have no attention. `prefix` is what a piece of n positions
+    after m earlier ones costs besides: once, times m, and times m · n (`cost.pieces`).
     """
 
     linear: dict[str, _NonNegative]
     attention: dict[str, _NonNegative] = {}
+    prefix: tuple[_NonNegative, _NonNegative, _NonNegative] | None = None
 
 
 class PackedEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,7 +99,8 @@ class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One (tensor parallelism, recompute) combination.
 
     `model_state_mb` counts 2 bytes a parameter. `measured` holds the points that the tables were fitted to, `packed`
-    the costs of packed rows where those were measured (format 2).
+    the costs of packed rows where those were measured (format 2), `division` how layers' costs are divided where that
+    was.
     """
 
     tp: _Size
@@ -108,6 +111,7 @@ class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     peak_activation_mb: dict[str, Table]
     measured: Tables | None = None
     packed: PackedEntry | None = None
+    division: dict[Kind, Division] = {}
 
     @property
     def evidence(self) -> "CostEntry | Tables":
@@ -146,24 +150,24 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def key_value_channels(self) -> int:
         """Channels of a position's keys in one layer of the model that was measured; 0 where the file does not say."""
-        return (self._of_model("query_groups") or self._of_model("heads")) * self._of_model("kv_channels")
+        heads, groups = self._number("heads"), self._number("query_groups")
+        return (groups or heads) * self._number("kv_channels")
 
     @property
     def hidden_size(self) -> int | None:
         """Hidden size of the model that was measured; None where the file does not say."""
-        return self._of_model("hidden") or None
+        return self._number("hidden") or None
 
-    @property
-    def widths(self) -> LayerWidths | None:
-        """Of the model that was measured; None where the file does not say."""
-        attention = self._of_model("heads") * self._of_model("kv_channels")
-        widths = LayerWidths(hidden=self._of_model("hidden"), attention=attention, ffn=self._of_model("ffn"))
-        return widths if min(widths.hidden, widths.attention, widths.ffn) > 0 else None
+    def division_by_flops(self, recompute: Recompute) -> Mapping[Kind, Division]:
+        """How layers' costs are divided where that was not measured; empty where the file does not say its widths."""
+        hidden, ffn = self._number("hidden"), self._number("ffn")
+        channels = self._number("heads") * self._number("kv_channels")
+        return division_by_flops(hidden, channels, ffn, recompute) if hidden and ffn and channels else {}
 
-    def _of_model(self, name: str) -> int:
-        """A number of the model that was measured; 0 where the file does not say."""
+    def _number(self, name: str) -> int:
+        """One of the model's; 0 where the file does not say."""
         try:
-            return msgspec.json.decode(self.model.get(name, b"0"), type=int | None) or 0
+            return msgspec.json.decode(self.model.get(name, b"0"), type=int)
         except msgspec.DecodeError as error:
             raise CostModelError(f"{self.name}: expected a whole number under model.{name}: {error}") from error
 

@@ -1,112 +1,93 @@
-"""What half a layer costs where halves were not measured: the layer's cost, divided.
+"""What half a layer costs: the rows of halves, filled in from those of layers by the proportions of `cost.division`.
 
-Times are divided by floating-point operations. With h the hidden size, c = heads × channels, f the feed-forward size, a
-sample of e encoder and d decoder positions takes
-
-    encoder, decoder-only   attention e (8 h c + 4 c e)                      MLP 4 e h f
-    decoder                 attention d (12 h c + 4 c d + 4 c e) + 4 e h c   MLP 4 d h f
-
-Of stored activations attention keeps 13 of 34 parts, the MLP 21 (Korthikanti et al., 2022, section 4.1); under full
-recomputation each half keeps its input, as the layer does. Parameters are 4 h c (a decoder's 8 h c) to 2 h f.
+A half layer's share depends on lengths, so it is taken at every point of a grid. In packed rows' own tables what is
+linear in positions is divided by linears, and attention of each sample is attention's.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_dynapipe.cost.division import Division, Rates
 from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
-from megatron_dynapipe.units import Recompute
 
-_Floats = npt.NDArray[np.float64]
-_STORED_SHARES = (13, 21)
-"""Of attention and of the MLP."""
-_PARTS_PER_UNIT = 2**20
+_PARTS = 2**20
 """Shares are integers of this many parts, so that costs are the same on every machine."""
 
-# (layer, its attention's half) for forward, backward and stored; and the MLP's stored
-_ENCODER = (
-    (Row.ENCODER_FORWARD, Row.ENCODER_ATTENTION_FORWARD),
-    (Row.ENCODER_BACKWARD, Row.ENCODER_ATTENTION_BACKWARD),
-    (Row.ENCODER_STORED, Row.ENCODER_ATTENTION_STORED, Row.ENCODER_MLP_STORED),
-)
-_DECODER = (
-    (Row.DECODER_FORWARD, Row.DECODER_ATTENTION_FORWARD),
-    (Row.DECODER_BACKWARD, Row.DECODER_ATTENTION_BACKWARD),
-    (Row.DECODER_STORED, Row.DECODER_ATTENTION_STORED, Row.DECODER_MLP_STORED),
-)
+_Lengths = tuple[IntArray, IntArray]
+"""Axes of a grid: input positions and target positions."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWidths:
-    """Hidden size, width of attention (heads × channels) and of the feed-forward network."""
-
-    hidden: int
-    attention: int
-    ffn: int
-
-
-def with_halves(tables: LayerTables, widths: LayerWidths, recompute: Recompute) -> LayerTables:
-    """The tables with costs of halves, by the rule above."""
-    h, c, f = widths.hidden, widths.attention, widths.ffn
-    packed, state = tables.packed, tables.state
+def with_halves(tables: LayerTables) -> LayerTables:
+    """The tables with costs of halves, where it is known how a layer's are divided."""
+    if not tables.division:
+        return tables
+    packed, state, by_kind = tables.packed, tables.state, tables.division
     if packed is not None:
-        linear = _shares(widths, packed.row_inputs, packed.row_targets, inside=False)
+        positions = packed.row_inputs, packed.row_targets
         packed = replace(
             packed,
-            linear=_divided(packed.linear, linear, recompute),
-            attention=_divided(packed.attention, (_PARTS_PER_UNIT, _PARTS_PER_UNIT), recompute),
+            linear=_filled(packed.linear, tables, positions, linear=True, inside=False),
+            attention=_filled(packed.attention, tables, (packed.inputs, packed.targets), linear=False, inside=True),
         )
-    shares = _shares(widths, tables.inputs, tables.targets, inside=True)
+    lengths = tables.inputs, tables.targets
+    separate = tables.separate
     return replace(
         tables,
-        values=_divided(tables.values, shares, recompute),
-        separate=None if tables.separate is None else _divided(tables.separate, shares, recompute),
+        values=_filled(tables.values, tables, lengths),
+        separate=None if separate is None else _filled(separate, tables, lengths),
         packed=packed,
         state=replace(
             state,
-            encoder_attention_bytes=state.encoder_bytes * 4 * c // (4 * c + 2 * f),
-            decoder_attention_bytes=state.decoder_bytes * 8 * c // (8 * c + 2 * f),
+            encoder_attention_bytes=_attention_bytes(state.encoder_bytes, by_kind["encoder"]),
+            decoder_attention_bytes=_attention_bytes(state.decoder_bytes, by_kind.get("decoder")),
         ),
     )
 
 
-def _shares(widths: LayerWidths, inputs: IntArray, targets: IntArray, *, inside: bool) -> tuple[IntArray, IntArray]:
-    """Attention's share of an encoder and of a decoder layer's operations, in parts: `[inputs, targets]` each.
+def _attention_bytes(layer: int, division: Division | None) -> int:
+    return 0 if division is None else layer * division.parameters[0] // sum(division.parameters)
+
+
+def _filled(
+    values: IntArray, tables: LayerTables, lengths: _Lengths, *, linear: bool = True, inside: bool = True
+) -> IntArray:
+    """A grid's values with the rows of halves, `ABSENT` where the layer's are.
 
     Args:
-        widths: of the model.
-        inputs, targets: positions.
-        inside: whether attention's products are counted, or linears alone.
+        values: `[len(Row), …, inputs, targets]`.
+        tables: of a layer.
+        lengths: the grid's axes.
+        linear, inside: whether the values hold what is linear in positions, and attention's inside.
     """
-    h, c, f = widths.hidden, widths.attention, widths.ffn
-    e, d = inputs[:, None].astype(float), targets[None, :].astype(float)
-    encoder = e * (8 * h * c + 4 * c * e * inside)
-    decoder = d * (12 * h * c + 4 * c * (d + e) * inside) + 4 * e * h * c
-    return _in_parts(encoder, 4 * e * h * f), _in_parts(decoder, 4 * d * h * f)
-
-
-def _in_parts(attention: _Floats, mlp: _Floats) -> IntArray:
-    return np.asarray(np.rint(attention / np.maximum(attention + mlp, 1) * _PARTS_PER_UNIT), np.int64)
-
-
-def _divided(values: IntArray, shares: tuple[IntArray | int, IntArray | int], recompute: Recompute) -> IntArray:
-    """A grid's values with the rows of halves filled in, `ABSENT` where the layer's are."""
     result = values.copy()
-
-    def fill(row: Row, of: Row, parts: IntArray | int, whole: int) -> None:
-        result[row] = np.where(values[of] == ABSENT, ABSENT, _nearest(values[of], parts, whole))
-
-    for (forward, backward, stored), share in zip((_ENCODER, _DECODER), shares, strict=True):
-        for of, row in (forward, backward):
-            fill(row, of, share, _PARTS_PER_UNIT)
-        of, *halves = stored
-        for row, part in zip(halves, _STORED_SHARES, strict=True):
-            fill(row, of, *((1, 1) if recompute is Recompute.FULL else (part, sum(_STORED_SHARES))))
+    for kind, division in tables.division.items():
+        prefix = kind.upper()
+        for way in ("FORWARD", "BACKWARD"):
+            share = _share(getattr(division, way.lower()), kind == "decoder", lengths, linear, inside)
+            result[Row[f"{prefix}_ATTENTION_{way}"]] = _part(values[Row[f"{prefix}_{way}"]], share)
+        stored = values[Row[f"{prefix}_STORED"]]
+        result[Row[f"{prefix}_ATTENTION_STORED"]] = result[Row[f"{prefix}_MLP_STORED"]] = stored
+        if division.stored is not None:
+            kept = _part(stored, _share(division.stored, kind == "decoder", lengths, linear, inside))
+            result[Row[f"{prefix}_ATTENTION_STORED"]] = kept
+            result[Row[f"{prefix}_MLP_STORED"]] = np.where(stored == ABSENT, ABSENT, stored - kept)
     return result
 
 
-def _nearest(values: IntArray, parts: IntArray | int, whole: int) -> IntArray:
-    """values · parts / whole, rounded; in steps, so that 2^42 · 2^20 does not overflow."""
-    quotient, rest = np.divmod(values, whole)
-    return np.asarray(quotient * parts + (rest * parts + whole // 2) // whole)
+def _share(rates: Rates, is_decoder: bool, lengths: _Lengths, linear: bool, inside: bool) -> IntArray:
+    """Attention's share at every point, in parts: `[inputs, targets]`."""
+    inputs, targets = lengths[0][:, None].astype(float), lengths[1][None, :].astype(float)
+    own, keys, memory = (targets, targets + inputs, inputs) if is_decoder else (inputs, inputs, 0 * inputs)
+    linears, pairs = rates.linear * own + rates.memory * memory, rates.inner * own * keys
+    if not linear and rates.inner:
+        return np.full(np.broadcast_shapes(inputs.shape, targets.shape), _PARTS, np.int64)
+    attention = linears + inside * pairs
+    share = attention / np.maximum(attention + rates.mlp * own, 1)
+    return np.asarray(np.rint(np.broadcast_to(share, np.broadcast_shapes(share.shape, targets.shape)) * _PARTS), np.int64)
+
+
+def _part(values: IntArray, share: IntArray) -> IntArray:
+    """values · share, rounded; in steps, so that 2^42 · 2^20 does not overflow."""
+    quotient, rest = np.divmod(values, _PARTS)
+    return np.asarray(np.where(values == ABSENT, ABSENT, quotient * share + (rest * share + _PARTS // 2) // _PARTS))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_dynapipe.cost.tables import IntArray, LayerState
+from megatron_dynapipe.cost.tables import EndState, IntArray, LayerState
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
 
@@ -214,19 +214,41 @@ class PipelineLayout:
     def model_state_bytes(self, state: LayerState, *, data_parallel: int, distributed_optimizer: bool) -> IntArray:
         """Parameters, gradients and optimizer state per pipeline stage: int64[stages].
 
-        8 times the parameter bytes (2-byte parameters and gradients, fp32 parameters and two moments), of which the
-        distributed optimizer shards six over the replicas. One embedding lies on the first stage and, for T5, one on
-        the first decoder stage.
+        For a parameter's 2 bytes there are those of its gradient, and 12 of the optimizer (fp32 parameters and two
+        moments), which the distributed optimizer shards over the replicas.
+        """
+        per_stage = self.parameter_bytes(state)
+        sharded = -(-per_stage * 6 // data_parallel) if distributed_optimizer else per_stage * 6
+        return np.asarray(per_stage * (2 + state.gradient_bytes) // 2 + sharded, np.int64)
+
+    def parameter_bytes(self, state: LayerState) -> IntArray:
+        """Of parameters, 2 bytes each, per pipeline stage: int64[stages].
+
+        Where nothing is known but embeddings and layers, one embedding lies on the first stage and, for T5, one on the
+        first decoder stage.
         """
         parameters = _sum_of_parts(self.encoder_parts, state.encoder_bytes, state.encoder_attention_bytes)
         parameters += _sum_of_parts(self.decoder_parts, state.decoder_bytes, state.decoder_attention_bytes)
+        if state.ends is not None:
+            parameters += [_outside_layers(layers, state, state.ends) for layers in self.virtual_stage_layers]
+            return np.asarray(parameters.reshape(self.chunks, self.stages).sum(axis=0), np.int64)
         parameters[0] += state.embedding_bytes
         if self.decoder_layers:
             starts = [layers.starts_decoder for layers in self.virtual_stage_layers]
             parameters[starts.index(True)] += state.embedding_bytes
-        per_stage = parameters.reshape(self.chunks, self.stages).sum(axis=0)
-        sharded = -(-per_stage * 6 // data_parallel) if distributed_optimizer else per_stage * 6
-        return np.asarray(per_stage * 2 + sharded, np.int64)
+        return np.asarray(parameters.reshape(self.chunks, self.stages).sum(axis=0), np.int64)
+
+
+def _outside_layers(layers: StageLayers, state: LayerState, ends: EndState) -> int:
+    """Parameter bytes of a virtual stage besides its layers'."""
+    is_t5 = layers.decoder_layers > 0
+    head = layers.ends_decoder if is_t5 else layers.ends_encoder
+    own = bool(layers.encoder) * ends.encoder_tables + bool(layers.decoder) * ends.decoder_tables
+    if layers.embeds:
+        own += state.embedding_bytes + ends.positions
+    if head and not (ends.tied and layers.embeds):
+        own += state.embedding_bytes
+    return own + (layers.ends_encoder + layers.ends_decoder) * ends.norm + head * ends.head_biases
 
 
 def _parts(layers: range, mlp: bool, attention: bool) -> Parts:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+import msgspec
+
 from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.cost.tables import LayerTables
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -22,6 +24,10 @@ class CostModel(Protocol):
     @property
     def hidden_size(self) -> int | None:
         """Of the model it describes; None where that was not recorded."""
+
+    @property
+    def model(self) -> Mapping[str, msgspec.Raw]:
+        """Numbers of the model it describes, by the names of the file's format; empty where none was recorded."""
 
     @property
     def digest(self) -> str:

@@ -3,19 +3,17 @@
 A sample is cut along its sequence into pieces that run one after another, each with the keys and values of those before
 it. With n own positions after m earlier ones a piece costs what a whole sample of n positions does, and
 
-- attending to the prefix: 2 g m n in time and activations, where T(l) = u + v l + g l² is a layer's cost of a
-  micro-batch of one sample of l positions: attention is quadratic, the rest is not;
+- attending to the prefix: as it was measured (`PackedTables.prefix`), else 2 g m n in time and activations, where
+  T(l) = u + v l + g l² is a layer's cost of a micro-batch of one sample of l positions: attention is quadratic, the
+  rest is not;
 - the gradients of its keys and values, if a later piece reads them; under full recomputation keys and values too, which
   are kept for every piece.
 """
 
 import numpy as np
 
-from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
+from megatron_dynapipe.cost.tables import ABSENT, ENCODER_ROWS, PREFIX_UNIT, IntArray, LayerTables
 from megatron_dynapipe.units import Recompute
-
-ENCODER_ROWS = (Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD, Row.ENCODER_STORED, Row.ENCODER_PEAK)
-"""What a piece adds to; the head has no attention."""
 
 
 def prefix_curvatures(tables: LayerTables) -> tuple[tuple[int, int], ...]:
@@ -38,6 +36,13 @@ def prefix_curvatures(tables: LayerTables) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
+def prefix_costs(tables: LayerTables) -> list[tuple[int, int, int, int]]:
+    """What a prefix of m positions adds to each of `ENCODER_ROWS`: (once, times m, times m · n, unit), in 1 / unit."""
+    if tables.packed is not None and tables.packed.prefix is not None:
+        return [(*row, PREFIX_UNIT) for row in tables.packed.prefix.tolist()]
+    return [(0, 0, 2 * up, down) for up, down in prefix_curvatures(tables)]
+
+
 def piece_costs(
     tables: LayerTables,
     recompute: Recompute,
@@ -57,9 +62,28 @@ def piece_costs(
         followed: 1 where a later piece reads its keys and values, else 0.
         element_bytes: of an element of keys and values.
     """
-    pairs = [2 * m * n for m, n in zip(before.tolist(), own.tolist(), strict=True)]
-    columns = [[(pair * up + down // 2) // down for pair in pairs] for up, down in prefix_curvatures(tables)]
+    costs = _prefixes(tables, own, before)
     kept = own * followed + (own if recompute is Recompute.FULL else 0)
-    costs = np.array(columns, np.int64).T
     costs[:, 2:] += (2 * element_bytes * tables.key_value_channels * kept)[:, None]
     return costs
+
+
+def prefix_of_row(tables: LayerTables, own: IntArray, before: IntArray) -> IntArray:
+    """What the prefixes of a row's pieces cost one layer: int64[rows of `ENCODER_ROWS`].
+
+    Args:
+        tables: one layer's costs.
+        own: positions of each entry.
+        before: positions of its sample before them.
+    """
+    return np.asarray(_prefixes(tables, own, before).sum(axis=0))
+
+
+def _prefixes(tables: LayerTables, own: IntArray, before: IntArray) -> IntArray:
+    """int64[pieces, rows of `ENCODER_ROWS`]; nothing where nothing is before."""
+    prefixes = list(zip(before.tolist(), own.tolist(), strict=True))
+    columns = [
+        [((once + each * m + pair * m * n) * (m > 0) + unit // 2) // unit for m, n in prefixes]
+        for once, each, pair, unit in prefix_costs(tables)
+    ]
+    return np.array(columns, np.int64).T

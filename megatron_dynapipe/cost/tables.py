@@ -4,13 +4,14 @@ All planning costs are read from such a grid by integer multilinear interpolatio
 core, with the same rounding; so a plan is the same on every machine and no search step calls back into a model.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_dynapipe.cost.division import Division, Kind
 from megatron_dynapipe.errors import CostModelError
 
 IntArray = npt.NDArray[np.int64]
@@ -35,7 +36,7 @@ class Row(IntEnum):
 
     The last rows are of halves of layers: attention (a T5 decoder's self- and cross-attention, with their norms), and
     the MLP, which takes the rest of the layer's time. A half's peak is the layer's. Where costs of halves are not known
-    they are zero (`LayerState.has_halves`).
+    they are zero (`LayerTables.division` is empty).
     """
 
     ENCODER_FORWARD = 0
@@ -61,23 +62,53 @@ class Row(IntEnum):
     DECODER_MLP_STORED = 20
 
 
+ENCODER_ROWS = (Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD, Row.ENCODER_STORED, Row.ENCODER_PEAK)
+"""What a piece of a sample adds to; the head has no attention."""
+PREFIX_UNIT = 2**24
+"""Integers of `PackedTables.prefix` in a ns or a byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndState:
+    """Parameter bytes (2 bytes each) of what is outside layers, besides the word embeddings, on one rank.
+
+    Attributes:
+        tied: whether the head's weight is the word embeddings': a copy, on a stage that does not have these.
+        positions: of learned positions, on every stage with word embeddings.
+        encoder_tables, decoder_tables: of relative biases, on every stage with such layers.
+        norm: after the last layer of each stack.
+        head_biases: of the head.
+    """
+
+    tied: bool
+    positions: int = 0
+    encoder_tables: int = 0
+    decoder_tables: int = 0
+    norm: int = 0
+    head_biases: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerState:
     """Parameter bytes (2 bytes each) of one layer of each kind on one tensor-parallel rank.
 
-    Those of attention alone are 0 where costs of halves are not known.
+    Attributes:
+        embedding_bytes: of the word embeddings.
+        encoder_bytes, decoder_bytes: of a layer.
+        encoder_attention_bytes, decoder_attention_bytes: of its attention; 0 where costs of halves are not known.
+        ends: of the rest; None where it is not known, as in files, for which the published rule counts the word
+            embeddings alone.
+        gradient_bytes: of one parameter's gradient; Megatron adds gradients of half precision up in fp32, the
+            published rule counts 2.
     """
 
     embedding_bytes: int
     encoder_bytes: int
     decoder_bytes: int = 0
+    ends: EndState | None = None
+    gradient_bytes: int = 2
     encoder_attention_bytes: int = 0
     decoder_attention_bytes: int = 0
-
-    @property
-    def has_halves(self) -> bool:
-        """Whether costs of halves of layers are known."""
-        return self.encoder_attention_bytes > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,6 +122,8 @@ class PackedTables:
         linear: int64 `[len(Row), row_inputs, row_targets]`, `ABSENT` where it is not known.
         inputs, targets: positions of a sample, likewise.
         attention: int64 `[len(Row), inputs, targets]`.
+        prefix: int64 `[len(ENCODER_ROWS), 3]` in 1 / `PREFIX_UNIT`, what a piece of n positions after m earlier ones
+            costs besides: once, times m, and times m · n. None where that was not measured.
     """
 
     row_inputs: IntArray
@@ -99,6 +132,7 @@ class PackedTables:
     inputs: IntArray
     targets: IntArray
     attention: IntArray
+    prefix: IntArray | None = None
 
     def __post_init__(self) -> None:
         for name, axes in (("linear", ("row_inputs", "row_targets")), ("attention", ("inputs", "targets"))):
@@ -126,6 +160,8 @@ class LayerTables:
             groups × channels of each); its values have as many. 0 where the model is not known so well.
         of_stages: int64 `[virtual stages, len(Row), sizes, inputs, targets]`, where the layers of stages differ: what
             one layer of each stage costs, absent where `values` are. None where all layers cost `values`.
+        division: how the costs of each kind of layer are divided; empty where the model is not known so well, and then
+            the rows of halves are 0.
     """
 
     sizes: IntArray
@@ -138,6 +174,7 @@ class LayerTables:
     peak_covers_backward: bool = False
     key_value_channels: int = 0
     of_stages: IntArray | None = None
+    division: Mapping[Kind, Division] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("sizes", "inputs", "targets"):

@@ -1,40 +1,24 @@
 """What one layer of a transformer does and keeps: floating-point operations, memory traffic, messages, activations.
 
 Everything is per micro-batch of b samples on one tensor-parallel rank, after "Reducing Activation Recomputation in
-Large Transformer Models" (Korthikanti et al., 2022, section 4), generalised to any width of attention and feed-forward
-and to cross-attention.
+Large Transformer Models" (Korthikanti et al., 2022, section 4), generalised to any width of attention and feed-forward,
+to cross-attention, grouped queries, gated networks, attention that keeps no scores, and experts.
+
+A layer is two halves, and its work is their sum:
+
+    norm → QKV → attention → projection → (a T5's decoder: the same again over the encoder's output)   attention
+    norm → feed-forward network, or a router and experts                                              MLP
 """
 
 from dataclasses import dataclass
-from typing import Annotated
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost.halves import LayerWidths
-from megatron_dynapipe.cost.tables import LayerState
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.cost.shape import ModelShape
 
 Floats = npt.NDArray[np.float64]
 _FP32_BYTES = 4
-_AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of a transformer that decide its costs. `vocabulary` is padded as it is in memory."""
-
-    family: ModelFamily
-    hidden: _AtLeastOne
-    heads: _AtLeastOne
-    kv_channels: _AtLeastOne
-    ffn: _AtLeastOne
-    vocabulary: _AtLeastOne
-
-    @property
-    def widths(self) -> LayerWidths:
-        """Of a layer."""
-        return LayerWidths(hidden=self.hidden, attention=self.heads * self.kv_channels, ffn=self.ffn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,6 +52,20 @@ class Work:
         """What selective recomputation keeps."""
         return self.shared_bytes + self.split_bytes
 
+    def then(self, other: "Work") -> "Work":
+        """Both parts, one after the other in a layer, of which full recomputation keeps the first one's input."""
+        return Work(
+            linear_flops=self.linear_flops + other.linear_flops,
+            core_flops=self.core_flops + other.core_flops,
+            shared_bytes=self.shared_bytes + other.shared_bytes,
+            split_bytes=self.split_bytes + other.split_bytes,
+            ffn_bytes=self.ffn_bytes + other.ffn_bytes,
+            core_bytes=self.core_bytes + other.core_bytes,
+            input_bytes=self.input_bytes,
+            message_bytes=self.message_bytes + other.message_bytes,
+            kernels=self.kernels + other.kernels,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
@@ -87,45 +85,52 @@ class LayerWork:
 
     def encoder(self, b: Floats, q: Floats) -> Work:
         """An encoder layer, or a decoder-only one, over q positions."""
-        h, a, f = self._widths
-        tokens, pairs = b * q, b * q * q
-        return self._work(
-            linear=tokens * (4 * h * a + 2 * h * f),
-            pairs=pairs,
-            shared=tokens * 5 * h,
-            split=tokens * 4 * a,
-            ffn=tokens * 2 * f,
-            inputs=tokens * h,
-            messages=2 * tokens * h,
-            kernels=1.0,
-        )
+        return self.self_attention(b, q).then(self.feed_forward(b, q))
 
     def decoder(self, b: Floats, t: Floats, s: Floats) -> Work:
         """A decoder layer over t positions that attends to s positions of the encoder's output."""
-        h, a, f = self._widths
-        tokens, memory, pairs = b * t, b * s, b * t * (t + s)
+        return self.decoder_attention(b, t, s).then(self.feed_forward(b, t))
+
+    def self_attention(self, b: Floats, q: Floats) -> Work:
+        """The attention half of an encoder layer, or a decoder-only one."""
+        return self._attention(b, q, q, own_keys=True)
+
+    def decoder_attention(self, b: Floats, t: Floats, s: Floats) -> Work:
+        """The attention half of a decoder layer: over its own t positions, then over s of the encoder's output."""
+        return self.self_attention(b, t).then(self._attention(b, t, s, own_keys=False))
+
+    def _attention(self, b: Floats, q: Floats, k: Floats, *, own_keys: bool) -> Work:
+        shape = self.shape
+        h, a, g = shape.hidden, shape.query_channels, shape.key_value_channels
+        queries, keys, pairs = b * q, b * k, b * q * k
         return self._work(
-            linear=tokens * (6 * h * a + 2 * h * f) + memory * 2 * h * a,
+            linear=queries * 2 * h * a + keys * 2 * h * g,
             pairs=pairs,
-            shared=tokens * 7.5 * h,
-            split=tokens * 6 * a + memory * 2 * a,
-            ffn=tokens * 2 * f,
+            shared=queries * 2.5 * h,
+            split=queries * 2 * a + keys * 2 * g,
+            inputs=queries * h,
+            messages=queries * h,
+            kernels=0.6,
+        )
+
+    def feed_forward(self, b: Floats, q: Floats) -> Work:
+        """The MLP half of a layer over q positions."""
+        tokens, h, f = b * q, self.shape.hidden, self.shape.ffn
+        return self._work(
+            linear=tokens * 2 * h * self.shape.mlp_width,
+            shared=tokens * 2.5 * h,
+            ffn=tokens * (3 if self.shape.gated else 2) * f,
             inputs=tokens * h,
-            messages=3 * tokens * h,
-            kernels=1.6,
+            messages=tokens * h,
+            kernels=0.4,
         )
 
     def head(self, b: Floats, q: Floats) -> Work:
         """The output projection and the loss over q positions."""
-        logits = b * q * self.shape.vocabulary
-        nothing = np.zeros_like(logits)
+        logits = b * q * self.shape.rows(self.tensor_parallel)
         return self._work(
             linear=logits * self.shape.hidden,
-            pairs=nothing,
-            shared=nothing,
             split=3 * logits,
-            ffn=nothing,
-            inputs=nothing,
             messages=b * q * self.shape.hidden,
             kernels=0.75,
         )
@@ -136,50 +141,35 @@ class LayerWork:
         Kept are the probabilities, in fp32. Beside them there are for a time the logits, or their gradient, in the
         model's own type where that is a narrower one, and the gradients of the weight and of the input.
         """
-        logits = b * q * self.shape.vocabulary / self.tensor_parallel
-        weight = self.shape.vocabulary * self.shape.hidden / self.tensor_parallel
+        rows = self.shape.rows(self.tensor_parallel) / self.tensor_parallel
+        logits, weight = b * q * rows, rows * self.shape.hidden
         narrow = self.element_bytes if self.element_bytes < _FP32_BYTES else 0
         stored = logits * _FP32_BYTES
         return stored, stored + logits * narrow + (weight + b * q * self.shape.hidden) * self.element_bytes
-
-    def state(self) -> LayerState:
-        """Parameter bytes, counted as 2 bytes each, as the files do; norms and biases are left out."""
-        h, a, f = self._widths
-        encoder = (4 * h * a + 2 * h * f) // self.tensor_parallel
-        decoder = (8 * h * a + 2 * h * f) // self.tensor_parallel
-        return LayerState(
-            embedding_bytes=2 * self.shape.vocabulary * h // self.tensor_parallel,
-            encoder_bytes=2 * encoder,
-            decoder_bytes=2 * decoder if self.shape.family is ModelFamily.T5 else 0,
-        )
-
-    @property
-    def _widths(self) -> tuple[int, int, int]:
-        return self.shape.hidden, self.shape.heads * self.shape.kv_channels, self.shape.ffn
 
     def _work(
         self,
         *,
         linear: Floats,
-        pairs: Floats,
-        shared: Floats,
-        split: Floats,
-        ffn: Floats,
-        inputs: Floats,
         messages: Floats,
         kernels: float,
+        pairs: Floats | float = 0.0,
+        shared: Floats | float = 0.0,
+        split: Floats | float = 0.0,
+        ffn: Floats | float = 0.0,
+        inputs: Floats | float = 0.0,
     ) -> Work:
         """From counts over all ranks: multiplications, elements that every rank keeps, elements that they share."""
-        tp, size = self.tensor_parallel, self.element_bytes
+        tp, size, like = self.tensor_parallel, self.element_bytes, np.zeros_like(linear)
         shared_ranks = tp if self.sequence_parallel else 1
         return Work(
             linear_flops=2 * linear / tp,
-            core_flops=4 * pairs * self.shape.heads * self.shape.kv_channels / tp,
-            shared_bytes=shared / shared_ranks * size,
-            split_bytes=(split + ffn) / tp * size,
-            ffn_bytes=ffn / tp * size,
-            core_bytes=2.5 * pairs * self.shape.heads / tp * size,
-            input_bytes=inputs / shared_ranks * size,
+            core_flops=like + 4 * pairs * self.shape.query_channels / tp,
+            shared_bytes=like + shared / shared_ranks * size,
+            split_bytes=like + (split + ffn) / tp * size,
+            ffn_bytes=like + ffn / tp * size,
+            core_bytes=like + 2.5 * pairs * self.shape.heads / tp * size,
+            input_bytes=like + inputs / shared_ranks * size,
             message_bytes=messages * size * 2 * (tp - 1) / tp,  # as a ring all-reduce moves them
             kernels=kernels,
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost.format import (
@@ -19,7 +20,15 @@ from megatron_dynapipe.cost.format import (
     to_table,
     unit_of,
 )
-from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, PackedTables, Row
+from megatron_dynapipe.cost.tables import (
+    ABSENT,
+    ENCODER_ROWS,
+    PREFIX_UNIT,
+    IntArray,
+    LayerTables,
+    PackedTables,
+    Row,
+)
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute
 
 
@@ -30,10 +39,11 @@ def as_file(
     name: str,
     source: str,
     device: str,
+    model: Mapping[str, msgspec.Raw],
     provenance: Mapping[str, str | int | float | bool],
     links: Mapping[str, Link] | None = None,
 ) -> CostFile:
-    """Grids as a cost model file, which reads back as exactly the same grids."""
+    """Grids as a cost model file, which reads back as exactly the same grids; `model` as `CostModel.model`."""
     entries = {key_of(tp, mode): _entry(tp, mode, grid, family) for (tp, mode), grid in tables.items()}
     return CostFile(
         format=PACKED_FORMAT if any(entry.packed for entry in entries.values()) else FORMAT,
@@ -41,7 +51,7 @@ def as_file(
         source=source,
         device=device,
         units=UNITS,
-        model={},
+        model=dict(model),
         keys=entries,
         provenance=dict(provenance),
         links=dict(links or {}),
@@ -70,6 +80,7 @@ def _entry(tp: int, mode: Recompute, grid: LayerTables, family: ModelFamily) -> 
         recompute=mode,
         model_state_mb={kind: size / BYTES_PER_MB for kind, size in state.items()},  # type: ignore[misc]
         packed=packed,
+        division=dict(grid.division),
         time_ms=padded["time_ms"],
         stored_activation_mb=padded["stored_activation_mb"],
         peak_activation_mb=padded["peak_activation_mb"],
@@ -104,7 +115,13 @@ def _packed_part(grid: PackedTables, row: Row, family: ModelFamily) -> PackedPar
     linear = _known(grid.linear[row], (grid.row_inputs, grid.row_targets), drop, row)
     attention = _known(grid.attention[row], (grid.inputs, grid.targets), drop, row)
     attends = row.name.startswith(("ENCODER_", "DECODER_"))
-    return PackedPart(linear=_by_positions(linear), attention=_by_positions(attention) if attends else {})
+    prefix = None
+    if grid.prefix is not None and row in ENCODER_ROWS:
+        once, each, pair = (grid.prefix[ENCODER_ROWS.index(row)] / (unit_of(row) * PREFIX_UNIT)).tolist()
+        prefix = once, each, pair
+    return PackedPart(
+        linear=_by_positions(linear), attention=_by_positions(attention) if attends else {}, prefix=prefix
+    )
 
 
 def _by_positions(points: Points) -> dict[str, float]:

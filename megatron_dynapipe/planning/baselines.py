@@ -4,7 +4,8 @@
     token_based  the samples sorted, as many to each micro-batch as keep its padded positions within a number
     padding      every sample padded to the longest, as many to each micro-batch: training without packing
     packing      samples joined into rows of the longest length, as many rows to each: predicted only
-    packed_…     samples in packed rows of up to the longest length, see `planning.packed_baselines`
+    packed_rows  samples in packed rows of up to the longest length, first fit decreasing
+    the others   samples in packed rows as other trainers make them, see `planning.rivals`
 
 Each takes one recompute mode for all. Where the number is not given, several are offered and the fastest is taken.
 """
@@ -19,6 +20,7 @@ import numpy as np
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.partition import Partition
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
+from megatron_dynapipe.planning.rivals import RIVALS
 from megatron_dynapipe.units import BatchLayout
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
@@ -33,15 +35,18 @@ class PartitionAlgorithm(enum.StrEnum):
     PADDING = "padding"
     PACKING = "packing"
     PACKED_ROWS = "packed_rows"
-    PACKED_NEXT_FIT = "packed_next_fit"
-    PACKED_BALANCED = "packed_balanced"
+    DP_BALANCED = "dp_balanced"
+    DEFAULT_DYNAMIC_CP = "default_dynamic_cp"
+    VERL = "verl"
+    SLIME = "slime"
 
     @property
     def layout(self) -> BatchLayout | None:
         """The layout of the micro-batches that it makes; None where it chooses."""
         if self is PartitionAlgorithm.DP:
             return None
-        return BatchLayout.PACKED if self.name.startswith("PACKED_") else BatchLayout.PADDED
+        packed = self is PartitionAlgorithm.PACKED_ROWS or self in RIVALS
+        return BatchLayout.PACKED if packed else BatchLayout.PADDED
 
 
 class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

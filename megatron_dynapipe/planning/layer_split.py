@@ -148,7 +148,7 @@ class _Trials:
     @property
     def may_divide(self) -> bool:
         """Whether a layer may be divided."""
-        return all(self._tables(mode).state.has_halves for mode in self._settings.recompute)
+        return all(self._tables(mode).division for mode in self._settings.recompute)
 
     @property
     def required(self) -> bool:

@@ -1,14 +1,15 @@
 """Ways to make micro-batches, compared by their predictions.
 
-    dynapipe         the planner: padded or packed micro-batches, as the settings allow
-    packed_rows      rows of the maximum length, attention kept apart, filled first fit decreasing
-    packed_next_fit  the same in arrival order
-    packed_balanced  the same, rows of equal attention work
-    token_based      sorted, a fixed number of padded positions to a micro-batch
-    uniform          sorted, a fixed number of samples to a micro-batch
-    packing          rows of the maximum length in which samples attend to one another, as in 2023: every row costs
-                     what one sample of the maximum length costs (https://arxiv.org/abs/2311.10418 compares with it)
-    padding          every sample padded to the maximum length
+    dynapipe            the planner: padded or packed micro-batches, as the settings allow
+    packed_rows         rows of the maximum length, attention kept apart, filled first fit decreasing
+    dp_balanced         rows as Megatron-LM's own scheduler packs them (`planning.rivals`)
+    default_dynamic_cp  rows as that of Megatron-LM's dev branch packs them, for one replica
+    verl, slime         rows as these trainers pack them
+    token_based         sorted, a fixed number of padded positions to a micro-batch
+    uniform             sorted, a fixed number of samples to a micro-batch
+    packing             rows of the maximum length in which samples attend to one another, as in 2023: every row costs
+                        what one sample of the maximum length costs (https://arxiv.org/abs/2311.10418 compares with it)
+    padding             every sample padded to the maximum length
 
 All but the first take one recompute mode, and of several sizes of micro-batches the one of least predicted time.
 """
@@ -24,6 +25,7 @@ from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.packed_baselines import pack
 from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.rivals import RIVALS
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
@@ -36,7 +38,7 @@ from megatron_dynapipe.units import (
     target_positions,
 )
 
-PACKED_METHODS = ("packed_rows", "packed_next_fit", "packed_balanced")
+PACKED_METHODS = ("packed_rows", *RIVALS)
 METHODS = ("dynapipe", *PACKED_METHODS, "token_based", "uniform", "packing", "padding")
 
 

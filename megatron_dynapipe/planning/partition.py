@@ -73,15 +73,17 @@ class Partition:
         sizes: samples of each micro-batch, in order; they add up to all samples.
         modes: index of its recompute mode.
         layout: of all of them.
+        order: its own, int64[samples]; None: that of all partitions.
     """
 
     sizes: IntArray
     modes: IntArray
     layout: BatchLayout = BatchLayout.PADDED
+    order: IntArray | None = None
 
     def members(self, order: IntArray) -> list[IntArray]:
-        """The samples of each micro-batch, given the order that was partitioned."""
-        return [*np.split(order, np.cumsum(self.sizes)[:-1])]
+        """The samples of each micro-batch, given the order of all partitions."""
+        return [*np.split(order if self.order is None else self.order, np.cumsum(self.sizes)[:-1])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_dynapipe.cost import LayerTables
-from megatron_dynapipe.cost.pieces import piece_costs, prefix_curvatures
+from megatron_dynapipe.cost.pieces import piece_costs, prefix_costs
 from megatron_dynapipe.cost.tables import ABSENT, Row
 from megatron_dynapipe.planning.partition import OrderedPartitions, by_length
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
@@ -83,8 +83,7 @@ def _inner_ends(length: int, parts: int, multiple: int, balance: float) -> list[
 
 def _linear_share(tables: LayerTables) -> float:
     """v / g of a layer's time T(l) = u + v l + g l²; large where attention counts for little."""
-    curvatures = prefix_curvatures(tables)
-    g = sum(up / down for up, down in curvatures[:2])
+    g = sum(pair / unit / 2 for _, _, pair, unit in prefix_costs(tables)[:2])
     values = tables.values if tables.separate is None else tables.separate
     times = values[[Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD], 0, :, 0]
     feasible = np.flatnonzero((times != ABSENT).all(axis=0))

@@ -67,7 +67,7 @@ class Planner:
         self._tables = tuple(
             cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=mode) for mode in settings.recompute
         )
-        if self.layout.has_halves and not all(tables.state.has_halves for tables in self._tables):
+        if self.layout.has_halves and not all(tables.division for tables in self._tables):
             raise CostModelError(
                 f"expected costs of attention and MLP apart, for layers per stage of {settings.layers_per_stage};"
                 f" {cost_model.name} does not hold them, nor the sizes of the model by which a layer's are divided",
@@ -274,7 +274,7 @@ class Planner:
                 return OrderedPartitions(order=orders[0], partitions=())  # The search begins with rows of its own.
             return partition(problem, orders, improve=len(orders) > 1)
         if chosen.algorithm.layout is BatchLayout.PACKED:
-            return packed_partitions(problem, chosen)
+            return packed_partitions(problem, chosen, hidden_size=self.settings.hidden_size)
         return OrderedPartitions(order=orders[0], partitions=baseline_partitions(problem, orders[0], chosen))
 
     def _schedule(
@@ -287,14 +287,21 @@ class Planner:
     ) -> ScheduledBatch | None:
         """The fastest schedule by the first rules of transfers under which there is one, or None."""
         rules = self.settings.transfers.relaxed()
+        packed_alone = BatchLayout.PADDED not in self.settings.micro_batch_layouts
         while True:
+            stalled: StallError | None = None
             try:
-                return schedule_batch(problem, partitioned, chosen or self.settings.schedule, searchable=searchable)
-            except StallError:
-                following = next(rules, None)
-                if following is None:
-                    raise
-                problem = replace(problem, transfers=following)
+                found = schedule_batch(problem, partitioned, chosen or self.settings.schedule, searchable=searchable)
+            except StallError as error:
+                found, stalled = None, error
+            # A search that begins with packed rows drops those that stall, and says as little of them as of memory.
+            if found is not None or not (stalled or packed_alone):
+                return found
+            if (following := next(rules, None)) is None:
+                if stalled is not None:
+                    raise stalled
+                return None
+            problem = replace(problem, transfers=following)
 
     def _lower(self, samples: Samples, scheduled: ScheduledBatch, iteration: int, forward_only: bool) -> IterationPlan:
         return IterationPlan(

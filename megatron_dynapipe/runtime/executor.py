@@ -33,6 +33,7 @@ from megatron_dynapipe.plan.instructions import (
 )
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.plan.text import format_instruction, point_at
+from megatron_dynapipe.runtime.messages import ReceiveBuffers, message_bytes, views
 from megatron_dynapipe.runtime.platform import DevicePlatform
 from megatron_dynapipe.runtime.trace import Trace
 from megatron_dynapipe.runtime.transfer import Transport, Work
@@ -135,6 +136,7 @@ class PipelineExecutor:
         self._handlers: dict[type[Instruction], Handler[Any]] = {}
         self._sending: dict[_TransferKey, Work] = {}
         self._receiving: dict[_TransferKey, tuple[Work, list[torch.Tensor]]] = {}
+        self._received = ReceiveBuffers(platform.device)
         self._stage = 0
         self.register_handler(SendStart, self._start_send)
         self.register_handler(SendWait, self._wait_send)
@@ -169,6 +171,7 @@ class PipelineExecutor:
         table = {**self._handlers, **handlers}
         _check_handlers(plan, table)
         self._stage, self._dtypes = plan.stage, dtypes or self._default
+        self._received.expect(_largest_messages(plan, self._dtypes))
         buffers, trace = BufferTable(), Trace(self._platform)
         if self._watch is not None:
             self._watch(plan, trace)
@@ -208,8 +211,8 @@ class PipelineExecutor:
         work.wait()
 
     def _start_recv(self, instruction: RecvStart, buffers: BufferTable) -> None:
-        each = zip(instruction.shapes, self._dtypes(instruction), strict=True)
-        tensors = [torch.empty(shape, dtype=dtype, device=self._platform.device) for shape, dtype in each]
+        shapes, dtypes = instruction.shapes, self._dtypes(instruction)
+        tensors = views(self._received.take(instruction.payload), shapes, dtypes)
         channel = channel_of(instruction.payload, instruction.peer, self._stage, self._stages)
         work = self._transport.start_recv(channel, instruction.peer, tensors)
         self._receiving[_transfer_key(instruction)] = work, tensors
@@ -232,6 +235,7 @@ class PipelineExecutor:
         """Forget a failed iteration: its tensors must not outlive it. The peers' waits end by their deadlines."""
         self._sending.clear()
         self._receiving.clear()
+        self._received.clear()
         buffers.clear()
 
 
@@ -242,6 +246,16 @@ def _check_handlers(plan: StagePlan, handlers: Handlers) -> None:
             f"no handler is registered for {', '.join(sorted(missing))}",
             hint="give execute a handler for Load, Forward and Backward, or register them before",
         )
+
+
+def _largest_messages(plan: StagePlan, dtypes: Dtypes) -> dict[Payload, int]:
+    """Bytes of the largest message that a list receives, by what it carries."""
+    largest: dict[Payload, int] = {}
+    for instruction in plan.instructions:
+        if isinstance(instruction, RecvStart):
+            size = message_bytes(instruction.shapes, dtypes(instruction))
+            largest[instruction.payload] = max(size, largest.get(instruction.payload, 0))
+    return largest
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.plan.instructions import Channel
+from megatron_dynapipe.runtime.messages import joined, landing
 from megatron_dynapipe.runtime.transfer import JoinedWork, Transport, Work
 
 IsSharded = Callable[[int, int], bool]
@@ -45,19 +46,21 @@ class ScatterGatherTransport:
         """Start sending, the whole or this rank's shard; see `Transport`."""
         if not self._shards(channel, self._stage, stage, tensors):
             return self._transport.start_send(channel, stage, tensors)
-        shards = [self._shard(_bytes_of(tensor)) for tensor in tensors]
-        return JoinedWork([self._transport.start_send(channel, stage, shards)], keep=shards)
+        shard = self._shard(_bytes_of(joined(tensors)))
+        return JoinedWork([self._transport.start_send(channel, stage, [shard])], keep=[shard])
 
     def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start receiving, the whole or this rank's shard of it; see `Transport`."""
         if not self._shards(channel, stage, self._stage, tensors):
             return self._transport.start_recv(channel, stage, tensors)
-        gathers = [_Gather(_bytes_of(tensor), self._rank, self._size) for tensor in tensors]
-        work = self._transport.start_recv(channel, stage, [gather.shard for gather in gathers])
+        message, unpack = landing(tensors)
+        whole = _Gather(_bytes_of(message), self._rank, self._size)
+        work = self._transport.start_recv(channel, stage, [whole.shard])
 
         def gather() -> None:
-            for each in gathers:
-                each.run(self._group)
+            whole.run(self._group)
+            if unpack is not None:
+                unpack()
 
         return JoinedWork([work], then=gather)
 
@@ -66,7 +69,7 @@ class ScatterGatherTransport:
         return self._is_sharded(boundary, sum(tensor.nbytes for tensor in tensors))
 
     def _shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """The bytes of a tensor that this rank sends: a view, unless the last shard must be padded."""
+        """The bytes of a message that this rank sends: a view, unless the last shard must be padded."""
         size = _shard_bytes(whole.numel(), self._size)
         part = whole[self._rank * size : (self._rank + 1) * size]
         if part.numel() == size:
@@ -75,7 +78,7 @@ class ScatterGatherTransport:
 
 
 class _Gather:
-    """Where a tensor's shards are gathered: in the tensor itself if they divide it evenly."""
+    """Where a message's shards are gathered: in the message itself if they divide it evenly."""
 
     def __init__(self, whole: torch.Tensor, rank: int, ranks: int) -> None:
         size = _shard_bytes(whole.numel(), ranks)

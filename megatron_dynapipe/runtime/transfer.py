@@ -1,5 +1,7 @@
 """Tensors between neighbouring stages: shapes are known on both sides, so no handshake is needed.
 
+A message is one transfer, whatever tensors it holds (`runtime.messages`).
+
 Every channel (`plan.instructions.Channel`) has a process group over the whole pipeline. Within a channel transfers
 match in the order in which both ends start them. Every wait has the transport's deadline.
 """
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.plan.instructions import Channel
+from megatron_dynapipe.runtime.messages import joined, landing
 
 
 class Work(Protocol):
@@ -54,16 +57,19 @@ class TorchTransport:
     def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start sending; see `Transport`."""
         group, places = self._groups[channel]
-        return self._joined(tensors, lambda tensor: dist.isend(tensor, group=group, group_dst=places[stage]))
+        message = joined(tensors)
+        work = self._work(dist.isend(message, group=group, group_dst=places[stage]), message)
+        return JoinedWork([work], keep=[message])
 
     def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start receiving; see `Transport`."""
         group, places = self._groups[channel]
-        return self._joined(tensors, lambda tensor: dist.irecv(tensor, group=group, group_src=places[stage]))
+        message, unpack = landing(tensors)
+        work = self._work(dist.irecv(message, group=group, group_src=places[stage]), message)
+        return JoinedWork([work], keep=[message], then=unpack)
 
-    def _joined(self, tensors: Sequence[torch.Tensor], start: Callable[[torch.Tensor], dist.Work | None]) -> Work:
-        deadline = None if tensors and tensors[0].is_cuda else self._deadline
-        return JoinedWork([_TorchWork(start(tensor), deadline) for tensor in tensors])
+    def _work(self, work: dist.Work | None, message: torch.Tensor) -> Work:
+        return _TorchWork(work, None if message.is_cuda else self._deadline)
 
 
 class _TorchWork:
@@ -85,7 +91,7 @@ class JoinedWork:
 
     Args:
         works: waited for in turn.
-        keep: tensors that are being sent.
+        keep: tensors that are being sent or received.
         then: called once all are done.
     """
 
@@ -119,23 +125,25 @@ class HostStagedTransport:
 
     def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Copy to the host and start sending; see `Transport`."""
-        copies = [_host_tensor(tensor) for tensor in tensors]
-        for copy, tensor in zip(copies, tensors, strict=True):
-            copy.copy_(tensor, non_blocking=True)
-        if tensors and tensors[0].is_cuda:
-            torch.cuda.current_stream(tensors[0].device).synchronize()
-        return JoinedWork([self._transport.start_send(channel, stage, copies)], keep=copies)
+        message = joined(tensors)
+        copy = _host_tensor(message)
+        copy.copy_(message, non_blocking=True)
+        if message.is_cuda:
+            torch.cuda.current_stream(message.device).synchronize()
+        return self._transport.start_send(channel, stage, [copy])
 
     def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start receiving on the host; see `Transport`."""
-        copies = [_host_tensor(tensor) for tensor in tensors]
+        message, unpack = landing(tensors)
+        copy = _host_tensor(message)
 
         def to_device() -> None:
             # PyTorch's allocator of pinned memory keeps a copy's memory until the device has read it.
-            for tensor, copy in zip(tensors, copies, strict=True):
-                tensor.copy_(copy, non_blocking=True)
+            message.copy_(copy, non_blocking=True)
+            if unpack is not None:
+                unpack()
 
-        return JoinedWork([self._transport.start_recv(channel, stage, copies)], then=to_device)
+        return JoinedWork([self._transport.start_recv(channel, stage, [copy])], then=to_device)
 
 
 def _host_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -233,6 +233,7 @@ def corrected_file(
         name=f"{base.name}, version {version}",
         source="a cost model corrected by passes measured while training",
         device="the training run's",
+        model=base.model,
         provenance=provenance,
         links=base.links,
     )

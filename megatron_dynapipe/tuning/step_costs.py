@@ -54,9 +54,7 @@ def step_ns(settings: PlannerSettings, state: LayerState, rates: StepRates) -> t
         rates: gradients and memory.
     """
     replicas = settings.data_parallel
-    # 8 bytes of model state for each of a parameter's 2, without sharding: see `PipelineLayout.model_state_bytes`.
-    held = settings.layout.model_state_bytes(state, data_parallel=replicas, distributed_optimizer=False)
-    parameters = int(held.max()) // (8 * _STORED_BYTES)
+    parameters = int(settings.layout.parameter_bytes(state).max()) // _STORED_BYTES
     if settings.distributed_optimizer:
         # Half an all-reduce of the gradients, and half a one of the parameters.
         reduction = _ring_ns(settings, parameters * (rates.gradient_bytes + _STORED_BYTES) / 2)

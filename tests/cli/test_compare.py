@@ -13,8 +13,8 @@ from megatron_dynapipe.units import ModelFamily
 from tests.helpers.planning_commands import arguments
 from tests.helpers.random_dataset import make_dataset
 
-METHODS = ["dynapipe", "packed_rows", "packed_next_fit", "packed_balanced", "token_based", "uniform", "packing"]
-METHODS += ["padding"]
+METHODS = ["dynapipe", "packed_rows", "dp_balanced", "default_dynamic_cp", "verl", "slime"]
+METHODS += ["token_based", "uniform", "packing", "padding"]
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +62,12 @@ def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureF
     columns = ["method", "time, ms", "tokens/s", "memory, MB", "padding efficiency", "micro-batches", "distinct shapes"]
     assert re.split(r"\s{2,}", lines[1].strip()) == columns
     reason = "sample 0 of padded shape 1x600 lies outside the cost model's lengths"
-    assert lines[8].startswith(f"  no plan under packing, padding: {reason}")
-    assert lines[9].startswith("b1: no plan under any method: sample 1 of padded shape 1x600 lies outside")
-    assert lines[10].startswith(
+    assert lines[10].startswith(f"  no plan under packing, padding: {reason}")
+    assert lines[11].startswith("b1: no plan under any method: sample 1 of padded shape 1x600 lies outside")
+    assert lines[12].startswith(
         "tokens/s of dynapipe over those of other methods, geometric mean of 1 of 2 batches: pa"
     )
-    assert len(lines) == 11
+    assert len(lines) == 13
 
 
 def test_chart(batches_file: Path, cost_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

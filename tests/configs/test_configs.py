@@ -13,9 +13,11 @@ import yaml
 
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.config import read_cluster
+from megatron_dynapipe.plan.iteration import IterationPlan
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
+from tests.helpers.simulated_device import DeviceStallError, Job, check
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -89,7 +91,7 @@ def parse_and_plan(config: str, gpus: int, data: str, batches: list[dict]) -> di
     inputs = plan_inputs(run)
     quickly = msgspec.structs.replace(inputs.planner, schedule=ScheduleSettings(search_evaluations=0))
     planner = Planner(quickly, inputs.costs.load())
-    needed = []
+    needed, stalls = [], []
     longest = (args.seq_length, (args.decoder_seq_length or 2) - 2)
     for index, batch in enumerate(batches):
         lengths = np.minimum(np.array(batch["input"], np.int32), longest[0])
@@ -105,7 +107,11 @@ def parse_and_plan(config: str, gpus: int, data: str, batches: list[dict]) -> di
         )
         assert len(plan.replicas) == args.data_parallel_size
         needed.append(max(plan.model_state_bytes))
+        if gpus > 2:
+            sharded = inputs.planner.links.is_sharded if any(inputs.planner.links.sharded) else None
+            stalls += stall_of(plan, Job(tensor=args.tensor_model_parallel_size, is_sharded=sharded))
     return {
+        "stalls": stalls,
         "limit_bytes": inputs.planner.memory_limit_bytes,
         "model_state_bytes": max(needed),
         "sequence_parallel": args.sequence_parallel,
@@ -113,6 +119,14 @@ def parse_and_plan(config: str, gpus: int, data: str, batches: list[dict]) -> di
         "links": inputs.planner.network.inter_node_gbps,
         "layout": [args.data_parallel_size, args.tensor_model_parallel_size, args.pipeline_model_parallel_size],
     }
+
+
+def stall_of(plan: IterationPlan, job: Job) -> list[str]:
+    try:
+        check(plan, job)
+    except DeviceStallError as stall:
+        return [str(stall)]
+    return []
 
 
 def test_every_config_has_a_number_of_gpus():
@@ -171,3 +185,8 @@ def test_a_tuned_layout_may_follow_a_model_file(data, tmp_path):
 
 def keys_of(path: Path):
     return yaml.safe_load(path.read_text()).items()
+
+
+@pytest.mark.parametrize("path", [path for path in CONFIGS if GPUS[path.stem] > 2], ids=lambda path: path.stem)
+def test_devices_with_one_queue_work_off_what_is_launched(path, planned):
+    assert planned[path.stem]["stalls"] == []

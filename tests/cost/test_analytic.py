@@ -126,7 +126,7 @@ def test_packed_rows_are_counted_exactly(shape: ModelShape, recompute: Recompute
     packed = packed_layer_costs(tables, inputs, targets)
     padded = tables.at_sizes(tables.at_lengths(inputs[:1], targets[:1]), np.array([4]))[0]
     assert packed is not None
-    for row in Row:
+    for row in list(Row)[: Row.ENCODED_STORED + 1]:
         if not row.name.endswith("PEAK"):  # of which the sum of a row's and attention's is an upper bound
             assert packed[row] == pytest.approx(padded[row], rel=2e-3, abs=5), row.name
 

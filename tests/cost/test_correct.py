@@ -18,6 +18,7 @@ from megatron_dynapipe.cost import (
 )
 from megatron_dynapipe.cost.correct import Correction, PassSample, corrected, fit_correction, fit_corrections
 from megatron_dynapipe.cost.format import encode_file
+from megatron_dynapipe.cost.pieces import prefix_of_row
 from megatron_dynapipe.cost.tables import LayerTables
 from megatron_dynapipe.cost.write import as_file
 from megatron_dynapipe.errors import CostModelError
@@ -31,11 +32,17 @@ TRUTH = Correction(
 )  # fmt: skip
 
 
-def tables(family: ModelFamily = ModelFamily.T5) -> LayerTables:
+def analytic(family: ModelFamily) -> AnalyticCostModel:
     shape = ModelShape(family=family, hidden=128, heads=4, kv_channels=32, ffn=512, vocabulary=4096)
-    return AnalyticCostModel(shape, CPU_RATES, max_size=32, max_length=512).tables(
-        tensor_parallel=1, recompute=Recompute.NONE
-    )
+    return AnalyticCostModel(shape, CPU_RATES, max_size=32, max_length=512)
+
+
+MODEL = analytic(ModelFamily.T5)
+PREFIX = np.arange(10**6, 13 * 10**6, 10**6).reshape(4, 3)
+
+
+def tables(family: ModelFamily = ModelFamily.T5) -> LayerTables:
+    return analytic(family).tables(tensor_parallel=1, recompute=Recompute.NONE)
 
 
 def samples(grid: LayerTables, count: int, *, noise: float, seed: int = 0) -> list[PassSample]:
@@ -162,12 +169,23 @@ def test_a_correction_is_applied_in_integers_and_leaves_holes() -> None:
 @pytest.mark.parametrize("family", list(ModelFamily))
 def test_a_grid_reads_back_from_its_file_exactly(family: ModelFamily) -> None:
     grid = tables(family)
+    assert grid.packed is not None
+    if family is ModelFamily.GPT:
+        grid = dataclasses.replace(grid, packed=dataclasses.replace(grid.packed, prefix=PREFIX))
     grid = corrected(grid, TRUTH)
-    file = as_file({(1, Recompute.NONE): grid}, family, name="n", source="s", device="d", provenance={"version": 1})
+    file = as_file({(1, Recompute.NONE): grid}, family, name="n", source="s", device="d", model=MODEL.model,
+                   provenance={"version": 1})  # fmt: skip
     back = TableCostModel.decode(encode_file(file)).tables(tensor_parallel=1, recompute=Recompute.NONE)
-    assert (back.values == grid.values).all() and back.state == grid.state
+    assert (back.values == grid.values).all()
+    assert back.state == dataclasses.replace(grid.state, ends=None, gradient_bytes=2), (
+        "files know nothing outside layers"
+    )
     assert back.sizes.tolist() == grid.sizes.tolist() and back.targets.tolist() == grid.targets.tolist()
+    assert back.key_value_channels == grid.key_value_channels == 128 and back.division == grid.division
     assert grid.packed is not None and back.packed is not None
+    assert (back.packed.prefix is None) == (family is ModelFamily.T5)
+    if back.packed.prefix is not None:
+        assert back.packed.prefix.tolist() == grid.packed.prefix.tolist() != PREFIX.tolist()
     for name in ("row_inputs", "row_targets", "linear", "inputs", "targets", "attention"):
         assert getattr(back.packed, name).tolist() == getattr(grid.packed, name).tolist(), name
 
@@ -182,3 +200,18 @@ def test_passes_that_do_not_belong_to_the_run_are_refused() -> None:
         fit_correction([far], {Recompute.NONE: base}, LAYOUT)
     with pytest.raises(CostModelError, match="no pass was measured"):
         fit_correction([], {Recompute.NONE: base}, LAYOUT)
+
+
+def test_passes_with_pieces_are_charged_with_their_prefix() -> None:
+    grid, layout = tables(ModelFamily.GPT), PipelineLayout.equal(ModelFamily.GPT, 4, 0, 2)
+    own = np.array([200, 16])
+    row = packed_layer_costs(grid, own, np.zeros(2, np.int64))
+    assert row is not None
+    row[:4] += prefix_of_row(grid, own, np.array([120, 0]))
+    measured = [
+        PassSample(stage=0, shape=Shape(1, 216, 0), recompute=Recompute.NONE, forward_ns=int(2 * row[0]) * 3 // 2,
+                   backward_ns=int(2 * row[1]) * 3 // 2, inputs=(200, 16), targets=(0, 0), before=(120, 0))
+    ] * 30  # fmt: skip
+    found = fit_correction(measured, {Recompute.NONE: grid}, layout)
+    assert found.scales[Row.ENCODER_FORWARD] == pytest.approx(1500, abs=3)
+    assert found.scales[Row.ENCODER_BACKWARD] == pytest.approx(1500, abs=3)

@@ -36,18 +36,18 @@ def layer_tables(draw: st.DrawFn, family: ModelFamily) -> LayerTables:
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     highest = draw(st.sampled_from([3, 100, 10**7]))
     values = random.integers(0, highest, (len(Row), len(sizes), len(inputs), len(targets)), endpoint=True)
-    _bound_attention(values)
+    bound_attention(values)
     absent = random.random(values.shape[1:]) < draw(st.sampled_from([0, 0.1, 0.4]))
     values[:, absent] = ABSENT
     return LayerTables(sizes=sizes, inputs=inputs, targets=targets, values=values, state=STATE)
 
 
-def _bound_attention(values: IntArray) -> None:
-    """Attention takes no longer than its layer."""
+def bound_attention(values: IntArray) -> None:
+    """Attention takes no longer than its layer; halves are absent where it is."""
     for kind in ("ENCODER", "DECODER"):
-        for way in ("FORWARD", "BACKWARD"):
-            attention = Row[f"{kind}_ATTENTION_{way}"]
-            values[attention] = np.minimum(values[attention], values[Row[f"{kind}_{way}"]])
+        for half in ("ATTENTION_FORWARD", "ATTENTION_BACKWARD", "ATTENTION_STORED", "MLP_STORED"):
+            row, layer = Row[f"{kind}_{half}"], Row[f"{kind}_{half.split('_')[1]}"]
+            values[row] = np.minimum(values[row], values[layer])
 
 
 @st.composite
@@ -56,7 +56,7 @@ def with_stages_that_differ(draw: st.DrawFn, tables: LayerTables, stages: int) -
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     own = random.integers(0, draw(st.sampled_from([3, 10**7])), (stages, *tables.values.shape), endpoint=True)
     for values in own:
-        _bound_attention(values)
+        bound_attention(values)
     own[:, tables.values == ABSENT] = ABSENT
     return replace(tables, of_stages=own)
 

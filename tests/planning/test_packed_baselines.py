@@ -9,7 +9,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
-from megatron_dynapipe.planning.packed_baselines import balanced, next_fit, pack
+from megatron_dynapipe.planning.packed_baselines import pack
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.planning.planner_cases import batch, planner
@@ -19,49 +19,12 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def none(lengths: np.ndarray) -> np.ndarray:
-    return np.zeros_like(lengths)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "replicas", "expected"),
-    [
-        pytest.param([5, 5, 4, 6], 1, [[0, 1], [2, 3]], id="as they arrive"),
-        pytest.param([5, 6, 4], 1, [[0], [1, 2]], id="a new row where it does not fit"),
-        pytest.param([5, 5, 9], 2, [[0, 1], [2]], id="already a multiple"),
-        pytest.param([4, 4, 2], 2, [[0], [1, 2]], id="split to a multiple"),
-        pytest.param([9, 9, 9], 2, [[0], [1], [2]], id="too few samples to split"),
-    ],
-)
-def test_next_fit(lengths: list[int], replicas: int, expected: list[list[int]]) -> None:
-    rows = next_fit(ints(*lengths), none(ints(*lengths)), 10, 0, replicas=replicas)
-    assert [row.tolist() for row in rows] == expected
-
-
-@pytest.mark.parametrize(
-    ("lengths", "replicas", "expected"),
-    [
-        pytest.param([6, 3, 3, 4, 4], 1, [[0], [3, 1], [4, 2]], id="the least squared lengths first"),
-        pytest.param([8, 8, 2], 1, [[0, 2], [1]], id="ties to the first row"),
-        pytest.param([5, 5], 2, [[0], [1]], id="a row for every replica"),
-        pytest.param([6, 6, 6], 1, [[0], [1], [2]], id="more rows where they do not hold all"),
-    ],
-)
-def test_balanced(lengths: list[int], replicas: int, expected: list[list[int]]) -> None:
-    rows = balanced(ints(*lengths), none(ints(*lengths)), 10, 0, replicas=replicas)
-    assert [row.tolist() for row in rows] == expected
-
-
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=40), st.integers(1, 4))
-def test_rows_hold_every_sample_once_and_are_not_too_long(lengths: list[tuple[int, int]], replicas: int) -> None:
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=40))
+def test_rows_hold_every_sample_once_and_are_not_too_long(lengths: list[tuple[int, int]]) -> None:
     inputs, targets = ints(*(n for n, _ in lengths)), ints(*(n for _, n in lengths))
-    for rows in (
-        pack(inputs, targets, 20, 9),
-        next_fit(inputs, targets, 20, 9, replicas=replicas),
-        balanced(inputs, targets, 20, 9, replicas=replicas),
-    ):
-        assert sorted(np.concatenate(rows)) == list(range(len(lengths)))
-        assert all(inputs[row].sum() <= 20 and targets[row].sum() <= 9 for row in rows)
+    rows = pack(inputs, targets, 20, 9)
+    assert sorted(np.concatenate(rows)) == list(range(len(lengths)))
+    assert all(inputs[row].sum() <= 20 and targets[row].sum() <= 9 for row in rows)
 
 
 def test_a_sample_longer_than_a_row_is_refused() -> None:
@@ -71,7 +34,7 @@ def test_a_sample_longer_than_a_row_is_refused() -> None:
         pack(ints(5), ints(0), 4, 0)
 
 
-@pytest.mark.parametrize("algorithm", ["packed_rows", "packed_next_fit", "packed_balanced"])
+@pytest.mark.parametrize("algorithm", ["packed_rows", "dp_balanced", "verl", "slime"])
 @pytest.mark.parametrize("family", ModelFamily)
 def test_they_are_planned_with_one_mode_and_1f1b(family: ModelFamily, algorithm: str) -> None:
     partition = PartitionSettings(algorithm=PartitionAlgorithm(algorithm))

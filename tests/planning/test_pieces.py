@@ -1,6 +1,7 @@
 """Planning with long samples cut into pieces."""
 
 import importlib.util
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cli.plan import _replicas
-from megatron_dynapipe.cost import TableCostModel
+from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape, TableCostModel
 from megatron_dynapipe.cost.packed import packed_layer_costs
-from megatron_dynapipe.cost.pieces import ENCODER_ROWS, piece_costs, prefix_curvatures
+from megatron_dynapipe.cost.pieces import piece_costs, prefix_curvatures
+from megatron_dynapipe.cost.tables import ENCODER_ROWS, PREFIX_UNIT
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.plan.codec import decode_plan, encode
 from megatron_dynapipe.plan.iteration import IterationPlan
@@ -101,6 +103,18 @@ def test_the_core_charges_pieces_by_the_rules_of_cost_pieces() -> None:
 
 def test_a_piece_pays_for_its_prefix_and_keeps_keys_and_values() -> None:
     own, before, followed = np.array([512, 512, 256]), np.array([0, 512, 1024]), np.array([1, 1, 0])
+    shape = ModelShape(family=GPT, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=512)
+    packed = AnalyticCostModel(shape, A100_RATES, max_size=2, max_length=64).tables(
+        tensor_parallel=1, recompute=Recompute.NONE
+    )
+    assert packed.packed is not None
+    measured = replace(packed, packed=replace(packed.packed, prefix=np.array([[2 * PREFIX_UNIT, PREFIX_UNIT, 1]] * 4)))
+    costs = piece_costs(measured, Recompute.NONE, own=own, before=before, followed=0 * own, element_bytes=2)
+    assert costs[:, 0].tolist() == [
+        0,
+        2 + 512 + round(512**2 / PREFIX_UNIT),
+        2 + 1024 + round(1024 * 256 / PREFIX_UNIT),
+    ]
     kept = {Recompute.NONE: [1, 1, 0], Recompute.SELECTIVE: [1, 1, 0], Recompute.FULL: [2, 2, 1]}
     for mode, times in kept.items():
         tables = COSTS.tables(tensor_parallel=1, recompute=mode)

@@ -146,7 +146,7 @@ def test_what_arrives_is_what_was_sent_bit_by_bit():
     for results in run_ranks(exchanges, 4, {"cases": cases}):
         for case, result in zip(cases, results, strict=True):
             assert len(result["right"]) == 6 and all(result["right"]), case
-        assert results[-1]["sent"] == [6 + 5, 4] * 2  # of 12 + 10 bytes, and of 4
+        assert results[-1]["sent"] == [8 + 5, 4] * 2  # of 12 + 10 bytes, the second at a multiple of 16, and of 4
         assert results[-1]["received"] == results[-1]["sent"]
 
 

@@ -128,15 +128,21 @@ def measured_passes(entry: StageEntry, events: Sequence[Event]) -> list[PassSamp
             **_row(entry.micro_batches[index], entry.family),
         )
         for (index, chunk), passes in times.items()
-        if not entry.micro_batches[index].pieces  # what a piece costs beside its positions is derived from these
     ]
 
 
 def _row(micro_batch: MicroBatch, family: ModelFamily) -> dict[str, tuple[int, ...]]:
-    """Positions of the samples of a packed row."""
+    """Positions of the samples of a packed row, and those before its pieces."""
     if micro_batch.layout is BatchLayout.PADDED:
         return {}
+    inputs = tuple(input_positions(family, tokens) for tokens in micro_batch.input_lengths)
+    if micro_batch.pieces:
+        return {
+            "inputs": tuple(piece.end - piece.start for piece in micro_batch.pieces),
+            "targets": (0,) * len(inputs),
+            "before": tuple(piece.start for piece in micro_batch.pieces),
+        }
     return {
-        "inputs": tuple(input_positions(family, tokens) for tokens in micro_batch.input_lengths),
+        "inputs": inputs,
         "targets": tuple(target_positions(family, tokens) for tokens in micro_batch.target_lengths),
     }

@@ -9,7 +9,7 @@ import torch
 from megatron_dynapipe.integration.flags.from_megatron import state_bytes
 from megatron_dynapipe.integration.supply.calibration import PassPublisher, measured_passes
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Load, Payload, RecvWait, SendStart
-from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals
+from megatron_dynapipe.plan.iteration import MicroBatch, Piece, StageEntry, StagePlan, Totals
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.runtime.memory import MemoryCounts
 from megatron_dynapipe.service.client import Republisher
@@ -64,6 +64,9 @@ def test_passes_of_a_packed_row_say_how_long_its_samples_are() -> None:
     (sample,) = measured_passes(msgspec.structs.replace(share, micro_batches=(row,)), ITERATION)
     assert (sample.inputs, sample.targets) == ((8, 15), (0, 0))
     assert measured_passes(share, ITERATION)[0].inputs == ()
+    cut = msgspec.structs.replace(row, pieces=(Piece(0, 8), Piece(5, 15)))
+    (sample,) = measured_passes(msgspec.structs.replace(share, micro_batches=(cut,)), ITERATION)
+    assert (sample.inputs, sample.targets, sample.before) == ((8, 10), (0, 0), (0, 5))
 
 
 def test_passes_are_handed_in_when_a_version_is_made_from_them() -> None:

@@ -1,0 +1,100 @@
+"""How a layer's costs are divided: into attention and MLP, and how long its weight gradients take.
+
+A layer costs a micro-batch what its tables say. Over samples of n own positions, each with k keys (of its earlier
+pieces, too), that is divided in proportion to
+
+    attention   Σ n · (linear + inner · k)          a decoder's, d positions over e of the encoder's output:
+    MLP         Σ n · mlp                           attention   Σ d · (linear + inner · (d + e)) + e · memory
+
+Profiles fit these rates to measurements. Without them FLOPs are counted: h hidden, c heads × channels, f feed-forward
+give 8 h c, 4 c, 4 h f; a decoder 12 h c, 4 c, 4 h f, and 4 h c for memory.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+from megatron_dynapipe.units import Recompute
+
+_Rate = Annotated[int, msgspec.Meta(ge=0, le=2**30)]
+Kind = Literal["encoder", "decoder"]
+"""Of a layer; a decoder-only model's are encoder layers."""
+
+_STORED = (13, 21)
+"""Activations that attention keeps and that the MLP does, without attention's inside: of Megatron's layer, 11 s b h and
+its dropout's mask and norm to 19 s b h and its norm (Korthikanti et al., 2022)."""
+
+
+class Rates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """In any unit: only their proportion counts. `linear` and `mlp` by position, `inner` by position and key, `memory`
+    by position of the encoder's output."""
+
+    linear: _Rate
+    inner: _Rate
+    mlp: _Rate
+    memory: _Rate = 0
+
+    def parts(self, own: Sequence[int], keys: Sequence[int], encoder: Sequence[int] = ()) -> tuple[int, int, int]:
+        """In the same unit what some samples cost in attention's linears, attention's inside and the MLP.
+
+        Args:
+            own: positions of each sample.
+            keys: of what its attention reads: those of the pieces before it and its own, and the encoder's.
+            encoder: positions of the encoder's output of each, for a decoder.
+        """
+        positions, pairs = sum(own), sum(n * k for n, k in zip(own, keys, strict=True))
+        return self.linear * positions + self.memory * sum(encoder), self.inner * pairs, self.mlp * positions
+
+
+class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one kind of layer under one recompute mode.
+
+    Attributes:
+        forward, backward: of times.
+        stored: of activations; None where attention and MLP store what the layer does, each its own input.
+        parameters: of attention and of the MLP, in any unit.
+        weight_per_mille: time of weight gradients, in thousandths of the forward time of attention's linears and MLP.
+    """
+
+    forward: Rates
+    backward: Rates
+    stored: Rates | None
+    parameters: tuple[_Rate, _Rate]
+    weight_per_mille: _Rate = 1000
+
+
+def division_by_flops(
+    hidden: int,
+    channels: int,
+    ffn: int,
+    recompute: Recompute,
+    *,
+    key_value_channels: int | None = None,
+    ffn_parameters: int | None = None,
+) -> Mapping[Kind, Division]:
+    """The division of a layer that was not measured.
+
+    Args:
+        hidden: width of the model.
+        channels: heads × channels of each.
+        ffn: width of a feed-forward network of two matrices that multiplies as often.
+        recompute: under full recomputation both halves store their own inputs.
+        key_value_channels: query groups × channels of each; None for as many as `channels`.
+        ffn_parameters: width of such a network that has as many parameters; None for `ffn`.
+    """
+    c, g = channels, channels if key_value_channels is None else key_value_channels
+    stored = None if recompute is Recompute.FULL else Rates(_STORED[0], 0, _STORED[1])
+    encoder = _smallest(4 * hidden * (c + g), 4 * c, 4 * hidden * ffn, 0)
+    decoder = _smallest(4 * hidden * (2 * c + g), 4 * c, 4 * hidden * ffn, 4 * hidden * g)
+    f = ffn if ffn_parameters is None else ffn_parameters
+    return {
+        "encoder": Division(forward=encoder, backward=encoder, stored=stored, parameters=(c + g, f)),
+        "decoder": Division(forward=decoder, backward=decoder, stored=stored, parameters=(2 * (c + g), f)),
+    }
+
+
+def _smallest(*rates: int) -> Rates:
+    common = math.gcd(*rates)
+    return Rates(*(rate // common for rate in rates))

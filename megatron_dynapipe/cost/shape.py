@@ -1,0 +1,135 @@
+"""The numbers of a transformer that decide its costs, and how many parameters its parts have.
+
+Parameters are counted on one tensor-parallel rank, which has its share of matrices and of the biases of divided
+outputs, and all of norms and of the other biases, as in megatron-core.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.units import ModelFamily, round_up
+
+_AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+_AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Feed-forward networks of which a router gives each token some.
+
+    Attributes:
+        count: of a layer.
+        per_token: that a token goes to.
+        ffn: width of one.
+        shared_ffn: width of the one that all tokens go through; 0 for none.
+        layers: share of the model's layers that have them; the others have one network.
+    """
+
+    count: _AtLeastOne
+    per_token: _AtLeastOne
+    ffn: _AtLeastOne
+    shared_ffn: _AtLeastZero = 0
+    layers: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The numbers of a transformer that decide its costs. The defaults are the published layer's (GPT-2's, T5's).
+
+    Attributes:
+        family: kind of model.
+        hidden, heads, kv_channels, ffn: widths; `kv_channels` of one head.
+        vocabulary: rows of the word embeddings, before `vocabulary_multiple`.
+        vocabulary_multiple: the rows are rounded up to this times the tensor-parallel ranks, as in memory.
+        query_groups: heads of keys and values; 0 for as many as of queries.
+        gated: whether the feed-forward network multiplies by a gate (SwiGLU): three matrices in place of two.
+        fused_gate: whether gate and product run in one kernel, which keeps their inputs alone.
+        rms_norm: norms without biases.
+        biases: of all products in layers; `qkv_bias`: of those of queries, keys and values also without the others.
+        qk_norm: norms of every head's queries and keys.
+        tied: whether the head's weight is the word embeddings'.
+        positions: rows of learned position embeddings; 0 for other positions.
+        relative_buckets: of a T5's tables of relative biases; 0 for none.
+        keeps_scores: attention keeps its scores (Megatron's local one); else it runs in a kernel that keeps none.
+        attention_dropout, hidden_dropout: whether there is any, whose masks are kept.
+        experts: in place of the feed-forward network.
+    """
+
+    family: ModelFamily
+    hidden: _AtLeastOne
+    heads: _AtLeastOne
+    kv_channels: _AtLeastOne
+    ffn: _AtLeastOne
+    vocabulary: _AtLeastOne
+    vocabulary_multiple: _AtLeastOne = 1
+    query_groups: _AtLeastZero = 0
+    gated: bool = False
+    fused_gate: bool = True
+    rms_norm: bool = False
+    biases: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = True
+    positions: _AtLeastZero = 0
+    relative_buckets: _AtLeastZero = 0
+    keeps_scores: bool = True
+    attention_dropout: bool = True
+    hidden_dropout: bool = True
+    experts: Experts | None = None
+
+    def __post_init__(self) -> None:
+        if self.query_groups and self.heads % self.query_groups:
+            raise ConfigError(f"expected query groups that divide {self.heads} heads, got {self.query_groups}")
+        if self.experts and self.experts.per_token > self.experts.count:
+            raise ConfigError(f"expected at most {self.experts.count} experts of a token, got {self.experts.per_token}")
+
+    @property
+    def query_channels(self) -> int:
+        """Channels of a position's queries in one layer."""
+        return self.heads * self.kv_channels
+
+    @property
+    def key_value_channels(self) -> int:
+        """Channels of a position's keys in one layer; its values have as many."""
+        return (self.query_groups or self.heads) * self.kv_channels
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of a feed-forward network of two matrices that multiplies as often as a layer's, on average."""
+        width = float(self.ffn)
+        if self.experts is not None:
+            used = self.experts.per_token * self.experts.ffn + self.experts.shared_ffn
+            width += self.experts.layers * (used - self.ffn)
+        router = 0.5 * self.experts.layers * self.experts.count if self.experts else 0
+        return round(width * (3 if self.gated else 2) / 2 + router)
+
+    def rows(self, tensor_parallel: int) -> int:
+        """Rows of the word embeddings on all ranks, rounded up."""
+        return round_up(self.vocabulary, self.vocabulary_multiple * tensor_parallel)
+
+    def norm_parameters(self, width: int) -> int:
+        """Of one norm."""
+        return width if self.rms_norm else 2 * width
+
+    def attention_parameters(self, tensor_parallel: int) -> int:
+        """Of one attention with the norm before it."""
+        h, a, g = self.hidden, self.query_channels, self.key_value_channels
+        divided = h * (2 * a + 2 * g) + (self.biases or self.qkv_bias) * (a + 2 * g)
+        whole = self.norm_parameters(h) + self.biases * h + self.qk_norm * 2 * self.norm_parameters(self.kv_channels)
+        return divided // tensor_parallel + whole
+
+    def mlp_parameters(self, tensor_parallel: int) -> int:
+        """Of a layer's feed-forward network or experts, on average over the layers, with the norm before them."""
+        norm, dense = self.norm_parameters(self.hidden), self._network_parameters(self.ffn, tensor_parallel)
+        if self.experts is None:
+            return norm + dense
+        each, shared = self._network_parameters(self.experts.ffn, tensor_parallel), 0
+        if self.experts.shared_ffn:
+            shared = self._network_parameters(self.experts.shared_ffn, tensor_parallel)
+        sparse = self.experts.count * (each + self.hidden) + shared
+        return norm + round(self.experts.layers * sparse + (1 - self.experts.layers) * dense)
+
+    def _network_parameters(self, width: int, tensor_parallel: int) -> int:
+        inner = (2 if self.gated else 1) * width
+        divided = self.hidden * (inner + width) + self.biases * inner
+        return divided // tensor_parallel + self.biases * self.hidden

@@ -1,0 +1,348 @@
+"""GPUs of a job as queues of what the executor launches: whether every rank's work ends, and the cycle where not.
+
+    compute      F0 ─┬──────── F1 ──────── wait ─ B0        a launch starts in the order of its queue, after its
+    channel 0→1      └ isend F0 ─ isend F1                  stream's previous launch and the events it waits for
+    queue        F0, isend F0, F1, isend F1, wait, B0       one for all streams, or one for each
+
+A compute kernel ends once it starts. A point-to-point kernel ends once its match on the other rank has started, a
+collective once every rank's has; a send that fits NCCL's buffers ends at once. What is behind a launch that cannot
+start waits with it, on any stream of the same queue (CUDA_DEVICE_MAX_CONNECTIONS=1). Lists are walked by the real
+executor and the real transports; `torch.distributed` beneath them is replaced, and tensors are on the meta device.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_dynapipe.plan.instructions import SENT_BUFFER, Backward, Buffer, Channel, Forward, Load, SendStart
+from megatron_dynapipe.plan.iteration import IterationPlan, StagePlan
+from megatron_dynapipe.plan.text import format_instruction
+from megatron_dynapipe.runtime import PipelineExecutor, ScatterGatherTransport, TorchTransport, Transport
+from megatron_dynapipe.runtime.process_groups import channels
+from megatron_dynapipe.runtime.scatter_gather import IsSharded
+
+COMPUTE = "compute"
+
+
+class DeviceStallError(Exception):
+    """Devices wait for one another; the message is the cycle."""
+
+
+@dataclass(eq=False, slots=True)
+class Launch:
+    """One thing that a rank gives to its device.
+
+    Attributes:
+        rank: whose device.
+        name: for messages.
+        stream: of the device.
+        after: launches whose events it waits for.
+        meets: what it has to meet on other ranks, with how many there are; None for what ends by itself.
+        hidden: a send that NCCL's buffers take, so that it ends by itself.
+        of_device: waits for everything before it on the device, and everything after waits for it.
+    """
+
+    rank: int
+    name: str
+    stream: Hashable
+    after: tuple["Launch", ...] = ()
+    meets: tuple[Hashable, int] | None = None
+    hidden: bool = False
+    of_device: bool = False
+    started: bool = False
+    ended: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}'s {self.name}"
+
+
+@dataclass
+class Device:
+    """What one rank has launched."""
+
+    rank: int
+    buffer_bytes: int = 0
+    launches: list[Launch] = field(default_factory=list)
+    now: str = ""
+    counts: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
+
+    def launch(self, name: str, stream: Hashable, **about: Any) -> Launch:
+        made = Launch(self.rank, f"{self.now} ({name})", stream, **about)
+        self.launches.append(made)
+        return made
+
+    def compute(self, name: str) -> None:
+        self.launch(name, COMPUTE)
+
+    def synchronize(self) -> None:
+        self.launch("synchronize", COMPUTE, of_device=True)
+
+    def meet(self, name: str, communicator: Hashable, ranks: int, *, hidden: bool = False) -> Launch:
+        """A kernel of NCCL, on its communicator's stream, after what the compute stream was given before."""
+        number = self.counts[communicator]
+        self.counts[communicator] += 1
+        before = next((each for each in reversed(self.launches) if each.stream == COMPUTE), None)
+        after = () if before is None else (before,)
+        return self.launch(name, communicator, after=after, meets=((communicator, number), ranks), hidden=hidden)
+
+    def wait(self, launch: Launch) -> None:
+        self.launch(f"wait for {launch.name}", COMPUTE, after=(launch,))
+
+
+def run(devices: Sequence[Device], *, one_queue: bool = True) -> None:
+    """Let all devices work off what they were given.
+
+    Raises:
+        DeviceStallError: they wait for one another.
+    """
+    meetings: dict[Hashable, list[Launch]] = defaultdict(list)
+    queues: dict[tuple[int, Hashable], list[Launch]] = defaultdict(list)
+    blocks: dict[Launch, Launch] = {}  # the launch of its stream before, and after which a device was waited for
+    for device in devices:
+        latest: dict[Hashable, Launch] = {}
+        barrier: Launch | None = None
+        for launch in device.launches:
+            queues[device.rank, None if one_queue else launch.stream].append(launch)
+            if launch.meets is not None:
+                meetings[launch.meets[0]].append(launch)
+            if launch.of_device:
+                launch.after, barrier = tuple(latest.values()), launch
+            elif barrier is not None:
+                launch.after = (*launch.after, barrier)
+            if (before := latest.get(launch.stream)) is not None:
+                blocks[launch] = before
+            latest[launch.stream] = launch
+    _Queues(queues, meetings, blocks).run()
+
+
+@dataclass
+class _Queues:
+    queues: Mapping[tuple[int, Hashable], list[Launch]]
+    meetings: Mapping[Hashable, list[Launch]]
+    before: Mapping[Launch, Launch]
+    at: dict[tuple[int, Hashable], int] = field(default_factory=lambda: defaultdict(int))
+
+    def run(self) -> None:
+        moved = True
+        while moved:
+            moved = False
+            for key, queue in self.queues.items():
+                while self.at[key] < len(queue) and self.waits_for(queue[self.at[key]]) is None:
+                    self.start(queue[self.at[key]])
+                    self.at[key] += 1
+                    moved = True
+        heads = [queue[self.at[key]] for key, queue in self.queues.items() if self.at[key] < len(queue)]
+        heads += [each for queue in self.queues.values() for each in queue if each.started and not each.ended]
+        if heads:
+            raise DeviceStallError("; ".join(self.cycle(heads[0])))
+
+    def start(self, launch: Launch) -> None:
+        launch.started = True
+        if launch.meets is None or launch.hidden:
+            launch.ended = True
+        if launch.meets is not None:
+            key, ranks = launch.meets
+            together = self.meetings[key]
+            if len(together) == ranks and all(each.started for each in together):
+                for each in together:
+                    each.ended = True
+
+    def waits_for(self, launch: Launch) -> Launch | None:
+        """What keeps a queue's first launch from starting."""
+        before = self.before.get(launch)
+        if before is not None and not before.ended:
+            return before
+        return next((each for each in launch.after if not each.ended), None)
+
+    def cycle(self, launch: Launch) -> list[str]:
+        """From one launch that waits to what it waits for, until one repeats."""
+        path: list[Launch] = []
+        reasons: list[str] = []
+        while launch not in path:
+            path.append(launch)
+            following, reason = self.next_of(launch)
+            reasons.append(f"{launch} {reason} {following}" if following else f"{launch} {reason}")
+            if following is None:
+                return reasons
+            launch = following
+        return reasons[path.index(launch) :]
+
+    def next_of(self, launch: Launch) -> tuple[Launch | None, str]:
+        if not launch.started:
+            (key,) = (key for key, queue in self.queues.items() if launch in queue[self.at[key] :])
+            head = self.queues[key][self.at[key]]
+            if head is not launch:
+                return head, "is queued behind"
+            return self.waits_for(launch), "waits for"
+        assert launch.meets is not None
+        together = self.meetings[launch.meets[0]]
+        late = next((each for each in together if not each.started), None)
+        return late, "has to meet" if late else "meets nothing"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A process group: its ranks by global number, and this one's place."""
+
+    name: Hashable
+    ranks: Sequence[int]
+    mine: int
+
+    def rank(self) -> int:
+        return self.ranks.index(self.mine)
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class _Started:
+    def __init__(self, device: Device, launch: Launch) -> None:
+        self._device, self._launch = device, launch
+
+    def wait(self, *_: object) -> None:
+        self._device.wait(self._launch)
+
+
+@contextlib.contextmanager
+def _distributed(device: Device) -> Iterator[None]:
+    """`torch.distributed`, of which every call launches on a device."""
+
+    def transfer(kind: str) -> Callable[..., _Started]:
+        def start(tensor: torch.Tensor, *, group: _Group, **peer: int) -> _Started:
+            (place,) = peer.values()
+            other = group.ranks[place]
+            pair = (group.name, min(device.rank, other), max(device.rank, other))
+            hidden = kind == "isend" and tensor.nbytes <= device.buffer_bytes
+            launch = device.meet(f"{kind} of {tensor.nbytes} bytes, rank {other}", pair, 2, hidden=hidden)
+            return _Started(device, launch)
+
+        return start
+
+    def gather(_whole: torch.Tensor, _shard: torch.Tensor, *, group: _Group) -> None:
+        device.wait(device.meet("all-gather", group.name, group.size()))
+
+    with (
+        mock.patch.object(dist, "isend", transfer("isend")),
+        mock.patch.object(dist, "irecv", transfer("irecv")),
+        mock.patch.object(dist, "all_gather_into_tensor", gather),
+        mock.patch.object(dist, "get_group_rank", lambda group, rank: group.ranks.index(rank)),
+    ):
+        yield
+
+
+class _Platform:
+    """Names what is launched after the instruction that launches it."""
+
+    device = torch.device("meta")
+
+    def __init__(self, device: Device, plan: StagePlan) -> None:
+        self._device, self._words = device, map(format_instruction, plan.instructions)
+
+    def align(self) -> None:
+        pass
+
+    def mark(self) -> Callable[[], int]:
+        self._device.now = next(self._words, "end").partition("[")[0]
+        return lambda: 0
+
+    def has_passed(self, _mark: object) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self._device.synchronize()
+
+    def peak_bytes(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """How a plan's lists are run.
+
+    Attributes:
+        tensor: tensor-parallel ranks; each of their passes ends with a collective among them.
+        reduces: gradients are reduced over the replicas at the list's end.
+        is_sharded: which messages are divided over the tensor-parallel ranks; None where none is.
+        buffer_bytes: a send of no more ends without its receive.
+    """
+
+    tensor: int = 1
+    reduces: bool = True
+    is_sharded: IsSharded | None = None
+    buffer_bytes: int = 0
+
+    def launch(self, plan: IterationPlan) -> list[Device]:
+        """What every rank's executor launches for an iteration: ranks of tensor, then replica, then stage."""
+        return [
+            self._rank(plan, stage, replica, tensor)
+            for stage in range(plan.pipeline_stages)
+            for replica in range(len(plan.replicas))
+            for tensor in range(self.tensor)
+        ]
+
+    def _rank(self, plan: IterationPlan, stage: int, replica: int, tensor: int) -> Device:
+        replicas, stages = len(plan.replicas), plan.pipeline_stages
+        rank = (stage * replicas + replica) * self.tensor + tensor
+        device = Device(rank, self.buffer_bytes)
+        pipeline = [(s * replicas + replica) * self.tensor + tensor for s in range(stages)]
+        groups: dict[Channel, Any] = {
+            channel: _Group((str(channel), replica, tensor), pipeline, rank)
+            for channel in channels(stages, plan.chunks)
+        }
+        mine = plan.replicas[replica].stages[stage]
+        with _distributed(device):
+            transport: Transport = TorchTransport(groups, pipeline, deadline_s=1)
+            if self.is_sharded is not None and self.tensor > 1:
+                first = rank - tensor
+                group: Any = _Group(("gather", stage, replica), range(first, first + self.tensor), rank)
+                transport = ScatterGatherTransport(transport, group, stage=stage, is_sharded=self.is_sharded)
+            platform = _Platform(device, mine)
+            executor = PipelineExecutor(transport, platform, stages=stages, dtype=torch.bfloat16)
+            executor.execute(mine, self._handlers(plan, mine, device, replica))
+            if self.reduces and replicas > 1 and not plan.forward_only:
+                for chunk in range(plan.chunks):
+                    device.wait(device.meet(f"reduce chunk {chunk}", ("replicas", stage, tensor, chunk), replicas))
+        return device
+
+    def _handlers(self, plan: IterationPlan, mine: StagePlan, device: Device, replica: int) -> Any:
+        sends = {
+            (SENT_BUFFER[i.payload], i.micro_batch, i.chunk): i.shapes
+            for i in mine.instructions
+            if isinstance(i, SendStart)
+        }
+
+        def make(kind: Buffer) -> Callable[[Any, Any], None]:
+            def handle(run: Forward | Backward, buffers: Any) -> None:
+                device.compute("compute")
+                if self.tensor > 1:
+                    stage = ("tensor", mine.stage, replica)
+                    device.wait(device.meet("all-reduce", stage, self.tensor))
+                shapes = sends.get((kind, run.micro_batch, run.chunk))
+                if shapes is not None:
+                    made = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+                    buffers.put(kind, run.micro_batch, run.chunk, made)
+
+            return handle
+
+        def load(run: Load, buffers: Any) -> None:
+            device.compute("copy to the device")
+            buffers.put(Buffer.DATA, run.micro_batch, 0, None)
+
+        return {Load: load, Forward: make(Buffer.OUTPUT), Backward: make(Buffer.INPUT_GRAD)}
+
+
+def check(plan: IterationPlan, job: Job, *, one_queue: bool = True) -> int:
+    """Launch a plan's lists and let the devices work them off; how many launches there were.
+
+    Raises:
+        DeviceStallError: they wait for one another.
+    """
+    devices = job.launch(plan)
+    run(devices, one_queue=one_queue)
+    return sum(len(device.launches) for device in devices)
