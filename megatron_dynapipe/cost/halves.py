@@ -58,7 +58,8 @@ def _filled(
         values: `[len(Row), …, inputs, targets]`.
         tables: of a layer.
         lengths: the grid's axes.
-        linear, inside: whether the values hold what is linear in positions, and attention's inside.
+        linear: whether the values hold what is linear in positions.
+        inside: whether they hold attention's inside.
     """
     result = values.copy()
     for kind, division in tables.division.items():
@@ -77,14 +78,13 @@ def _filled(
 
 def _share(rates: Rates, is_decoder: bool, lengths: _Lengths, linear: bool, inside: bool) -> IntArray:
     """Attention's share at every point, in parts: `[inputs, targets]`."""
-    inputs, targets = lengths[0][:, None].astype(float), lengths[1][None, :].astype(float)
-    own, keys, memory = (targets, targets + inputs, inputs) if is_decoder else (inputs, inputs, 0 * inputs)
-    linears, pairs = rates.linear * own + rates.memory * memory, rates.inner * own * keys
+    inputs, targets = np.broadcast_arrays(lengths[0][:, None].astype(float), lengths[1].astype(float))
     if not linear and rates.inner:
-        return np.full(np.broadcast_shapes(inputs.shape, targets.shape), _PARTS, np.int64)
-    attention = linears + inside * pairs
+        return np.full(inputs.shape, _PARTS, np.int64)
+    own, keys, memory = (targets, targets + inputs, inputs) if is_decoder else (inputs, inputs, 0 * inputs)
+    attention = rates.linear * own + rates.memory * memory + inside * rates.inner * own * keys
     share = attention / np.maximum(attention + rates.mlp * own, 1)
-    return np.asarray(np.rint(np.broadcast_to(share, np.broadcast_shapes(share.shape, targets.shape)) * _PARTS), np.int64)
+    return np.asarray(np.rint(share * _PARTS), np.int64)
 
 
 def _part(values: IntArray, share: IntArray) -> IntArray:

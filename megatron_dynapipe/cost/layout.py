@@ -33,6 +33,11 @@ class Parts(NamedTuple):
     whole: int
     attention: int
 
+    @property
+    def attends(self) -> bool:
+        """Whether there is attention among them."""
+        return self.whole + self.attention > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
@@ -243,7 +248,7 @@ def _outside_layers(layers: StageLayers, state: LayerState, ends: EndState) -> i
     """Parameter bytes of a virtual stage besides its layers'."""
     is_t5 = layers.decoder_layers > 0
     head = layers.ends_decoder if is_t5 else layers.ends_encoder
-    own = bool(layers.encoder) * ends.encoder_tables + bool(layers.decoder) * ends.decoder_tables
+    own = layers.encoder_parts.attends * ends.encoder_tables + layers.decoder_parts.attends * ends.decoder_tables
     if layers.embeds:
         own += state.embedding_bytes + ends.positions
     if head and not (ends.tied and layers.embeds):

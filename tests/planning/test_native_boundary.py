@@ -269,7 +269,8 @@ def test_fuzz(data: st.DataObject) -> None:
                 arguments[name] = [(data.draw(st.sampled_from([sizes, axis])), inputs, targets, changed, separate)]
             case "encoder_layers" | "decoder_layers":
                 counts = data.draw(arrays)
-                arguments[name] = np.stack([counts % 2, counts, data.draw(st.sampled_from([counts % 2, counts]))], axis=1)
+                last = data.draw(st.sampled_from([counts % 2, counts]))
+                arguments[name] = np.stack([counts % 2, counts, last], axis=1)
             case "in_flight":
                 arguments[name] = data.draw(arrays)[None]
             case "decoder_forward" | "decoder_backward":
