@@ -105,9 +105,8 @@ def gpt_run() -> Run:
         required_fields=required_fields,
         make_batch=partial(gpt_batch, explicit_mask=run.model.takes_mask, row_format=run.model.row_format),
     )
-    return Run(
-        args=args, session=session, model_provider=gpt_provider(run.model, run.divided_layout), forward_step=gpt_step
-    )
+    provider = gpt_provider(run.model, run.divided_layout)
+    return Run(args=args, session=session, model_provider=provider, forward_step=gpt_step)
 
 
 def _progress(args: argparse.Namespace) -> Progress:

@@ -266,13 +266,9 @@ class T5Stage(LanguageModule):
                 use_cpu_initialization=config.use_cpu_initialization,
                 cp_group=self.pg_collection.cp,
             )
-        relative = positions.kind == RELATIVE
-        encoder = (
-            positions.table(config, bidirectional=True) if relative and self.layers.encoder_parts.attends else None
-        )
-        decoder = (
-            positions.table(config, bidirectional=False) if relative and self.layers.decoder_parts.attends else None
-        )
+        held, relative = self.layers, positions.kind == RELATIVE
+        encoder = positions.table(config, bidirectional=True) if relative and held.encoder_parts.attends else None
+        decoder = positions.table(config, bidirectional=False) if relative and held.decoder_parts.attends else None
         if encoder is not None:
             self.encoder_relative_pos_emb = encoder
         if decoder is not None:

@@ -175,6 +175,34 @@ SLICED = {
         family="gpt", stages=4, rows="planned", slices=16, transfers="cuda", recompute=MIXED
     ),
 }
+DIVIDED = {
+    "gpt 1x2x1, layers 2.5+1.5, recompute mixed *": Layout(family="gpt", stages=2, split=(2.5, 1.5), recompute=MIXED),
+    "gpt 2x2x1, layers 1.5+2.5, sequence parallel, rotary positions, untied, recompute mixed": Layout(
+        family="gpt", tensor=2, stages=2, split=(1.5, 2.5), sequence=True, positions="rope", tied=False, recompute=MIXED
+    ),
+    "gpt 1x2x1, two chunks, layers 0.5+1.5+0.5+1.5, recompute mixed": Layout(
+        family="gpt", stages=2, chunks=2, split=(0.5, 1.5, 0.5, 1.5), recompute=MIXED
+    ),
+    "gpt 1x2x2, layers 2.5+1.5, distributed optimizer, overlapped": Layout(
+        family="gpt", stages=2, replicas=2, split=(2.5, 1.5), distributed_optimizer=True, overlap=True
+    ),
+    "gpt 1x3x1, layers 1.5+2+0.5, packed, full": Layout(
+        family="gpt", stages=3, split=(1.5, 2, 0.5), rows="packed", recompute=("full",)
+    ),
+    "gpt 1x2x1, layers 2.5+1.5, slices, recompute mixed": Layout(
+        family="gpt", stages=2, split=(2.5, 1.5), rows="planned", slices=16, recompute=MIXED
+    ),
+    "t5 1x2x1, layers 1.5+2.5, recompute mixed *": Layout(family="t5", stages=2, split=(1.5, 2.5), recompute=MIXED),
+    "t5 1x4x1, layers 1.5+0.5+1.5+0.5, relative positions": Layout(
+        family="t5", stages=4, split=(1.5, 0.5, 1.5, 0.5), positions="relative"
+    ),
+    "t5 1x4x2, layers 1.5+0.5+0.5+1.5, relative positions, overlapped": Layout(
+        family="t5", stages=4, replicas=2, split=(1.5, 0.5, 0.5, 1.5), positions="relative", overlap=True
+    ),
+    "t5 2x2x1, layers 2.5+1.5, packed, sequence parallel, recompute mixed": Layout(
+        family="t5", tensor=2, stages=2, split=(2.5, 1.5), rows="packed", sequence=True, recompute=MIXED
+    ),
+}
 HALF = {
     "gpt 1x2x1, slices, bf16, recompute mixed": Layout(
         family="gpt", stages=2, rows="planned", slices=16, dtype="bf16", recompute=MIXED
@@ -200,7 +228,7 @@ HALF = {
 }
 
 
-@pytest.mark.parametrize("layout", table(LAYOUTS | PACKED | SLICED))
+@pytest.mark.parametrize("layout", table(LAYOUTS | PACKED | SLICED | DIVIDED))
 def test_a_layout_trains_as_one_process_with_samples_one_by_one(layout):
     expected = reference(layout.model)
     results = on_ranks("trainer.train", layout)
