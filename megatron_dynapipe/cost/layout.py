@@ -127,8 +127,8 @@ class PipelineLayout:
         least = 0.5 if self.family is ModelFamily.T5 else 0
         if not split or min(split) < least or sum(split) != layers or any(number % 0.5 for number in split):
             raise ConfigError(
-                f"expected a layer split of {layers} layers, in halves, with at least {least} on every stage, got"
-                f" {list(split)}"
+                f"expected a layer split of {layers} layers in multiples of 0.5 with at least {least} on every stage,"
+                f" got {list(split)}"
             )
         if self.chunks < 1 or len(split) % self.chunks:
             raise ConfigError(f"{len(split)} virtual stages cannot be assigned to pipeline stages {self.chunks} each")

@@ -82,11 +82,11 @@ def choose_layer_split(
     best = settings.layout.layers_per_stage
     trials.require(best)
     evened = trials.evened(best)
-    steps = (1, 2) if trials.may_divide else (2,)
+    steps = (1, 2) if trials.know_halves else (2,)
     if not trials.required:  # Model state alone is too much where the search begins.
         trials.require(evened)
     starts = [best, evened, *_padded_choice(settings, cost_model, batches, to_fit)]
-    if trials.may_divide:
+    if trials.know_halves:
         starts.append(trials.evened(evened, 1))
     trials.choose_batches(starts)
     best = min(starts, key=trials.predicted_ns)
@@ -146,8 +146,8 @@ class _Trials:
         self._work = self._alone()
 
     @property
-    def may_divide(self) -> bool:
-        """Whether a layer may be divided."""
+    def know_halves(self) -> bool:
+        """Whether costs of halves of layers are known."""
         return all(self._tables(mode).division for mode in self._settings.recompute)
 
     @property

@@ -149,10 +149,10 @@ def test_boundaries_of_t5() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layers_per_stage": (2, 3)}, r"layer split of 4 layers.* got \[2, 3\]"),
+        ({"layers_per_stage": (2, 3)}, r"layer split of 4 layers .* got \[2, 3\]"),
         ({"layers_per_stage": (5, -1)}, "at least 0 on every stage"),
         ({"family": ModelFamily.T5, "decoder_layers": 2, "layers_per_stage": (6, 0)}, "at least 0.5 on every stage"),
-        ({"layers_per_stage": (1.25, 2.75)}, "in halves"),
+        ({"layers_per_stage": (1.25, 2.75)}, "in multiples of 0.5"),
         ({"layers_per_stage": (2, 1, 1), "chunks": 2}, "3 virtual stages cannot be assigned to pipeline stages 2 each"),
         ({"decoder_layers": 1, "layers_per_stage": (5,)}, "layers of its kinds"),
     ],

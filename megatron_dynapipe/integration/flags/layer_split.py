@@ -25,9 +25,9 @@ def layers_per_stage(given: str | None) -> Split | None:
     """
     if given in (None, AUTO, EQUAL):
         return None
-    split = parse_split(given, expected="--dynapipe-layers-per-stage as 5,3 or 4.5,3.5, auto or equal")
+    split = parse_split(given, expected=(expected := "--dynapipe-layers-per-stage as 5,2.5,0.5, auto or equal"))
     if min(split) == 0:
-        raise ConfigError(f"expected --dynapipe-layers-per-stage of at least 0.5 layers each, got {given!r}")
+        raise ConfigError(f"expected {expected}, got {given!r}")
     return split
 
 
@@ -60,6 +60,11 @@ def settle(args: argparse.Namespace, family: ModelFamily) -> None:
         raise ConfigError(
             f"expected --dynapipe-layers-per-stage {given} or --pipeline-model-parallel-layout {layout}, got both",
             hint="remove one of them",
+        )
+    if split is not None and args.use_dynapipe and any(layers % 1 for layers in split):
+        raise ConfigError(
+            f"expected whole layers on every stage of a model that a patched checkout builds, got {given}",
+            hint="use the entry scripts of this package, or --dynapipe-layers-per-stage auto",
         )
     if given == AUTO:
         split = even_split(args.num_layers, args.pipeline_model_parallel_size) if family is ModelFamily.GPT else None
