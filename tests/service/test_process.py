@@ -10,7 +10,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
@@ -157,16 +156,10 @@ def test_sigterm_ends_it_and_is_an_error(settings) -> None:
             client(store, job).fetch("train", 99)
 
 
-@pytest.mark.parametrize("error", ["DataError: ", "IsADirectoryError: "])
-def test_an_error_in_starting_up_is_told_with_a_traceback(settings, tmp_path: Path, error: str) -> None:
-    """Samples that are too long; what nobody thought of."""
+def test_samples_that_are_too_long_are_told_with_a_traceback(settings) -> None:
     job = settings(max_length=8)
-    if error != "DataError: ":
-        for name in ("train.idx", "train.bin"):
-            (tmp_path / name).mkdir()
-        job = msgspec.structs.replace(job, inputs=msgspec.structs.replace(job.inputs, data_folder=str(tmp_path)))
     with PlannerProcess(job) as planner, open_store(job.store) as store:
-        with pytest.raises(PlannerFailedError, match=f"failed while reading lengths and costs: {error}") as caught:
+        with pytest.raises(PlannerFailedError, match="failed while reading lengths and costs: DataError: ") as caught:
             client(store, job).fetch("train", 0)
         assert "Traceback (most recent call last):" in caught.value.message
         until(lambda: planner._failure is not None)
