@@ -25,6 +25,7 @@ from benchmarks.executor import overhead  # noqa: E402
 from benchmarks.executor.pairs import add_arguments, timed  # noqa: E402
 from megatron_dynapipe.data.segments import CutSegment, RowSegments  # noqa: E402
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration  # noqa: E402
+from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch  # noqa: E402
 from megatron_dynapipe.integration.execution.step_functions import gpt_step  # noqa: E402
 from megatron_dynapipe.integration.execution.transport import connect  # noqa: E402
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention  # noqa: E402
@@ -32,9 +33,12 @@ from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, Row
 from megatron_dynapipe.plan.instructions import Backward, Forward  # noqa: E402
 from megatron_dynapipe.runtime import StepRunner, TorchTransport  # noqa: E402
 from megatron_dynapipe.runtime.control_group import ControlGroup  # noqa: E402
-from megatron_dynapipe.units import Shape  # noqa: E402
+from megatron_dynapipe.units import Recompute, Shape  # noqa: E402
 
 Cuts = dict[int, CutSegment]
+Iteration = Callable[[Sequence[tuple[int, Cuts]]], None]
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
+"""What torchrun says to a single process."""
 
 
 def batch(length: int, cuts: Cuts, device: torch.device) -> dict[str, object]:
@@ -76,9 +80,11 @@ def attention_ms(options: argparse.Namespace, rows: Sequence[tuple[int, Cuts]], 
     return options.layers * float(np.median([timed(run) for _ in range(20)])) * 1e3
 
 
-def iterations(options: argparse.Namespace, device: torch.device) -> Callable[[Sequence[tuple[int, Cuts]]], None]:
+def iterations(options: argparse.Namespace, device: torch.device, *, recompute: bool = False) -> Iteration:
     """A function that trains a fresh model on some rows: all forward passes, then backward passes in reverse."""
     model = overhead.build(options, device, attention=SdpaCoreAttention)
+    if recompute:
+        RecomputeSwitch([model]).set(Recompute.FULL)
     groups = connect(ControlGroup(timeout_s=300), chunks=1, device=device, timeout_s=300)
     transport = TorchTransport(groups.channels, groups.ranks, deadline_s=300)
     runner = StepRunner(transport, device, stage=0, stages=1, chunks=1, dtype=torch.float32, deadline_s=300)
@@ -116,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, micro_batches=4, length=1024, pairs=100)
     options = parser.parse_args()
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
+    os.environ |= ALONE
     with overhead.processes() as device:
         print(json.dumps(vars(options) | compare(options, device)))
 
