@@ -1,6 +1,11 @@
 """A sample that does not fit a device whole, trained in pieces: planned and measured.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.executor.long_sample [--length 32768] [--share 0.5]
+    export OMP_NUM_THREADS=1
+    megatron-dynapipe profile --model gpt --output long.json --recompute full --vocabulary 512 --max-positions 32768 \
+        --budget-minutes 3 -- --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32768 \
+        --max-position-embeddings 32768 --global-batch-size 1 --attention-dropout 0 --hidden-dropout 0 \
+        --dynapipe-device cpu --calculate-per-token-loss --train-iters 1 --lr 1 --eval-interval 1
+    python -m benchmarks.executor.long_sample --cost-model long.json [--length 32768] [--share 0.85]
 
 One process trains a GPT on one sample under full recomputation, first whole, whose peak of activations is measured.
 Then a plan is made within `share` of that peak, which has to cut the sample, and run. Printed are both peaks, the
@@ -15,13 +20,14 @@ import argparse  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
 from benchmarks.common import wall_clock  # noqa: E402
 from benchmarks.executor import overhead, pieces  # noqa: E402
 from benchmarks.executor.pairs import add_arguments  # noqa: E402
-from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape  # noqa: E402
+from megatron_dynapipe.cost import TableCostModel  # noqa: E402
 from megatron_dynapipe.data.segments import CutSegment  # noqa: E402
 from megatron_dynapipe.errors import InfeasibleError  # noqa: E402
 from megatron_dynapipe.plan.iteration import MicroBatch  # noqa: E402
@@ -33,15 +39,6 @@ from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Reco
 
 
 def planner(options: argparse.Namespace, limit_bytes: int, slices: str) -> Planner:
-    shape = ModelShape(
-        family=ModelFamily.GPT,
-        hidden=options.hidden,
-        heads=4,
-        kv_channels=options.hidden // 4,
-        ffn=4 * options.hidden,
-        vocabulary=overhead.VOCABULARY,
-        keeps_scores=False,
-    )
     settings = PlannerSettings(
         family=ModelFamily.GPT,
         encoder_layers=options.layers,
@@ -53,7 +50,7 @@ def planner(options: argparse.Namespace, limit_bytes: int, slices: str) -> Plann
         micro_batch_layouts=tuple(BatchLayout),
         slices=slices,
     )
-    return Planner(settings, AnalyticCostModel(shape, CPU_RATES, max_length=options.length))
+    return Planner(settings, TableCostModel.load(options.cost_model))
 
 
 def row_of(micro_batch: MicroBatch) -> tuple[int, pieces.Cuts]:
@@ -96,12 +93,13 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[str, obje
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, length=32768, hidden=32, layers=2)
-    parser.add_argument("--share", type=float, default=0.5)
+    add_arguments(parser, length=32768, hidden=64, layers=2)
+    parser.add_argument("--cost-model", type=Path, required=True)
+    parser.add_argument("--share", type=float, default=0.85)
     options = parser.parse_args()
     os.environ |= pieces.ALONE
     with overhead.processes() as device:
-        print(json.dumps(vars(options) | compare(options, device)))
+        print(json.dumps(vars(options) | {"cost_model": str(options.cost_model)} | compare(options, device)))
 
 
 if __name__ == "__main__":
