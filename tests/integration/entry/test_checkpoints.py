@@ -18,12 +18,10 @@ MODELS = {
     "t5, rotary positions, RMSNorm": "--position-embedding-type rope --normalization RMSNorm",
     "gpt": "",
     "gpt, rotary positions": "--position-embedding-type rope",
-    "gpt, experts": "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none --disable-bias-linear",
 }
 INTERLEAVED = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 SEQUENCE_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
 DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
-SHARED_EXPERTS = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 # model, optimizer, ranks and flags that save, ranks and flags that resume
 CASES = {
     "t5, one rank to two stages": ("t5", "", (1, ""), (2, "--pipeline-model-parallel-size 2")),
@@ -65,30 +63,6 @@ CASES = {
     ),
     "gpt, one rank to two stages of two chunks": ("gpt", "", (1, ""), (2, INTERLEAVED)),
     "gpt, two chunks to two replicas, distributed optimizer": ("gpt", DISTRIBUTED, (2, INTERLEAVED), (2, "")),
-    "gpt, experts, one rank to two replicas that share them": (
-        "gpt, experts",
-        DISTRIBUTED,
-        (1, ""),
-        (2, f"{SHARED_EXPERTS} --overlap-grad-reduce"),
-    ),
-    "gpt, experts of two replicas to one rank": (
-        "gpt, experts",
-        "",
-        (2, SHARED_EXPERTS),
-        (1, "--moe-token-dispatcher-type allgather"),
-    ),
-    "gpt, experts, one rank to two stages of two replicas": (
-        "gpt, experts",
-        DISTRIBUTED,
-        (1, ""),
-        (4, f"{SHARED_EXPERTS} --pipeline-model-parallel-size 2"),
-    ),
-    "gpt, experts, sequence parallelism and two chunks": (
-        "gpt, experts",
-        DISTRIBUTED,
-        (2, f"{SEQUENCE_PARALLEL} {SHARED_EXPERTS} --expert-tensor-parallel-size 1"),
-        (4, f"{SHARED_EXPERTS} {INTERLEAVED}"),
-    ),
     "gpt, rotary, layers 3 + 1 to sequence parallelism": (
         "gpt, rotary positions",
         DISTRIBUTED,
