@@ -108,7 +108,7 @@ def _draw_stage(axis: Axes, stage: int, events: Sequence[Event], scale: float) -
 def _draw_chains(axis: Axes, stage: int, events: Sequence[Event], chains: Sequence[Sequence[int]]) -> None:
     """A stripe at the bottom of every pass of a sample that is cut; those of several samples above one another."""
     corners, colours = [], []
-    for event in (e for e in events if isinstance(e.instruction, Forward | Backward)):
+    for event in (e for e in events if isinstance(e.instruction, Pass)):
         its = [number for number, chain in enumerate(chains) if event.instruction.micro_batch in chain]
         for place, number in enumerate(its):
             bottom = stage + _BOX / 2 - place * _STRIPE
