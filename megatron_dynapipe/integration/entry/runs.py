@@ -28,8 +28,8 @@ from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import megatron_layout
 from megatron_dynapipe.integration.flags.plan_inputs import Progress, chosen_layer_split, plan_inputs
 from megatron_dynapipe.integration.flags.preflight import check_run
+from megatron_dynapipe.integration.flags.resume_record import loaded, resumed
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.flags.run_record import loaded, resumed
 from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
     gpt_provider,

@@ -14,8 +14,8 @@ from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.flags.plan_inputs import describe_costs
+from megatron_dynapipe.integration.flags.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.flags.run_record import check_resumed, record_of
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler, long_by_task, read_task_ids
 from megatron_dynapipe.service.settings import PlanInputs
