@@ -1,6 +1,7 @@
 """`compare`: the same lengths under dynapipe and other ways to make micro-batches, as predicted (docs/comparing.md)."""
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         if args.output.suffix not in CHARTS:
             raise ConfigError(f"expected a chart of {', '.join(CHARTS)}, got --output {args.output}")
         check_replaceable(args.output, mine=marked(GENERATOR))
+        importlib.import_module("matplotlib")  # before minutes of planning
     cost_model, settings = costs_and_settings(args, args.schedule)
     batches = chosen_batches(args)
     entries: list[dict[str, Any]] = []
