@@ -31,6 +31,7 @@ def refused(family: str, flags: str, data: Path, tmp_path: Path) -> str:
     """What a rank says of a run that must not reach Megatron's initialisation."""
     (run,) = train(family, data, f"--train-iters 2 {flags}", ranks=1, report=tmp_path / "report", status=2)
     assert "Traceback" not in run["stderr"] and "time to initialize megatron" not in run["stdout"]
+    assert "measuring the model's layers" not in run["stdout"]
     return run["stderr"].partition("error: ")[2]
 
 
@@ -44,6 +45,7 @@ def refused(family: str, flags: str, data: Path, tmp_path: Path) -> str:
             "--dynapipe-report-dir /proc/nowhere",
             "expected a report folder that can be written",
         ),
+        ("gpt", "--dynapipe-calibrate 60 --seq-length 8", "--dynapipe-long-samples"),
     ],
 )
 def test_what_cannot_train_is_refused_before_megatron_starts(family, flags, said, data, tmp_path):
