@@ -119,19 +119,20 @@ namespace {
 // What layers of one kind cost together, from one layer's costs: its rows begin at `costs`, `step` apart; those of its
 // halves at `halves`.
 struct LayersCosts {
-    int64_t forward, backward, stored;
+    int64_t forward, backward, stored, weight;
     int64_t end;  // the peak in the last of them, above what is stored before the first
 };
 
-LayersCosts costs_of(const Layers& layers, const int64_t* costs, const int64_t* halves, size_t step) {
-    if (!layers.any()) return {0, 0, 0, 0};
+LayersCosts costs_of(const Layers& layers, const int64_t* costs, const int64_t* halves, int64_t weight, size_t step) {
+    if (!layers.any()) return {0, 0, 0, 0, 0};
     const int64_t forward = costs[0], backward = costs[step], stored = costs[2 * step], peak = costs[3 * step];
-    LayersCosts out{layers.whole * forward, layers.whole * backward, layers.whole * stored, 0};
+    LayersCosts out{layers.whole * forward, layers.whole * backward, layers.whole * stored, layers.whole * weight, 0};
     int64_t last = stored;
     if (layers.mlp + layers.attention > 0) {
         const int64_t attention_stored = halves[2 * step], mlp_stored = halves[3 * step];
         out.forward += layers.attention * halves[0] + layers.mlp * (forward - halves[0]);
         out.backward += layers.attention * halves[step] + layers.mlp * (backward - halves[step]);
+        out.weight += layers.attention * halves[4 * step] + layers.mlp * (weight - halves[4 * step]);
         out.stored += layers.attention * attention_stored + layers.mlp * mlp_stored;
         if (layers.attention > 0) last = attention_stored;
         else if (layers.whole == 0) last = mlp_stored;
@@ -150,12 +151,12 @@ void append_stage_costs(const std::vector<int64_t>& layer_costs, size_t sizes, c
     for (size_t k = 0; k < sizes; ++k) {
         const auto at = [&](Row row) { return layer_costs[row * sizes + k]; };
         if (at(kEncoderForward) == kAbsent) continue;
-        const auto of = [&](const Layers& kind, Row first, Row halves) {
+        const auto of = [&](const Layers& kind, Row first, Row halves, Row weight) {
             const int64_t* costs = layer_costs.data() + k;
-            return costs_of(kind, costs + first * sizes, costs + halves * sizes, sizes);
+            return costs_of(kind, costs + first * sizes, costs + halves * sizes, at(weight), sizes);
         };
-        const LayersCosts e = of(layers.encoder, kEncoderForward, kEncoderAttentionForward);
-        const LayersCosts d = of(layers.decoder, kDecoderForward, kDecoderAttentionForward);
+        const LayersCosts e = of(layers.encoder, kEncoderForward, kEncoderAttentionForward, kEncoderWeight);
+        const LayersCosts d = of(layers.decoder, kDecoderForward, kDecoderAttentionForward, kDecoderWeight);
         const int64_t given = !layers.encoder.any() && layers.decoder.any() ? at(kEncodedStored) : 0;
         const int64_t layers_stored = given + e.stored + d.stored;
         int64_t stage[kStageRows] = {};
@@ -165,6 +166,7 @@ void append_stage_costs(const std::vector<int64_t>& layer_costs, size_t sizes, c
         stage[kEncoderEnd] = e.end;
         if (layers.decoder.any()) stage[kDecoderEnd] = given + e.stored + d.end;
         stage[kHeadEnd] = h * (layers_stored + at(kHeadPeak));
+        stage[kWeight] = e.weight + d.weight;
         if (*std::max_element(stage, stage + kStageRows) > kLargestCost) continue;
         for (int row = 0; row < kStageRows; ++row) out[base + row * sizes + k] = stage[row];
     }

@@ -12,13 +12,15 @@ namespace dynapipe {
 enum Row { kEncoderForward, kEncoderBackward, kEncoderStored, kEncoderPeak,
            kDecoderForward, kDecoderBackward, kDecoderStored, kDecoderPeak,
            kHeadForward, kHeadBackward, kHeadStored, kHeadPeak, kEncodedStored,
+           kEncoderWeight, kDecoderWeight,
            kEncoderAttentionForward, kEncoderAttentionBackward, kEncoderAttentionStored, kEncoderMlpStored,
-           kDecoderAttentionForward, kDecoderAttentionBackward, kDecoderAttentionStored, kDecoderMlpStored, kRows };
+           kEncoderAttentionWeight, kDecoderAttentionForward, kDecoderAttentionBackward, kDecoderAttentionStored,
+           kDecoderMlpStored, kDecoderAttentionWeight, kRows };
 
 constexpr int kWholeRows = kEncoderAttentionForward;  // the others are of halves of layers, read only where there are any
 
-// A stage's peak is the largest of the last three and `kStored`.
-enum StageRow { kForward, kBackward, kStored, kEncoderEnd, kDecoderEnd, kHeadEnd, kStageRows };
+// A stage's peak is the largest of the three ends and `kStored`.
+enum StageRow { kForward, kBackward, kStored, kEncoderEnd, kDecoderEnd, kHeadEnd, kWeight, kStageRows };
 
 constexpr int kEncoderRows = 4;  // the first of `Row`
 

@@ -19,6 +19,7 @@ from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.cost.halves import with_halves
 from megatron_dynapipe.cost.shape import ModelShape
 from megatron_dynapipe.cost.tables import ABSENT, EndState, IntArray, LayerState, LayerTables, PackedTables, Row
+from megatron_dynapipe.cost.weights import with_weights
 from megatron_dynapipe.cost.work import Floats, LayerWork, Work
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -168,7 +169,7 @@ class AnalyticCostModel:
             key_value_channels=self.shape.key_value_channels // tensor_parallel,
             division=self._division(recompute),
         )
-        return with_halves(tables)
+        return with_halves(with_weights(tables, recompute))
 
     def _packed(self, layer: LayerWork, recompute: Recompute) -> PackedTables:
         """Packed rows counted exactly: all work but attention's inside over the row, that over each sample."""

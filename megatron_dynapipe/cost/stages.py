@@ -25,12 +25,14 @@ class StageCosts:
     backward_ns: IntArray
     stored_bytes: IntArray
     peak_bytes: IntArray
+    weight_ns: IntArray
+    """The part of the backward that a divided pass runs as its second half."""
     feasible: np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-_ROWS = 6
-"""Rows of `_by_size`: forward, backward, stored, and the peaks of the encoder's and the decoder's last layer and the
-head."""
+_ROWS = 7
+"""Rows of `_by_size`: forward, backward, stored, the peaks of the encoder's and the decoder's last layer and the head,
+and the second half of a divided backward."""
 
 
 def _by_size(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targets: IntArray) -> IntArray:
@@ -57,6 +59,7 @@ def _by_size(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targ
             np.where(e.present, e.stored - e.last_stored + row[Row.ENCODER_PEAK], 0),
             np.where(d.present, layers_stored - d.last_stored + row[Row.DECODER_PEAK], 0),
             last * (layers_stored + row[Row.HEAD_PEAK]),
+            e.weight + d.weight,
         ],
         axis=2,
     )
@@ -79,6 +82,7 @@ class _Layers(NamedTuple):
     """[virtual stages, 1]"""
     forward: IntArray
     backward: IntArray
+    weight: IntArray
     stored: IntArray
     last_stored: IntArray
     """By the last of them alone."""
@@ -96,6 +100,7 @@ def _on_stages(parts: IntArray, row: Mapping[Row, IntArray], kind: str) -> _Laye
         present=parts.sum(axis=1, keepdims=True) > 0,
         forward=time("FORWARD"),
         backward=time("BACKWARD"),
+        weight=time("WEIGHT"),
         stored=mlp * its_mlp + whole * layer + attention * its_attention,
         last_stored=np.where(attention > 0, its_attention, np.where(whole > 0, layer, its_mlp)),
     )
@@ -138,6 +143,7 @@ def stage_costs(
         forward_ns=rows[:, :, 0],
         backward_ns=rows[:, :, 1],
         stored_bytes=stored,
-        peak_bytes=np.maximum(rows[:, :, 3:].max(axis=2), stored),
+        peak_bytes=np.maximum(rows[:, :, 3:6].max(axis=2), stored),
+        weight_ns=np.minimum(rows[:, :, 6], rows[:, :, 1]),
         feasible=(rows[:, :, 0] != ABSENT).all(axis=1),
     )

@@ -32,7 +32,8 @@ class Row(IntEnum):
 
     A decoder-only model's layers are called encoder layers, and its decoder rows are zero. `HEAD` is the output head
     and the loss together, once per model. `ENCODED_STORED` is the encoder's output, which a stage of decoder layers
-    alone keeps once, beside what its layers keep.
+    alone keeps once, beside what its layers keep. `WEIGHT` is the part of the backward that a divided pass runs as its
+    second half; 0 where passes cannot be divided.
 
     The last rows are of halves of layers: attention (a T5 decoder's self- and cross-attention, with their norms), and
     the MLP, which takes the rest of the layer's time. A half's peak is the layer's. Where costs of halves are not known
@@ -52,14 +53,18 @@ class Row(IntEnum):
     HEAD_STORED = 10
     HEAD_PEAK = 11
     ENCODED_STORED = 12
-    ENCODER_ATTENTION_FORWARD = 13
-    ENCODER_ATTENTION_BACKWARD = 14
-    ENCODER_ATTENTION_STORED = 15
-    ENCODER_MLP_STORED = 16
-    DECODER_ATTENTION_FORWARD = 17
-    DECODER_ATTENTION_BACKWARD = 18
-    DECODER_ATTENTION_STORED = 19
-    DECODER_MLP_STORED = 20
+    ENCODER_WEIGHT = 13
+    DECODER_WEIGHT = 14
+    ENCODER_ATTENTION_FORWARD = 15
+    ENCODER_ATTENTION_BACKWARD = 16
+    ENCODER_ATTENTION_STORED = 17
+    ENCODER_MLP_STORED = 18
+    ENCODER_ATTENTION_WEIGHT = 19
+    DECODER_ATTENTION_FORWARD = 20
+    DECODER_ATTENTION_BACKWARD = 21
+    DECODER_ATTENTION_STORED = 22
+    DECODER_MLP_STORED = 23
+    DECODER_ATTENTION_WEIGHT = 24
 
 
 ENCODER_ROWS = (Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD, Row.ENCODER_STORED, Row.ENCODER_PEAK)

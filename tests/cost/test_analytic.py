@@ -41,7 +41,7 @@ def test_a_decoder_layer_works_on_both_lengths() -> None:
 )
 def test_memory_of_the_head_by_hand(element_bytes: int, stored: int, beside: int) -> None:
     kept, peak = LayerWork(shape=GPT, element_bytes=element_bytes).head_memory(B, Q)
-    assert kept == stored * 30 * 1000 and peak == kept + beside
+    assert kept == stored * 30 * 1000 + element_bytes * 30 * 64 and peak == kept + beside
 
 
 def test_tensor_parallel_ranks_share_what_can_be_shared() -> None:
@@ -81,11 +81,10 @@ def test_costs_never_fall_as_micro_batches_grow() -> None:
         values = (
             AnalyticCostModel(shape, A100_RATES, max_size=64, max_length=1024)
             .tables(tensor_parallel=2, recompute=Recompute.NONE)
-            .values
+            .values[: Row.ENCODER_WEIGHT]
         )
-        whole = values[: Row.ENCODER_ATTENTION_FORWARD]  # a half's share of what launches alone decide may fall
         for axis in (1, 2, 3):
-            assert (np.diff(whole, axis=axis) >= 0).all()
+            assert (np.diff(values, axis=axis) >= 0).all()
 
 
 @pytest.mark.parametrize(
