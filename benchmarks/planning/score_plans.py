@@ -24,6 +24,13 @@ sample of as many positions does, and 2 g · start · (end - start) in every tab
 a table's column of one sample, g from its longest feasible length, half of it and the shortest. A layer also keeps
 the gradients of keys and values of a piece that another follows, and under full recomputation the keys and values of
 every piece.
+
+Layers per stage may end in .5: that stage has the attention of its last layer (a T5 decoder's both), the next begins
+with its MLP. Attention's share of a layer's time is its share of the micro-batch's floating-point operations: h hidden,
+c heads x channels, f ffn, x input and y target positions, m of earlier pieces: attention x (8 h c + 4 c (x + m)), MLP
+4 x h f; a decoder's y (12 h c + 4 c (y + x)) + 4 x h c and 4 y h f. Attention stores 13 of 34 parts, under full
+recomputation each half what the layer does; either's peak is the layer's; parameters are as 4 h c (a decoder's 8 h c)
+to 2 h f.
 """
 
 import argparse
@@ -124,7 +131,8 @@ class Cost:
 
 
 def layer_costs(cost, a, mb):
-    """[(forward, backward, stored, peak, kind)] per layer in model order for one micro-batch."""
+    """[(forward, backward, stored, peak, kind)] per layer in model order for one micro-batch; the last adds its head's
+    forward and backward."""
     charged = packed_charge(cost, a, mb) if mb.get("layout") == "packed" else padded_charge(cost, a, mb)
     kinds = ["encoder"] * (a.layers or a.encoder_layers) + (["decoder"] * a.decoder_layers if a.model == "t5" else [])
     of = {
@@ -142,13 +150,8 @@ def layer_costs(cost, a, mb):
         kept = kept_mb(cost, a, mb)
         of["encoder"] = (forward, backward, stored + kept, peak + kept, kind)
     layers = [of[k] for k in kinds]
-    last = layers[-1]
-    layers[-1] = (
-        last[0] + charged("time_ms", "postprocess.forward"),
-        last[1] + charged("time_ms", "postprocess.backward"),
-        *last[2:],
-    )
-    return layers
+    head = (charged("time_ms", "postprocess.forward"), charged("time_ms", "postprocess.backward"))
+    return [*layers[:-1], (*layers[-1], *head)]
 
 
 def kept_mb(cost, a, mb):
@@ -183,12 +186,46 @@ def padded_charge(cost, a, mb):
     return lambda table, part: cost(a.tp, mb["recompute"], table, part, size, *at[part.split(".")[0]])
 
 
-def stage_costs(layers, split, mb, hidden):
+def attention_shares(cost, mb):
+    """{kind: attention's share of a layer's operations}, over a micro-batch."""
+    size, e, d = mb["shape"]
+    model = cost.data["model"]
+    h, c, f = model["hidden"], model["heads"] * model["kv_channels"], model["ffn"]
+    own = mb["positions"] if mb.get("layout") == "packed" else [(e, d)] * size
+    before = mb.get("before") or [0] * len(own)
+    encoder = sum(x * (8 * h * c + 4 * c * (x + m)) for (x, _), m in zip(own, before, strict=True))
+    decoder = sum(y * (12 * h * c + 4 * c * (y + x)) + 4 * x * h * c for x, y in own)
+    mlps = [sum(4 * one[i] * h * f for one in own) for i in (0, 1)]
+    return {"e": encoder / (encoder + mlps[0] or 1), "d": decoder / (decoder + mlps[1] or 1)}
+
+
+def halves(layer, share, recompute):
+    """A layer's attention and its MLP."""
+    forward, backward, stored, peak, kind = layer
+    kept = (stored, stored) if recompute == "full" else (stored * 13 / 34, stored * 21 / 34)
+    parts = share[kind], 1 - share[kind]
+    return [(forward * part, backward * part, kept[i], peak, kind) for i, part in enumerate(parts)]
+
+
+def parts_of(layers, split, cut):
+    """What every stage holds; cut(i) gives both halves of layer i."""
     out, start = [], 0
+    for n in split:
+        end = start + n
+        first = [cut(int(start))[1]] if start % 1 else []
+        last = [cut(int(end))[0]] if end % 1 else []
+        out.append(first + layers[math.ceil(start) : int(end)] + last)
+        start = end
+    return out
+
+
+def stage_costs(layers, split, mb, hidden, share=None):
+    out = []
     size, e, d = mb["shape"]
     me, md = 2 * size * e * hidden / 1e6, 2 * size * d * hidden / 1e6
-    for n in split:
-        part = layers[start : start + n]
+    head = layers[-1][5:] or (0.0, 0.0)
+    layers = [layer[:5] for layer in layers]
+    for part in parts_of(layers, split, lambda i: halves(layers[i], share, mb["recompute"])):
         stored = peak = 0.0
         for layer in part:
             peak = max(peak, stored + layer[3])
@@ -203,8 +240,8 @@ def stage_costs(layers, split, mb, hidden):
                 me + (md if part[0][4] == "d" else 0),
             )
         )
-        start += n
-    return out
+    forward, backward, *rest = out[-1]
+    return [*out[:-1], (forward + head[0], backward + head[1], *rest)]
 
 
 def transfer_ms(mb, a, i, j):
@@ -219,14 +256,18 @@ def model_state(cost, a, split, recompute):
     factor = 2 + 6 / a.dp
     n_enc = a.layers or a.encoder_layers
     layers = [state["encoder"]] * n_enc + [state.get("decoder", 0)] * (a.decoder_layers or 0)
-    layers[0] += state["embedding"]
-    if a.decoder_layers:
-        layers[n_enc] += state["embedding"]
-    out, start = [], 0
-    for n in split:
-        out.append(factor * sum(layers[start : start + n]))
-        start += n
-    return out
+    model = cost.data["model"]
+    c, f = model["heads"] * model["kv_channels"], model["ffn"]
+    extra = [0.0] * len(layers)
+    for first in (0, n_enc) if a.decoder_layers else (0,):
+        extra[first] = state["embedding"]
+
+    def cut(i):
+        attention = layers[i] * (4 * c / (4 * c + 2 * f) if i < n_enc else 8 * c / (8 * c + 2 * f))
+        return attention + extra[i], layers[i] - attention
+
+    whole = [layer + more for layer, more in zip(layers, extra, strict=True)]
+    return [factor * sum(part) for part in parts_of(whole, split, cut)]
 
 
 def replay(a, costs, stages, state):
@@ -347,7 +388,8 @@ def check_and_score(a, cost, batch, plan):
     for r in plan["replicas"]:
         mbs, split = r["micro_batches"], r["layers_per_stage"]
         total_layers = (a.layers or 0) + (a.encoder_layers or 0) + (a.decoder_layers or 0)
-        if len(split) != a.pp or sum(split) != total_layers or (a.split == "equal" and len(set(split)) != 1):
+        uneven = a.split == "equal" and len(set(split)) != 1
+        if len(split) != a.pp or sum(split) != total_layers or uneven or any(n <= 0 or n % 0.5 for n in split):
             return {"error": f"layer split {split}"}
         for mb in mbs:
             if (wrong := misfit(a, batch, mb)) is not None:
@@ -360,7 +402,7 @@ def check_and_score(a, cost, batch, plan):
                 return {"error": f"stage {s} runs the wrong passes"}
         if out_of_order(held, r["stages"]):
             return {"error": "pieces of a sample out of order"}
-        costs = [stage_costs(layer_costs(cost, a, mb), split, mb, a.hidden) for mb in mbs]
+        costs = [stage_costs(layer_costs(cost, a, mb), split, mb, a.hidden, attention_shares(cost, mb)) for mb in mbs]
         if any(math.isinf(v) for c in costs for st in c for v in st):
             return {"error": "a micro-batch outside the measured, feasible grid"}
         state = [
