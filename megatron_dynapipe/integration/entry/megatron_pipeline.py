@@ -201,6 +201,7 @@ class MegatronPipeline:
             warm_up=lambda: self.warm_up(plan),
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
+            has_idle_replica=not all(replica.micro_batches for replica in plan.replicas),
         )
         if not forward_only:
             self.iteration += 1

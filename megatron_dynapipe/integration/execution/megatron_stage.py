@@ -35,8 +35,8 @@ class MegatronStage:
         load: makes a micro-batch's device tensors.
         is_last: whether this rank's last chunk ends the pipeline.
         prepare: called with the micro-batch before each of its passes (`MicroBatchContext.begin`).
+        before_forward: called with each forward pass before it runs (gathers of parameters).
         before_backward: called with each backward pass before it runs (overlapped gradient reduction).
-
     """
 
     def __init__(
@@ -47,13 +47,14 @@ class MegatronStage:
         *,
         is_last: bool,
         prepare: PrepareMicroBatch = lambda _: None,
+        before_forward: Callable[[Forward], None] = lambda _: None,
         before_backward: Callable[[Backward], None] = lambda _: None,
     ) -> None:
         self.load = load
         self._models, self._config = models, get_model_config(models[0])
         self._forward_step = forward_step
         self._is_last = is_last
-        self._prepare, self._before_backward = prepare, before_backward
+        self._prepare, self._before_forward, self._before_backward = prepare, before_forward, before_backward
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._device = next(models[0].parameters()).device
         self._losses: list[dict[str, torch.Tensor]] = []
@@ -61,10 +62,12 @@ class MegatronStage:
         self._tokens = torch.zeros([], dtype=torch.int, device=self._device)
 
     def begin_pass(self, instruction: Forward | Backward) -> None:
-        """Set recomputation and the random state; let the last backward pass reduce gradients."""
+        """Set recomputation and the random state; start the collectives among replicas that are due."""
         self._prepare(instruction.micro_batch)
         if isinstance(instruction, Backward):
             self._before_backward(instruction)
+        else:
+            self._before_forward(instruction)
 
     def differentiable(self, micro_batch: int, boundary: int) -> None:
         """Every state is."""

@@ -3,8 +3,7 @@
     row of queries   a a a b b c c c c        on CUDA, one kernel over all segments: `varlen_attn` (FlashAttention)
     row of keys      A A B B B B C            elsewhere, SDPA over samples of like lengths, padded inside attention
 
-A segment may have queries without keys (the tail of a T5's decoder row where its encoder row has none): they attend to
-nothing and come out as zeros.
+Queries without keys attend to nothing and come out as zeros; `packed_rows.attention_row` makes no such segments.
 """
 
 import math

@@ -104,15 +104,26 @@ def self_row(segments: DeviceSegments, row_format: RowFormat, cross: PackedRow |
 def attention_row(
     queries: DeviceSegments, keys: DeviceSegments, row_format: RowFormat, cross: PackedRow | None = None
 ) -> PackedRow:
-    """What attention of one row's segments to those of another takes, segment i to segment i."""
+    """What attention of one row's segments to those of another takes, segment i to segment i.
+
+    The tail of the queries' row joins the last sample where the keys' row has no tail. Queries without keys come out of
+    FlashAttention as zeros, but of cuDNN before 9.25 as NaN, which no mask of the loss takes out again
+    (cudnn-frontend #943, #944). Nothing looks at what a tail makes.
+    """
+    lengths_q, lengths_kv = queries.host.lengths, keys.host.lengths
+    offsets_q = queries.offsets
+    offsets_kv = keys.offsets if keys.key_offsets is None else keys.key_offsets
+    if lengths_q[-1] and not lengths_kv[-1]:
+        lengths_q, lengths_kv = (*lengths_q[:-2], sum(lengths_q[-2:])), lengths_kv[:-1]
+        offsets_q, offsets_kv = torch.cat([offsets_q[:-2], offsets_q[-1:]]), offsets_kv[:-1]
     return PackedRow(
         qkv_format=row_format.value,
-        cu_seqlens_q=queries.offsets,
-        cu_seqlens_kv=keys.offsets if keys.key_offsets is None else keys.key_offsets,
-        max_seqlen_q=queries.host.longest,
+        cu_seqlens_q=offsets_q,
+        cu_seqlens_kv=offsets_kv,
+        max_seqlen_q=max(lengths_q),
         max_seqlen_kv=keys.host.most_keys,
-        lengths_q=queries.host.lengths,
-        lengths_kv=keys.host.lengths,
+        lengths_q=lengths_q,
+        lengths_kv=lengths_kv,
         cuts=queries.host.cuts,
         positions=queries.positions,
         cross=cross,

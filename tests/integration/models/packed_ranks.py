@@ -88,12 +88,11 @@ def compare(queries: list[int], keys: list[int], causal: bool, groups: int, bias
         return attention(query, key, value, None, packed_seq_params=row, attention_bias=bias)
 
     def one_by_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        parts = query.split(queries), key.split(keys), value.split(keys)
+        parts = query.split(row.lengths_q), key.split(row.lengths_kv), value.split(row.lengths_kv)
         results = []
         for q, k, v in zip(*parts, strict=True):
             corner = None if bias is None else bias[:, :, : len(q), : len(k)]
-            alone = attention(q, k, v, None, attention_bias=corner) if len(k) else q.flatten(2) * 0
-            results.append(alone)
+            results.append(attention(q, k, v, None, attention_bias=corner))
         return torch.cat(results)
 
     found = []
@@ -105,6 +104,14 @@ def compare(queries: list[int], keys: list[int], causal: bool, groups: int, bias
         found.append([result.detach(), *(x.grad for x in (*leaves, leaf) if x is not None)])
     assert [x.shape for x in found[0]] == [x.shape for x in found[1]]
     return [(a - b).abs().max().item() for a, b in zip(*found, strict=True)]
+
+
+def tails(rank: int, world_size: int, cases: list[tuple[list[int], list[int]]]) -> list[list[list[int]]]:
+    """The segments that attention of queries to keys takes, as offsets."""
+    rows = [row_of(*case) for case in cases]
+    for row in rows:
+        assert row.lengths_q == tuple(row.cu_seqlens_q.diff().tolist()) and row.max_seqlen_q == max(row.lengths_q)
+    return [[row.cu_seqlens_q.tolist(), row.cu_seqlens_kv.tolist()] for row in rows]
 
 
 def refuse(rank: int, world_size: int) -> str:
