@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         profile_module,
         split_model,
     )
+    from megatron_dynapipe.planning.batch import PlannedBatch, plan_batch
     from megatron_dynapipe.runtime import PipelineExecutor
     from megatron_dynapipe.tuning import orchestrate, tune
 
@@ -37,10 +38,12 @@ _LAZY = {
     "ModulePlanner": _MODULES,
     "Pipeline": _MODULES,
     "PipelineExecutor": "megatron_dynapipe.runtime",
+    "PlannedBatch": "megatron_dynapipe.planning.batch",
     "SharedModule": _MODULES,
     "Stage": _MODULES,
     "layout_for": "megatron_dynapipe.elastic.module_layout",
     "orchestrate": "megatron_dynapipe.tuning",
+    "plan_batch": "megatron_dynapipe.planning.batch",
     "profile_module": _MODULES,
     "split_model": _MODULES,
     "tune": "megatron_dynapipe.tuning",
@@ -54,11 +57,13 @@ __all__ = [
     "ModulePlanner",
     "Pipeline",
     "PipelineExecutor",
+    "PlannedBatch",
     "SharedModule",
     "Stage",
     "__version__",
     "layout_for",
     "orchestrate",
+    "plan_batch",
     "profile_module",
     "split_model",
     "tune",

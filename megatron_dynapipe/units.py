@@ -69,6 +69,11 @@ def in_mb(*sizes: int) -> list[str]:
     return texts
 
 
+def amount(count: int, of: str) -> str:
+    """In words: "1 rank", "1,024 ranks"."""
+    return f"{count:,} {of}" + ("" if count == 1 else "s")
+
+
 def round_up(length: int, multiple: int = LENGTH_MULTIPLE) -> int:
     """The least multiple of `multiple` that is at least `length`."""
     return -(-length // multiple) * multiple

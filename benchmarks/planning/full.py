@@ -102,24 +102,14 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = {"plan": folder / "batches.json", "split": folder / "split.json", "report": folder / "report.json"}
-        _write(files["plan"], batches)
-        command = [sys.executable, "-m", "megatron_dynapipe", "plan", "--json", "--batches", files["plan"]]
-        command += ["--cost-model", cost, "--model", model, *about["plan"], "--hidden-size", about["hidden"]]
-        command += ["--data-parallel", data, "--tensor-parallel", tensor, "--pipeline-parallel", pipeline]
-        command += ["--device-memory-mb", str(MEMORY_MB), "--distributed-optimizer"]
+        write(files["plan"], batches)
+        command = arguments("plan", model, layout, files["plan"])
         command += ["--layout", args.layout]
         command += ["--slices", args.slices if model == "gpt" else "off"]
         if args.evaluations is not None:
             command += ["--search-evaluations", str(args.evaluations)]
         if args.split == "auto":
-            length = batches[0]["max_seq_len"]
-            others = [
-                b
-                for b in every
-                if b["model"] == model and b["max_seq_len"] == length and b["tokens"] == SPLIT_FROM_TOKENS
-            ]
-            _write(files["split"], others)
-            command += ["--layer-split", "auto", "--split-from", files["split"]]
+            command += split_from(files["split"], model, batches[0]["max_seq_len"], every)
         planned = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
         if planned.returncode == 2:
             return [{"id": batch["id"], "error": planned.stderr.strip().splitlines()[0]} for batch in batches]
@@ -136,7 +126,26 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
     return lines
 
 
-def _write(path: Path, batches: list[dict]) -> None:
+def arguments(command: str, model: str, layout: str, batches: Path) -> list[str]:
+    """The command line of `plan` or `compare` for one setting."""
+    data, tensor, pipeline = layout.split(",")
+    return [
+        *(sys.executable, "-m", "megatron_dynapipe", command, "--json", "--batches", str(batches)),
+        *("--cost-model", str(COSTS[model]), "--model", model, *MODELS[model]["plan"]),
+        *("--hidden-size", MODELS[model]["hidden"], "--device-memory-mb", str(MEMORY_MB), "--distributed-optimizer"),
+        *("--data-parallel", data, "--tensor-parallel", tensor, "--pipeline-parallel", pipeline),
+    ]
+
+
+def split_from(path: Path, model: str, longest: int, every: list[dict]) -> list[str]:
+    """Arguments for a layer split chosen from the larger batches of a mixture and maximum length."""
+    own = [b for b in every if b["model"] == model and b["max_seq_len"] == longest]
+    write(path, [b for b in own if b["tokens"] == SPLIT_FROM_TOKENS])
+    return ["--layer-split", "auto", "--split-from", str(path)]
+
+
+def write(path: Path, batches: list[dict]) -> None:
+    """A batches file."""
     path.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": batches}))
 
 

@@ -22,13 +22,14 @@ class Check:
 
     Attributes:
         name: the thing.
-        status: "fail" if training here cannot work because of it; "note" if it works, but less well.
+        status: "fail" if training here cannot work because of it; "note" if it works, but less well; "absent" if it
+            is for training and was not installed.
         found: what is there, with its version.
         hint: what to do about it.
     """
 
     name: str
-    status: Literal["ok", "note", "fail"]
+    status: Literal["ok", "note", "absent", "fail"]
     found: str
     hint: str | None = None
 
@@ -47,6 +48,8 @@ LAUNCH_PORT = 29500
 CONNECT_S = 5.0
 _BYTES_PER_MB = 1_000_000
 
+TO_TRAIN = f"pip install '{DISTRIBUTION}[train]'"
+NOT_INSTALLED = "not installed (for training)"
 NEEDED_TO_PLAN = frozenset({"python", "plan store", "planner core"})
 """Checks that also count on a host that only plans, without torch."""
 
@@ -63,6 +66,8 @@ def _guarded(name: str, check: Callable[[str], Check]) -> Check:
         return Check(name=name, status="fail", found=error.message, hint=error.hint)
     except ModuleNotFoundError as error:
         problem = missing(error)
+        if problem is not None and problem.hint == TO_TRAIN:
+            return Check(name=name, status="absent", found=f"{NOT_INSTALLED}: no {error.name}", hint=TO_TRAIN)
         hint = f"reinstall {error.name}" if problem is None else problem.hint
         return Check(name=name, status="fail", found=f"{error.name} is not installed", hint=hint)
     except Exception as error:  # noqa: BLE001 - a broken library can raise anything when imported; that is the finding
@@ -109,7 +114,7 @@ def check_megatron(name: str) -> Check:
 
     version = find_version()
     if version is None:
-        return Check(name=name, status="fail", found="not installed", hint="pip install 'megatron-dynapipe[train]'")
+        return Check(name=name, status="absent", found=NOT_INSTALLED, hint=TO_TRAIN)
     if importlib.util.find_spec("megatron.training") is None:
         found = f"{version}, without its training loop"
         return Check(name=name, status="fail", found=found, hint=f"pip install '{PACKAGE}'")
@@ -204,7 +209,8 @@ def check_requirements(name: str) -> Check:
         listed = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return Check(name=name, status="note", found=f"{DISTRIBUTION} is not installed", hint="pip install .")
-    wrong = {extra: _unmet(listed, extra) for extra in ("", "train", *OPTIONAL)}
+    to_train = () if _version("torch") is None else ("train",)  # else said by the check of torch
+    wrong = {extra: _unmet(listed, extra) for extra in ("", *to_train, *OPTIONAL)}
     broken = [extra for extra, found in wrong.items() if found]
     if not broken:
         return Check(name=name, status="ok", found="required packages are of versions that were tried")

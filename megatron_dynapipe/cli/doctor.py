@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from megatron_dynapipe.cli.checks import Check
     from megatron_dynapipe.cli.main import SubParsers
 
-MARKS = {"ok": "ok  ", "note": "note", "fail": "FAIL"}
+MARKS = {"ok": "ok  ", "note": "note", "absent": "–   ", "fail": "FAIL"}
 
 
 def add_parser(subparsers: "SubParsers") -> None:
@@ -19,20 +19,21 @@ def add_parser(subparsers: "SubParsers") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every check and print it; 1 if training here cannot work."""
-    from megatron_dynapipe.cli.checks import NEEDED_TO_PLAN, run_checks
+    """Run every check and print it; 1 if something that is installed cannot work."""
+    from megatron_dynapipe.cli.checks import NEEDED_TO_PLAN, TO_TRAIN, run_checks
 
     print("checking; importing torch takes a few seconds", file=sys.stderr)
     checks = run_checks()
     failed = {check.name for check in checks if check.status == "fail"}
-    can_train, can_plan = not failed, not failed & NEEDED_TO_PLAN
+    absent = {check.name for check in checks if check.status == "absent"}
+    can_train, can_plan = not failed | absent, not failed & NEEDED_TO_PLAN
     if args.json:
         print(_as_json(checks, can_train=can_train, can_plan=can_plan))
     else:
-        able = "train" if can_train else "plan, not train: see FAIL above"
+        able = "train" if can_train else "plan, not train: see FAIL above" if failed else f"plan; to train: {TO_TRAIN}"
         print(_as_text(checks))
         print(f"this machine can {able}" if can_plan else "this machine cannot train: see FAIL above")
-    return 0 if can_train else 1
+    return 1 if failed else 0
 
 
 def _as_json(checks: "list[Check]", *, can_train: bool, can_plan: bool) -> str:

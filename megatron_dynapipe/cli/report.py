@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     path = args.output or args.folder / PAGE
     check_replaceable(path, mine=is_page)
     found = read_run(args.folder)
-    summary = summarise(found.iterations, maximum=found.maximum)
+    computed = found.run is not None and found.run.computed_costs
+    summary = summarise(found.iterations, maximum=found.maximum, computed_costs=computed)
     page = write_page(found, summary, path, title=f"Run in {args.folder.resolve().name}")
     if args.json:
         report = {"format": FORMAT, "page": page, "summary": summary, "evaluations": found.evaluations}

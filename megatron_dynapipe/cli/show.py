@@ -1,6 +1,9 @@
 """`show`: a plan as text, as a timeline picture, or as a Chrome/Perfetto trace."""
 
 import argparse
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     if any(not 0 <= replica < len(plan.replicas) for replica in replicas):
         raise ConfigError(f"expected a replica from 0 to {len(plan.replicas) - 1}, got {args.replica}")
     if args.picture is None and args.trace is None:
-        print("\n\n".join(_text(plan, replica) for replica in replicas))
+        text = "\n\n".join(_text(plan, replica) for replica in replicas)
+        print(_wrapped(text) if sys.stdout.isatty() else text)
         return 0
     from megatron_dynapipe.report.trace import write_trace
 
@@ -64,7 +68,7 @@ def _text(plan: "IterationPlan", replica: int) -> str:
             names[at] += f"[{piece.start}:{piece.end}]"
         samples = ",".join(names)
         shape = f"{micro_batch.layout} shape {micro_batch.shape}"
-        lines.append(f"# micro-batch {row}: {shape}, recompute {micro_batch.recompute}: {samples}")
+        lines.append(f"# micro-batch {row}: {shape}, recompute {micro_batch.recompute}: samples {samples}")
         tokens = ",".join(
             f"{given}+{wanted}"
             for given, wanted in zip(micro_batch.input_lengths, micro_batch.target_lengths, strict=True)
@@ -72,6 +76,14 @@ def _text(plan: "IterationPlan", replica: int) -> str:
         peaks = ",".join(f"{peak / BYTES_PER_MB:.1f}" for peak in micro_batch.peak_bytes)
         lines.append(f"#   tokens (input+target) {tokens}; at most {peaks} MB on virtual stages 0, 1, …")
     return "\n".join([*lines, format_stages(stage.instructions for stage in share.stages)])
+
+
+def _wrapped(text: str) -> str:
+    """Long lines in the width of the terminal, for eyes; files and pipes get lines that parse back."""
+    fold = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(fold.fill(line) for line in text.splitlines())
 
 
 def _panel(plan: "IterationPlan", replica: int) -> "Panel":

@@ -6,6 +6,7 @@ Overheads are those of launching a layer's kernels, which depends on the host mo
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
@@ -13,7 +14,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost.division import division_by_flops
+from megatron_dynapipe.cost.division import Division, Kind, division_by_flops
 from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.cost.shape import ModelShape
 from megatron_dynapipe.cost.tables import ABSENT, EndState, IntArray, LayerState, LayerTables, PackedTables, Row
@@ -164,7 +165,7 @@ class AnalyticCostModel:
             state=self._state(tensor_parallel),
             peak_covers_backward=True,
             key_value_channels=self.shape.key_value_channels // tensor_parallel,
-            division=division_by_flops(self.shape.hidden, self.shape.query_channels, self.shape.ffn, recompute),
+            division=self._division(recompute),
         )
 
     def _packed(self, layer: LayerWork, recompute: Recompute) -> PackedTables:
@@ -199,6 +200,17 @@ class AnalyticCostModel:
             inputs=inputs,
             targets=targets,
             attention=attention,
+        )
+
+    def _division(self, recompute: Recompute) -> Mapping[Kind, Division]:
+        shape = self.shape
+        return division_by_flops(
+            shape.hidden,
+            shape.query_channels,
+            shape.mlp_width,
+            recompute,
+            key_value_channels=shape.key_value_channels,
+            ffn_parameters=shape.mlp_parameters(1) // (2 * shape.hidden),
         )
 
     def _state(self, tensor_parallel: int) -> LayerState:

@@ -65,21 +65,33 @@ class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     weight_per_mille: _Rate = 1000
 
 
-def division_by_flops(hidden: int, channels: int, ffn: int, recompute: Recompute) -> Mapping[Kind, Division]:
+def division_by_flops(
+    hidden: int,
+    channels: int,
+    ffn: int,
+    recompute: Recompute,
+    *,
+    key_value_channels: int | None = None,
+    ffn_parameters: int | None = None,
+) -> Mapping[Kind, Division]:
     """The division of a layer that was not measured.
 
     Args:
         hidden: width of the model.
         channels: heads × channels of each.
-        ffn: width of the feed-forward network.
+        ffn: width of a feed-forward network of two matrices that multiplies as often.
         recompute: under full recomputation both halves store their own inputs.
+        key_value_channels: query groups × channels of each; None for as many as `channels`.
+        ffn_parameters: width of such a network that has as many parameters; None for `ffn`.
     """
+    c, g = channels, channels if key_value_channels is None else key_value_channels
     stored = None if recompute is Recompute.FULL else Rates(_STORED[0], 0, _STORED[1])
-    encoder = _smallest(8 * hidden * channels, 4 * channels, 4 * hidden * ffn, 0)
-    decoder = _smallest(12 * hidden * channels, 4 * channels, 4 * hidden * ffn, 4 * hidden * channels)
+    encoder = _smallest(4 * hidden * (c + g), 4 * c, 4 * hidden * ffn, 0)
+    decoder = _smallest(4 * hidden * (2 * c + g), 4 * c, 4 * hidden * ffn, 4 * hidden * g)
+    f = ffn if ffn_parameters is None else ffn_parameters
     return {
-        "encoder": Division(forward=encoder, backward=encoder, stored=stored, parameters=(2 * channels, ffn)),
-        "decoder": Division(forward=decoder, backward=decoder, stored=stored, parameters=(4 * channels, ffn)),
+        "encoder": Division(forward=encoder, backward=encoder, stored=stored, parameters=(c + g, f)),
+        "decoder": Division(forward=decoder, backward=decoder, stored=stored, parameters=(2 * (c + g), f)),
     }
 
 

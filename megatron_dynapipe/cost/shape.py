@@ -93,6 +93,16 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Channels of a position's keys in one layer; its values have as many."""
         return (self.query_groups or self.heads) * self.kv_channels
 
+    @property
+    def mlp_width(self) -> int:
+        """Width of a feed-forward network of two matrices that multiplies as often as a layer's, on average."""
+        width = float(self.ffn)
+        if self.experts is not None:
+            used = self.experts.per_token * self.experts.ffn + self.experts.shared_ffn
+            width += self.experts.layers * (used - self.ffn)
+        router = 0.5 * self.experts.layers * self.experts.count if self.experts else 0
+        return round(width * (3 if self.gated else 2) / 2 + router)
+
     def rows(self, tensor_parallel: int) -> int:
         """Rows of the word embeddings on all ranks, rounded up."""
         return round_up(self.vocabulary, self.vocabulary_multiple * tensor_parallel)

@@ -117,7 +117,7 @@ class LayerWork:
         """The MLP half of a layer over q positions."""
         tokens, h, f = b * q, self.shape.hidden, self.shape.ffn
         return self._work(
-            linear=tokens * (3 if self.shape.gated else 2) * h * f,
+            linear=tokens * 2 * h * self.shape.mlp_width,
             shared=tokens * 2.5 * h,
             ffn=tokens * (3 if self.shape.gated else 2) * f,
             inputs=tokens * h,

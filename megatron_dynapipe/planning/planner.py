@@ -22,6 +22,7 @@ from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, baseline_partitions
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
+from megatron_dynapipe.planning.lockstep import Lockstep
 from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.native import fast_verify
 from megatron_dynapipe.planning.packed_baselines import packed_partitions
@@ -111,13 +112,22 @@ class Planner:
         """`plan`, with the seconds spent in "ordering", "partition", "schedule", "lowering" and "verify"."""
         seconds: dict[str, float] = {}
         with _timed(seconds, "ordering"):
-            samples = self.samples(batch)
+            batched = self.samples(batch)
+            together = Lockstep.of(batched, self.settings.data_parallel) if self.settings.lockstep else None
+            samples = batched if together is None else together.longest(batched)
             orders = candidate_orders(samples.inputs, samples.targets)
         with _timed(seconds, "partition"):
             problem = self.problem(samples, forward_only=forward_only)
+            if together is not None:
+                problem = replace(problem, replicas=1)
             partitioned = self._partition(problem, orders)
         with _timed(seconds, "schedule"):
             entries, scheduled = self._chosen(samples, problem, orders, partitioned)
+            if scheduled is not None and together is not None:
+                entries, scheduled = (
+                    batched,
+                    together.spread(self.problem(batched, forward_only=forward_only), scheduled),
+                )
         if scheduled is None:
             raise explain_infeasible(samples, problem)
         with _timed(seconds, "lowering"):
@@ -126,7 +136,7 @@ class Planner:
             ordered_starts = self.settings.transfers.ordered_starts
             verify(
                 plan,
-                expected_samples=samples.ids.tolist(),
+                expected_samples=batched.ids.tolist(),
                 fast_verify=fast_verify,
                 ordered_starts=ordered_starts,
             )

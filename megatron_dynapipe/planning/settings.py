@@ -40,6 +40,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         partition: how micro-batches are made.
         schedule: how passes are ordered.
         transfers: when transfers are started, and what a start waits for.
+        lockstep: whether replicas run in step: as many micro-batches on each, alike in time (`planning.lockstep`).
         slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
             of more positions than this.
     """
@@ -65,6 +66,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     partition: PartitionSettings = PartitionSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     transfers: TransferRules = TransferRules()
+    lockstep: bool = False
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
 
     def __post_init__(self) -> None:
@@ -111,6 +113,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return "pieces run in packed rows, which the settings do not allow"
         if self.partition.algorithm is not PartitionAlgorithm.DP or self.schedule.method != "adaptive":
             return "the adaptive schedule alone keeps the order of pieces"
+        if self.lockstep:
+            return "replicas run in step, and pieces of one sample would be on one of them"
         return None
 
     @property

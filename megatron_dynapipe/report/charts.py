@@ -8,15 +8,22 @@ measured  stage 0  ▐F0▐F1▐▒▒▒▒▐B0▐B1▐
           stage 1  ▒▒▐F0▐B0▐▒▐F1▐B1▐        ▒ a transfer's instruction, mostly waiting
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import Timeline
+from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.report.run import PASSES, RecordedTimeline, Run, kind_of, stage_medians
-from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS
+from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, amount
 
+ITERATION = "iteration"
+"""Title of the axes on which starts are marked."""
+MOST_LINES = 8
+"""Of tasks, in one chart."""
+MOST_ROWS = 10
+"""Of a table of tasks, from either end."""
 MOST_POINTS = 1_000
 """Of a line."""
 MOST_BOXES = 120_000
@@ -32,12 +39,14 @@ PLAN_WAIT, OTHER, BETWEEN, LIMIT = "#d9534f", "#c2a878", "#6aa57a", "#d9534f"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One chart of the page: `traces` and `layout` are Plotly's, `note` says what is to be seen."""
+    """One chart of the page, or a table: `traces` and `layout` are Plotly's, `note` says what is to be seen."""
 
     name: str
     title: str
     note: str = ""
     traces: list[dict[str, Any]]
+    table: list[list[str]] = field(default_factory=list)
+    """Rows of cells, the first with the columns' names; below the chart."""
     layout: dict[str, Any] = field(default_factory=dict)
 
 
@@ -51,7 +60,22 @@ def run_charts(run: Run) -> list[Chart]:
         _stages(run),
         _memory(run),
     ]
-    return [chart for chart in made if chart.traces]
+    charts = [chart for chart in made if chart.traces or chart.table]
+    for chart in charts:
+        if len(run.starts) > 1 and chart.layout.get("xaxis", {}).get("title") == ITERATION:
+            chart.layout.update(_marks(run.starts))
+    return charts
+
+
+def _marks(starts: Sequence[RunRecord]) -> dict[str, Any]:
+    """A line and the number of ranks where each start but the first began."""
+    places = [(start.first_iteration + 1, amount(start.world_size, "rank")) for start in starts[1:]]
+    upright = {"yref": "paper", "y0": 0, "y1": 1, "line": {"color": BUBBLE, "dash": "dot", "width": 1}}
+    text = {"yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False, "font": {"size": 10}}
+    return {
+        "shapes": [{"type": "line", "x0": x, "x1": x, **upright} for x, _ in places],
+        "annotations": [{"x": x, "text": name, **text} for x, name in places],
+    }
 
 
 def thinned(xs: Sequence[int], ys: Sequence[float]) -> tuple[list[int], list[float]]:
@@ -74,7 +98,7 @@ def _numbers(run: Run) -> list[int]:
 
 
 def _by_iteration(y: str) -> dict[str, Any]:
-    return {"xaxis": {"title": "iteration"}, "yaxis": {"title": y}}
+    return {"xaxis": {"title": ITERATION}, "yaxis": {"title": y}}
 
 
 def _loss(run: Run) -> Chart:
@@ -86,14 +110,28 @@ def _loss(run: Run) -> Chart:
 
 
 def _task_losses(run: Run) -> list[Chart]:
-    """A chart for each split that was evaluated: the whole, and every task that had tokens."""
-    charts = []
-    for split, losses in run.evaluations.items():
-        traces = [_line(name, list(values), list(values.values())) for name, values in losses.items() if values]
-        title, note = f"Evaluation: {split}", "Mean over tokens, whole and by task; a click on a name hides its line."
-        layout = _by_iteration("loss")
-        charts.append(Chart(name=f"loss-{split}", title=title, note=note, traces=traces, layout=layout))
-    return charts
+    """For each split that was evaluated: few tasks as lines, all tasks or the extreme ones as a table."""
+    return [_evaluation(split, losses) for split, losses in run.evaluations.items() if any(losses.values())]
+
+
+def _evaluation(split: str, losses: Mapping[str, Mapping[int, float]]) -> Chart:
+    whole = next(iter(losses))
+    times = sorted({iteration for values in losses.values() for iteration in values})
+    tasks = {name.removeprefix(f"{whole} "): each for name, each in losses.items() if name != whole and each}
+    shown = {"all tasks": losses[whole], **(tasks if len(tasks) <= MOST_LINES else {})}
+    lines = [_line(name, list(values), list(values.values())) for name, values in shown.items() if len(times) > 1]
+    ranked = sorted(tasks.items(), key=lambda each: -each[1][max(each[1])])
+    note = "Mean over tokens; tasks by their loss, the highest first."
+    if len(ranked) > 2 * MOST_ROWS:
+        note = f"Mean over tokens; of {len(ranked)} tasks the {MOST_ROWS} of the highest and of the lowest loss."
+        others: tuple[str, Mapping[int, float]] = (f"… {len(ranked) - 2 * MOST_ROWS} others", {})
+        ranked = [*ranked[:MOST_ROWS], others, *ranked[-MOST_ROWS:]]
+    columns = sorted({times[0], times[-1]})
+    rows = [("all tasks", losses[whole]), *ranked]
+    table = [["task", *(f"after iteration {at}" for at in columns)]]
+    table += [[name, *(f"{values[at]:.4f}" if at in values else "" for at in columns)] for name, values in rows]
+    title, layout = f"Evaluation: {split}", _by_iteration("loss")
+    return Chart(name=f"loss-{split}", title=title, note=note, traces=lines, table=table, layout=layout)
 
 
 def _efficiency(run: Run) -> Chart:
@@ -108,15 +146,22 @@ def _efficiency(run: Run) -> Chart:
 def _prediction(run: Run) -> Chart:
     measured = [each.measured_ns / NS_PER_MS for each in run.iterations]
     predicted = [each.predicted_ns / NS_PER_MS for each in run.iterations]
+    layout, note = _by_iteration("ms"), "Of an iteration's list, on the slowest replica."
+    first = {start.first_iteration for start in run.starts} or {run.iterations[0].iteration}
+    others = [max(pair) for each, *pair in zip(run.iterations, measured, predicted, strict=True)
+              if each.iteration not in first]  # fmt: skip
+    if others and max(measured) > (top := 1.08 * max(others)):
+        layout["yaxis"]["range"] = [0, round(top, 3)]
+        note += f" A start's first iteration, here up to {max(measured):,.0f} ms, pays for starting up, and is cut off."
     return Chart(
         name="prediction",
         title="Predicted and measured time",
-        note="Of an iteration's list, on the slowest replica; the first one pays for starting up.",
+        note=note,
         traces=[
             _line("measured", _numbers(run), measured, line={"color": BACKWARD}),
             _line("predicted", _numbers(run), predicted, line={"color": FORWARD, "dash": "dot"}),
         ],
-        layout=_by_iteration("ms"),
+        layout=layout,
     )
 
 

@@ -1,5 +1,6 @@
 """A run as one HTML page that needs no network: facts, charts and timelines, drawn by the Plotly it contains."""
 
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -9,8 +10,10 @@ from megatron_dynapipe import __version__
 from megatron_dynapipe.errors import InstallationError
 from megatron_dynapipe.outputs import marked, write_file
 from megatron_dynapipe.report.charts import run_charts, timeline_panels
+from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.report.run import Run
 from megatron_dynapipe.report.summary import Summary
+from megatron_dynapipe.units import amount
 
 PAGE = "report.html"
 """Its name in the folder of a run."""
@@ -35,6 +38,7 @@ def write_page(run: Run, summary: Summary, path: Path, *, title: str) -> Path:
         "title": title,
         "version": __version__,
         "facts": _facts(summary),
+        "about": _about(run.starts),
         "charts": run_charts(run),
         "timelines": timeline_panels(run.timelines),
     }
@@ -61,15 +65,31 @@ def _plotly() -> str:
     return str(get_plotlyjs())
 
 
+def _about(starts: Sequence[RunRecord]) -> list[tuple[str, str]]:
+    """What the last start says of itself, and where others began."""
+    if not starts:
+        return []
+    *earlier, last = starts
+    lines = list(last.about.items())
+    for start in earlier:
+        where = f"from iteration {start.first_iteration + 1}, {amount(start.world_size, 'rank')}"
+        lines.append(("earlier start", ", ".join([where, *filter(None, map(start.about.get, ("layout", "began")))])))
+    return lines
+
+
 def _facts(summary: Summary) -> list[tuple[str, str]]:
-    error = summary.prediction_error
     return [
         ("iterations", f"{summary.iterations:,}"),
         ("tokens per second", f"{summary.tokens_per_second:,.0f}"),
         ("padding efficiency", f"{summary.padding_efficiency:.1%}"),
         ("… padded to the maximum", f"{summary.maximum_padding_efficiency:.1%}"),
         ("time per iteration", f"{summary.measured_ms:,.1f} ms"),
-        ("error of predictions", "–" if error is None else f"{error:.1%}"),
+        ("error of predictions", _share(summary.prediction_error)),
+        ("… in the last half", _share(summary.late_prediction_error)),
         ("waiting for plans", f"{summary.plan_wait_share:.2%}"),
         ("micro-batches per iteration", f"{summary.micro_batches.median:g}"),
     ]
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"

@@ -47,7 +47,7 @@ class IterationRecord(
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="run"):
-    """What all iterations of a run have in common."""
+    """What all iterations of a run, or of one of its starts, have in common."""
 
     world_size: int
     stages: int
@@ -57,6 +57,12 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Parameters, gradients and optimizer states of each stage; empty where they were not counted."""
     maximum: Shape
     """Lengths that a run without planning would pad every sample to."""
+    first_iteration: int = 0
+    """At which this start began: 0, or where the checkpoint was that it resumed."""
+    computed_costs: bool = False
+    """Whether the first plans were made of costs that were computed, not measured."""
+    about: dict[str, str] = {}
+    """For people: command, model, data, layout, machine, versions, the time at which it began."""
 
 
 class StageRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="stage"):

@@ -1,6 +1,5 @@
 """A run read from its folder of records: iterations over all replicas, where stages' time went, some timelines."""
 
-import re
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,20 +21,20 @@ from megatron_dynapipe.plan.timeline import Event, Timeline
 from megatron_dynapipe.report.records import (
     EvaluationRecord,
     IterationRecord,
+    MemoryRecord,
     Record,
     RunRecord,
     StageRecord,
     TimelineRecord,
     read_records,
 )
+from megatron_dynapipe.report.starts import RANK_FILE, earlier_starts
 from megatron_dynapipe.report.summary import joined
 from megatron_dynapipe.units import Shape
 
 FORWARD, BACKWARD, TRANSFER, OTHER = "forward", "backward", "transfer", "other"
 """Kinds of instructions, for where time went."""
 PASSES = (FORWARD, BACKWARD)
-
-_RANK_FILE = re.compile(r"rank-([0-9]{1,9})\.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +52,30 @@ class Run:
     """A run's records.
 
     Attributes:
-        run: what iterations have in common; None in folders of earlier versions.
-        iterations: one record each, in order.
+        starts: what the iterations of each start have in common, in order.
+        iterations: one record each, in order, of all starts.
         losses: sum over tokens ÷ tokens, by the loss's name and iteration.
         evaluations: the same of evaluations, by split; iterations are those trained before them.
-        stages: records of every stage, all its replicas and iterations.
+        stages: records of every stage of the last start, all its replicas and iterations.
         timelines: in the order of iterations and replicas; those of which every stage has handed one in.
     """
 
-    run: RunRecord | None
+    starts: tuple[RunRecord, ...]
     iterations: tuple[IterationRecord, ...]
     losses: Mapping[str, Mapping[int, float]]
     stages: Mapping[int, Sequence[StageRecord]]
     timelines: tuple[RecordedTimeline, ...]
     evaluations: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
+
+    @property
+    def run(self) -> RunRecord | None:
+        """The last start; None in folders of a run that has not recorded one."""
+        return self.starts[-1] if self.starts else None
+
+    @property
+    def last_timelines(self) -> list[RecordedTimeline]:
+        """Those of the last start: earlier ones may have had other stages."""
+        return [each for each in self.timelines if self.run is None or each.iteration >= self.run.first_iteration]
 
     @property
     def maximum(self) -> Shape:
@@ -94,12 +103,49 @@ class StageMedians:
 
 
 def read_run(folder: Path) -> Run:
-    """Read every rank's records; ranks that a run of fewer ranks does not have are an earlier run's.
+    """Read every rank's records of every start; what a later start trained again counts as it trained it.
 
     Raises:
         DataError: there are no records of iterations, or a line is not a record.
     """
-    found = sorted((int(m[1]), path) for path in folder.glob("rank-*.jsonl") if (m := _RANK_FILE.fullmatch(path.name)))
+    starts = [_read_start(each) for each in (*earlier_starts(folder), folder)]
+    begun = [start.run.first_iteration if start.run else 0 for start in starts]
+    ends = [min(begun[at + 1 :], default=None) for at in range(len(starts))]
+    iterations: list[IterationRecord] = []
+    trained: list[StageRecord] = []
+    evaluated: list[EvaluationRecord] = []
+    timelines: list[RecordedTimeline] = []
+    for start, end in zip(starts, ends, strict=True):
+        kept = [each for each in start.records if _is_before(each, end)]
+        iterations += joined([each for each in kept if isinstance(each, IterationRecord)])
+        trained += [each for each in kept if isinstance(each, StageRecord)]
+        evaluated += [each for each in kept if isinstance(each, EvaluationRecord)]
+        timelines += _timelines([each for each in kept if isinstance(each, TimelineRecord)], start.run)
+    if not iterations:
+        raise DataError(f"expected records of at least one iteration, found none in {folder}")
+    stages: dict[int, list[StageRecord]] = defaultdict(list)
+    for each in starts[-1].records:
+        if isinstance(each, StageRecord):
+            stages[each.stage].append(each)
+    return Run(
+        starts=tuple(start.run for start in starts if start.run is not None),
+        iterations=tuple(iterations),
+        losses=_losses(trained),
+        stages=dict(sorted(stages.items())),
+        timelines=tuple(timelines),
+        evaluations=_evaluations(evaluated),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    run: RunRecord | None
+    records: list[Record]
+
+
+def _read_start(folder: Path) -> _Start:
+    """One start's records; ranks that a run of fewer ranks does not have are an earlier run's."""
+    found = sorted((int(m[1]), path) for path in folder.glob("rank-*.jsonl") if (m := RANK_FILE.fullmatch(path.name)))
     if not found:
         raise DataError(
             f"expected records of a run, rank-0.jsonl and others, found none in {folder}",
@@ -113,27 +159,20 @@ def read_run(folder: Path) -> Run:
         read = read_records(path)
         run = next((each for each in read if isinstance(each, RunRecord)), run)
         records += read
-    iterations = tuple(joined([each for each in records if isinstance(each, IterationRecord)]))
-    if not iterations:
-        raise DataError(f"expected records of at least one iteration, found none in {folder}")
-    stage_records = [each for each in records if isinstance(each, StageRecord)]
-    stages: dict[int, list[StageRecord]] = defaultdict(list)
-    for each in stage_records:
-        stages[each.stage].append(each)
-    return Run(
-        run=run,
-        iterations=iterations,
-        losses=_losses(stage_records),
-        stages=dict(sorted(stages.items())),
-        timelines=_timelines([each for each in records if isinstance(each, TimelineRecord)], run),
-        evaluations=_evaluations([each for each in records if isinstance(each, EvaluationRecord)]),
-    )
+    return _Start(run, records)
+
+
+def _is_before(record: Record, end: int | None) -> bool:
+    """Whether a record is of what was done before iteration `end`, at which a later start began."""
+    if end is None or isinstance(record, RunRecord | MemoryRecord):
+        return True
+    return record.iteration <= end if isinstance(record, EvaluationRecord) else record.iteration < end
 
 
 def stage_medians(run: Run) -> list[StageMedians]:
     """Where every stage's time went; the first iteration, which pays for starting up, is left out if there are more."""
     shares: dict[int, list[float]] = defaultdict(list)
-    for timeline in run.timelines:
+    for timeline in run.last_timelines:
         for stage, share in enumerate(bubble_shares(timeline.measured)):
             shares[stage].append(share)
     medians = []

@@ -59,11 +59,14 @@ class Summary:
     measured_ms: float
     """Median per iteration."""
     predicted_ms: float
-    """Median per iteration, scaled."""
-    prediction_scale: float
-    """Measured over predicted time in the first measured iterations."""
+    """Median per iteration."""
+    prediction_scale: float | None
+    """Of computed costs: what predictions were multiplied by here, measured over predicted time in the first measured
+    iterations; None of measured costs, whose predictions are as the plans had them."""
     prediction_error: float | None
-    """Median of |scaled prediction - measured| / measured over the iterations after those; None without any."""
+    """Median of |prediction - measured| / measured; None without iterations to judge."""
+    late_prediction_error: float | None
+    """The same of the run's last half: costs may have been corrected as training went."""
     plan_wait_share: float
     """Time waited for plans, of all time, from the iteration `PREFETCHED_ITERATION` on."""
     pictures: tuple[Path, ...]
@@ -75,6 +78,7 @@ def summarise(
     records: Sequence[IterationRecord],
     *,
     maximum: Shape,
+    computed_costs: bool = False,
     pictures: Sequence[Path] = (),
     memory: Sequence[MemoryRecord] = (),
 ) -> Summary:
@@ -83,6 +87,8 @@ def summarise(
     Args:
         records: of all iterations; where several replicas recorded one, its slowest counts and shapes are joined.
         maximum: lengths that a run without planning would pad every sample to; its size is not looked at.
+        computed_costs: whether the run began with costs that were computed, not measured: plans of them predict no
+            time of this machine, so that these predictions are scaled.
         pictures: files to name.
         memory: of all ranks.
 
@@ -92,7 +98,9 @@ def summarise(
     if not records:
         raise DataError("expected at least one iteration to sum up, got none")
     runs = joined(records)
-    scale, error = _scale(runs)
+    scale = _scale(runs) if computed_costs else None
+    predicted = {run.iteration: run.predicted_ns * _factor(run, scale) for run in runs}
+    judged = _judged(runs, scale)
     timed = runs[WARM_UP_ITERATIONS:] or runs
     prefetched = [run for run in runs if run.iteration - runs[0].iteration >= PREFETCHED_ITERATION] or runs
     tokens = sum(run.totals.real_tokens for run in runs)
@@ -111,9 +119,10 @@ def summarise(
         target_lengths=Spread.of(shape.target_length for shape in shapes),
         tokens_per_second=sum(r.totals.real_tokens for r in timed) / (sum(whole_ns(r) for r in timed) / 1e9),
         measured_ms=median(run.measured_ns for run in runs) / NS_PER_MS,
-        predicted_ms=median(run.predicted_ns for run in runs) * scale / NS_PER_MS,
+        predicted_ms=median(predicted.values()) / NS_PER_MS,
         prediction_scale=scale,
-        prediction_error=error,
+        prediction_error=_error(judged, predicted),
+        late_prediction_error=_error(judged[len(judged) // 2 :], predicted),
         plan_wait_share=waited / (waited + worked),
         pictures=tuple(pictures),
         memory=max(memory, key=lambda each: each.fragment_bytes, default=None),
@@ -122,7 +131,6 @@ def summarise(
 
 def format_summary(summary: Summary) -> str:
     """The summary as lines for the log."""
-    error = "" if summary.prediction_error is None else f", error {summary.prediction_error:.1%} (median)"
     lines = [
         f"{summary.iterations} iterations, {summary.tokens_per_second:,.0f} tokens per second",
         f"padding efficiency {summary.padding_efficiency:.1%} "
@@ -131,14 +139,22 @@ def format_summary(summary: Summary) -> str:
         + (f", {summary.packed_share:.0%} of them packed rows" if summary.packed_share else ""),
         f"shapes: {_span(summary.sizes)} rows, {_span(summary.input_lengths)} input positions"
         + (f", {_span(summary.target_lengths)} target positions" if summary.target_lengths.maximum else ""),
-        f"time per iteration {summary.measured_ms:,.1f} ms measured, {summary.predicted_ms:,.1f} ms predicted "
-        f"(scaled by {summary.prediction_scale:.3g} from the first iterations{error})",
+        f"time per iteration {summary.measured_ms:,.1f} ms measured, {summary.predicted_ms:,.1f} ms predicted"
+        + _prediction_text(summary),
         f"waiting for plans {summary.plan_wait_share:.2%} of the time after iteration {PREFETCHED_ITERATION}",
     ]
     if summary.memory is not None:
         lines.append(_memory_line(summary.memory))
     lines += [f"picture: {path}" for path in summary.pictures]
     return "\n".join(lines)
+
+
+def _prediction_text(summary: Summary) -> str:
+    scale, error, late = summary.prediction_scale, summary.prediction_error, summary.late_prediction_error
+    scaled = "" if scale is None else f" by computed costs, scaled by {scale:.3g} from the first iterations"
+    if error is None or late is None:
+        return scaled
+    return f"{scaled} (error {error:.1%}, of the last half {late:.1%}; medians)"
 
 
 def _memory_line(memory: MemoryRecord) -> str:
@@ -187,20 +203,32 @@ def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
             totals=group[0].totals,
             shapes=tuple(shape for r in group for shape in r.shapes),
             packed=sum(r.packed for r in group),
+            cost_model_version=group[0].cost_model_version,
         )
         for iteration, group in sorted(by_iteration.items())
     ]
 
 
-def _scale(runs: Sequence[IterationRecord]) -> tuple[float, float | None]:
-    """(measured over predicted in the first measured iterations, median relative error after them)."""
-    warm = [run for run in (runs[WARM_UP_ITERATIONS:] or runs) if run.predicted_ns > 0]
-    if not warm:
-        return 1.0, None
-    first, rest = warm[:SCALING_ITERATIONS], warm[SCALING_ITERATIONS:]
-    scale = median(run.measured_ns / run.predicted_ns for run in first)
-    errors = [abs(run.predicted_ns * scale - run.measured_ns) / run.measured_ns for run in rest if run.measured_ns]
-    return scale, median(errors) if errors else None
+def _scale(runs: Sequence[IterationRecord]) -> float | None:
+    """Measured over predicted time in the first measured iterations that computed costs planned."""
+    first = [run for run in runs[WARM_UP_ITERATIONS:] or runs if run.predicted_ns > 0 and run.cost_model_version == 0]
+    return median(r.measured_ns / r.predicted_ns for r in first[:SCALING_ITERATIONS]) if first else None
+
+
+def _factor(run: IterationRecord, scale: float | None) -> float:
+    """Of an iteration's prediction: corrected costs are this machine's, and are not scaled."""
+    return 1.0 if scale is None or run.cost_model_version else scale
+
+
+def _judged(runs: Sequence[IterationRecord], scale: float | None) -> list[IterationRecord]:
+    """The iterations whose predictions are judged: not the warm-up, nor those that the scale is of."""
+    left_out = WARM_UP_ITERATIONS + (0 if scale is None else SCALING_ITERATIONS)
+    return [run for run in runs[left_out:] if run.predicted_ns > 0 and run.measured_ns > 0]
+
+
+def _error(runs: Sequence[IterationRecord], predicted: Mapping[int, float]) -> float | None:
+    errors = [abs(predicted[run.iteration] - run.measured_ns) / run.measured_ns for run in runs]
+    return median(errors) if errors else None
 
 
 def whole_ns(run: IterationRecord) -> int:

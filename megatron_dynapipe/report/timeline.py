@@ -33,7 +33,7 @@ _POINTS_PER_CHARACTER = 5.0
 
 
 def draw(panels: Sequence[Panel], path: Path) -> Path:
-    """Draw timelines above one another, each in its own time, as PNG or SVG by the path's suffix.
+    """Draw timelines above one another, on one time scale, as PNG or SVG by the path's suffix.
 
     Raises:
         ConfigError: as `outputs.write_file`.
@@ -43,8 +43,9 @@ def draw(panels: Sequence[Panel], path: Path) -> Path:
     figure = Figure(figsize=(_WIDTH, height), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=rows)[:, 0]
+    scale = max((panel.span_ns for panel in panels), default=0)
     for panel, axis in zip(panels, axes, strict=True):
-        _draw_panel(axis, panel)
+        _draw_panel(axis, panel, max(scale, 1) / NS_PER_MS)
     _add_legend(figure, panels)
     return save(figure, path)
 
@@ -57,10 +58,10 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def _draw_panel(axis: Axes, panel: Panel) -> None:
+def _draw_panel(axis: Axes, panel: Panel, scale: float) -> None:
     span = max(panel.span_ns, 1) / NS_PER_MS
     stages = len(panel.timeline)
-    axis.set_xlim(0, span)
+    axis.set_xlim(0, scale)
     axis.set_ylim(stages - 0.5, -0.5)
     axis.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     axis.set_xlabel("ms")
@@ -71,11 +72,11 @@ def _draw_panel(axis: Axes, panel: Panel) -> None:
     )
     axis.barh(range(stages), [span] * stages, height=_BOX, color=IDLE, zorder=0)
     for stage, events in enumerate(panel.timeline):
-        _draw_stage(axis, stage, events, span)
+        _draw_stage(axis, stage, events, scale)
 
 
-def _draw_stage(axis: Axes, stage: int, events: Sequence[Event], span: float) -> None:
-    inches_per_ms = (_WIDTH - 1.2) / span
+def _draw_stage(axis: Axes, stage: int, events: Sequence[Event], scale: float) -> None:
+    inches_per_ms = (_WIDTH - 1.2) / scale
     waits = [e for e in events if isinstance(e.instruction, RecvWait | SendWait)]
     passes = [e for e in events if isinstance(e.instruction, Forward | Backward)]
     axis.add_collection(
@@ -86,7 +87,7 @@ def _draw_stage(axis: Axes, stage: int, events: Sequence[Event], span: float) ->
             [_corners(e, stage) for e in passes],
             facecolors=[_colour(e) for e in passes],
             edgecolors="white",
-            linewidths=0.6,
+            linewidths=1.0,
             zorder=2,
         )
     )

@@ -52,9 +52,17 @@ def test_what_planning_needs_too_is_said(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().out.splitlines()[-1] == "this machine cannot train: see FAIL above"
 
 
-def test_notes_do_not_stand_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "CHECKS", (("a", fixed("note", "slower")),))
+@pytest.mark.parametrize(
+    ("status", "last"),
+    [
+        ("note", "this machine can train"),
+        ("absent", "this machine can plan; to train: pip install 'megatron-dynapipe[train]'"),
+    ],
+)
+def test_notes_and_what_is_not_installed_are_no_failure(monkeypatch, capsys, status, last) -> None:
+    monkeypatch.setattr(checks, "CHECKS", (("a", fixed(status, "hint")),))
     assert main.main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == last
 
 
 @pytest.mark.parametrize(
@@ -83,7 +91,7 @@ def test_python_that_megatron_has_no_wheels_for(monkeypatch: pytest.MonkeyPatch)
 def test_megatron_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_version, "find_version", lambda: None)
     told = checks.check_megatron("megatron-core")
-    assert (told.status, told.found) == ("fail", "not installed")
+    assert (told.status, told.found) == ("absent", "not installed (for training)")
     assert told.hint == "pip install 'megatron-dynapipe[train]'"
 
 

@@ -48,11 +48,19 @@ def test_a_missing_file_is_2(tmp_path, capsys, command):
 def test_show_prints_a_plan_that_parses_back(file, capsys):
     assert main(["show", str(file), "--replica", "0"]) == 0
     text = capsys.readouterr().out
-    assert "# micro-batch 1: padded shape 2x24, recompute none: 2,3" in text
+    assert "# micro-batch 1: padded shape 2x24, recompute none: samples 2,3" in text
     assert parse_stages(text) == tuple(stage.instructions for stage in PLAN.replicas[0].stages)
     assert main(["show", str(file)]) == 0
     both = capsys.readouterr().out
     assert format_stages(stage.instructions for stage in PLAN.replicas[1].stages) in both
+
+
+def test_a_terminal_gets_lines_of_its_width(file, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["show", str(file), "--replica", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60 and sum(line.startswith("    ") for line in lines) > 3
 
 
 def test_show_draws_and_traces(file, tmp_path, capsys):

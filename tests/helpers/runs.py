@@ -32,20 +32,34 @@ def measured_events(plan: IterationPlan, stage: int, *, start_ns: int = 0) -> tu
     return tuple(events)
 
 
-def write_run(folder: Path, *, iterations: int = 6, stages: int = 2, micro_batches: int = 4) -> Path:
-    """Records of one replica; a prediction's nanosecond is a measured millisecond."""
+def run_record(*, stages: int = 2, first: int = 0, data: str = "d") -> RunRecord:
+    """What a start says of itself."""
+    return RunRecord(
+        world_size=stages, stages=stages, memory_limit_bytes=100 * MS, maximum=Shape(1, 512),
+        model_state_bytes=(30 * MS,) * stages, first_iteration=first, about={"model": "m", "data": data},
+    )  # fmt: skip
+
+
+def write_run(
+    folder: Path, *, iterations: int = 6, stages: int = 2, micro_batches: int = 4, first: int = 0, start_ms: int = 0
+) -> Path:
+    """Records of one replica; a prediction's nanosecond is a measured millisecond.
+
+    Args:
+        folder: of the run.
+        iterations: how many.
+        stages: how many.
+        micro_batches: of an iteration.
+        first: iteration.
+        start_ms: what the first iteration takes longer.
+    """
     plan = make_plan((micro_batches,), stages, method="1f1b", seed=3)
     shapes = tuple(each.shape for each in plan.replicas[0].micro_batches)
     for stage in range(stages):
         file = RecordFile(folder / f"rank-{stage}.jsonl")
         if stage == 0:
-            file.add_run(
-                RunRecord(
-                    world_size=stages, stages=stages, memory_limit_bytes=100 * MS, maximum=Shape(1, 512),
-                    model_state_bytes=(30 * MS,) * stages,
-                )
-            )  # fmt: skip
-        for iteration in range(iterations):
+            file.add_run(run_record(stages=stages, first=first))
+        for iteration in range(first, first + iterations):
             events = measured_events(plan, stage, start_ns=10_000 * MS * iteration)
             spent = time_by_kind(events)
             records: list[IterationRecord | StageRecord] = [
@@ -59,12 +73,13 @@ def write_run(folder: Path, *, iterations: int = 6, stages: int = 2, micro_batch
             ]  # fmt: skip
             if stage == 0:
                 record = IterationRecord(
-                    iteration=iteration, measured_ns=events[-1].end_ns - events[0].start_ns,
+                    iteration=iteration,
+                    measured_ns=events[-1].end_ns - events[0].start_ns + (iteration == first) * start_ms * MS,
                     predicted_ns=plan.totals.predicted_ns * MS, plan_wait_ns=MS, totals=plan.totals, shapes=shapes,
                 )  # fmt: skip
                 records.insert(0, record)
             file.add_iteration(*records)
-            if file.wants_timeline(iteration) or iteration == iterations - 1:
+            if file.wants_timeline(iteration) or iteration == first + iterations - 1:
                 planned = tuple(
                     Event(e.instruction, e.start_ns * MS, e.end_ns * MS)
                     for e in plan.replicas[0].stages[stage].predicted

@@ -1,6 +1,7 @@
 """The page as a file; tests/report/test_page_in_browser.py looks at it."""
 
 import builtins
+import dataclasses
 import json
 import re
 
@@ -11,8 +12,9 @@ from megatron_dynapipe.report import charts as module
 from megatron_dynapipe.report.charts import MOST_POINTS, run_charts, thinned, timeline_panels
 from megatron_dynapipe.report.page import write_page
 from megatron_dynapipe.report.run import read_run
+from megatron_dynapipe.report.starts import keep_earlier
 from megatron_dynapipe.report.summary import summarise
-from tests.helpers.runs import write_run
+from tests.helpers.runs import run_record, write_run
 
 
 @pytest.fixture
@@ -42,6 +44,41 @@ def test_a_page_holds_everything_it_needs(run, tmp_path):
         r"<(script|link|img)[^>]+(src|href)=", text.replace(re.search(r"<script>.*?</script>", text, re.S)[0], "")
     )
     assert not list(page.parent.glob(".*"))
+
+
+def test_the_page_says_what_ran_and_where_ranks_came_and_went(tmp_path):
+    write_run(tmp_path, iterations=6, stages=4)
+    keep_earlier(tmp_path, run_record(stages=1, first=4))
+    run = read_run(write_run(tmp_path, stages=1, first=4))
+    data = data_of(
+        write_page(run, summarise(run.iterations, maximum=run.maximum), tmp_path / "page.html", title="morphed")
+    )
+    assert data["about"] == [["model", "m"], ["data", "d"], ["earlier start", "from iteration 1, 4 ranks"]]
+    charts = {chart["name"]: chart["layout"] for chart in data["charts"]}
+    assert [each["text"] for each in charts["loss"]["annotations"]] == ["1 rank"]
+    assert charts["loss"]["shapes"][0]["x0"] == 5 and "shapes" not in charts["memory"]
+
+
+def test_the_first_iteration_does_not_flatten_the_chart(tmp_path):
+    for start_ms, is_cut in ((0, False), (60_000, True)):
+        run = read_run(write_run(tmp_path, start_ms=start_ms))
+        (chart,) = [each for each in run_charts(run) if each.name == "prediction"]
+        assert ("range" in chart.layout["yaxis"]) == ("is cut off" in chart.note) == is_cut
+        assert not is_cut or 100 < chart.layout["yaxis"]["range"][1] < 60_000
+
+
+@pytest.mark.parametrize(("tasks", "lines", "rows"), [(3, 4, 5), (20, 1, 22), (77, 1, 23)])
+def test_many_tasks_are_a_table_of_extremes_with_the_whole_first(run, tasks, lines, rows):
+    losses = {"lm loss": {2: 3.0, 4: 2.0}} | {f"lm loss t{n}": {2: 9.0, 4: n / 10} for n in range(tasks)}
+    (chart,) = [each for each in run_charts(dataclasses.replace(run, evaluations={"valid": losses})) if each.table]
+    assert len(chart.traces) == lines and len(chart.table) == rows
+    assert chart.table[:3] == [
+        ["task", "after iteration 2", "after iteration 4"],
+        ["all tasks", "3.0000", "2.0000"],
+        [f"t{tasks - 1}", "9.0000", f"{(tasks - 1) / 10:.4f}"],
+    ]
+    assert chart.table[-1][0] == "t0"
+    assert tasks <= 20 or chart.table[12] == ["… 57 others", "", ""]
 
 
 def test_instructions_are_said_in_full(run):

@@ -5,6 +5,7 @@ from matplotlib.image import imread
 
 from megatron_dynapipe.plan.instructions import Backward, Forward, Payload, RecvWait
 from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.report import timeline
 from megatron_dynapipe.report.timeline import draw
 from megatron_dynapipe.report.trace import Panel, write_trace
 from tests.helpers.plans import make_plan
@@ -29,6 +30,13 @@ def test_planned_stands_above_measured(tmp_path):
     text = draw([Panel("planned", TIMELINE), Panel("measured", measured)], tmp_path / "both.svg").read_text()
     assert text.index("planned") < text.index("measured")
     assert "<!-- waiting for a transfer -->" in text
+
+
+def test_panels_have_one_time_scale(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(timeline, "save", lambda figure, path: drawn.extend(figure.axes))
+    draw([Panel("short", ((Event(Forward(0), 0, 100),),)), Panel("long", ((Event(Forward(0), 0, 300),),))], tmp_path)
+    assert [axis.get_xlim()[1] for axis in drawn] == [300e-6, 300e-6]
 
 
 def test_png_shows_both_colours(tmp_path):

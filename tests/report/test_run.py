@@ -5,7 +5,8 @@ from megatron_dynapipe.plan.instructions import Backward, Forward, Payload, Recv
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import MOST_TIMELINES, RecordFile, StageRecord, TimelineRecord, read_records
 from megatron_dynapipe.report.run import bubble_shares, read_run, stage_medians, time_by_kind
-from tests.helpers.runs import MS, write_run
+from megatron_dynapipe.report.starts import keep_earlier
+from tests.helpers.runs import MS, run_record, write_run
 
 
 def test_time_is_counted_by_kind():
@@ -60,6 +61,30 @@ def test_ranks_of_an_earlier_larger_run_are_not_read(tmp_path):
     write_run(tmp_path, stages=4)
     write_run(tmp_path, stages=2)
     assert list(read_run(tmp_path).stages) == [0, 1]
+
+
+def test_a_run_that_was_morphed_is_read_as_one(tmp_path):
+    write_run(tmp_path, iterations=6, stages=4)
+    keep_earlier(tmp_path, run_record(stages=2, first=4))
+    write_run(tmp_path, iterations=4, stages=2, first=4)
+    keep_earlier(tmp_path, run_record(stages=3, first=8))
+    write_run(tmp_path, iterations=2, stages=3, first=8)
+    run = read_run(tmp_path)
+    assert [each.iteration for each in run.iterations] == list(range(10)) == list(run.losses["lm loss"])
+    assert [(each.first_iteration, each.world_size) for each in run.starts] == [(0, 4), (4, 2), (8, 3)]
+    assert [len(each.planned) for each in run.timelines] == [4] * 4 + [2] * 4 + [3] * 2
+    assert [each.stage for each in stage_medians(run)] == [0, 1, 2]
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"start-1", "start-2"}
+
+
+@pytest.mark.parametrize(("first", "data"), [(0, "d"), (4, "other")])
+def test_records_of_another_run_go(tmp_path, first, data):
+    write_run(tmp_path)
+    keep_earlier(tmp_path, run_record(first=2))
+    write_run(tmp_path, first=2)
+    (tmp_path / "mine.txt").touch()
+    keep_earlier(tmp_path, run_record(first=first, data=data))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_a_line_that_is_being_written_is_passed_over(tmp_path):

@@ -51,15 +51,28 @@ def test_packed_rows_are_counted():
     assert "micro-batches per iteration 3 / 3 / 3 (min / median / max), 50% of them packed rows\n" in text
 
 
-def test_predictions_are_scaled_by_the_first_measured_iterations_and_judged_by_the_rest():
+def test_predictions_of_computed_costs_are_scaled_by_the_first_measured_iterations_and_judged_by_the_rest():
     slow_start = record(0, measured_ms=500)
     scaling = [record(i, measured_ms=20) for i in range(1, 6)]
     later = [record(6, measured_ms=22), record(7, measured_ms=20), record(8, measured_ms=25)]
-    summary = summarise([slow_start, *scaling, *later], maximum=MAXIMUM)
+    summary = summarise([slow_start, *scaling, *later], maximum=MAXIMUM, computed_costs=True)
     assert summary.prediction_scale == 2
     assert summary.predicted_ms == 20
     assert summary.prediction_error == pytest.approx(2 / 22)
-    assert summarise([slow_start, *scaling], maximum=MAXIMUM).prediction_error is None
+    corrected = msgspec.structs.replace(record(9, measured_ms=20, predicted_ms=20), cost_model_version=1)
+    summary = summarise([slow_start, *scaling, *later, corrected], maximum=MAXIMUM, computed_costs=True)
+    assert summary.prediction_error == pytest.approx((2 / 22 + 0) / 2)
+    assert summarise([slow_start, *scaling], maximum=MAXIMUM, computed_costs=True).prediction_error is None
+
+
+def test_predictions_of_measured_costs_are_reported_as_logged_the_last_half_too():
+    wrong_at_first = [record(i, measured_ms=20, predicted_ms=10) for i in range(5)]
+    corrected = [record(i, measured_ms=20, predicted_ms=19) for i in range(5, 9)]
+    summary = summarise([*wrong_at_first, *corrected], maximum=MAXIMUM)
+    assert summary.prediction_scale is None and summary.predicted_ms == 10
+    assert summary.prediction_error == pytest.approx((0.5 + 0.05) / 2)
+    assert summary.late_prediction_error == pytest.approx(0.05)
+    assert summarise([record(0)], maximum=MAXIMUM).prediction_error is None
 
 
 def test_waits_for_plans_count_after_the_second_iteration():
@@ -92,16 +105,18 @@ def test_nothing_to_sum_up():
 
 def test_text():
     records = [record(i) for i in range(8)]
-    assert format_summary(summarise(records, maximum=MAXIMUM, pictures=[Path("out/timeline.png")])) == (
+    summary = summarise(records, maximum=MAXIMUM, computed_costs=True, pictures=[Path("out/timeline.png")])
+    assert format_summary(summary) == (
         "8 iterations, 3,000 tokens per second\n"
         "padding efficiency 75.0% (15.0% with every sample padded to the maximum)\n"
         "micro-batches per iteration 3 / 3 / 3 (min / median / max)\n"
         "shapes: 4 rows, 16 input positions, 8 target positions\n"
-        "time per iteration 20.0 ms measured, 20.0 ms predicted (scaled by 2 from the first iterations, error 0.0% "
-        "(median))\n"
+        "time per iteration 20.0 ms measured, 20.0 ms predicted by computed costs, scaled by 2 from the first"
+        " iterations (error 0.0%, of the last half 0.0%; medians)\n"
         "waiting for plans 0.00% of the time after iteration 2\n"
         "picture: out/timeline.png"
     )
+    assert "20.0 ms measured, 10.0 ms predicted (error 50.0%," in format_summary(summarise(records, maximum=MAXIMUM))
 
 
 def test_the_rank_with_the_most_fragments_says_what_to_leave_free():

@@ -9,7 +9,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.errors import CostModelError, DynaPipeError
 from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import launch
-from megatron_dynapipe.integration.flags.machine import local_world_size
+from megatron_dynapipe.integration.flags.machine import local_world_size, processor
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.repredict import repredicted_ns
@@ -94,19 +93,13 @@ def _identity(run: RunConfig) -> str:
         **run.layer_costs,
         "family": run.family.value,
         "recompute": ",".join(run.recompute),
-        "device": _processor() if run.on_cpu else torch.cuda.get_device_name(run.device),
+        "device": processor() if run.on_cpu else torch.cuda.get_device_name(run.device),
         "processes": str(_processes(run)),
         "threads": os.environ.get("OMP_NUM_THREADS", "1"),
         "seconds": str(run.calibrate_s),
     }
     held |= {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "megatron-dynapipe")}
     return hashlib.blake2b(json.dumps(held, sort_keys=True).encode(), digest_size=12).hexdigest()
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if sys.platform == "linux" else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
 def _processes(run: RunConfig) -> int:

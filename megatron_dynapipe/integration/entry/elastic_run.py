@@ -172,7 +172,8 @@ def _resumable_flags() -> list[str]:
     from megatron_dynapipe.integration.flags import command_line
 
     argv = command_line.expanded(sys.argv[1:])
-    if os.environ["RANK"] == "0" and (given := [each for each in argv if each.partition("=")[0] in LAYOUT_FLAGS]):
+    given = [flag for each in sys.argv[1:] if (flag := each.partition("=")[0]) in LAYOUT_FLAGS]
+    if given and os.environ["RANK"] == "0":
         print(f"without effect under launch, which chooses the layout: {', '.join(given)}", flush=True)
     argv = without(argv, LAYOUT_FLAGS)
     saved = config.value_of(argv, "save", "")

@@ -28,6 +28,7 @@ from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.elastic.job import note_training
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.entry.about import about
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep, PrepareMicroBatch
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
@@ -105,6 +106,8 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._record_checkpoint()
+        if self._iterators and (kind is None or issubclass(kind, SystemExit)):
+            self._recorder.flush()  # Megatron may have left the loop without a report: on notice, or --exit-interval
         self._resources.__exit__(kind, error, trace)
 
     def _record_checkpoint(self) -> None:
@@ -219,6 +222,12 @@ class Session:
         assert self._trained is not None, "no iteration has been trained"
         return self._trained.entry.totals.samples
 
+    @property
+    def tokens(self) -> int | None:
+        """Of the latest training iteration, where a batch's size is given in tokens."""
+        in_tokens = self._run.training.sampler.tokens_per_iteration is not None
+        return self._trained.entry.totals.real_tokens if in_tokens and self._trained is not None else None
+
     def log_text(self) -> str:
         """The latest training iteration's plan in the form of Megatron's log line; empty before the first.
 
@@ -279,7 +288,8 @@ class Session:
             train = inputs.splits[0]
             bar = progress_bar(first=train.first_iteration, iterations=train.iterations or 0)
             self._move_bar = self._resources.enter_context(bar)
-        self._recorder = self._record(supply)
+        self._first_iteration = inputs.splits[0].first_iteration
+        self._recorder = self._control.run_on_all(lambda: self._record(supply))  # rank 0 first moves earlier records
 
     def _record(self, supply: PlanSupply) -> Recorder:
         """What keeps this rank's records."""
@@ -298,6 +308,9 @@ class Session:
                 memory_limit_bytes=self._planner.memory_limit_bytes,
                 model_state_bytes=self._planner.model_state_bytes or (),
                 maximum=self._longest,
+                first_iteration=self._first_iteration,
+                computed_costs=self._is_computed,
+                about=about(run),
             ),
             Reports(supply.store, supply.keys, timeout_s=run.timeout_s),
             metrics=MetricsWriter(platform_of(self._device), interval=run.metrics_interval),

@@ -93,6 +93,8 @@ class RecomputeSwitch:
             )
         self._attention = "core_attn" in wanted
         self._mlp = "mlp" in wanted
+        for layer in self._layers if self._mlp else ():
+            layer.mlp.register_forward_hook(_return_copied_bias)
 
     def set(self, mode: Recompute) -> None:
         """Let the passes that follow keep, or compute again, what `mode` says."""
@@ -108,6 +110,14 @@ class RecomputeSwitch:
             attention.checkpoint_core_attention = selective and self._attention
         for layer in self._layers:
             layer.recompute_mlp = selective and self._mlp
+
+
+def _return_copied_bias(_mlp: nn.Module, _inputs: Any, output: Any) -> Any:
+    """Megatron's `CheckpointFunction` gives what a recomputed MLP returns a backward function: the bias, a parameter
+    that the MLP leaves to the layer to add, would have itself in its graph, and recomputation would never end.
+    """
+    hidden, bias = output
+    return hidden, bias if bias is None else bias.clone()
 
 
 class LayerRandomness:

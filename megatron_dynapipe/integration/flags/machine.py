@@ -4,7 +4,9 @@ limit or links of a flag or measured by the cost model's file   >   cluster file
 """
 
 import os
+import platform
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -39,6 +41,13 @@ def world_size() -> int:
 def local_world_size() -> int:
     """Ranks of this node, as torchrun says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def processor() -> str:
+    """Name of the processor here, and how many cores it has."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if sys.platform == "linux" else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
 def nodes() -> int:

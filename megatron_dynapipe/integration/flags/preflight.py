@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.data.check import check_tokenizer
 from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.flags.plan_inputs import describe_costs
@@ -19,6 +20,7 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler, long_by_task, read_task_ids
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.service.source import split_sampler
+from megatron_dynapipe.units import ModelFamily
 
 
 def check_run(run: RunConfig, inputs: PlanInputs) -> None:
@@ -31,11 +33,17 @@ def check_run(run: RunConfig, inputs: PlanInputs) -> None:
         DataError: the dataset is damaged, of another tokenizer or vocabulary, or has samples that cannot be trained on.
     """
     _check_report_folder(run.report_folder)
-    check_tokenizer(run.data, read_meta(run.data))
+    meta = read_meta(run.data)
+    check_tokenizer(run.data, meta)
     _check_vocabulary(run.data, run.model.vocabulary)
     notes = [f"cost model: {describe_costs(run, inputs.costs)}", f"layout of micro-batches: {run.layouts}"]
     if run.cluster is not None:
         notes.insert(0, f"cluster: {machine.describe(run.cluster)}")
+    if run.family is ModelFamily.GPT and run.loss_on is None and LossOn(meta.loss) is LossOn.TARGETS:
+        notes.append(
+            "loss: of what assistants say alone, since the dataset has conversations; other tasks count by their"
+            f" targets, too (--dynapipe-loss {LossOn.EVERYTHING} counts every token)"
+        )
     _print(run, notes)
     if note := check_resumed(run.checkpoints, record_of(run, inputs)):
         _print(run, [note])

@@ -220,7 +220,8 @@ def check_resumed(checkpoints: CheckpointConfig, record: RunRecord) -> str | Non
             f"expected the model and vocabulary of the checkpoint {folder}, got {named(found)}",
             hint="resume with the flags and the tokenizer that it was trained with, or leave --load out",
         )
-    data = _differences(saved.dataset, record.dataset)
+    shared = saved.dataset.keys() & record.dataset.keys()  # evaluations may have been turned on or off
+    data = _differences(*({name: files[name] for name in shared} for files in (saved.dataset, record.dataset)))
     if data and not checkpoints.allows_other_data:
         raise DataError(
             f"expected the data that the checkpoint {folder} was trained on, got {named(data)}",

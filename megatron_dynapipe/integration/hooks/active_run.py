@@ -5,6 +5,7 @@ checkout without `--use-dynapipe` trains as before. Imports nothing of Megatron:
 """
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -26,6 +27,10 @@ class PlannedRun(Protocol):
         """Samples of the latest training iteration."""
 
     @property
+    def tokens(self) -> int | None:
+        """Tokens of the latest training iteration, where the size of a batch is given in tokens."""
+
+    @property
     def forward_backward(self) -> Callable[..., Any]:
         """Megatron's schedule function: runs one planned iteration."""
 
@@ -35,6 +40,8 @@ class PlannedRun(Protocol):
 
 LOSS_NAME = "lm loss"
 """Under which Megatron logs the loss."""
+
+_BATCH_SIZE = re.compile(r"(?<= global batch size: ) *[0-9]+(?= \|)")
 
 _run: PlannedRun | None = None
 _logged_loss = False
@@ -91,4 +98,6 @@ def log_line(line: str) -> str:
     if not has_loss and (_logged_loss or " number of skipped iterations:   0 |" in line):
         line = line.replace(" loss scale: ", f" {LOSS_NAME}: nan | loss scale: ", 1)
     _logged_loss = _logged_loss or has_loss
+    if _run.tokens is not None:
+        line = _BATCH_SIZE.sub(f"{_run.tokens} tokens", line, count=1)
     return line + _run.log_text()

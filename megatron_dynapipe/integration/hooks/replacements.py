@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
+from megatron_dynapipe.integration.hooks import active_run, evaluation_line, optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import PlannedRun
 
 
@@ -60,7 +60,7 @@ def _logging(print_rank_last: Callable[[str], None]) -> Callable[[str], None]:
     @functools.wraps(print_rank_last)
     def print_line(message: str) -> None:
         is_of_iteration = " iteration " in message and " elapsed time per iteration" in message
-        print_rank_last(active_run.log_line(message) if is_of_iteration else message)
+        print_rank_last(active_run.log_line(message) if is_of_iteration else evaluation_line.shortened(message))
 
     return print_line
 
@@ -88,7 +88,7 @@ TABLE: tuple[Replacement, ...] = (
         make=_logging,
         parameters=("message",),
         everywhere=False,
-        why="prints the line of an iteration",
+        why="prints the lines of iterations and evaluations",
     ),
 )
 """Everything that is replaced in Megatron while a planned run trains."""

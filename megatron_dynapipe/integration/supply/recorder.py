@@ -23,6 +23,7 @@ from megatron_dynapipe.report.records import (
     TimelineRecord,
     decode_records,
 )
+from megatron_dynapipe.report.starts import keep_earlier
 from megatron_dynapipe.report.summary import format_summary, summarise
 from megatron_dynapipe.report.timeline import draw
 from megatron_dynapipe.report.trace import Panel, write_trace
@@ -68,7 +69,7 @@ class Recorder:
     waits for the device.
 
     Args:
-        folder: where records and pictures go; the records of an earlier run are replaced.
+        folder: where records and pictures go; the records of another run are replaced.
         place: of this rank.
         run: what all iterations have in common; rank 0 records it.
         reports: takes records to rank 0.
@@ -107,6 +108,9 @@ class Recorder:
         self._evaluations = EvaluationLosses()
         self._file = RecordFile(folder / f"rank-{place.rank}.jsonl")
         self._has_warned = False
+        if place.rank == 0:
+            with self._never_failing("keep the records of earlier starts"):
+                keep_earlier(folder, run)
 
     def add(self, item: PlannedIteration, trace: Trace, losses: Sequence[Mapping[str, torch.Tensor]] = ()) -> None:
         """Keep an iteration that has been issued to the device, and the last stage's loss reports of it."""
@@ -125,7 +129,7 @@ class Recorder:
 
     def report(self) -> str | None:
         """Hand in this rank's records; on rank 0 gather all, draw the last iteration, and return the summary."""
-        self._flush(last=True)
+        self.flush()
         own = b""
         with self._never_failing("read this rank's records"):
             own = self._file.read()
@@ -143,6 +147,10 @@ class Recorder:
                 records += self._records(rank)
             summary = self._summary(records)
         return summary and f"{summary}\npage of the run: `megatron-dynapipe report {self._folder}` writes it"
+
+    def flush(self) -> None:
+        """Write what was added last, as the last of this start; does nothing when called again."""
+        self._flush(last=True)
 
     @contextlib.contextmanager
     def _never_failing(self, doing: str) -> Iterator[None]:
@@ -264,7 +272,13 @@ class Recorder:
             panels = _panels([r for r in timelines if r.iteration == last])
             pictures = self._draw(panels)
         memory = [record for record in records if isinstance(record, MemoryRecord)]
-        summary = summarise(iterations, maximum=self._run.maximum, pictures=pictures, memory=memory)
+        summary = summarise(
+            iterations,
+            maximum=self._run.maximum,
+            computed_costs=self._run.computed_costs,
+            pictures=pictures,
+            memory=memory,
+        )
         return format_summary(summary) + _idle_hint(panels)
 
     def _draw(self, panels: Sequence[Panel]) -> list[Path]:

@@ -38,6 +38,7 @@ class Layout:
     depth: int = 4  # layers in all; half of a T5's are the encoder's
     split: tuple[int, ...] | None = None  # layers per virtual stage
     recompute: tuple[str, ...] = ("none",)  # given to the micro-batches in turn
+    modules: tuple[str, ...] = ("core_attn",)  # of selective recomputation
     dtype: str = "fp32"
     distributed_optimizer: bool = False
     overlap: bool = False

@@ -55,6 +55,7 @@ def config(layout: Layout) -> TransformerConfig:
         gradient_accumulation_fusion=layout.fused,
         deallocate_pipeline_outputs=True,  # Megatron's default in training
         transformer_impl="local",
+        recompute_modules=list(layout.modules),
     )
 
 

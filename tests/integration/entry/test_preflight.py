@@ -106,7 +106,7 @@ def test_of_several_failing_ranks_one_reports():
 
 
 @pytest.mark.parametrize("skipped", [0, 3])
-def test_a_loss_that_is_not_a_number_is_logged(skipped):
+def test_a_loss_that_is_not_a_number_is_logged(skipped, monkeypatch):
     from megatron_dynapipe.integration.hooks import active_run
     from tests.integration.hooks.test_replacements import FakeSession
 
@@ -120,6 +120,10 @@ def test_a_loss_that_is_not_a_number_is_logged(skipped):
         assert active_run.log_line(lost) == said + plan
         assert active_run.log_line(good) == good + plan
         assert " lm loss: nan | loss scale: " in active_run.log_line(lost)  # it had one before: this one is lost
+        monkeypatch.setattr(FakeSession, "tokens", 16_301)
+        assert "| global batch size: 16301 tokens | lm" in active_run.log_line(
+            f" | global batch size:    80 | lm{good}"
+        )
     finally:
         active_run.deactivate()
 

@@ -52,8 +52,8 @@ LAYOUTS = {
     "gpt 1x8x1, recompute mixed": Layout(family="gpt", depth=8, stages=8, recompute=MIXED),
     "gpt 1x8x1, layers 2+1+1+1+1+1+2+1": Layout(family="gpt", depth=10, stages=8, split=(2, 1, 1, 1, 1, 1, 2, 1)),
     "gpt 1x5x1, two chunks": Layout(family="gpt", depth=10, stages=5, chunks=2),
-    "gpt 2x2x1, sequence parallel, recompute mixed *": Layout(
-        family="gpt", tensor=2, stages=2, sequence=True, recompute=MIXED
+    "gpt 2x2x1, sequence parallel, recompute mixed, also of MLPs *": Layout(
+        family="gpt", tensor=2, stages=2, sequence=True, recompute=MIXED, modules=("core_attn", "mlp")
     ),
     "gpt 2x2x1, sequence parallel, two chunks": Layout(family="gpt", tensor=2, stages=2, chunks=2, sequence=True),
     "gpt 2x2x2, sequence parallel, distributed optimizer, overlapped": Layout(
@@ -69,7 +69,9 @@ LAYOUTS = {
     ),
     "t5 1x4x1": Layout(family="t5", stages=4),
     "t5 1x3x1, layers 1+2+1 *": Layout(family="t5", stages=3, split=(1, 2, 1)),
-    "t5 1x2x1, two chunks, recompute mixed *": Layout(family="t5", stages=2, chunks=2, recompute=MIXED),
+    "t5 1x2x1, two chunks, recompute mixed, of MLPs *": Layout(
+        family="t5", stages=2, chunks=2, recompute=MIXED, modules=("mlp",)
+    ),
     "t5 2x2x2, two chunks, distributed optimizer": Layout(
         family="t5", tensor=2, stages=2, replicas=2, chunks=2, distributed_optimizer=True
     ),

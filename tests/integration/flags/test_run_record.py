@@ -89,6 +89,7 @@ def test_other_data_needs_a_flag_that_says_so(checkpoints: Path) -> None:
         resume(checkpoints, other)
     assert "--dynapipe-allow-other-data" in str(caught.value.hint)
     assert "train.bin e (was d)" in str(resume(checkpoints, other, allows_other_data=True))
+    assert resume(checkpoints, replace(RECORD, dataset=RECORD.dataset | {"valid.bin": "v"})) is None, "now evaluated"
 
 
 def test_other_settings_are_named_in_one_line(checkpoints: Path) -> None:

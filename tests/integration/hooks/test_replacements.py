@@ -17,6 +17,7 @@ class FakeSession:
 
     shape = None
     samples = 19
+    tokens: int | None = None
 
     def forward_backward(self) -> str:
         return "planned"

@@ -1,0 +1,58 @@
+"""Planned iterations over those of other packers, as `megatron-dynapipe compare` predicts them on A100 costs.
+
+    python benchmarks/planning/rivals.py [--settings gpt:1,1,8 …] [--lengths 2048 8192]
+
+Batches of 65,536 tokens; the plan's layer split is chosen from the larger batches of the same mixture and maximum
+length, the others run equal layers with 1F1B, and of every recompute mode and multiple of the row the fastest. A line
+per setting and length has the geometric mean of real tokens per second over each.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from cases import recorded_batches
+from full import ROOT, arguments, split_from, write
+
+RIVALS = ("packed_rows", "dp_balanced", "default_dynamic_cp", "verl", "slime")
+SETTINGS = ("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "t5:1,1,8", "t5:1,2,4")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
+    parser.add_argument("--lengths", nargs="*", type=int, default=(2048, 8192), help="maximum lengths of samples")
+    args = parser.parse_args()
+    every = recorded_batches()
+    print("| setting | maximum | " + " | ".join(f"`{name}`" for name in RIVALS) + " |")
+    print("|---" * (2 + len(RIVALS)) + "|")
+    for setting in args.settings:
+        model, _, layout = setting.partition(":")
+        for length in args.lengths:
+            over = _compared(model, layout, length, every)
+            cells = [f"{over[name]:.3f}" if over.get(name) else "–" for name in RIVALS]
+            print(f"| {setting} | {length:,} | " + " | ".join(cells) + " |", flush=True)
+
+
+def _compared(model: str, layout: str, length: int, every: list[dict]) -> dict[str, float]:
+    """The plan's tokens per second over those of each other method, geometric means over the batches."""
+    chosen = [b for b in every if b["model"] == model and b["max_seq_len"] == length and b["tokens"] == 65_536]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder / "batches.json", chosen)
+        command = arguments("compare", model, layout, folder / "batches.json")
+        command += split_from(folder / "split.json", model, length, every)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        sys.exit(done.stderr)
+    found: dict[str, float] = json.loads(done.stdout)["methods"]["dynapipe"]["geomean_over"]
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""A run in words, for the head of its report."""
+
+import datetime
+import platform
+import shlex
+import sys
+
+import torch
+
+from megatron_dynapipe import __version__
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.integration.flags.machine import nodes, processor, world_size
+from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.megatron_version import find_version
+from megatron_dynapipe.units import amount
+
+
+def about(run: RunConfig) -> dict[str, str]:
+    """Command, model, data, layout, machine, versions and the time, each in a few words."""
+    meta, model, parallel = read_meta(run.data), run.model, run.parallel
+    stacks = f"{model.encoder_layers} + {model.decoder_layers}" if model.decoder_layers else f"{model.encoder_layers}"
+    layout = f"{parallel.data} × {parallel.tensor} × {parallel.pipeline} (data × tensor × pipeline)"
+    if parallel.chunks > 1:
+        layout += f", {parallel.chunks} chunks a rank"
+    if parallel.layers_per_stage is not None:
+        layout += f", layers per stage {'+'.join(map(str, parallel.layers_per_stage))}"
+    samples = meta.split_samples.get("train", 0)
+    size, tokens = run.training.sampler.samples_per_iteration, run.training.sampler.tokens_per_iteration
+    device = processor() if run.on_cpu else torch.cuda.get_device_name(run.device)
+    return {
+        "command": _command(),
+        "model": f"{run.family.value.upper()}, {stacks} layers, hidden {model.hidden}, {model.heads} heads, vocabulary"
+        f" {model.vocabulary:,}, {str(model.dtype).removeprefix('torch.')}",
+        "data": f"{run.data}: {amount(len(meta.tasks), 'task')}, {samples:,} training samples",
+        "batch": f"{size:,} samples" if tokens is None else f"{tokens:,} tokens",
+        "layout": layout,
+        "machine": f"{amount(world_size(), 'rank')} on {amount(nodes(), 'node')}, {device}",
+        "versions": f"megatron-dynapipe {__version__}, megatron-core {find_version()}, torch {torch.__version__},"
+        f" Python {platform.python_version()}",
+        "began": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
+    }
+
+
+def _command() -> str:
+    """As it was given to Python, without its interpreter; run files are written out in `sys.argv`."""
+    given = sys.orig_argv
+    script = next((at for at, word in enumerate(given) if word == sys.argv[0]), 1)
+    return shlex.join(given[script:])

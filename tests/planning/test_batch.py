@@ -1,0 +1,60 @@
+"""Batches of other trainers, planned by one function."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe import plan_batch
+from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
+from megatron_dynapipe.errors import PlanningError
+from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
+from megatron_dynapipe.units import BatchLayout, ModelFamily
+
+SHAPE = {"hidden": 256, "heads": 8, "kv_channels": 32, "ffn": 1024, "vocabulary": 1000}
+LENGTHS = [int(n) for n in np.random.default_rng(0).lognormal(4.5, 1, 61).clip(8, 1000)]
+LAYOUT = {"layers": 8, "memory_mb": 4000, "pipeline_parallel": 2, "data_parallel": 4}
+
+
+def costs(family: ModelFamily = ModelFamily.GPT) -> AnalyticCostModel:
+    return AnalyticCostModel(ModelShape(family=family, **SHAPE), A100_RATES)
+
+
+def test_every_sample_runs_once_and_every_pass_is_ordered() -> None:
+    planned = plan_batch(LENGTHS, costs(), **LAYOUT)
+    assert sorted(i for replica in planned.samples for one in replica for i in one) == list(range(len(LENGTHS)))
+    for replica, stages in zip(planned.samples, planned.passes, strict=True):
+        every = sorted([f"F{i}" for i in range(len(replica))] + [f"B{i}" for i in range(len(replica))])
+        assert [sorted(stage) for stage in stages] == [every] * 2
+    assert planned.predicted_ms > 0
+
+
+def test_replicas_in_step_have_equal_counts_and_like_positions() -> None:
+    free, planned = plan_batch(LENGTHS, costs(), **LAYOUT), plan_batch(LENGTHS, costs(), equal_counts=True, **LAYOUT)
+    assert len({len(replica) for replica in planned.samples}) == 1 and len(set(planned.passes)) == 1
+    assert sorted(i for replica in planned.samples for one in replica for i in one) == list(range(len(LENGTHS)))
+    assert free.predicted_ms <= planned.predicted_ms < 1.3 * free.predicted_ms
+    work = [[sum(LENGTHS[i] for i in one) for one in position] for position in zip(*planned.samples, strict=True)]
+    assert sum(map(max, work)) < 1.2 * sum(LENGTHS) / 4
+
+
+def test_an_encoder_and_decoder_model() -> None:
+    planned = plan_batch(
+        [(n, n // 4 + 3) for n in LENGTHS], costs(ModelFamily.T5), **LAYOUT | {"layers": (4, 4)}, equal_counts=True
+    )
+    assert len({len(replica) for replica in planned.samples}) == 1
+
+
+def test_too_few_samples_for_replicas_in_step() -> None:
+    with pytest.raises(PlanningError, match="at least one sample for each of 4 replicas"):
+        plan_batch([10, 20, 30], costs(), equal_counts=True, **LAYOUT)
+    one = PartitionSettings(algorithm=PartitionAlgorithm.UNIFORM, micro_batch_size=1)
+    settings = LAYOUT | {"partition": one, "micro_batch_layouts": (BatchLayout.PADDED,)}
+    with pytest.raises(PlanningError, match="5 samples cannot be divided into equally many"):
+        plan_batch([900] * 5, costs(), equal_counts=True, **settings)
+
+
+def test_it_needs_no_torch() -> None:
+    script = "import sys, megatron_dynapipe; megatron_dynapipe.plan_batch; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
