@@ -10,6 +10,7 @@ batch's lengths, so all ranks come to the same one, and no store or planner proc
 loop plans ahead instead, in a process of its own (`session`).
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +37,7 @@ from megatron_dynapipe.integration.models.specs import packing_obstacle
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
-from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
+from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -259,7 +260,7 @@ class MegatronPipeline:
 
     @planner.setter
     def planner(self, planner: Planner) -> None:
-        self._planner = planner.under(CUDA_RULES if self._device.type == "cuda" else GLOO_RULES)
+        self._planner = planner.under(cuda_rules(os.environ) if self._device.type == "cuda" else GLOO_RULES)
 
     def _check(self) -> None:
         settings = self.planner.settings

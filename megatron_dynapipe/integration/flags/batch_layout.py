@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily
 
 FLAG, SLICES_FLAG = "--dynapipe-layout", "--dynapipe-slices"
-MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8
-"""Head sizes of `torch.nn.attention.varlen.varlen_attn`."""
-
 
 Slices = int | Literal["auto", "off"]
 """Whether long samples are cut, as `PlannerSettings.slices`."""
@@ -138,6 +138,10 @@ def _packs_slowly(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool
         (unfused, "unfused rotary positions of Transformer Engine read offsets on the host in every layer"),
         (engine, f"attention of Transformer Engine over packed rows has not been run yet; {FLAG} packed takes it"),
         (kernel and not _is_half(args), "PyTorch's attention over packed rows is for fp16 and bf16"),
+        (
+            kernel and torch.cuda.get_device_capability() < LEAST_CAPABILITY,
+            "PyTorch's attention over packed rows needs compute capability 8.0",
+        ),
         (
             kernel and (head > MAX_HEAD_SIZE or head % HEAD_SIZE_MULTIPLE > 0),
             f"PyTorch's attention over packed rows has no heads of {head} channels",

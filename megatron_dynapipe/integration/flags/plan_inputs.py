@@ -1,5 +1,6 @@
 """From a run's configuration to the planner's inputs: model, layout, memory, splits, costs."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShap
 from megatron_dynapipe.cost.analytic import rates_of
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
+from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
 from megatron_dynapipe.planning.layer_split import BATCHES, choose_layer_split
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs, SplitSettings
@@ -86,7 +87,7 @@ def _planner(run: RunConfig, layers_per_stage: tuple[int, ...] | None) -> Planne
         micro_batch_layouts=run.layouts.allowed,
         slices=run.slices,
         element_bytes=model.state_dtype.itemsize,
-        transfers=GLOO_RULES if run.on_cpu else CUDA_RULES,
+        transfers=GLOO_RULES if run.on_cpu else cuda_rules(os.environ),
         sequence_parallel=model.sequence_parallel,
     )
 

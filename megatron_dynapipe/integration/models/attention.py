@@ -27,9 +27,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.kept_keys import KeptKeys
 from megatron_dynapipe.integration.models.packed_attention import (
+    activate_flash_3,
     attend_by_sample,
     attend_in_kernel,
     attend_pieces_in_kernel,
+    has_kernel,
     kernel_takes,
 )
 from megatron_dynapipe.integration.models.packed_rows import PackedRow
@@ -112,6 +114,8 @@ class SdpaCoreAttention(MegatronModule):
             [queries, b, heads × head size].
         """
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
+        if query.is_cuda and not self.dropout:
+            activate_flash_3(query.device)
         if packed_seq_params is not None:
             rows = [tensor.squeeze(1) if tensor.dim() == 4 else tensor for tensor in (query, key, value)]
             return self._attend_packed(rows[0], rows[1], rows[2], packed_seq_params, attention_bias, causal=causal)
@@ -151,7 +155,7 @@ class SdpaCoreAttention(MegatronModule):
         cut = row if isinstance(row, PackedRow) and row.cuts else None
         if cut is not None:
             key, value = self.kept_keys.keep(key, value, cut.starts(), cut.cuts)
-        takes = partial(kernel_takes, query.dtype, query.size(2), on_cuda=query.is_cuda)
+        takes = partial(kernel_takes, query.dtype, query.size(2), on_cuda=has_kernel(query.device))
         if takes(dropout=self.training and self.dropout > 0, biased=bias is not None):
             if cut is not None:
                 attended = attend_pieces_in_kernel(query, key, value, cut, self.kept_keys, scale=self.softmax_scale)

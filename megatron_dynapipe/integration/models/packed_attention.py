@@ -6,12 +6,15 @@
 Queries without keys attend to nothing and come out as zeros; `packed_rows.attention_row` makes no such segments.
 """
 
+import functools
+import importlib.util
 import math
 from collections.abc import Callable
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
 from megatron_dynapipe.errors import PlanError
@@ -22,9 +25,31 @@ from megatron_dynapipe.integration.models.segment_groups import SegmentGroup, gr
 KERNEL_TYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8
 """Head sizes that FlashAttention has."""
+LEAST_CAPABILITY, HOPPER = (8, 0), 9
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(query [n, queries, heads, channels], key and value [n, keys, groups, channels], bias) → like the query."""
+
+
+@functools.cache
+def has_kernel(device: torch.device) -> bool:
+    """Whether a device can run FlashAttention, which PyTorch has from compute capability 8.0 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+@functools.cache
+def activate_flash_3(device: torch.device) -> bool:
+    """Let PyTorch run FlashAttention 3 where the device is a Hopper and its package is installed; whether it does.
+
+    PyTorch's dispatcher then calls it for all of FlashAttention's calls, packed rows and causal attention, and raises
+    for those that it does not take: on other devices, or with dropout.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
+        return False
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return False
+    activate_flash_attention_impl("FA3")
+    return True
 
 
 def kernel_takes(dtype: torch.dtype, head_size: int, *, on_cuda: bool, dropout: bool, biased: bool) -> bool:
