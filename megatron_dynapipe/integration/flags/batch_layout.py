@@ -16,6 +16,7 @@ import torch
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
+from megatron_dynapipe.integration.models.relative_attention import has_triton
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily
 
 FLAG, SLICES_FLAG = "--dynapipe-layout", "--dynapipe-slices"
@@ -147,8 +148,8 @@ def _packs_slowly(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool
             f"PyTorch's attention over packed rows has no heads of {head} channels",
         ),
         (
-            kernel and family is ModelFamily.T5 and args.position_embedding_type == "relative",
-            "PyTorch's attention over packed rows has no biases, which relative positions are",
+            kernel and family is ModelFamily.T5 and args.position_embedding_type == "relative" and not has_triton(),
+            "PyTorch's attention over packed rows with biases, which relative positions are, needs Triton",
         ),
     )
 

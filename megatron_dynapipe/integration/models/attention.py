@@ -5,8 +5,9 @@ refuses additive biases and packed rows. PyTorch picks a kernel that keeps no sc
 the inputs; sliding windows and attention sinks stay with Transformer Engine.
 
 On CUDA, causal attention without a mask runs in FlashAttention, one with a mask or a bias in the memory-efficient
-kernel. cuDNN's is switched off, for all of the process: it builds an execution plan for every new shape, which takes
-tens of milliseconds, and here shapes change all the time.
+kernel; packed rows run in FlashAttention, with biases in a kernel that PyTorch compiles (`relative_attention`). cuDNN's
+is switched off, for all of the process: it builds an execution plan for every new shape, which takes tens of
+milliseconds, and here shapes change all the time.
 """
 
 import contextlib
@@ -35,6 +36,7 @@ from megatron_dynapipe.integration.models.packed_attention import (
     kernel_takes,
 )
 from megatron_dynapipe.integration.models.packed_rows import PackedRow
+from megatron_dynapipe.integration.models.relative_attention import attend_with_biases, biases_take_kernel
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -161,12 +163,19 @@ class SdpaCoreAttention(MegatronModule):
                 attended = attend_pieces_in_kernel(query, key, value, cut, self.kept_keys, scale=self.softmax_scale)
             else:
                 attended = attend_in_kernel(query, key, value, row, causal=causal, scale=self.softmax_scale)
+        elif bias is not None and cut is None and self._biases_take_kernel(query, row):
+            assert isinstance(row, PackedRow), "just looked at"
+            attended = attend_with_biases(query, key, value, row, bias, causal=causal, scale=self.softmax_scale)
         else:
             if bias is not None and causal:
                 bias = bias.masked_fill(_later_keys(bias.size(2), bias.size(3), bias.device), -math.inf)
             attend = partial(self._attend, causal=causal)
             attended = attend_by_sample(query, key, value, row, attend, bias, causal=causal, kept=self.kept_keys)
         return attended.flatten(1)[:, None]
+
+    def _biases_take_kernel(self, query: Tensor, row: PackedSeqParams) -> bool:
+        own = isinstance(row, PackedRow) and row.positions is not None
+        return own and biases_take_kernel(query.device, dropout=self.training and self.dropout > 0)
 
     def _randomness(self) -> contextlib.AbstractContextManager[Any]:
         """Heads on different tensor-parallel ranks drop different weights, as in Megatron."""

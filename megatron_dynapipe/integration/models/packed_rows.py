@@ -42,11 +42,13 @@ class PackedRow(AttentionRows):
         lengths_q, lengths_kv: positions of every segment of queries and of keys; some may be 0. Keys of earlier pieces
             are not among them, but counted by Megatron's own attributes.
         cuts: the segments that are pieces of samples.
+        kept: what attention makes of the row once for all layers.
     """
 
     lengths_q: tuple[int, ...] = ()
     lengths_kv: tuple[int, ...] = ()
     cuts: Mapping[int, CutSegment] = field(default_factory=dict)
+    kept: dict[str, object] = field(default_factory=dict)
     _groups: SegmentGroups | None = None
     _picked: Tensor | None = None
     _masks: dict[int, Tensor] = field(default_factory=dict)

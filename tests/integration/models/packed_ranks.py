@@ -72,13 +72,16 @@ def compare(queries: list[int], keys: list[int], causal: bool, groups: int, bias
     kind = AttnMaskType.causal if causal else AttnMaskType.padding
     attention = SdpaCoreAttention(config(num_query_groups=groups), 1, kind, "self")
     row, tensors = row_of(queries, keys), inputs(queries, keys, groups)
-    bias = torch.randn(1, HEADS, max(queries), max(keys)) if biased else None
+    longest = max(queries)
+    table = torch.randn(HEADS, 2 * longest - 1) if biased else None
+    distances = torch.arange(longest)[None] - torch.arange(longest)[:, None] + longest - 1
     plain = PackedSeqParams(qkv_format="thd", cu_seqlens_q=row.cu_seqlens_q, cu_seqlens_kv=row.cu_seqlens_kv)
 
     def packed(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         if how == "thd":  # as Megatron's attention hands them over
             query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
             return attention(query, key, value, None, packed_seq_params=plain, attention_bias=bias)
+        return attention(query, key, value, None, packed_seq_params=row, attention_bias=bias)
         if how == "kernel":
             with (
                 patch.object(attention_module, "kernel_takes", lambda *_, **__: True),
@@ -98,8 +101,8 @@ def compare(queries: list[int], keys: list[int], causal: bool, groups: int, bias
     found = []
     for attend in (packed, one_by_one):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-        leaf = None if bias is None else bias.clone().requires_grad_()
-        result = attend(*leaves, leaf)
+        leaf = None if table is None else table.clone().requires_grad_()
+        result = attend(*leaves, None if leaf is None else leaf[:, distances][None])
         result.backward(tensors[3])
         found.append([result.detach(), *(x.grad for x in (*leaves, leaf) if x is not None)])
     assert [x.shape for x in found[0]] == [x.shape for x in found[1]]
