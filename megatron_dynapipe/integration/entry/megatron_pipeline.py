@@ -298,7 +298,7 @@ class MegatronPipeline:
         config, models = self._config, self._models
         gpt = self._family is ModelFamily.GPT
         made = partial(gpt_batch, explicit_mask=takes_mask(models)) if gpt else t5_batch
-        self._make_batch = partial(made, row_format=RowFormat.of(config))
+        self._make_batch = partial(made, row_format=RowFormat.of(models))
         self._step_function = gpt_step if gpt else t5_step
         config.finalize_model_grads_func = finalize_model_grads
         if self._optimizer is not None:

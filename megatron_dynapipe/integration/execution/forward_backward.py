@@ -39,10 +39,7 @@ def run_iteration(
     force_all_reduce: bool = False,
     has_idle_replica: bool = False,
 ) -> tuple[StepTotals, list[dict[str, torch.Tensor]]]:
-    """Run a stage's plan and hand the gradients to Megatron's finalisation; with the last stage's loss reports.
-
-    A replica without micro-batches takes part in the reductions with zeros. All ranks have agreed on the iteration
-    before: passes communicate among tensor-parallel ranks and replicas.
+    """Run a plan that all ranks have agreed on, and Megatron's finalisation; with the last stage's loss reports.
 
     Args:
         runner: of this rank.
@@ -54,22 +51,21 @@ def run_iteration(
         warm_up: runs the models before the first training step on a GPU (`warm_up`).
         forward_only: an evaluation.
         force_all_reduce: whole gradients on every replica, also with the distributed optimizer.
-        has_idle_replica: some replica has no micro-batches. Collectives among replicas match by their order, which in
-            passes is that in which gradients become ready; so in this iteration none of them runs in passes.
+        has_idle_replica: some replica has no micro-batches, so that collectives among them run outside of passes.
     """
     if not forward_only:
         runner.warm_up(warm_up)
-    config = get_model_config(models[0])
+    config, instructions = get_model_config(models[0]), plan.instructions
     reduction = _GradientReduction(
         config,
         models,
-        plan.instructions,
+        instructions,
         is_first_stage=runner.stage == 0,
         forward_only=forward_only,
         force_all_reduce=force_all_reduce,
         at_end=has_idle_replica,
     )
-    gathers = _ParameterGathers(config, models, plan.instructions, at_once=has_idle_replica, forward_only=forward_only)
+    gathers = _ParameterGathers(config, models, instructions, at_once=has_idle_replica, forward_only=forward_only)
     stage = MegatronStage(
         models,
         forward_step,

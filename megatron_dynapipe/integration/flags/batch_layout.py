@@ -17,6 +17,7 @@ import torch
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
 from megatron_dynapipe.integration.models.relative_attention import has_triton
+from megatron_dynapipe.integration.models.specs import CoreAttention
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily
 
 FLAG, SLICES_FLAG = "--dynapipe-layout", "--dynapipe-slices"
@@ -70,6 +71,24 @@ def batch_layouts(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool
     return Layouts(allowed=(BatchLayout.PADDED, BatchLayout.PACKED))
 
 
+def core_attention(args: argparse.Namespace) -> CoreAttention:
+    """The core attention that a run's layers have: Transformer Engine's where ours lacks what the model asks for."""
+    special = (
+        getattr(args, "window_size", None) is not None,
+        getattr(args, "softmax_type", "vanilla") != "vanilla",
+        bool(getattr(args, "multi_latent_attention", False)),
+        bool(args.use_dynapipe),  # a patched checkout builds its layers itself
+    )
+    if args.transformer_impl != "local" and any(special):
+        return CoreAttention.MEGATRON
+    return CoreAttention(args.dynapipe_attention)
+
+
+def _engine_attention(args: argparse.Namespace) -> bool:
+    """Whether attention is Transformer Engine's."""
+    return args.transformer_impl != "local" and core_attention(args) is CoreAttention.MEGATRON
+
+
 def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> Slices:
     """Whether plans may cut long samples: "auto", "off", or the most positions of a piece.
 
@@ -90,7 +109,7 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
         (
             (family is ModelFamily.T5, "every position of a T5's encoder attends to all of them"),
             (bool(args.use_dynapipe), "a patched checkout's layers keep no keys of earlier pieces"),
-            (args.transformer_impl != "local", "layers of Transformer Engine keep no keys of earlier pieces"),
+            (_engine_attention(args), "Transformer Engine's attention keeps no keys of earlier pieces"),
             (args.dynapipe_attention == "megatron", "Megatron's local attention keeps no keys of earlier pieces"),
             (
                 BatchLayout.PACKED not in layouts.allowed,
@@ -107,7 +126,7 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
 
 def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:
     """The parts of a model that cannot take packed rows."""
-    engine, patched = args.transformer_impl != "local", bool(args.use_dynapipe)
+    engine, patched = _engine_attention(args), bool(args.use_dynapipe)
     relative = args.position_embedding_type == "relative"
     return (
         (
@@ -131,13 +150,13 @@ def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bo
 
 def _packs_slowly(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:
     """What packed rows can do, but not in one kernel: each length for itself, or waiting for the device."""
-    engine = args.transformer_impl != "local"
+    engine = _engine_attention(args)
     head = args.kv_channels or args.hidden_size // args.num_attention_heads
     kernel = not on_cpu and not engine
     unfused = engine and args.position_embedding_type == "rope" and not getattr(args, "apply_rope_fusion", True)
     return (
         (unfused, "unfused rotary positions of Transformer Engine read offsets on the host in every layer"),
-        (engine, f"attention of Transformer Engine over packed rows has not been run yet; {FLAG} packed takes it"),
+        (engine, f"Transformer Engine's attention over packed rows has not been run yet; {FLAG} packed takes it"),
         (kernel and not _is_half(args), "PyTorch's attention over packed rows is for fp16 and bf16"),
         (
             kernel and torch.cuda.get_device_capability() < LEAST_CAPABILITY,

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
@@ -29,9 +30,11 @@ class RowFormat(enum.StrEnum):
     TRANSFORMER_ENGINE = "thd"
 
     @classmethod
-    def of(cls, options: Any) -> "RowFormat":
-        """That of a model's layers, by the `transformer_impl` of Megatron's arguments or configuration."""
-        return cls.LOCAL if options.transformer_impl == "local" else cls.TRANSFORMER_ENGINE
+    def of(cls, models: Sequence[nn.Module]) -> "RowFormat":
+        """That of built models: by their core attention."""
+        cores = [each.core_attention for model in models for each in model.modules() if isinstance(each, Attention)]
+        engine = any(type(core).__name__ == "TEDotProductAttention" for core in cores)
+        return cls.TRANSFORMER_ENGINE if engine else cls.LOCAL
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.norms import local_norm
-from megatron_dynapipe.integration.models.specs import local_layer
+from megatron_dynapipe.integration.models.specs import engine_layer, local_layer
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, share_weights
 
 ModelProvider = Callable[..., Any]
@@ -112,7 +112,9 @@ def gpt_provider(model: ModelConfig) -> ModelProvider:
 def gpt_layer(model: ModelConfig) -> ModuleSpec:
     """One layer of a GPT."""
     if model.transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
+        return engine_layer(
+            get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm), model.attention
+        )
     layer = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
     return local_layer(layer, _norm(model), model.attention)
 
