@@ -1,7 +1,12 @@
-"""Digests of a checkpoint's files, written beside them when it is saved and compared before it is loaded."""
+"""Digests of a checkpoint's files, written beside them when it is saved and compared before it is loaded.
+
+Archives that torch wrote hold checksums themselves, which torch does not look at.
+"""
 
 import hashlib
 import os
+import zipfile
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +47,21 @@ def check_digests(folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
             f"{folder}: expected the files that were saved, found others under {', '.join(changed[:4])}",
             hint=f"copy them again or load another checkpoint; without {NAME} files are not compared",
         )
+
+
+def check_archives(folder: Path) -> None:
+    """Compare the archives in a folder, `*.pt`, with their checksums; raises DataError."""
+    for path in sorted(folder.glob("*.pt")):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+        except (OSError, zipfile.BadZipFile, zlib.error) as error:
+            damaged = str(error)
+        if damaged is not None:
+            raise DataError(
+                f"{path}: expected the file that was saved, found another: {damaged}",
+                hint="delete it to go on from an earlier checkpoint",
+            )
 
 
 def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:

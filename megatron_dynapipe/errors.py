@@ -34,6 +34,10 @@ class DataError(DynaPipeError):
     """A dataset that is missing, damaged, or holds samples that cannot be used."""
 
 
+class CheckpointError(DynaPipeError):
+    """A checkpoint that cannot be written."""
+
+
 class CostModelError(DynaPipeError):
     """A cost model that is damaged, or was asked for something it does not hold."""
 

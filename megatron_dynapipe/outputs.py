@@ -10,17 +10,19 @@ writes says `dynapipe` in its first bytes, or comes with a rule of its own that 
 
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.errors import CheckpointError, ConfigError
 from megatron_dynapipe.files import open_regular
 
 GENERATOR = "megatron-dynapipe"
 """What pictures, pages and traces name as the program that made them."""
 
 _HEAD_BYTES = 4096
+_MOST_SHOWN = 200
 
 
 def is_marked(head: bytes) -> bool:
@@ -43,7 +45,7 @@ def check_replaceable(path: Path, *, mine: Callable[[bytes], bool] = is_marked) 
     Raises:
         ConfigError: what is there is not a file that this package wrote, or nothing can be written there.
     """
-    target = path.resolve()
+    target = _resolved(path)
     if target.exists():
         try:
             with os.fdopen(open_regular(target), "rb") as file:
@@ -55,9 +57,27 @@ def check_replaceable(path: Path, *, mine: Callable[[bytes], bool] = is_marked) 
                 f"expected {path} to be absent or a file that this program wrote, it is another",
                 hint="name another file, or move that one away",
             )
-    existing = next(each for each in (target, *target.parents) if each.exists())
+    _check_writable(path)
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # links that lead to one another
+        raise ConfigError(f"cannot write {path}: {error}", hint="name another") from error
+
+
+def _check_writable(path: Path) -> None:
+    existing = _existing(path)
     if not os.access(existing, os.W_OK):
-        raise ConfigError(f"cannot write {path}: {existing} is read-only", hint="name another file")
+        raise ConfigError(f"cannot write {path}: {existing} is read-only", hint="name another")
+    if existing != path.resolve() and not existing.is_dir():
+        raise ConfigError(f"cannot write {path}: {existing} is not a folder", hint="name another")
+
+
+def _existing(path: Path) -> Path:
+    """A path, or the nearest folder above it that exists."""
+    return next(each for each in (path.resolve(), *path.resolve().parents) if each.exists())
 
 
 def write_file(
@@ -111,6 +131,42 @@ def fresh_file(path: Path, *, mode: int | None = None) -> Iterator[Path]:
         fresh.unlink(missing_ok=True)
 
 
+def check_fresh(path: Path) -> None:
+    """Before long work: that a folder is absent or empty, and can be written; raises ConfigError."""
+    target = _resolved(path)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        found = "files in it" if target.is_dir() else "a file"
+        raise ConfigError(f"expected {path} to be a new or an empty folder, found {found}", hint="name another")
+    _check_writable(path)
+
+
+@contextlib.contextmanager
+def fresh_folder(path: Path) -> Iterator[Path]:
+    """A folder beside `path` to fill, which takes its name once the block has succeeded, and goes if not.
+
+    Raises:
+        ConfigError: as `check_fresh`.
+        CheckpointError: the block could not write; the message names the path.
+    """
+    check_fresh(path)
+    target = path.resolve()
+    fresh = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".unfinished", dir=target.parent))
+        yield fresh
+        fresh.chmod(0o777 & ~_umask())
+        fresh.rename(target)
+        _sync(target.parent)
+    except BaseException as error:
+        if not isinstance(error, OSError) and not hasattr(error, "failures"):  # torch's, which is no Exception
+            raise
+        raise unwritten(path, error) from error
+    finally:
+        if fresh is not None:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+
 def replace_folder(new: Path, path: Path, *, aside: Path) -> None:
     """Give a finished folder its name; what had the name is renamed to `aside`, for the caller to delete.
 
@@ -127,6 +183,25 @@ def restore_folder(path: Path, *, aside: Path) -> None:
     """Undo a `replace_folder` that was killed half-way. Raises OSError."""
     if aside.exists() and not path.exists():
         aside.rename(path)
+
+
+def unwritten(folder: Path, error: BaseException) -> CheckpointError:
+    """What to raise where a checkpoint could not be written to a folder: why, and how much room there is.
+
+    Args:
+        folder: to which it was to be written.
+        error: of the system, or torch's `CheckpointException`, which holds every rank's.
+    """
+    failures = [failure for failure, _ in getattr(error, "failures", {}).values()]
+    if failures or hasattr(error, "failures"):
+        error = failures[0] if failures else OSError(0, "another rank could not write its share")
+    reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())[:_MOST_SHOWN]
+    existing = _existing(folder)
+    free = shutil.disk_usage(existing).free / 1e6
+    return CheckpointError(
+        f"cannot write the checkpoint {folder}: {reason}",
+        hint=f"{existing} has {free:.1f} MB free; checkpoints that were complete are as they were",
+    )
 
 
 def strangers(folder: Path, mine: Collection[str]) -> list[str]:
@@ -158,9 +233,13 @@ def delete_folder(folder: Path, mine: Collection[str]) -> None:
 def _mode_for(path: Path) -> int:
     if path.exists():
         return path.stat().st_mode & 0o7777
+    return 0o666 & ~_umask()
+
+
+def _umask() -> int:
     umask = os.umask(0)
     os.umask(umask)
-    return 0o666 & ~umask
+    return umask
 
 
 def _sync(path: Path) -> None:

@@ -8,6 +8,7 @@ A child never outlives this process, however this one ends: the pipe ends with i
 """
 
 import ctypes
+import errno
 import json
 import logging
 import os
@@ -56,7 +57,11 @@ class ChildLog:
 def _open(path: Path | None) -> IO[bytes]:
     if path is not None:
         try:
-            return path.open("a+b")
+            file = path.open("a+b")
+            if os.fstatvfs(file.fileno()).f_bavail:
+                return file
+            file.close()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             logger.warning("cannot write %s, and go on without: %s", path, error)
     return tempfile.TemporaryFile()

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_dynapipe import digests
 from megatron_dynapipe.errors import DataError
@@ -52,6 +53,21 @@ def test_a_missing_file_is_named(folder: Path) -> None:
     (folder / "empty").unlink()
     with pytest.raises(DataError, match="empty"):
         digests.check_digests(folder)
+
+
+def test_archives_are_compared_with_the_checksums_in_them(tmp_path: Path) -> None:
+    """torch reads a changed one without a word."""
+    path, saved = tmp_path / "iter_0000003_0_local.pt", torch.arange(4000.0)
+    torch.save({"weight": saved}, path)
+    digests.check_archives(tmp_path)
+    whole = path.read_bytes()
+    place = whole.index(saved[7:9].numpy().tobytes())
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    assert not torch.equal(torch.load(path)["weight"], saved)
+    for content in (path.read_bytes(), whole[:-30], b""):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"0_local.pt: expected the file that was saved, found another"):
+            digests.check_archives(tmp_path)
 
 
 def test_checkpoints_without_digests_are_loaded(tmp_path: Path) -> None:

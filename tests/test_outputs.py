@@ -4,9 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dynapipe import outputs
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.errors import CheckpointError, ConfigError
 
 OURS = '{"format": "dynapipe-plan/1"}'
 
@@ -81,6 +82,26 @@ def test_a_secret_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     outputs.write_file(path, "redis://:secret@here", mode=0o600)
 
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_is_filled_whole_or_not_at_all(tmp_path: Path) -> None:
+    path, link = tmp_path / "deep" / "made", tmp_path / "link"
+    full = OSError(28, "No space left on device")
+    of_torch = CheckpointException("write", {0: (full, [])})
+    for error in (full, of_torch, ValueError("of something else")):
+        wanted = ValueError if isinstance(error, ValueError) else CheckpointError
+        with pytest.raises(wanted, match=r"deep/made: No space|something else"), outputs.fresh_folder(path) as fresh:
+            raise [error, (fresh / "part").touch()][0]
+        assert names(path.parent) == []
+    path.mkdir()
+    link.symlink_to(path)
+    with outputs.fresh_folder(link) as fresh:
+        (fresh / "whole").touch()
+    assert link.is_symlink() and names(path) == ["whole"] and names(path.parent) == ["made"]
+    assert path.stat().st_mode & 0o777 == 0o777 & ~outputs._umask()
+    with pytest.raises(ConfigError, match="found files in it"), outputs.fresh_folder(path):
+        pass
+    assert names(path) == ["whole"]
 
 
 def test_a_folder_is_replaced_and_a_half_done_replacement_undone(tmp_path: Path) -> None:

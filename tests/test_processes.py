@@ -1,8 +1,10 @@
 """What a child printed, quoted when it dies."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,9 +46,15 @@ def test_a_long_log_is_not_read_whole(tmp_path: Path) -> None:
     log.close()
 
 
-def test_a_file_that_cannot_be_opened_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "folder"
-    path.mkdir()
+@pytest.mark.parametrize("full", [False, True], ids=["folder", "full disk"])
+def test_a_file_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    path = tmp_path / "log"
+    if full:
+        monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_bavail=0))
+    else:
+        path.mkdir()
     log = ChildLog(path)
     print_lines(log, 0, 1)
     assert log.tail() == "line 0"

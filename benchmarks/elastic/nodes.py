@@ -79,6 +79,7 @@ class Cluster:
         self.job, self._folder, self._iterations = job, folder, iterations
         self._agents: list[subprocess.Popen] = []
         self._logs: list[Path] = []
+        self._going: set[int] = set()
         self._port = free_port()
 
     def __enter__(self) -> Self:
@@ -125,9 +126,20 @@ class Cluster:
             if "multitask.py" in " ".join(process.cmdline()):
                 process.kill()
 
+    def kill_while_saving(self) -> None:
+        """Every rank, as soon as an emergency checkpoint has been begun that is not complete."""
+        folder, deadline = self._folder / "saved" / "non_persistent", time.monotonic() + DEADLINE_S
+        while number_in(folder / ".dynapipe-saving") <= number_in(folder / "latest_checkpointed_iteration.txt"):
+            self._check(deadline, "an emergency checkpoint")
+            time.sleep(0.001)
+        for agent in self._alive():
+            for process in psutil.Process(agent.pid).children():
+                if "multitask.py" in " ".join(process.cmdline()):
+                    process.kill()
+
     def _drawn(self, draw: random.Random, nodes: int) -> list[subprocess.Popen]:
         drawn = draw.sample([agent for agent in self._alive() if agent is not self._agents[0]], nodes)
-        self._going = {*getattr(self, "_going", ()), *(agent.pid for agent in drawn)}
+        self._going |= {agent.pid for agent in drawn}
         return drawn
 
     def _alive(self) -> list[subprocess.Popen]:
@@ -135,8 +147,7 @@ class Cluster:
 
     def running(self) -> int:
         """Nodes that are there and stay."""
-        going = getattr(self, "_going", set())
-        return sum(agent.pid not in going for agent in self._alive())
+        return sum(agent.pid not in self._going for agent in self._alive())
 
     def ranks(self) -> int:
         """Of the last rendezvous."""
@@ -163,9 +174,9 @@ class Cluster:
             time.sleep(0.1)
 
     def await_end(self) -> None:
-        """Until every node has ended well."""
+        """Until every node has ended, and well unless it was to go."""
         for agent in self._agents:
-            if status := agent.wait(DEADLINE_S):
+            if (status := agent.wait(DEADLINE_S)) and agent.pid not in self._going:
                 raise SystemExit(f"expected a node to end well, got status {status}:\n{self._said()}")
 
     def end(self) -> int:
@@ -220,6 +231,13 @@ def start_agent(
     environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     with log.open("w") as file:
         return subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+
+def number_in(path: Path) -> int:
+    """0 where there is none."""
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return 0
 
 
 def free_port() -> int:

@@ -8,6 +8,7 @@ rendezvous and stays. Events, in turn until there are as many as asked for:
     notice    SIGUSR1 to an agent: its ranks finish the iteration, all save, the node leaves
     kill      kill -9 of an agent and all its processes at once: nothing is saved
     rank      kill -9 of one rank; its agent starts again with it
+    saving    kill -9 of every rank while an emergency checkpoint is being written (by --only)
     join      one more agent, or as many as are missing
 
 Losses must join the undisturbed run's within 1e-4, every iteration must be there with the samples it should have
@@ -86,6 +87,9 @@ def disturb(cluster: Cluster, event: str, draw: random.Random) -> dict:
             cluster.kill_nodes(draw, int(count or 1))
         case "rank":
             cluster.kill_rank(draw)
+        case "saving":
+            cluster.kill_while_saving()
+            at = time.time()
         case "join":
             cluster.start(int(count or 1))
     first = cluster.await_resumed(at, wanted=cluster.running())
@@ -108,16 +112,7 @@ def judge(
     left: int,
 ) -> dict:
     """Hold the disturbed run against the other one, and print what is wrong."""
-    wrong = []
-    distance = max(abs(found[at].loss / expected[at].loss - 1) for at in found if at in expected)
-    if found.keys() != expected.keys():
-        wrong.append(f"iterations that only one run has: {sorted(found.keys() ^ expected.keys())}")
-    if distance > TOLERANCE:
-        wrong.append(f"a loss differs by {distance:.1e}")
-    if any(found[at].consumed != expected[at].consumed for at in found.keys() & expected.keys()):
-        wrong.append("consumed samples differ")
-    if left:
-        wrong.append(f"{left} processes are left")
+    distance, wrong = differences(found, expected, left)
     seconds = sorted(row["seconds"] for row in rows)
     print(
         f"{len(rows)} events, {len(found)} iterations, losses within {distance:.1e}; seconds to the first new one:"
@@ -126,6 +121,21 @@ def judge(
     for each in wrong:
         print(f"WRONG: {each}")
     return {"model": options.model, "rows": rows, "distance": distance, "left": left, "good": not wrong}
+
+
+def differences(found: dict[int, ITERATION], expected: dict[int, ITERATION], left: int) -> tuple[float, list[str]]:
+    """The distance of two runs' losses, and everything that is wrong."""
+    both, wrong = found.keys() & expected.keys(), []
+    distance = max((abs(found[at].loss / expected[at].loss - 1) for at in both), default=0.0)
+    if found.keys() != expected.keys():
+        wrong.append(f"iterations that only one run has: {sorted(found.keys() ^ expected.keys())}")
+    if distance > TOLERANCE:
+        wrong.append(f"a loss differs by {distance:.1e}")
+    if any(found[at].consumed != expected[at].consumed for at in both):
+        wrong.append("consumed samples differ")
+    if left:
+        wrong.append(f"{left} processes are left")
+    return distance, wrong
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     python -m benchmarks.faults.campaign [--data DATASET] [--minutes 30] [--seed 0] [--iterations 100]
 
-Run after run of a tiny model is started, each on a store of its own or on a shared server behind a relay, some beside
-a second job, and disturbed by faults of `disturbances.py`, the next one some seconds and an iteration after the last.
-Most runs are then left to their end; in some a last fault follows that no run can outlive. A run has to finish with
-the losses of one that nobody disturbed, or to end with the last fault's error; nothing of it may be left. Prints each
-run, and what was done how often with which outcome; exit status 1 if any run ends otherwise.
+Run after run of a tiny model is started, on a shared server behind a relay (some beside a second job), under `launch`
+on three nodes, on a store of its own, and disturbed by faults of `disturbances.py` or `elastic.py`, the next one some
+seconds and an iteration after the last. Most runs are then left to their end; in some a last fault follows that no run
+can outlive. A run has to finish with the losses of one that nobody disturbed, or to end with the last fault's error;
+nothing of it may be left. Prints each run, and what was done how often with which outcome; exit status 1 if any run
+ends otherwise.
 """
 
 import argparse
@@ -24,6 +25,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.common import DEMO_DATA
+from benchmarks.elastic.nodes import ITERATION
+from benchmarks.faults import elastic
 from benchmarks.faults.disturbances import FAULTS, Scene, can_mount
 from benchmarks.faults.runs import TOLERANCE, Run, losses, parting, with_checksums
 
@@ -35,6 +38,9 @@ OTHER_PROBABILITY = 0.3
 CALM_ITERATIONS = 20
 """At the end of a run nothing is disturbed, so that the last faults can still do harm."""
 END_S, LEFT_S = 900.0, 60.0
+WHAT = {name: " ".join((fault.act.__doc__ or "").split()) for name, fault in FAULTS.items()}
+WHAT |= {name: what for name, (_, what) in elastic.EVENTS.items()}
+"""What is done, by the fault's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +66,21 @@ def main() -> int:
         data = with_checksums(options.data, Path(folder) / "data")
         flags = f"{SMALL} --train-iters {options.iterations} --dynapipe-lookahead {Scene.ahead}"
         expected = undisturbed(Path(folder) / "undisturbed", data, flags)
+        elastic_expected = elastic.undisturbed(Path(folder) / "undisturbed-elastic", data)
         print("| run | store | faults | ended | seconds | losses |\n|---|---|---|---|---|---|", flush=True)
-        outcomes: dict[str, Counter[str]] = {name: Counter() for name in FAULTS}
+        outcomes: dict[str, Counter[str]] = {name: Counter() for name in WHAT}
         number = failed = 0
-        while time.monotonic() < began + options.minutes * 60:
-            choose = random.Random(f"{options.seed}/{number}")
-            with make_scene(Path(folder) / str(number), data, choose, flags, shared=not number % 2) as scene:
-                ended = play(scene, options.iterations, expected, began + options.minutes * 60)
-                report(number, scene, ended, outcomes)
-                if ended.trouble:
-                    print(scene.run.log.read_text()[-3000:], file=sys.stderr)
+        while time.monotonic() < (until := began + options.minutes * 60):
+            choose, own = random.Random(f"{options.seed}/{number}"), Path(folder) / str(number)
+            if number % 3 == 1:
+                counts, ended = play_elastic(own, data, choose, elastic_expected, until)
+                report(number, "own, under launch", counts, ended, outcomes)
+            else:
+                with make_scene(own, data, choose, flags, shared=not number % 3) as scene:
+                    ended = play(scene, options.iterations, expected, until)
+                    report(number, store_of(scene), scene.counts, ended, outcomes)
+                    if ended.trouble:
+                        print(scene.run.log.read_text()[-3000:], file=sys.stderr)
             failed += bool(ended.trouble)
             number += 1
     print(f"\n{number} runs in {(time.monotonic() - began) / 60:.0f} minutes, {failed} ended as they should not\n")
@@ -142,6 +153,16 @@ def play(scene: Scene, iterations: int, expected: dict[int, float], until: float
     )
 
 
+def play_elastic(
+    folder: Path, data: Path, choose: random.Random, expected: dict[int, ITERATION], until: float
+) -> tuple[Counter[str], Ended]:
+    """Disturb a run under `launch`, which outlives everything that is done to it."""
+    began = time.monotonic()
+    counts, distance, trouble = elastic.play(folder, data, choose, expected, until)
+    seconds = time.monotonic() - began
+    return counts, Ended(is_error=False, said="", seconds=seconds, losses=distance, trouble=trouble)
+
+
 def outlived(run: Run, iterations: int) -> bool:
     """Whether the run has finished: all plans that it needed were there before the last fault."""
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -167,10 +188,13 @@ def last_of(scene: Scene) -> str | None:
     return next((name for name, fault in FAULTS.items() if fault.said is not None and scene.counts[name]), None)
 
 
-def report(number: int, scene: Scene, ended: Ended, outcomes: dict[str, Counter[str]]) -> None:
+def store_of(scene: Scene) -> str:
+    return "own" if "own" in scene.has else "shared, beside another job" if "other" in scene.has else "shared"
+
+
+def report(number: int, store: str, counts: Counter[str], ended: Ended, outcomes: dict[str, Counter[str]]) -> None:
     """One line, and the sums."""
-    store = "own" if "own" in scene.has else "shared, beside another job" if "other" in scene.has else "shared"
-    faults = ", ".join(f"{name} × {count}" if count > 1 else name for name, count in scene.counts.items())
+    faults = ", ".join(f"{name} × {count}" if count > 1 else name for name, count in counts.items())
     said = f"**{ended.trouble}** {ended.said}" if ended.trouble else ended.said
     said = " ".join(said.split()).replace("|", "/")[:160]
     distance = "–" if ended.losses is None else f"within {ended.losses:.0e}"
@@ -179,7 +203,7 @@ def report(number: int, scene: Scene, ended: Ended, outcomes: dict[str, Counter[
         outcome = "otherwise"
     else:
         outcome = "right error" if ended.is_error else "equal losses"
-    for name, count in scene.counts.items():
+    for name, count in counts.items():
         outcomes[name][outcome] += count
 
 
@@ -189,10 +213,9 @@ def print_outcomes(outcomes: dict[str, Counter[str]]) -> None:
     )
     print("|---|---|---|---|---|")
     for name, counts in outcomes.items():
-        what = " ".join((FAULTS[name].act.__doc__ or "").split())
         good = f"{counts['equal losses']} | {counts['right error']}"
         bad = f" **otherwise: {counts['otherwise']}**" if counts["otherwise"] else ""
-        print(f"| {name} | {what} | {sum(counts.values())} | {good}{bad} |")
+        print(f"| {name} | {WHAT[name]} | {sum(counts.values())} | {good}{bad} |")
 
 
 if __name__ == "__main__":

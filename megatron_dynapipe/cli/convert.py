@@ -40,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
     """Convert; print what was written."""
     from megatron_dynapipe import cpu
     from megatron_dynapipe.cli.progress import with_progress
+    from megatron_dynapipe.outputs import check_fresh
 
+    check_fresh(args.checkpoints if args.way == "from-hf" else args.target)
     progress = partial(with_progress, unit="tensors")
     with contextlib.redirect_stdout(sys.stderr):  # Megatron logs there
         cpu.quieten()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.errors import ConfigError, StoreError
-from megatron_dynapipe.outputs import write_file
+from megatron_dynapipe.outputs import check_replaceable, write_file
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
@@ -68,6 +68,8 @@ def _start(args: argparse.Namespace) -> int:
 
     if args.memory_limit_mb <= 0:
         raise ConfigError(f"--memory-limit-mb must be positive, got {args.memory_limit_mb}")
+    if args.url_file is not None:
+        check_replaceable(args.url_file, mine=_is_own_url)
     try:
         own = StoreServer(bind=args.bind, memory_limit_mb=args.memory_limit_mb, can_be_stopped=True)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that the server is stopped

@@ -8,11 +8,12 @@
 from megatron_dynapipe.modules.collate import Pack, Pad
 from megatron_dynapipe.modules.loader import DynaPipeDataLoader
 from megatron_dynapipe.modules.part import ModelPart
-from megatron_dynapipe.modules.pipeline import Pipeline, StepOutputs, StepResult
+from megatron_dynapipe.modules.pipeline import Pipeline
 from megatron_dynapipe.modules.planner import ModulePlanner
 from megatron_dynapipe.modules.profile import profile_module
 from megatron_dynapipe.modules.split import split_model
 from megatron_dynapipe.modules.stage import SharedModule, Stage
+from megatron_dynapipe.modules.steps import StepOutputs, StepResult
 from megatron_dynapipe.modules.trace import CutPoint
 from megatron_dynapipe.modules.uneven import UnevenPipeline, stage_of_plan
 

@@ -5,13 +5,14 @@ passes (of a plan, or 1F1B) ──lower, once──► list without shapes ─�
 
 import itertools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_dynapipe.errors import ConfigError
@@ -22,6 +23,8 @@ from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.problem import ScheduleProblem
 from megatron_dynapipe.planning.schedules import SCHEDULES
+from megatron_dynapipe.runtime import TorchTransport, Transport
+from megatron_dynapipe.runtime.process_groups import backend_of, make_groups, warm_up
 from megatron_dynapipe.runtime.shared_weights import WeightCopies
 
 _NO_LIMIT = 2**60
@@ -106,6 +109,30 @@ class Part(nn.Module):
         """Where the parameters are; the host for a part without any."""
         tensor = next(itertools.chain(self.parameters(), self.buffers()), None)
         return torch.device("cpu") if tensor is None else tensor.device
+
+    @property
+    def state(self) -> str:
+        """What else than the batch a step depends on; the same on all ranks of a pipeline."""
+        return ""
+
+    @property
+    def backend(self) -> str:
+        """Of the process groups."""
+        return backend_of(self.device)
+
+    def connect(self, timeout_s: float) -> tuple[Transport, Iterable[dist.ProcessGroup]]:
+        """What moves tensors between stages, and its groups. Every rank calls it."""
+        groups = make_groups(self.ranks.pipelines, chunks=self.chunks, backend=self.backend, timeout_s=timeout_s)
+        assert groups is not None, "every rank is in a pipeline"
+        warm_up(groups, self.device)
+        return TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s), groups.channels.values()
+
+    def share(self, batch: Batch) -> Batch:
+        """The samples of a micro-batch that this rank runs: all."""
+        return batch
+
+    def expect(self, plan: StagePlan, batches: Sequence[Batch]) -> None:
+        """Take note of the list that runs next."""
 
     def holders(self) -> dict[str, list[tuple[int, str]]]:
         """Weights that several virtual stages hold: under the first one's name, each stage and its name there."""

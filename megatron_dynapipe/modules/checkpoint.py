@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megatron_dynapipe.digests import check_digests, write_digests
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.modules.boundary import Part
+from megatron_dynapipe.outputs import unwritten
 from megatron_dynapipe.runtime.control_group import ControlGroup
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -34,10 +35,17 @@ _OPTIMIZER = "optimizer."
 def save_checkpoint(
     path: Path, part: Part, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, float]
 ) -> None:
-    """Write a part's weights, its share of the optimizer's state and some numbers. Every rank calls it."""
-    save(_tensors(part, optimizer, extra), checkpoint_id=path)
-    if part.ranks.control.rank == 0:  # its `save` ends after all ranks have written
-        write_digests(path)
+    """Write a part's weights, its share of the optimizer's state and some numbers. Every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank: one cannot write its files.
+    """
+    control = part.ranks.control
+    try:
+        save(_tensors(part, optimizer, extra), checkpoint_id=path)
+        control.run_on_all(lambda: write_digests(path) if control.rank == 0 else None)  # all ranks have written
+    except (OSError, CheckpointException) as error:
+        raise unwritten(path, error) from error
 
 
 def load_checkpoint(

@@ -16,22 +16,18 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.modules.collate import Collate, Pad, length_of
 from megatron_dynapipe.modules.planner import ModulePlanner
-from megatron_dynapipe.plan.codec import decode_entry, encode, encode_entries
+from megatron_dynapipe.plan.codec import decode_entry, encode
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.sampling import Batches, LastBatch
-from megatron_dynapipe.service.client import PlanClient
-from megatron_dynapipe.service.failure import PlannerFailure
-from megatron_dynapipe.store import PlanKeys, PlanStore, StoreAddress, open_store
 
 _NOT_TAKEN = ("batch_size", "batch_sampler", "sampler", "drop_last", "collate_fn")
-_SPLIT = "train"
 
 
 class DynaPipeDataLoader:
     """Iterating gives `(micro_batches, plan)` of this rank's replica, once per global batch of an epoch.
 
     Workers (`num_workers`) plan and collate ahead of training. Every rank plans for itself, which gives all of them
-    the same plan; with a store, each plan is made once, by one rank after another, and fetched by the others.
+    the same plan.
 
     Args:
         dataset: with a length and items: dicts by names of the model's arguments, or tuples, of tensors.
@@ -44,8 +40,6 @@ class DynaPipeDataLoader:
         shuffle: draw another order of the samples for every epoch.
         seed: of that order.
         drop_last: leave out an epoch's last, smaller batch.
-        store: address of a plan store that all nodes reach, e.g. "redis://host:29500".
-        job: name of this launch in the store, the same on every rank.
         **arguments: of `torch.utils.data.DataLoader`.
 
     Raises:
@@ -64,8 +58,6 @@ class DynaPipeDataLoader:
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
-        store: str | None = None,
-        job: str = "modules",
         **arguments: Any,
     ) -> None:
         if (global_batch_size is None) == (tokens_per_batch is None):
@@ -76,10 +68,8 @@ class DynaPipeDataLoader:
         self._size, self._tokens = global_batch_size, tokens_per_batch
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self.epoch, self._skipped = 0, 0
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        stage, replica = divmod(rank, planner.replicas)
-        plans = None if store is None else PublishedPlans(StoreAddress(store), job, planner, rank=rank)
-        self._planned = _Planned(dataset, self._lengths, planner, collate_fn or Pad(), replica, stage, plans)
+        self._stage, self._replica = divmod(dist.get_rank() if dist.is_initialized() else 0, planner.replicas)
+        self._dataset, self._planner, self._collate = dataset, planner, collate_fn or Pad()
         self._arguments = arguments
 
     def set_epoch(self, epoch: int) -> None:
@@ -109,11 +99,21 @@ class DynaPipeDataLoader:
         batches = self._batches()
         first = self.epoch << 32  # iterations are numbered apart by epoch
         numbered = [(first + number, ids) for number, ids in enumerate(batches)]
-        items = _Iterations(self._planned, numbered[self._skipped :])
+        items = _Iterations(self, numbered[self._skipped :])
         self.set_epoch(self.epoch + 1)
         loader = DataLoader(items, batch_size=None, shuffle=False, collate_fn=_as_it_is, **self._arguments)
         for micro_batches, plan in loader:
             yield micro_batches, decode_entry(plan)
+
+    def _planned(self, iteration: int, ids: Sequence[int]) -> tuple[list[Any], bytes]:
+        """Micro-batches of this replica and its plan; runs in a worker."""
+        plan = self._planner.plan([self._lengths[sample] for sample in ids], iteration)
+        entry = StageEntry.of(plan, self._replica, self._stage, plan_digest=self._planner.digest)
+        micro_batches = [
+            self._collate([self._dataset[ids[place]] for place in each.sample_ids], each.shape.input_length)
+            for each in entry.micro_batches
+        ]
+        return micro_batches, encode(entry)
 
     def _batches(self) -> list[list[int]]:
         """Samples of every global batch of the epoch."""
@@ -134,94 +134,17 @@ class DynaPipeDataLoader:
         return [order[slice(*batches.bounds(number))] for number in range(batches.count or 0)]
 
 
-class PublishedPlans:
-    """A rank's plans through a store: rank i mod ranks plans iteration i. Connects at its first use, in a worker.
-
-    Args:
-        address: of the store.
-        job: name of this launch.
-        planner: of all ranks alike.
-        rank: of this process.
-        deadline_s: how long a plan is waited for.
-    """
-
-    def __init__(
-        self, address: StoreAddress, job: str, planner: ModulePlanner, *, rank: int, deadline_s: float = 300.0
-    ) -> None:
-        self._address, self._planner, self._rank = address, planner, rank
-        self._keys = PlanKeys(job=job, settings_digest=planner.digest)
-        self._deadline_s = deadline_s
-        self._store: PlanStore | None = None
-
-    def entry(self, iteration: int, lengths: Sequence[int], *, replica: int, stage: int) -> StageEntry:
-        """The share of this rank in an iteration; it is dropped from the store.
-
-        Raises:
-            PlanningError: the batch cannot be planned; on ranks that wait for it, a PlannerFailedError that says so.
-            StoreTimeoutError: the plan did not come.
-        """
-        if self._store is None:
-            self._store = open_store(self._address)
-        store, ranks = self._store, self._planner.replicas * self._planner.stages
-        if iteration % ranks == self._rank:
-            try:
-                plan = self._planner.plan(lengths, iteration)
-            except Exception as error:
-                failure = PlannerFailure.of(error, planner=self._rank, doing=f"planning iteration {iteration}")
-                store.put_first(self._keys.error, failure.encode())
-                raise
-            for to_replica, to_stage, data in encode_entries(plan):
-                store.put(self._key(iteration, to_replica, to_stage), data)
-        client = PlanClient(store, self._keys, replica=replica, stage=stage, deadline_s=self._deadline_s)
-        entry = client.fetch(_SPLIT, iteration)
-        store.delete([self._key(iteration, replica, stage)])
-        return entry
-
-    def _key(self, iteration: int, replica: int, stage: int) -> str:
-        return self._keys.plan(split=_SPLIT, iteration=iteration, replica=replica, stage=stage)
-
-
-class _Planned:
-    """One iteration's plan and this replica's micro-batches; runs in the loader's workers."""
-
-    def __init__(
-        self,
-        dataset: Any,
-        lengths: Sequence[int],
-        planner: ModulePlanner,
-        collate: Collate,
-        replica: int,
-        stage: int,
-        plans: PublishedPlans | None,
-    ) -> None:
-        self._dataset, self._lengths, self._planner, self._collate = dataset, lengths, planner, collate
-        self._replica, self._stage, self._plans = replica, stage, plans
-
-    def __call__(self, iteration: int, ids: Sequence[int]) -> tuple[list[Any], bytes]:
-        lengths = [self._lengths[sample] for sample in ids]
-        if self._plans is not None:
-            entry = self._plans.entry(iteration, lengths, replica=self._replica, stage=self._stage)
-        else:
-            plan = self._planner.plan(lengths, iteration)
-            entry = StageEntry.of(plan, self._replica, self._stage, plan_digest=self._planner.digest)
-        micro_batches = [
-            self._collate([self._dataset[ids[place]] for place in each.sample_ids], each.shape.input_length)
-            for each in entry.micro_batches
-        ]
-        return micro_batches, encode(entry)
-
-
 class _Iterations(Dataset[Any]):
-    """An epoch's iterations as a dataset, for PyTorch's loader to spread over its workers."""
+    """Iterations of an epoch as a dataset, for PyTorch's loader to spread over its workers."""
 
-    def __init__(self, planned: _Planned, batches: Sequence[tuple[int, Sequence[int]]]) -> None:
-        self._planned, self._batches = planned, batches
+    def __init__(self, loader: DynaPipeDataLoader, batches: Sequence[tuple[int, Sequence[int]]]) -> None:
+        self._loader, self._batches = loader, batches
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __getitem__(self, index: int) -> tuple[list[Any], bytes]:
-        return self._planned(*self._batches[index])
+        return self._loader._planned(*self._batches[index])
 
 
 def _as_it_is[T](item: T) -> T:

@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from megatron_dynapipe.modules.attributes import ReadAttributes
 from megatron_dynapipe.modules.boundary import Part, Specialization
 from megatron_dynapipe.modules.inputs import Batch, Inputs
 from megatron_dynapipe.modules.program import Division
 from megatron_dynapipe.modules.ranks import Ranks
+from megatron_dynapipe.modules.trace import containers
 from megatron_dynapipe.modules.variants import Kind, Variants
 
 
@@ -52,8 +54,10 @@ class ModelPart(Part):
                 self._place(name, model.get_submodule(name))
             for name in division.weights(stage):
                 self._place_weight(name, model)
+        points, reads = division.trace.points, division.trace.reads
+        self._attributes = ReadAttributes(model, skeleton, reads, containers(model, points))
         self._variants = Variants(skeleton, stage_of, self.mine, self._resolve)
-        self._variants.add(self._kind(example, None, self.device), division)
+        self._variants.add(self._with_kinds([example], None)[0][1], division)
 
     @property
     def mine(self) -> range:
@@ -74,18 +78,22 @@ class ModelPart(Part):
         elsewhere = [places for places in self._holders.values() if places[0][0] % stages != mine]
         return {name for places in elsewhere for stage, name in places if stage % stages == mine}
 
+    @property
+    def state(self) -> str:
+        """See `Part.state`."""
+        return self._attributes.state()
+
     def knows(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> bool:
         """See `Part.knows`."""
-        given, device = map(self.inputs.of_model, batches), self.device
-        return all(self._variants.knows(batch, self._kind(batch, autocast, device)) for batch in given)
+        return all(self._variants.knows(*each) for each in self._with_kinds(batches, autocast))
 
     def specialize(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[Specialization]:
         """See `Part.specialize`."""
-        given, device = map(self.inputs.of_model, batches), self.device
-        return [self._variants.specialize(batch, self._kind(batch, autocast, device)) for batch in given]
+        return [self._variants.specialize(*each) for each in self._with_kinds(batches, autocast)]
 
-    def _kind(self, batch: Batch, autocast: torch.dtype | None, device: torch.device) -> Kind:
-        return Kind.of(batch, training=self.training, autocast=autocast, device=device)
+    def _with_kinds(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[tuple[Batch, Kind]]:
+        given, settings = map(self.inputs.of_model, batches), (self.training, autocast, self.device, self.state)
+        return [(batch, Kind.of(batch, *settings)) for batch in given]
 
     def _resolve(self, name: str) -> nn.Module:
         return self.get_submodule(name)

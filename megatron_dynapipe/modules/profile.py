@@ -85,7 +85,7 @@ class _Segments:
         traced = trace(self._skeleton, named, points)
         segments = list(range(len(traced.points) + 1))
         self._division = Division(traced, segments)
-        self._kind = Kind.of(named, training=model.training, autocast=None, device=self.device)
+        self._kind = Kind.of(named, model.training, None, self.device)
         self._variants = Variants(self._skeleton, segments, segments, model.get_submodule)
         self._variants.add(self._kind, self._division)
         self._tables = [_Tables() for _ in segments]

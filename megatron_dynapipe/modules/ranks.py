@@ -24,6 +24,8 @@ class Ranks:
         stage, stages: this rank's place in its pipeline, and the pipeline's ranks.
         replica, replicas: which copy of the pipeline it is in, of how many.
         pipelines: global ranks of every replica's pipeline, by stage.
+        pipeline: of this replica.
+        alike: groups of ranks that are given the same batch.
         control: the group on which ranks agree.
 
     Raises:
@@ -45,11 +47,7 @@ class Ranks:
         self.replicas, self.stages = replicas, world // replicas
         self.stage, self.replica = divmod(rank, replicas)
         self.pipelines = [[stage * replicas + r for stage in range(self.stages)] for r in range(replicas)]
-
-    @property
-    def pipeline(self) -> Sequence[int]:
-        """Global ranks of this replica's stages."""
-        return self.pipelines[self.replica]
+        self.pipeline, self.alike = self.pipelines[self.replica], self.pipelines
 
     def require_equal(self, text: str, what: str, *, across: Sequence[int]) -> None:
         """Refuse, on all ranks, a text that differs among the ranks `across`. Every rank calls it.

@@ -1,110 +1,72 @@
-"""Writing down what happens between modules: operations, calls of whole modules, and the values that pass."""
+"""Recording what happens between modules as a `torch.fx.Graph`: operations, calls of whole modules, sizes.
 
-import enum
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+    batch, sizes, device        placeholders
+    ids = batch["ids"]          a batch's tensors and the sizes of a micro-batch are read where they are needed
+    n0 = embedding(ids)         a whole module
+    n1 = add(n0, weight)        an operation between modules
+
+A node's `args` are the leaves of what was given, flat; `meta` has the tree that they are put into (`spec`), the
+`segment`, whether gradients were enabled (`grad`) and, for a tensor, its `result`.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import sympy
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    GetAttrKey,
+    MappingKey,
+    SequenceKey,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+)
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.symbols import expression_of
 
+CHANGES = ("__setitem__", "__set__")
+"""Operations that return nothing: what they change stands for it."""
 _IN_PLACE = {
     *("__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
     *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+    *CHANGES,
 }
+_KEPT = ("placeholder", "call_module", "output")
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor that the batch or a node made, by its number."""
+class Result(NamedTuple):
+    """What is known of a tensor: a number or an expression for each dimension; whether its gradient crosses back."""
 
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A parameter or buffer, by its name."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A number that depends on the batch's sizes."""
-
-    expression: sympy.Expr
-
-
-class Device(enum.Enum):
-    """The device that the stage is on."""
-
-    STAGE = enum.auto()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Node:
-    """One operation, or one call of a whole module.
-
-    Attributes:
-        segment: between which cuts it stands.
-        target: the function, or the module's name.
-        args, kwargs: what it was given: constants, and `Value`, `Weight`, `Size`, `Device` within them.
-        outputs: number of every tensor that it returned, and the way to it inside what it returned.
-        mutates: it changes its first argument, which stands for what it returned.
-        with_grad: gradients were enabled.
-    """
-
-    segment: int
-    target: Callable[..., Any] | str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: tuple[tuple[int, tuple[Any, ...]], ...]
-    mutates: bool
-    with_grad: bool
-
-    @property
-    def name(self) -> str:
-        """Of the module or the function."""
-        return self.target if isinstance(self.target, str) else getattr(self.target, "__name__", str(self.target))
-
-    @property
-    def in_place(self) -> bool:
-        """Whether an operation changes what it is given."""
-        dunder = self.name.startswith("__")
-        return self.mutates or (self.name in _IN_PLACE if dunder else self.name.endswith("_"))
-
-    @property
-    def is_module(self) -> bool:
-        """Whether a whole module is called."""
-        return isinstance(self.target, str)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """A tensor that appeared: where from, and what it is.
-
-    Attributes:
-        key: its name in the batch, if it comes from there.
-        segment: that of the node that made it; -1 for the batch's.
-        sizes: a number or an expression for each dimension.
-    """
-
-    key: str | None
-    segment: int
     sizes: tuple[Any, ...]
     dtype: torch.dtype
     requires_grad: bool
 
 
+def name_of(node: fx.Node) -> str:
+    """Of the module or the function that a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def is_module(node: fx.Node) -> bool:
+    """Whether a node calls a whole module."""
+    return node.op == "call_module"
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether an operation changes what it is given first."""
+    name = name_of(node)
+    return node.op == "call_function" and (name in _IN_PLACE if name.startswith("__") else name.endswith("_"))
+
+
 class ForwardRecorder(TorchFunctionMode):
-    """Sees every operation while the block lasts; those inside a whole module are not written down.
+    """Sees every operation while the block lasts; those inside a whole module are not recorded.
 
     Args:
         batch: the forward's arguments.
@@ -112,23 +74,27 @@ class ForwardRecorder(TorchFunctionMode):
         device: that all of them seem to be on.
 
     Attributes:
-        nodes: so far.
+        graph: so far.
         segment: of the nodes to come.
+        sizes: numbers that depend on the batch's sizes, and their places among the sizes that stages are given.
     """
 
     def __init__(self, batch: Mapping[str, Any], weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
         super().__init__()
-        self.nodes: list[Node] = []
+        self.graph = fx.Graph()
         self.segment = 0
+        self.sizes: dict[sympy.Expr, int] = {}
         self._depth = 0
         self._weights = {id(weight): name for name, weight in weights.items()}
         self._device_type = device.type
         self._autocast = torch.is_autocast_enabled(device.type)
-        self._numbers: dict[int, int] = {}
-        self._tensors: list[tuple[torch.Tensor, int, str | None, Any]] = []  # kept, so that no id is used twice
-        for name, value in batch.items():
+        self._leaves: dict[Any, fx.Node] = {}
+        self._nodes: dict[int, tuple[fx.Node, Any]] = {}
+        self._tensors: list[tuple[torch.Tensor, fx.Node]] = []  # kept, so that no id is used twice
+        self._batch, self._sizes, self._device = map(self.graph.placeholder, ("batch", "sizes", "device"))
+        for key, value in batch.items():
             if isinstance(value, torch.Tensor):
-                self._number(value, segment=-1, key=name)
+                self._note(value, self._create(operator.getitem, (self._batch, key), name=key))
 
     @property
     def inside(self) -> bool:
@@ -138,69 +104,85 @@ class ForwardRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and write it down."""
+        """Run an operation and record it."""
         kwargs = kwargs or {}
-        output = _attention(*args, **kwargs) if func is F.scaled_dot_product_attention else func(*args, **kwargs)
-        mutates = getattr(func, "__name__", "") in ("__setitem__", "__set__")
+        output = _SHAPES_ALONE.get(func, func)(*args, **kwargs)
+        mutates = getattr(func, "__name__", "") in CHANGES
         if not self.inside and (mutates or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output))):
-            self._add(func, args, kwargs, args[0] if mutates else output, mutates=mutates)
+            self._check_autocast()
+            self._record(func, *self._encoded(args, kwargs), args[0] if mutates else output)
         return output
 
     def call_module(self, name: str, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a whole module and write down the call."""
-        segment, given = self.segment, (self.encode(args), self.encode(kwargs))
+        """Run a whole module and record the call."""
+        self._check_autocast()
+        given = self._encoded(args, kwargs)
         self._depth += 1
         try:
             output = run()
         finally:
             self._depth -= 1
-        self._add(name, *given, output, segment=segment)
+        self._record(name, *given, output)
         return output
 
-    def results(self) -> list[Result]:
-        """All tensors that were numbered."""
-        return [
-            Result(
-                key=key,
-                segment=segment,
-                sizes=tuple(expression_of(size) for size in tensor.shape),
-                dtype=tensor.dtype,
-                requires_grad=tensor.requires_grad and tensor.is_floating_point(),
-            )
-            for tensor, segment, key, _ in self._tensors
-        ]
+    def finish(self, output: Any) -> fx.Graph:
+        """The graph, with what the model returned, without what nothing needs."""
+        leaves, spec = self._encoded(output)
+        self.graph.output(tuple(leaves)).meta.update(spec=spec, segment=self.segment)
+        for tensor, node in self._tensors:
+            sizes = tuple(map(expression_of, tensor.shape))
+            node.meta["result"] = Result(sizes, tensor.dtype, tensor.requires_grad and tensor.is_floating_point())
+        self.graph.eliminate_dead_code(lambda node: node.op in _KEPT or is_in_place(node))
+        return self.graph
 
-    def encode(self, value: Any) -> Any:
-        """A value as it is written down; raises ConfigError for what cannot be followed."""
+    def _check_autocast(self) -> None:
+        if torch.is_autocast_enabled(self._device_type) != self._autocast:
+            raise ConfigError("autocast is switched between modules", hint="switch it inside a module")
+
+    def _record(self, target: Callable[..., Any] | str, leaves: list[Any], spec: Any, output: Any) -> None:
+        node = self._create(target, tuple(leaves), spec=spec)
+        paths, _ = tree_flatten_with_path(output)
+        for path, leaf in paths:
+            if isinstance(leaf, torch.Tensor):
+                part = node
+                for key in path:
+                    part = self._create(*_access(part, key))
+                self._note(leaf, part)
+
+    def _create(
+        self, target: Callable[..., Any] | str, args: tuple[Any, ...], *, spec: Any = None, name: str | None = None
+    ) -> fx.Node:
+        op = "call_module" if isinstance(target, str) else "call_function"
+        called = target if isinstance(target, str) else getattr(target, "__name__", "operation")
+        node = self.graph.create_node(op, target, args, name=name or called.strip("_").replace(".", "_"))
+        node.meta.update(spec=spec, segment=self.segment, grad=torch.is_grad_enabled())
+        return node
+
+    def _note(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        self._nodes[id(tensor)] = node, tensor.grad_fn
+        self._tensors.append((tensor, node))
+
+    def _encoded(self, *given: Any) -> tuple[list[Any], Any]:
+        """What was given, flat, tensors as nodes, and the tree; raises ConfigError for what cannot be followed."""
+        leaves, spec = tree_flatten(given)
+        return [self._encode(leaf) for leaf in leaves], spec
+
+    def _encode(self, value: Any) -> Any:
         match value:
             case torch.Tensor():
                 return self._encode_tensor(value)
             case torch.SymInt() | torch.SymFloat():
-                expression = expression_of(value)
-                return Size(expression) if isinstance(expression, sympy.Basic) else expression
+                return self._encode_size(expression_of(value))
             case torch.SymBool():
                 return bool(value)
             case torch.device():
-                return Device.STAGE if value.type == self._device_type else value
+                return self._device if value.type == self._device_type else value
             case torch.Size():
-                return tuple(map(self.encode, value))
-            case tuple() if hasattr(value, "_fields"):
-                return type(value)(*map(self.encode, value))
-            case tuple() | list():
-                return type(value)(map(self.encode, value))
+                return tuple(map(self._encode, value))
             case slice():
-                return slice(*map(self.encode, (value.start, value.stop, value.step)))
-            case dict() if type(value) is dict:
-                return {key: self.encode(each) for key, each in value.items()}
-            case _:
-                return self._encode_object(value)
-
-    def _encode_object(self, value: Any) -> Any:
-        """Values of other types are constants, or hold tensors in a way that can be taken apart and put together."""
-        leaves = tree_leaves(value)
-        if len(leaves) != 1 or leaves[0] is not value:
-            return tree_map_only((torch.Tensor, torch.SymInt, torch.SymFloat, torch.device), self.encode, value)
-        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(getattr(value, "__dict__", None))):
+                return slice(*map(self._encode, (value.start, value.stop, value.step)))
+        inside = tree_leaves(value.__dict__) if hasattr(value, "__dict__") else ()
+        if isinstance(value, tuple | list | dict) or any(isinstance(leaf, torch.Tensor) for leaf in inside):
             raise ConfigError(
                 f"a {type(value).__name__} that holds tensors is passed between modules, which only tensors, numbers "
                 "and tuples, lists and dictionaries of them can be",
@@ -208,81 +190,62 @@ class ForwardRecorder(TorchFunctionMode):
             )
         return value
 
-    def _encode_tensor(self, tensor: torch.Tensor) -> Any:
+    def _encode_size(self, size: Any) -> Any:
+        if not isinstance(size, sympy.Basic):
+            return size
+        place = self.sizes.setdefault(size, len(self.sizes))
+        return self._leaf(size, lambda: self._create(operator.getitem, (self._sizes, place), name=f"size_{place}"))
+
+    def _encode_tensor(self, tensor: torch.Tensor) -> fx.Node:
         if (name := self._weights.get(id(tensor))) is not None:
-            return Weight(name)
-        if (number := self._numbers.get(id(tensor))) is not None:
-            made = self._tensors[number][3]
-            if (function := tensor.grad_fn) is not made and _is_of_user(function):
+            return self._leaf(name, lambda: self.graph.create_node("get_attr", name))
+        if (known := self._nodes.get(id(tensor))) is not None:
+            node, made_by = known
+            if (function := tensor.grad_fn) is not made_by and isinstance(function, BackwardCFunction):
                 raise ConfigError(
                     f"the autograd function {type(function).__name__} is applied between modules, where its "
                     "backward cannot be followed",
                     hint="call it inside a module of its own",
                 )
-            return Value(number)
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-            return tensor  # a constant of the user's code
+            return node
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # a constant of the user's code
+            return self._create(torch.Tensor.to, (tensor, self._device), name="constant")
         raise ConfigError(
             "a tensor made inside one module is used outside of it without having been returned",
             hint="return it from the module's forward",
         )
 
-    def _add(
-        self,
-        target: Callable[..., Any] | str,
-        args: Any,
-        kwargs: Any,
-        output: Any,
-        *,
-        segment: int | None = None,
-        mutates: bool = False,
-    ) -> None:
-        if torch.is_autocast_enabled(self._device_type) != self._autocast:
-            raise ConfigError("autocast is switched between modules", hint="switch it inside a module")
-        segment = self.segment if segment is None else segment
-        if not isinstance(target, str):
-            args, kwargs = self.encode(args), self.encode(kwargs)
-        paths, _ = tree_flatten_with_path(output)
-        outputs = [
-            (self._number(leaf, segment=segment), path) for path, leaf in paths if isinstance(leaf, torch.Tensor)
-        ]
-        self.nodes.append(
-            Node(
-                segment=segment,
-                target=target,
-                args=args,
-                kwargs=kwargs,
-                outputs=tuple(outputs),
-                mutates=mutates,
-                with_grad=torch.is_grad_enabled(),
-            )
-        )
+    def _leaf(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        """The node of a weight or a size."""
+        if key not in self._leaves:
+            self._leaves[key] = make()
+        return self._leaves[key]
 
-    def _number(self, tensor: torch.Tensor, *, segment: int, key: str | None = None) -> int:
-        self._numbers[id(tensor)] = len(self._tensors)
-        self._tensors.append((tensor, segment, key, tensor.grad_fn))
-        return len(self._tensors) - 1
+
+def _access(node: fx.Node, key: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """How to reach a part of what a node returned."""
+    match key:
+        case SequenceKey():
+            return operator.getitem, (node, key.idx)
+        case MappingKey():
+            return operator.getitem, (node, key.key)
+        case GetAttrKey():
+            return getattr, (node, key.name)
+    raise TypeError(f"no way into a structure with the key {key!r}")
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """The shape of attention's output: choosing its kernel would ask for sizes as numbers."""
     whole = query[..., :1] + key.sum() + value.sum()
     return whole.expand(*query.shape[:-1], value.shape[-1]).contiguous()
 
 
-def _is_of_user(function: object) -> bool:
-    """Whether a gradient function is that of a `torch.autograd.Function`."""
-    return isinstance(function, BackwardCFunction)
+def _grouped_mm(rows: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return rows @ weight[0]
 
 
-def values_in(tree: Any) -> Sequence[Any]:
-    """Every `Value`, `Weight`, `Size` and constant inside what was encoded."""
-    match tree:
-        case tuple() | list():
-            return [leaf for each in tree for leaf in values_in(each)]
-        case dict():
-            return [leaf for each in tree.values() for leaf in values_in(each)]
-        case slice():
-            return [leaf for each in (tree.start, tree.stop, tree.step) for leaf in values_in(each)]
-    leaves = tree_leaves(tree)
-    return [tree] if len(leaves) == 1 and leaves[0] is tree else [leaf for each in leaves for leaf in values_in(each)]
+_SHAPES_ALONE: Mapping[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _attention,
+    F.grouped_mm: _grouped_mm,
+    torch._grouped_mm: _grouped_mm,
+}
+"""Operations of which the output's shape is all that is wanted: choosing their kernels asks for sizes as numbers."""

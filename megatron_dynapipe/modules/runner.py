@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.errors import DataError, ExecutionError
 from megatron_dynapipe.modules.boundary import Specialization, crossing_of, fill, lists_without_shapes
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, RecvStart, SendStart
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import PendingTotals, Step, StepRunner, StepTotals
+from megatron_dynapipe.runtime.control_group import AGREED
 
 LossFunction = Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor | float]]
 """From a model's output and the micro-batch to the sum of the losses and their number."""
@@ -80,8 +81,13 @@ class ModuleStage:
             output = specialized.runs[stage](received, data, self._device)
             if stage == self._last:
                 return self._loss(micro_batch, output, data)
-        dtypes = specialized.boundaries[stage].dtypes
-        return [tensor.to(dtype) for tensor, dtype in zip(output, dtypes, strict=True)]
+        boundary = specialized.boundaries[stage]
+        if (shapes := tuple(tuple(tensor.shape) for tensor in output)) != boundary.shapes:
+            raise ExecutionError(
+                f"expected stage {stage} to send tensors of {boundary.shapes}, got {shapes}",
+                hint="a module whose control flow depends on values has to return a tensor like the first it is given",
+            )
+        return [tensor.to(dtype) for tensor, dtype in zip(output, boundary.dtypes, strict=True)]
 
     def dtypes(self, transfer: SendStart | RecvStart) -> Sequence[torch.dtype]:
         """Of the tensors of a transfer."""
@@ -174,17 +180,21 @@ class ModuleRunner(StepRunner):
 
 
 def _check_count(count: float) -> None:
+    error = None
     if count == _NO_GRAPH:
-        raise DataError(
+        error = DataError(
             "expected a loss that gradients can be taken of, got one without a graph",
             hint="do not call detach() or item() on the loss, nor compute it under no_grad; train some parameters",
         )
-    if not math.isfinite(count):
-        raise DataError(
+    elif not math.isfinite(count):
+        error = DataError(
             "expected the loss function to return a finite number of losses, at least 0, and not 0 for a sum that is "
             "not 0; got another",
             hint="loss_fn(output, batch) returns (sum, count)",
         )
+    if error is not None:
+        setattr(error, AGREED, True)
+        raise error
 
 
 def _moved(value: Any, device: torch.device) -> Any:

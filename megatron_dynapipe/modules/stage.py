@@ -67,6 +67,7 @@ class Stage(Part):
         replicas: data-parallel replicas of the pipeline.
         labels: keys of a batch that only the loss reads.
         timeout_s: deadline of every exchange between ranks.
+        ranks: this rank's place, where it is another than `replicas` says.
 
     Attributes:
         tracker: of what crosses this stage's boundaries.
@@ -83,15 +84,16 @@ class Stage(Part):
         replicas: int = 1,
         labels: Sequence[str] = LABELS,
         timeout_s: float = 300.0,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
-        self.ranks = Ranks(replicas=replicas, timeout_s=timeout_s)
+        self.ranks = ranks or Ranks(replicas=replicas, timeout_s=timeout_s)
         self.chunks = 1
         self._module = [module]  # in a list: parameters keep the module's own names
         self._modules, self._parameters, self._buffers = module._modules, module._parameters, module._buffers
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._arguments = self._find_arguments(module)
-        names = tuple(example_batch) if isinstance(example_batch, Mapping) else self._arguments
+        names = tuple(example_batch if isinstance(example_batch, Mapping) else self._arguments)
         self.inputs = Inputs(names=tuple(n for n in names if n not in labels), labels=tuple(labels))
         self.tracker = ShapeTracker(self.ranks)
         self._shapes: Shapes | None = None
@@ -132,12 +134,7 @@ class Stage(Part):
         return [self._specialize(batch, autocast) for batch in batches]
 
     def _specialize(self, batch: Batch, autocast: torch.dtype | None) -> Specialization:
-        if self._shapes is not None:
-            shapes = self._shapes(batch) if callable(self._shapes) else self._shapes
-            received: Structure | None = _given(shapes, autocast)
-            sent: Structure | None = received
-        else:
-            received, sent = self.tracker.known(self._key(batch, autocast))
+        received, sent = self._crossing(batch, autocast)
         stage, boundaries = self.stage, {}
         if stage and received is not None:
             boundaries[stage - 1] = received.boundary()
@@ -146,8 +143,19 @@ class Stage(Part):
         return Specialization(
             boundaries=boundaries,
             runs={stage: partial(self._run, received, sent)},
-            keys={stage: [name for name in self._arguments if name in batch]},
+            keys={stage: [key for key in self._arguments.values() if key in batch]},
         )
+
+    def _crossing(self, batch: Batch, autocast: torch.dtype | None) -> tuple[Structure | None, Structure | None]:
+        """What is received and what is sent for a micro-batch."""
+        if self._shapes is None:
+            return self.tracker.known(self._key(batch, autocast))
+        shapes = self._shapes(batch) if callable(self._shapes) else self._shapes
+        return (_structure(shapes, autocast),) * 2
+
+    def _given(self, batch: Batch) -> dict[str, Any]:
+        """The module's arguments that the batch holds."""
+        return {name: batch[key] for name, key in self._arguments.items() if key in batch}
 
     def _run(
         self,
@@ -158,7 +166,7 @@ class Stage(Part):
         device: torch.device,
     ) -> Any:
         first = () if received is None or not self.stage else (received.fill(tensors),)
-        output = self._module[0](*first, **{name: batch[name] for name in self._arguments if name in batch})
+        output = self._module[0](*first, **self._given(batch))
         return output if sent is None or self.stage == self.stages - 1 else sent.flatten(output)
 
     def _run_without_memory(
@@ -167,15 +175,15 @@ class Stage(Part):
         """What the module returns for a batch, found without computing it."""
         if self.stage == self.stages - 1:
             return None
-        given = {name: batch[name] for name in self._arguments if name in batch}
-        return output_structure(self._module[0], given, self.device, received=received, autocast=autocast)
+        return output_structure(self._module[0], self._given(batch), self.device, received=received, autocast=autocast)
 
     def _key(self, batch: Batch, autocast: torch.dtype | None) -> tuple[Any, ...]:
         return (self.training, autocast, signature(batch))
 
-    def _find_arguments(self, module: nn.Module) -> tuple[str, ...]:
+    def _find_arguments(self, module: nn.Module) -> dict[str, str]:
+        """The module's arguments, and the batch's keys for them."""
         names = list(inspect.signature(module.forward).parameters)
-        return tuple(names[1:] if self.stage else names)
+        return {name: name for name in (names[1:] if self.stage else names)}
 
     def _find_shared(self) -> dict[str, list[tuple[int, str]]]:
         """All shared modules of the pipeline, told by every rank to all."""
@@ -200,7 +208,7 @@ class Stage(Part):
         return found
 
 
-def _given(shapes: Sequence[TensorShape], autocast: torch.dtype | None) -> Structure:
+def _structure(shapes: Sequence[TensorShape], autocast: torch.dtype | None) -> Structure:
     """The structure of tensors whose shapes the user gives: one alone, or a tuple."""
     dtype = autocast or torch.float32
     tensors = [torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=True) for shape in shapes]

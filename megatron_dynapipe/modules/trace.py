@@ -17,14 +17,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._pytree import tree_leaves
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.modules.record import ForwardRecorder, Node, Result
+from megatron_dynapipe.modules.attributes import Read, is_read_by_user
+from megatron_dynapipe.modules.record import ForwardRecorder
 from megatron_dynapipe.modules.symbols import Domain, SymbolicBatch
 
 _HOST = torch.device("cpu")
@@ -83,21 +86,21 @@ def containers(model: nn.Module, points: Sequence[str]) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedForward:
-    """A model's forward as nodes.
+    """A model's forward as a graph; see `record`.
 
     Attributes:
-        nodes: in the order in which they ran.
-        values: every tensor that appears, by number: a batch's or a node's.
-        output: what the model returned, its tensors as numbered values.
+        graph: its nodes in the order in which they ran.
+        sizes: numbers that the nodes take from the batch's sizes.
         points: names of the cuts in the order of the forward; there is one segment more.
         domain: sizes for which all this holds.
+        reads: attributes of divided modules that their code read.
     """
 
-    nodes: Sequence[Node]
-    values: Sequence[Result]
-    output: Any
+    graph: fx.Graph
+    sizes: Sequence[sympy.Expr]
     points: tuple[str, ...]
     domain: Domain
+    reads: frozenset[Read]
 
 
 def trace(
@@ -133,15 +136,14 @@ def trace(
         for context in (_without_caches(model), enable_python_dispatcher(), symbolic.mode, casting, recorder, calls):
             stack.enter_context(context)
         with _explained():
-            output = torch.func.functional_call(model, weights, (), symbolic.values)
-            returned = recorder.encode(output)
+            graph = recorder.finish(torch.func.functional_call(model, weights, (), symbolic.values))
     calls.check_reached()
     return TracedForward(
-        nodes=recorder.nodes,
-        values=recorder.results(),
-        output=returned,
+        graph=graph,
+        sizes=list(recorder.sizes),
         points=tuple(calls.reached),
         domain=symbolic.domain(),
+        reads=frozenset(calls.reads),
     )
 
 
@@ -152,6 +154,7 @@ class _Calls(contextlib.AbstractContextManager[None]):
         self._recorder = recorder
         self._points = list(points)
         self.reached: list[str] = []
+        self.reads: set[Read] = set()
         self._names = {module: name for name, module in model.named_modules()}
         self._divided = containers(model, points)
         self._call = nn.Module.__call__
@@ -162,10 +165,20 @@ class _Calls(contextlib.AbstractContextManager[None]):
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return seen._of(module, original, args, kwargs)
 
-        setattr(nn.Module, "__call__", call)  # noqa: B010  (a method, which mypy would not have assigned)
+        def read(module: nn.Module, name: str) -> Any:
+            seen._note_read(module, name)
+            return object.__getattribute__(module, name)
+
+        setattr(nn.Module, "__call__", call)  # noqa: B010  (methods, which mypy would not have assigned)
+        setattr(nn.Module, "__getattribute__", read)  # noqa: B010
 
     def __exit__(self, *_: object) -> None:
         setattr(nn.Module, "__call__", self._call)  # noqa: B010
+        del nn.Module.__getattribute__
+
+    def _note_read(self, module: nn.Module, name: str) -> None:
+        if not self._recorder.inside and self._names.get(module) in self._divided and is_read_by_user(name):
+            self.reads.add((self._names[module], name))
 
     def check_reached(self) -> None:
         """Refuse a point that the forward did not come to."""
@@ -180,12 +193,12 @@ class _Calls(contextlib.AbstractContextManager[None]):
     ) -> Any:
         name = self._names.get(module)
         if name is None or self._recorder.inside:
-            return original(module, *args, **kwargs)
+            return _output(module, original, args, kwargs)
         if name in self._points:
             self._begin(name)
         if isinstance(module, CutPoint) or name in self._divided:
             return original(module, *args, **kwargs)
-        return self._recorder.call_module(name, lambda: original(module, *args, **kwargs), args, kwargs)
+        return self._recorder.call_module(name, lambda: _output(module, original, args, kwargs), args, kwargs)
 
     def _begin(self, name: str) -> None:
         if name in self.reached:
@@ -195,6 +208,20 @@ class _Calls(contextlib.AbstractContextManager[None]):
             )
         self.reached.append(name)
         self._recorder.segment += 1
+
+
+def _output(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a module that is not divided returns; where its control flow depends on values (a loop over experts), a
+    tensor like the first that it is given.
+    """
+    try:
+        return call(module, *args, **kwargs)
+    except _DATA_DEPENDENT:
+        first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+        if first is None or not first.is_floating_point():
+            raise
+        trained = torch.is_grad_enabled() and any(each.requires_grad for each in (first, *module.parameters()))
+        return torch.empty_like(first).requires_grad_(trained)
 
 
 def _empty(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -11,9 +11,9 @@ A stage takes one tensor, whose first dimension is the batch's, and returns one.
 memory: for models that need no such stages, `Pipeline` sends from the device.
 """
 
+import inspect
 import itertools
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import torch
@@ -21,20 +21,13 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.modules.boundary import Specialization, signature
-from megatron_dynapipe.modules.gradients import Gradients
-from megatron_dynapipe.modules.inputs import Batch
-from megatron_dynapipe.modules.ranks import start_agreement
-from megatron_dynapipe.modules.runner import ModuleRunner, ModuleStage
-from megatron_dynapipe.modules.shapes import Place, ShapeTracker, Structure, TensorMeta, output_structure
-from megatron_dynapipe.runtime import (
-    HostStagedTransport,
-    PendingTotals,
-    SlicedTransport,
-    Step,
-    TorchTransport,
-    Transport,
-)
+from megatron_dynapipe.modules.inputs import Batch, split_batch
+from megatron_dynapipe.modules.ranks import Ranks
+from megatron_dynapipe.modules.shapes import Structure, TensorMeta
+from megatron_dynapipe.modules.stage import Stage
+from megatron_dynapipe.modules.steps import ModuleSteps, StepWork
+from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.runtime import HostStagedTransport, SlicedTransport, TorchTransport, Transport
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.process_groups import group_of_each, make_groups
 from megatron_dynapipe.runtime.sliced import slices
@@ -43,7 +36,7 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.
 """`loss_fn(output, target) → (sum, count)` of a slice."""
 
 
-class UnevenPipeline:
+class UnevenPipeline(ModuleSteps):
     """One rank's part in training steps. Every rank makes it at the same point: it makes process groups.
 
     Args:
@@ -68,134 +61,125 @@ class UnevenPipeline:
         units: int,
         timeout_s: float = 300.0,
     ) -> None:
-        world, rank = dist.get_world_size(), dist.get_rank()
-        if sorted(itertools.chain(*stages)) != list(range(world)) or not all(stages):
-            raise ConfigError(
-                f"expected stages that have each of {world} ranks once, got {[list(ranks) for ranks in stages]}",
-                hint="a plan that leaves devices unused is run on fewer ranks",
-            )
         if units < 1:
             raise ConfigError(f"expected at least one unit, got {units}")
-        self.module, self._optimizer, self._units = module, optimizer, units
-        self._loss_fn = lambda output, batch: loss_fn(output, batch["targets"])
-        self._stages = [list(ranks) for ranks in stages]
-        self.stage = next(at for at, ranks in enumerate(self._stages) if rank in ranks)
-        self.replica = self._stages[self.stage].index(rank)
-        self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        self._control = ControlGroup(timeout_s=timeout_s)
-        replicas = group_of_each(self._stages, backend="gloo", timeout_s=timeout_s)
-        self._gradients = Gradients(module, self._device, replicas=replicas)
-        groups = make_groups([range(world)], chunks=1, backend="gloo", timeout_s=timeout_s)
-        assert groups is not None, "all ranks are in it"
-        wire: Transport = TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s)
-        if self._device.type == "cuda":
-            wire = HostStagedTransport(wire)
-        self._transport = SlicedTransport(wire, self._stages, rank=rank)
-        self._runner = ModuleRunner(
-            self._transport,
-            self._device,
-            stage=self.stage,
-            stages=len(self._stages),
-            chunks=1,
-            dtype=torch.float32,
-            deadline_s=timeout_s,
-            control=self._control,
-        )
-        firsts = [ranks[0] for ranks in self._stages]
-        self._tracker = ShapeTracker(Place(self.stage, len(self._stages), firsts, self._control))
+        self._units, self._most = units, max(map(len, stages))
+        part = _SlicedStage(module, _UnevenRanks(stages, timeout_s))
+        super().__init__(part, optimizer, lambda out, batch: loss_fn(out, batch["targets"]), timeout_s=timeout_s)
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """Train one batch; the loss, sum over everything / count over everything, on every rank.
 
         Args:
-            inputs: the whole batch, the same on every rank of the first stage; others look at its first dimension.
-            targets: of as many samples, read by the last stage.
+            inputs: the whole batch, the same on every rank.
+            targets: of as many samples.
 
         Raises:
             DataError: on every rank alike: fewer samples than units, or than a stage's replicas in a unit.
             ConfigError: on every rank alike: a stage cannot run what it receives, or does not return one tensor.
         """
-        rows = [part.shape[0] for part in inputs.tensor_split(self._units)]
-        agreement = start_agreement(
-            self._control,
-            self._unfit(inputs, targets, rows),
-            repr((signature({"inputs": inputs[:0]}), rows)) if self.stage == 0 else "",
-            "the batch's shape",
-            alike=[self._stages[0]],
-        )
-        agreement.settle()
-        key = agreement.identities[self._stages[0][0]]
-        if not self._tracker.knows(key):
-            self._tracker.learn({key: partial(self._sent, Structure.of(inputs), rows[0])})
-        self._gradients.zero()
-        specialized = [self._specialize(key, count) for count in rows]
-        plan = self._runner.fill_list(specialized, "1f1b")
-        self._transport.expect(plan.instructions, rows)
-        stage = ModuleStage(self._runner, self._slices(inputs, targets, rows), specialized, self._loss_fn)
+        return float(self._train(lambda: self._work(inputs, targets), keep_outputs=False).loss)
 
-        def finish(totals: PendingTotals) -> None:
-            _, count = totals.wait()
-            self._gradients.reduce(count or 1.0)
+    def _work(self, inputs: torch.Tensor, targets: torch.Tensor) -> StepWork:
+        if len(targets) != len(inputs) or len(inputs) // self._units < self._most:
+            raise DataError(
+                f"expected as many targets as inputs, at least {self._units * self._most} for {self._units} units over"
+                f" {self._most} replicas, got {len(inputs)} inputs and {len(targets)} targets"
+            )
+        return StepWork(split_batch({"inputs": inputs, "targets": targets}, self._units), None)
 
-        step = Step(plan=plan, model=stage, dtypes=stage.dtypes, agreement=agreement, finish=finish)
-        totals = self._runner.run(step)
-        if self._optimizer is not None:
-            self._optimizer.step()
-        return totals.mean_loss
 
-    def _unfit(self, inputs: torch.Tensor, targets: torch.Tensor, rows: Sequence[int]) -> DataError | None:
-        most = max(map(len, self._stages))
-        if len(targets) == len(inputs) and min(rows) >= most:
+class _UnevenRanks(Ranks):
+    """A rank's place among stages of several ranks each."""
+
+    def __init__(self, stages: Sequence[Sequence[int]], timeout_s: float) -> None:
+        world, rank = range(dist.get_world_size()), dist.get_rank()
+        if sorted(itertools.chain(*stages)) != list(world) or not all(stages):
+            raise ConfigError(
+                f"expected stages that have each of {len(world)} ranks once, got {[list(ranks) for ranks in stages]}",
+                hint="a plan that leaves devices unused is run on fewer ranks",
+            )
+        self.control, self.timeout_s = ControlGroup(timeout_s=timeout_s), timeout_s
+        self.ranks_of = [list(ranks) for ranks in stages]
+        self.stages, self.stage = len(stages), next(at for at, ranks in enumerate(stages) if rank in ranks)
+        self.replica = self.ranks_of[self.stage].index(rank)
+        self.pipeline, self.alike = [ranks[0] for ranks in stages], [list(world)]
+
+    def slice_of(self, rows: int) -> slice:
+        """Rows of a unit that this rank runs."""
+        mine = slices(rows, len(self.ranks_of[self.stage]))[self.replica]
+        return slice(mine.start, mine.stop)
+
+    def group_of_replicas(self, backend: str) -> dist.ProcessGroup | None:
+        """The ranks of this stage."""
+        return group_of_each(self.ranks_of, backend=backend, timeout_s=self.timeout_s)
+
+    def group_of_stages(self, backend: str) -> dist.ProcessGroup | None:
+        """None: gradients are not clipped."""
+        return None
+
+
+class _SlicedStage(Stage):
+    """A stage of which every rank runs its slice of each unit."""
+
+    ranks: _UnevenRanks
+
+    @property
+    def backend(self) -> str:
+        """Of messages through the host."""
+        return "gloo"
+
+    def __init__(self, module: nn.Module, ranks: _UnevenRanks) -> None:
+        super().__init__(module, {"inputs": None}, labels=["targets"], ranks=ranks)
+        self._transport: SlicedTransport
+
+    def connect(self, timeout_s: float) -> tuple[Transport, Iterable[dist.ProcessGroup]]:
+        """See `Part.connect`."""
+        world = range(dist.get_world_size())
+        groups = make_groups([world], chunks=1, backend=self.backend, timeout_s=timeout_s)
+        assert groups is not None, "all ranks are in it"
+        wire: Transport = TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s)
+        wire = HostStagedTransport(wire) if self.device.type == "cuda" else wire
+        self._transport = SlicedTransport(wire, self.ranks.ranks_of, rank=dist.get_rank())
+        return self._transport, groups.channels.values()
+
+    def share(self, batch: Batch) -> Batch:
+        """See `Part.share`."""
+        return {key: value[self.ranks.slice_of(len(value))] for key, value in batch.items()}
+
+    def expect(self, plan: StagePlan, batches: Sequence[Batch]) -> None:
+        """See `Part.expect`."""
+        self._transport.expect(plan.instructions, [len(batch["inputs"]) for batch in batches])
+
+    def _find_arguments(self, module: nn.Module) -> dict[str, str]:
+        return {} if self.stage else {next(iter(inspect.signature(module.forward).parameters)): "inputs"}
+
+    def _crossing(self, batch: Batch, autocast: torch.dtype | None) -> tuple[Structure | None, Structure | None]:
+        """What this rank receives and sends of a unit."""
+        rows = self.ranks.slice_of(len(batch["inputs"]))
+        received, sent = super()._crossing(batch, autocast)
+        return received and _with_rows(received, rows), sent and _with_rows(sent, rows)
+
+    def _run_without_memory(
+        self, batch: Batch, autocast: torch.dtype | None, received: Structure | None
+    ) -> Structure | None:
+        sent, rows = super()._run_without_memory(batch, autocast, received), len(batch["inputs"])
+        if sent is None:
             return None
-        return DataError(
-            f"expected as many targets as inputs, at least {self._units * most} for {self._units} units over"
-            f" {most} replicas, got {len(inputs)} inputs and {len(targets)} targets"
-        )
-
-    def _mine(self, rows: int) -> range:
-        return slices(rows, len(self._stages[self.stage]))[self.replica]
-
-    def _slices(self, inputs: torch.Tensor, targets: torch.Tensor, rows: Sequence[int]) -> list[Batch]:
-        """The samples of this rank in every unit."""
-        parts = zip(inputs.split(list(rows)), targets.split(list(rows)), map(self._mine, rows), strict=True)
-        return [{"inputs": i[mine.start : mine.stop], "targets": t[mine.start : mine.stop]} for i, t, mine in parts]
-
-    def _specialize(self, key: bytes, rows: int) -> Specialization:
-        """How a unit runs on this rank."""
-        stage, mine = self.stage, len(self._mine(rows))
-        crossing = zip((stage - 1, stage), self._tracker.known(key), strict=True)
-        return Specialization(
-            boundaries={at: _with_rows(each, mine).boundary() for at, each in crossing if each is not None},
-            runs={stage: self._forward},
-            keys={stage: () if stage else ("inputs",)},
-        )
-
-    def _forward(
-        self, received: Sequence[torch.Tensor], batch: Batch, device: torch.device
-    ) -> torch.Tensor | tuple[torch.Tensor]:
-        output: torch.Tensor = self.module(*received) if self.stage else self.module(batch["inputs"])
-        return output if self.stage == len(self._stages) - 1 else (output,)
-
-    def _sent(self, inputs: Structure, rows: int, received: Structure | None) -> Structure | None:
-        """What this stage returns for a unit; raises ConfigError if that cannot cross."""
-        if self.stage == len(self._stages) - 1:
-            return None
-        mine = len(self._mine(rows))
-        sent = output_structure(self.module, {}, self._device, received=_with_rows(received or inputs, mine))
         match sent.leaves:
-            case (TensorMeta(shape=(samples, *_), dtype=dtype),) if samples == mine and "float" in dtype:
+            case (TensorMeta(shape=(samples, *_), differentiable=True),) if samples == rows:
                 return sent
         raise ConfigError(
-            f"expected stage {self.stage} to return one floating tensor of {mine} samples, as many as it takes, got "
+            f"expected stage {self.stage} to return one floating tensor of {rows} samples, as many as it takes, got "
             f"{sent.leaves}"
         )
 
 
-def _with_rows(structure: Structure, rows: int) -> Structure:
-    """One tensor, of a slice with so many samples, whose gradient is sent back."""
+def _with_rows(structure: Structure, rows: slice) -> Structure:
+    """One tensor, of a slice."""
     (meta,) = structure.tensors
-    resized = msgspec.structs.replace(meta, shape=(rows, *meta.shape[1:]), differentiable="float" in meta.dtype)
-    return Structure(structure.spec, (resized,))
+    shape = (rows.stop - rows.start, *meta.shape[1:])
+    return Structure(structure.spec, (msgspec.structs.replace(meta, shape=shape),))
 
 
 def stage_of_plan(layers: Sequence[nn.Module], plan_stages: Sequence[tuple[int, int]], stage: int) -> nn.Sequential:

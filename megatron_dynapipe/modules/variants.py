@@ -11,7 +11,8 @@ from torch import nn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.boundary import Boundary, Run, Specialization, signature
 from megatron_dynapipe.modules.inputs import Batch
-from megatron_dynapipe.modules.program import Crossing, Division, StageFunction
+from megatron_dynapipe.modules.program import Division, StageFunction
+from megatron_dynapipe.modules.record import Result
 from megatron_dynapipe.modules.symbols import Evaluate
 from megatron_dynapipe.modules.trace import trace
 
@@ -27,12 +28,15 @@ class Kind:
     autocast: torch.dtype | None
     device_type: str
     constants: str
+    attributes: str
 
     @classmethod
-    def of(cls, batch: Batch, *, training: bool, autocast: torch.dtype | None, device: torch.device) -> "Kind":
+    def of(
+        cls, batch: Batch, training: bool, autocast: torch.dtype | None, device: torch.device, attributes: str = ""
+    ) -> "Kind":
         """That of a batch."""
         constants = {key: value for key, value in batch.items() if not isinstance(value, torch.Tensor)}
-        return cls(training, autocast, device.type, repr(constants))
+        return cls(training, autocast, device.type, repr(constants), attributes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +45,7 @@ class _Variant:
 
     division: Division
     functions: Mapping[int, StageFunction]
-    sizes: Mapping[int, Evaluate]
+    sizes: Evaluate
     boundaries: Mapping[int, Evaluate]
 
 
@@ -67,13 +71,12 @@ class Variants:
 
     def add(self, kind: Kind, division: Division) -> None:
         """Use a division for the batches for which it holds."""
-        evaluator = division.trace.domain.evaluator
         functions = {stage: division.compile(stage, self._resolve) for stage in self._mine}
         near = {stage for mine in self._mine for stage in (mine - 1, mine) if 0 <= stage < division.stages - 1}
         variant = _Variant(
             division=division,
             functions=functions,
-            sizes={stage: evaluator(function.sizes) for stage, function in functions.items()},
+            sizes=division.trace.domain.evaluator(division.trace.sizes),
             boundaries={stage: division.sizes_at(stage) for stage in near},
         )
         self._known.setdefault(kind, []).append(variant)
@@ -131,24 +134,23 @@ def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
 
 
 def _specialize(variant: _Variant, symbols: Sequence[int]) -> Specialization:
-    division = variant.division
+    division, sizes = variant.division, variant.sizes(symbols)
     return Specialization(
         boundaries={
-            stage: _boundary(division.boundaries[stage], division, evaluate(symbols))
+            stage: _boundary(division.boundaries[stage], evaluate(symbols))
             for stage, evaluate in variant.boundaries.items()
         },
-        runs={stage: _run(function, variant.sizes[stage](symbols)) for stage, function in variant.functions.items()},
+        runs={stage: _run(function, sizes) for stage, function in variant.functions.items()},
         keys={stage: division.batch_keys(stage) for stage in variant.functions},
     )
 
 
-def _boundary(crossings: Sequence[Crossing], division: Division, sizes: Sequence[int]) -> Boundary:
+def _boundary(results: Sequence[Result], sizes: Sequence[int]) -> Boundary:
     remaining = iter(sizes)
-    ranks = [len(division.trace.values[crossing.value].sizes) for crossing in crossings]
     return Boundary(
-        shapes=tuple(tuple(next(remaining) for _ in range(rank)) for rank in ranks),
-        dtypes=tuple(crossing.dtype for crossing in crossings),
-        differentiable=tuple(crossing.differentiable for crossing in crossings),
+        shapes=tuple(tuple(next(remaining) for _ in result.sizes) for result in results),
+        dtypes=tuple(result.dtype for result in results),
+        differentiable=tuple(result.requires_grad for result in results),
     )
 
 

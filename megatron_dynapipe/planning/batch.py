@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost import CostModel, TableCostModel
-from megatron_dynapipe.errors import CostModelError
+from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.iteration import MicroBatch, StagePlan
 from megatron_dynapipe.plan.text import format_instruction
@@ -66,18 +67,20 @@ def plan_batch(
     encoder, decoder = layers if isinstance(layers, tuple) else (layers, 0)
     if model.hidden_size is None and "hidden_size" not in settings:
         raise CostModelError(f"{model.name} does not say the hidden size of its model", hint="give hidden_size")
-    chosen = {"hidden_size": model.hidden_size, "micro_batch_layouts": tuple(BatchLayout)} | settings
-    planner = Planner(
-        PlannerSettings(
-            family=model.family,
-            encoder_layers=encoder,
-            decoder_layers=decoder,
-            memory_limit_bytes=round(memory_mb * BYTES_PER_MB),
-            lockstep=equal_counts,
-            **chosen,
-        ),
-        model,
-    )
+    chosen = {
+        "hidden_size": model.hidden_size,
+        "micro_batch_layouts": tuple(BatchLayout),
+        **settings,
+        "family": model.family,
+        "encoder_layers": encoder,
+        "decoder_layers": decoder,
+        "memory_limit_bytes": round(memory_mb * BYTES_PER_MB),
+        "lockstep": equal_counts,
+    }
+    try:
+        planner = Planner(msgspec.convert(chosen, PlannerSettings), model)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"expected settings of PlannerSettings: {error}") from error
     plan = planner.plan(_batch(lengths, model.family), 0)
     return PlannedBatch(
         micro_batches=tuple(replica.micro_batches for replica in plan.replicas),

@@ -15,6 +15,8 @@ _T = TypeVar("_T")
 _IDENTITY = 16
 """Bytes of a step's identity that ranks compare."""
 _NO_CHECKSUM = bytes(4)
+AGREED = "dynapipe_agreed"
+"""Attribute of an error that all ranks raise at the same point."""
 _DIGITS = 15
 """Hexadecimal digits of a plan's digest in a message."""
 
@@ -24,10 +26,14 @@ class ControlGroup:
 
     Args:
         timeout_s: a rank that does not take part for this long fails the others.
+
+    Attributes:
+        group: of torch.
+        rank, size: this rank, and their number.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
 
@@ -35,10 +41,10 @@ class ControlGroup:
         """`text` of rank `source`, on every rank."""
         data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
         size = torch.tensor([len(text.encode())])
-        dist.broadcast(size, source, group=self._group)
+        dist.broadcast(size, source, group=self.group)
         if self.rank != source:
             data = torch.zeros(max(int(size), 1), dtype=torch.uint8)
-        dist.broadcast(data, source, group=self._group)
+        dist.broadcast(data, source, group=self.group)
         return bytes(data.numpy().tobytes()[: int(size)]).decode()
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
@@ -71,12 +77,12 @@ class ControlGroup:
     def start_gather(self, values: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
         """Start `gather`; call what is returned for its result."""
         gathered = [torch.empty_like(values) for _ in range(self.size)]
-        work = dist.all_gather(gathered, values, group=self._group, async_op=True)
+        work = dist.all_gather(gathered, values, group=self.group, async_op=True)
         return lambda: _after(work, gathered)
 
     def start_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to sum `values`, on the host, over all ranks; call what is returned for the sum."""
-        work = dist.all_reduce(values, group=self._group, async_op=True)
+        work = dist.all_reduce(values, group=self.group, async_op=True)
         return lambda: _after(work, values)
 
     def run_on_all(self, function: Callable[[], _T]) -> _T:
@@ -186,6 +192,18 @@ class StepAgreement:
             return
         self.is_settled = True
         rows = [bytes(row.tolist()) for row in self._rows()]
+        try:
+            self._compare(rows)
+        except Exception as error:
+            setattr(error, AGREED, True)
+            raise
+        if any(row[_IDENTITY + 1] for row in rows):
+            self._control.run_on_all(self._learn)
+        for function in self._after:
+            function()
+
+    def _compare(self, rows: Sequence[bytes]) -> None:
+        """Raise what keeps a rank from the step, or what ranks differ in."""
         if failing := [rank for rank, row in enumerate(rows) if row[_IDENTITY]]:
             self._control.raise_on_all(self._error, failing[0])
         self.identities = identities = [row[:_IDENTITY] for row in rows]
@@ -195,10 +213,6 @@ class StepAgreement:
             held = [rank for rank in group if rows[rank][_IDENTITY + 2 :] != _NO_CHECKSUM]
             if others := [rank for rank in held if rows[rank][_IDENTITY + 2 :] != rows[held[0]][_IDENTITY + 2 :]]:
                 raise self._differ(held, others[0], identities)
-        if any(row[_IDENTITY + 1] for row in rows):
-            self._control.run_on_all(self._learn)
-        for function in self._after:
-            function()
 
     def then(self, function: Callable[[], None]) -> None:
         """Call a function once the agreement is settled."""

@@ -64,6 +64,11 @@ class SharedWeights:
                 self._weights.append(_Copies(copies, groups[holders], holders.index(first)))
                 self._repeated |= {id(copy) for copy in (copies if mine != first else copies[1:])}
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup | None]:
+        """Those over which this rank sums gradients."""
+        return [weight.group for weight in self._weights]
+
     @torch.no_grad()
     def start_equal(self, device: torch.device | None = None) -> None:
         """Give every copy the first one's value, sent from `device` where copies lie elsewhere than groups can send."""

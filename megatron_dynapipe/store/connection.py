@@ -115,9 +115,11 @@ class Connections:
             left_s = max(started + timeout_s - time.monotonic(), 0.001)
             return self._send(link, [command(math.ceil(left_s * 1000))], left_s + grace_s, reply_bytes)
 
-        (reply,) = self._patiently(doing, send, timeout_s + self._patience_s, may_stall=True)
-        self.refuse(f"{doing} ({time.monotonic() - started:.1f} s so far)", reply)
-        return reply
+        while True:
+            (reply,) = self._patiently(doing, send, timeout_s + self._patience_s, may_stall=True)
+            self.refuse(f"{doing} ({time.monotonic() - started:.1f} s so far)", reply)
+            if reply is not None or time.monotonic() >= started + timeout_s:  # else the server's clock has jumped
+                return reply
 
     def scan(self, doing: str, pattern: str) -> Iterator[list[bytes]]:
         """All keys that match, in several lists."""

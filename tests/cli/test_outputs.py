@@ -1,8 +1,12 @@
-"""Every command's output: files of the user's are refused and stay, its own are replaced, links stay links."""
+"""Every command's output: files of the user's are refused and stay, its own are replaced, links stay links.
+
+What is written into a dataset's folder, and into a checkout, is held by tests/data/prepare and tests/patches.
+"""
 
 import errno
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import pytest
 from megatron_dynapipe import outputs
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.plan import codec
+from megatron_dynapipe.store import StoreServer
 from tests.helpers.plans import make_plan
 from tests.helpers.runs import write_run
 
@@ -26,6 +31,7 @@ class Inputs:
     batches: Path
     plan: Path
     run: Path
+    text: Path
 
     @property
     def planning(self) -> tuple[str, ...]:
@@ -62,9 +68,18 @@ OUTPUTS = {
     "show picture": Output(".png", lambda inputs, path: ["show", str(inputs.plan), "--picture", str(path)]),
     "show drawing": Output(".svg", lambda inputs, path: ["show", str(inputs.plan), "--picture", str(path)]),
     "show trace": Output(".json", lambda inputs, path: ["show", str(inputs.plan), "--trace", str(path)]),
+    "store": Output(".url", lambda inputs, path: ["store", "start", "--url-file", str(path)]),
     "report": Output(".html", lambda inputs, path: ["report", str(inputs.run), "--output", str(path)]),
 }
 """One row for each file that a command writes; `profile` has its own test, since it takes a device."""
+
+FOLDERS = {
+    "data prepare": lambda inputs, path: ["data", "prepare", str(inputs.text), "--output", str(path)],
+    "data demo": lambda inputs, path: ["data", "demo", "--output", str(path)],
+    "convert from-hf": lambda inputs, path: ["convert", "from-hf", str(inputs.folder), str(path)],
+    "convert to-hf": lambda inputs, path: ["convert", "to-hf", str(inputs.folder), str(path)],
+}
+"""Commands that write a folder."""
 
 STRANGERS = {
     "notes": b"my own notes",
@@ -82,7 +97,18 @@ walk = pytest.mark.parametrize("output", [pytest.param(each, id=name) for name, 
 def inputs(tmp_path: Path, cost_file: Path, batches_file: Path) -> Inputs:
     plan = tmp_path / "of-a-plan"
     plan.write_bytes(codec.encode(make_plan((2, 1), 2)))
-    return Inputs(tmp_path, cost_file, batches_file, plan, write_run(tmp_path / "run", iterations=2))
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"task": "sums", "input": "1 + 1", "target": "2"}\n')
+    return Inputs(tmp_path, cost_file, batches_file, plan, write_run(tmp_path / "run", iterations=2), text)
+
+
+@pytest.fixture(autouse=True)
+def ending_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`store start` ends as soon as it waits for its server's end."""
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(StoreServer, "wait", lambda self, timeout_s: 0)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture
@@ -106,13 +132,12 @@ def refused(output: Output, inputs: Inputs, path: Path, capsys: pytest.CaptureFi
 @walk
 def test_own_files_are_replaced_and_links_stay(output: Output, inputs: Inputs, path: Path) -> None:
     assert output.run(inputs, path) == 0
-    first = path.read_bytes()
     real = inputs.folder / f"elsewhere{output.suffix}"
     path.rename(real)
     path.symlink_to(real)
-    real.write_bytes(first + b"\n")
+    before = real.stat().st_ino
     assert output.run(inputs, path) == 0
-    assert path.is_symlink() and not real.read_bytes().endswith(b"\n\n")
+    assert path.is_symlink() and real.stat().st_ino != before
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -155,6 +180,40 @@ def test_a_full_device_is_one_line_and_leaves_the_old_file(
     monkeypatch.setattr(outputs.os, "fsync", full)
     assert "No space left on device" in refused(output, inputs, path, capsys)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("command", [pytest.param(each, id=name) for name, each in FOLDERS.items()])
+def test_folders_of_the_user_stay(
+    command: Callable[[Inputs, Path], list[str]],
+    inputs: Inputs,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Said before the work, of which these inputs would allow none."""
+    path = tmp_path / "made"
+
+    def refused(where: Path) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        assert main(command(inputs, where)) == 2
+        said = capsys.readouterr().err
+        assert said.count("error: ") == 1 and "Traceback" not in said
+        assert sorted(tmp_path.rglob("*")) == before
+        return said
+
+    path.write_text("mine")
+    assert str(path) in refused(path) and path.read_text() == "mine"
+    assert str(path) in refused(path / "below")
+    path.unlink()
+    path.symlink_to(path)
+    assert str(path) in refused(path)
+    path.unlink()
+    path.mkdir()
+    (path / "manifest.json").write_text("{}")
+    assert str(path) in refused(path)
+    (path / "manifest.json").unlink()
+    monkeypatch.setattr("os.access", lambda *_: False)  # as for a user who is not root
+    assert "is read-only" in refused(path)
 
 
 def test_a_profile_says_before_it_measures_that_its_file_cannot_be_written(

@@ -1,5 +1,6 @@
 """Training steps over several ranks: settings, loaders' micro-batches, evaluation, clipping, precision, checkpoints."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,9 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_dynapipe.errors import ConfigError
 from tests.helpers.processes import run_ranks
 from tests.modules.models import CASES
 from tests.modules.training import SIZES, train
+
+OFFSET = 0.0
 
 
 class Toy(nn.Module):
@@ -22,9 +26,10 @@ class Toy(nn.Module):
         self.table = nn.Embedding(16, 8)
         self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
         self.cuts = nn.ModuleList([CutPoint() for _ in range(3)])
+        self.settings = SimpleNamespace(factor=1.0, unused=0)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
+        x = self.table(ids) * self.settings.factor + OFFSET
         for cut, layer in zip(self.cuts, self.layers, strict=True):
             x = torch.tanh(layer(cut(x)))
         return x @ self.table.weight.T
@@ -101,6 +106,32 @@ def settings_on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     found["run"] = [fresh.run(rows).loss.item()]
     found["nothing"] = [fresh.run([]).loss.item()]
     return found
+
+
+def attributes_on_two_ranks(rank: int, world_size: int) -> list[Any]:
+    """Losses where an attribute of the model and a global change between steps; what one rank's change alone gives."""
+    global OFFSET
+    from megatron_dynapipe import Pipeline, split_model
+
+    dist.init_process_group("gloo")
+    model, batch = toy(), toy_batch(4, 6, 9)
+    pipeline = Pipeline(split_model(model, batch, split_points=["layers.1"]), None, toy_loss)
+    found = []
+    for factor, offset in ((1.0, 0.0), (2.0, 0.0), (2.0, 0.5), (1.0, 0.0)):
+        model.settings.factor, OFFSET = factor, offset
+        whole, count = toy_loss(model(batch["ids"]), batch)
+        found.append(pipeline.step(batch).loss.item() - float(whole.detach()) / count)
+    known = len(pipeline.part._variants._known)
+    model.settings.factor = 3.0 + rank
+    with pytest.raises(ConfigError, match="and the model's attributes to be the same on ranks 0, 1"):
+        pipeline.step(batch)
+    return [found, known]
+
+
+def test_attributes_and_globals_that_tracing_read_may_change():
+    for found, known in run_ranks(attributes_on_two_ranks, 2):
+        assert found == pytest.approx([0.0] * 4, abs=1e-5)
+        assert known == 3, "the model is traced once for each set of values"
 
 
 def test_settings_change_no_loss():
@@ -208,6 +239,10 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all(tmp_path):
 def first_half(rank: int, world_size: int, folder: str, stages: int) -> list[float]:
     _, pipeline = toy_pipeline(replicas=world_size // stages, split_points=SPLITS[stages])
     losses = [step_of(pipeline, step) for step in range(2)]
+    from megatron_dynapipe.errors import CheckpointError
+
+    with pytest.raises(CheckpointError, match=f"cannot write the checkpoint {__file__}/below: "):
+        pipeline.save(f"{__file__}/below")
     pipeline.save(folder)
     return losses
 

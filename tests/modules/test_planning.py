@@ -1,6 +1,5 @@
 """Costs of segments: measured, read and written, planned with; even stages; loaders that plan ahead."""
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -298,7 +297,7 @@ def test_samples_are_padded_or_packed():
         Pad()(samples, 4)
 
 
-def planned_training(rank: int, world_size: int, store: str | None, replicas: int) -> dict[str, Any]:
+def planned_training(rank: int, world_size: int, replicas: int) -> dict[str, Any]:
     from megatron_dynapipe import DynaPipeDataLoader, Pipeline, profile_module, split_model
     from megatron_dynapipe.modules import ModulePlanner
 
@@ -307,7 +306,7 @@ def planned_training(rank: int, world_size: int, store: str | None, replicas: in
     part = split_model(toy(), toy_batch(2, 3, 0), costs=costs, replicas=replicas, stages=2)
     planner = ModulePlanner(costs, part.stage_of, stages=2, replicas=replicas, memory_limit_bytes=10**9)
     pipeline = Pipeline(part, torch.optim.AdamW(part.parameters(), lr=0.1), masked_loss)
-    loader = DynaPipeDataLoader(DATASET, global_batch_size=4, planner=planner, store=store, num_workers=1)
+    loader = DynaPipeDataLoader(DATASET, global_batch_size=4, planner=planner, num_workers=1)
     losses = []
     for micro_batches, plan in loader:
         sends = [i for i in plan.stage_plan.instructions if isinstance(i, SendStart | RecvStart)]
@@ -340,7 +339,7 @@ def expected_losses() -> list[float]:
 
 
 def test_profiled_split_planned_and_trained():
-    ranks = run_ranks(planned_training, 2, {"store": None, "replicas": 1})
+    ranks = run_ranks(planned_training, 2, {"replicas": 1})
     for found in ranks:
         assert found["losses"] == pytest.approx(expected_losses(), abs=1e-5)
         assert found["costs"] == ranks[0]["costs"], "all ranks plan with what rank 0 measured"
@@ -353,12 +352,8 @@ def test_profiled_split_planned_and_trained():
 
 
 @pytest.mark.slow
-def test_plans_come_from_a_store(tmp_path: Path):
-    from megatron_dynapipe.store import StoreServer
-
-    with StoreServer(log_path=tmp_path / "store.log") as server:
-        ranks = run_ranks(planned_training, 4, {"store": server.address.url, "replicas": 2})
-    for found in ranks:
+def test_every_rank_of_two_replicas_comes_to_the_same_plans():
+    for found in run_ranks(planned_training, 4, {"replicas": 2}):
         assert found["losses"] == pytest.approx(expected_losses(), abs=1e-5)
 
 

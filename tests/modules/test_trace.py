@@ -9,6 +9,7 @@ from torch import nn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.program import Division
 from megatron_dynapipe.modules.trace import CutPoint, cut_points, resolve_split_points, trace
+from tests.modules.models import SMALL, of_transformers, quiet
 
 HOST = torch.device("cpu")
 
@@ -41,7 +42,7 @@ def run_divided(model: nn.Module, example: dict, batch: dict) -> tuple[torch.Ten
     received = ()
     for stage in range(division.stages):
         function = division.compile(stage, model.get_submodule)
-        sizes = traced.domain.evaluator(function.sizes)(symbols)
+        sizes = traced.domain.evaluator(traced.sizes)(symbols)
         received = function.run(received, batch, sizes, HOST)
         if stage < division.stages - 1:
             flat = [size for tensor in received for size in tensor.shape]
@@ -148,6 +149,40 @@ def test_what_stands_between_modules_runs_as_it_was_written(between):
     for one, other in zip(ours, theirs, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.allclose(one, other)
+
+
+class LoopOverExperts(nn.Module):
+    """A block whose control flow depends on values: experts see the rows that were chosen for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.nonzero((x.sum(-1) > 0) == bool(number), as_tuple=True)
+            if len(rows[0]):
+                output = output.index_put(rows, expert(x[rows]))
+        return output
+
+
+def test_a_block_may_have_control_flow_of_its_own():
+    model = Steps()
+    model.layers[1] = nn.Sequential(LoopOverExperts(), nn.Linear(4, 4))
+    output, _ = run_divided(model, {"x": torch.randn(3, 6, 4)}, batch := {"x": torch.randn(5, 8, 4)})
+    assert torch.equal(output, model(**batch))
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
+def test_mixtures_of_experts_of_transformers(experts: str):
+    quiet()
+    sizes = {**SMALL, "num_key_value_heads": 1, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 8}
+    sizes["num_experts_per_tok"] = 2
+    model = of_transformers("Qwen3Moe", "ForCausalLM", **sizes)()
+    model.set_experts_implementation(experts)
+    batch = {"input_ids": torch.randint(0, 64, (3, 10))}
+    assert len(trace(model, batch, resolve_split_points(model, ["layers.2"])).points) == 1
 
 
 def test_a_value_that_skips_stages_crosses_every_boundary_in_between():

@@ -33,7 +33,9 @@ def data(tmp_path_factory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "random", tasks=TASKS)
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(each, marks=pytest.mark.slow) for each in VERSIONS[:-1]), VERSIONS[-1]]
+)
 def patched(request, tmp_path_factory) -> Iterator[Path]:
     """A checkout made from the wheel, patched; at the end patches are reversed, and it is compared with the wheel."""
     folder = unpack(request.param, tmp_path_factory.mktemp("checkout"))

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_dynapipe import plan_batch
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
-from megatron_dynapipe.errors import PlanningError
+from megatron_dynapipe.errors import ConfigError, PlanningError
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
-from megatron_dynapipe.units import BatchLayout, ModelFamily
+from megatron_dynapipe.units import ModelFamily
 
 SHAPE = {"hidden": 256, "heads": 8, "kv_channels": 32, "ffn": 1024, "vocabulary": 1000}
 LENGTHS = [int(n) for n in np.random.default_rng(0).lognormal(4.5, 1, 61).clip(8, 1000)]
@@ -50,9 +50,14 @@ def test_too_few_samples_for_replicas_in_step() -> None:
     with pytest.raises(PlanningError, match="at least one sample for each of 4 replicas"):
         plan_batch([10, 20, 30], costs(), equal_counts=True, **LAYOUT)
     one = PartitionSettings(algorithm=PartitionAlgorithm.UNIFORM, micro_batch_size=1)
-    settings = LAYOUT | {"partition": one, "micro_batch_layouts": (BatchLayout.PADDED,)}
+    settings = LAYOUT | {"partition": one, "micro_batch_layouts": ("padded",)}
     with pytest.raises(PlanningError, match="5 samples cannot be divided into equally many"):
         plan_batch([900] * 5, costs(), equal_counts=True, **settings)
+
+
+def test_a_setting_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match="unknown field `stages`"):
+        plan_batch(LENGTHS, costs(), stages=2, **LAYOUT)
 
 
 def test_it_needs_no_torch() -> None:

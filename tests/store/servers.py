@@ -6,7 +6,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -126,11 +126,11 @@ class Scripted:
     """A server that answers the first two requests of each connection as Redis does, and the next ones as told.
 
     Args:
-        pieces: of its answer, sent one after another.
+        pieces: of its answer, sent one after another; a function gives those of each request.
         pause_s: between them.
     """
 
-    def __init__(self, pieces: Sequence[bytes], pause_s: float = 0.0) -> None:
+    def __init__(self, pieces: Sequence[bytes] | Callable[[], Sequence[bytes]], pause_s: float = 0.0) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
         self._pieces, self._pause_s = pieces, pause_s
@@ -153,6 +153,6 @@ class Scripted:
                 link.recv(65536)
                 link.sendall(answer)
             while link.recv(65536):
-                for piece in self._pieces:
+                for piece in self._pieces() if callable(self._pieces) else self._pieces:
                     link.sendall(piece)
                     time.sleep(self._pause_s)

@@ -155,14 +155,26 @@ def test_a_server_that_was_killed_starts_again_at_the_same_address() -> None:
             server.check()
 
 
+ENTRY = b"*1\r\n*2\r\n$1\r\nt\r\n*1\r\n*2\r\n$3\r\n7-1\r\n*2\r\n$1\r\nv\r\n$0\r\n\r\n"
+"""Of the stream `t`."""
+
+
+def test_a_wait_that_the_server_ends_early_goes_on() -> None:
+    """Attack: a server whose clock jumped ahead ended every wait at once, and the run with it."""
+    answers = iter([b"*-1\r\n", b"*-1\r\n", ENTRY])
+    server = Scripted(lambda: [next(answers)])
+    with open_store(server.url, reply_timeout_s=5) as store:
+        assert store.wait_any(["t"], timeout_s=30, what="it") == ("t", b"")
+    server.close()
+
+
 def test_a_reply_that_comes_byte_by_byte_has_a_deadline_as_a_whole() -> None:
     """Attack: a byte each 0.7 s never timed out, since redis-py counts time per receive."""
-    answer = b"*1\r\n*2\r\n$1\r\nt\r\n*1\r\n*2\r\n$3\r\n7-1\r\n*2\r\n$1\r\nv\r\n$0\r\n\r\n"
-    server = Scripted([answer])
+    server = Scripted([ENTRY])
     with open_store(server.url, reply_timeout_s=0.5) as store:
         assert store.read_progress(["t"]) == {"t": 7}
     server.close()
-    server = Scripted([answer[at : at + 1] for at in range(len(answer))], pause_s=0.05)
+    server = Scripted([ENTRY[at : at + 1] for at in range(len(ENTRY))], pause_s=0.05)
     with open_store(server.url, reply_timeout_s=0.5) as store, pytest.raises(StoreError, match="Timeout reading"):
         store.read_progress(["t"])
     server.close()

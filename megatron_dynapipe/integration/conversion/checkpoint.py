@@ -1,7 +1,6 @@
 """A whole model on one process, and Megatron's distributed checkpoints of it, which any parallel layout can load."""
 
 import contextlib
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ from torch import nn
 
 from megatron_dynapipe.digests import check_digests, write_digests
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.conversion.families import Flags
-from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
+from megatron_dynapipe.integration.flags.run_record import newest
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 from megatron_dynapipe.units import ModelFamily
 
-RELEASE = "release"
 """Megatron's name of a checkpoint that no training run has saved: it brings weights alone."""
 
 
@@ -60,23 +58,19 @@ def _build(setup: ProfileSetup) -> nn.Module:
     return model.to(setup.model.dtype)
 
 
-def save(model: nn.Module, folder: Path) -> Path:
-    """Write a checkpoint of weights alone, which `--pretrained-checkpoint FOLDER` begins from; its path.
+def save(model: nn.Module, folder: Path) -> None:
+    """Write a checkpoint of weights alone, which `--pretrained-checkpoint FOLDER` begins from, into an empty folder.
 
     Raises:
-        ConfigError: there are checkpoints in the folder.
+        OSError, CheckpointException: it cannot be written.
     """
-    if (folder / TRACKER).exists():
-        raise ConfigError(f"expected a folder without checkpoints, found {folder / TRACKER}", hint="name another")
     path = folder / RELEASE
-    shutil.rmtree(path, ignore_errors=True)  # of a conversion that was interrupted
-    path.mkdir(parents=True)
+    path.mkdir()
     # Megatron reads these three of any checkpoint; without its arguments, it has none to compare a run's with.
     state = {"checkpoint_version": 3.0, "iteration": 0, "model": _entries(model)}
     dist_checkpointing.save(state, str(path))
     write_digests(path)
     (folder / TRACKER).write_text(RELEASE)
-    return path
 
 
 def load(model: nn.Module, folder: Path, rows: Mapping[str, int] | None = None) -> Path:
@@ -128,14 +122,12 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _last(folder: Path) -> Path:
-    try:
-        last = read_bounded(folder / TRACKER, most_bytes=100).decode().strip()
-    except (OSError, ValueError) as error:
+    path = newest(folder)
+    if path is None:
         raise ConfigError(
             f"expected a folder of Megatron's checkpoints, found no {folder / TRACKER}",
             hint="name the folder that was given to --save, not one of its checkpoints",
-        ) from error
-    path = folder / (last if last == RELEASE else f"iter_{last:0>7}")
+        )
     if not path.is_dir():
         raise ConfigError(f"expected the checkpoint {path}, of which {TRACKER} speaks, found none")
     return path

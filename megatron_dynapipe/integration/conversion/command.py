@@ -17,6 +17,7 @@ from megatron_dynapipe.integration.conversion.families import Flags, family, fla
 from megatron_dynapipe.integration.conversion.names import entries
 from megatron_dynapipe.integration.conversion.tensors import Entry
 from megatron_dynapipe.integration.flags.run_record import named
+from megatron_dynapipe.outputs import fresh_folder
 from megatron_dynapipe.units import ModelFamily
 
 RUN_FILE, CONFIG = "model.yaml", "config.json"
@@ -45,7 +46,8 @@ def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> 
         The run file, `model.yaml`.
 
     Raises:
-        ConfigError: the model cannot be converted, or the folder holds checkpoints.
+        ConfigError: the model cannot be converted, or the folder is not empty.
+        CheckpointError: its files cannot be written.
     """
     config = read_config(source)
     described = flags(config)
@@ -54,9 +56,11 @@ def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> 
     dtype = next(iter(tensors.values())).dtype
     with checkpoint.whole_model(described, family(config), config.vocab_size, dtype) as model:
         fill(model, entries(config), tensors, progress)
-        checkpoint.save(model, folder)
-    shutil.copyfile(source / CONFIG if source.is_dir() else source, folder / CONFIG)
-    return _write_run_file(folder, source, described, family(config))
+        with fresh_folder(folder) as fresh:
+            checkpoint.save(model, fresh)
+            shutil.copyfile(source / CONFIG if source.is_dir() else source, fresh / CONFIG)
+            (fresh / RUN_FILE).write_text(_run_file(folder, source, described, family(config)))
+    return folder / RUN_FILE
 
 
 def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Progress = iter) -> Path:
@@ -69,23 +73,22 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Pro
         progress: sees the tensors go by.
 
     Raises:
-        ConfigError: there is no checkpoint or no configuration, or they do not go together.
+        ConfigError: there is no checkpoint or no configuration, they do not go together, or `target` is not empty.
+        CheckpointError: its files cannot be written.
     """
     from huggingface_hub import save_torch_state_dict
 
-    if target.exists() and any(target.iterdir()):
-        raise ConfigError(f"expected a new or an empty folder, found files in {target}", hint="name another")
     like = like or folder
     config = read_config(like)
     with checkpoint.whole_model(flags(config), family(config), config.vocab_size, torch.float32) as model:
         table = entries(config)
         checkpoint.load(model, folder, {entry.ours: entry.rows for entry in table if entry.rows})
         tensors = read_out(model, table, progress)
-    target.mkdir(parents=True, exist_ok=True)
     dtype = config.dtype or torch.float32
-    save_torch_state_dict({name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}, target)
-    # As it is: written by transformers, a T5's would read as that of a tied head.
-    shutil.copyfile(like / CONFIG if like.is_dir() else like, target / CONFIG)
+    with fresh_folder(target) as fresh:
+        save_torch_state_dict({name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}, fresh)
+        # As it is: written by transformers, a T5's would read as that of a tied head.
+        shutil.copyfile(like / CONFIG if like.is_dir() else like, fresh / CONFIG)
     return target
 
 
@@ -172,12 +175,10 @@ def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None
         )
 
 
-def _write_run_file(folder: Path, source: Path, described: Flags, kind: ModelFamily) -> Path:
-    file = folder / RUN_FILE
+def _run_file(folder: Path, source: Path, described: Flags, kind: ModelFamily) -> str:
     own = f"{folder}-run"
     command = ["torchrun", "--standalone", "--nproc-per-node", "1", f"pretrain_{kind}_multitask.py"]
-    command += ["--dynapipe-config", str(file), "--dynapipe-data", "data/mixture", *_TRAINING.split()]
+    command += ["--dynapipe-config", str(folder / RUN_FILE), "--dynapipe-data", "data/mixture", *_TRAINING.split()]
     command += ["--pretrained-checkpoint", str(folder), "--load", own, "--save", own, "--save-interval", "500"]
     header = _HEADER.format(name=source.name, command=shlex.join(command))  # one line, as each would need a `#`
-    file.write_text(header + yaml.safe_dump(described, sort_keys=False))
-    return file
+    return header + yaml.safe_dump(described, sort_keys=False)

@@ -29,7 +29,7 @@ from megatron_dynapipe.elastic.layout import LayoutChoice, agree_on_layout, anno
 from megatron_dynapipe.elastic.run_folder import LOCK_SHARE, lock_folder
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.integration.entry import failure
-from megatron_dynapipe.outputs import replace_bytes
+from megatron_dynapipe.outputs import replace_bytes, unwritten
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tuning import Space
@@ -142,8 +142,11 @@ def note_save(args: argparse.Namespace) -> None:
         return
     if not (lasting and iteration % lasting == 0):
         folder = Path(args.non_persistent_global_ckpt_dir or Path(args.save, "non_persistent"))
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_bytes(folder / SAVING, f"{iteration}\n".encode())
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_bytes(folder / SAVING, f"{iteration}\n".encode())
+        except OSError as error:
+            raise unwritten(folder, error) from error
 
 
 def delete_unfinished(folder: Path) -> None:

@@ -10,15 +10,28 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_dynapipe import config
 from megatron_dynapipe.elastic.job import says_first
-from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, DynaPipeError, UnsupportedMegatronError
+from megatron_dynapipe.errors import (
+    ConfigError,
+    CostModelError,
+    DataError,
+    DynaPipeError,
+    ExecutionError,
+    UnsupportedMegatronError,
+)
 from megatron_dynapipe.integration.entry import launch
+from megatron_dynapipe.outputs import unwritten
 
 FIRST_FAILURE = "dynapipe/first_failure"
 """Key of the process groups' store: the first failure of the job, in one line."""
+SAVING = {"save_checkpoint", "maybe_finalize_async_save"}
+"""Megatron's functions that write a checkpoint."""
 
 
 @contextlib.contextmanager
@@ -106,6 +119,22 @@ def _explained(error: BaseException) -> BaseException:
         )
         explained.__cause__ = error
         return explained
+    if isinstance(error, RuntimeError) and (waited := re.search(r"gloo.*Timed out waiting (\d+)ms", str(error))):
+        late: DynaPipeError = ExecutionError(
+            f"waited {int(waited[1]) / 1000:.0f} s for another rank, which still runs but does not answer",
+            hint="look for a process that is stopped or a machine that is overloaded; --dynapipe-timeout-s and"
+            " --distributed-timeout-minutes allow more time",
+        )
+        for note in getattr(error, "__notes__", ()):  # the instruction, which names the stage
+            late.add_note(note)
+        late.__cause__ = error
+        return late
+    frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    is_archive = isinstance(error, RuntimeError) and "inline_container" in str(error)  # which torch writes
+    if frames & SAVING and (is_archive or isinstance(error, OSError | CheckpointException)):
+        failed = unwritten(Path(config.value_of(sys.argv[1:], "save", ".")), error)
+        failed.__cause__ = error
+        return failed
     return error
 
 

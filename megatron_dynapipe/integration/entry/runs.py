@@ -15,7 +15,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_dynapipe import config
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
-from megatron_dynapipe.digests import check_digests
+from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.integration.entry import calibration, elastic_run, launch
 from megatron_dynapipe.integration.entry.session import Session
@@ -28,7 +28,7 @@ from megatron_dynapipe.integration.flags.layer_split import megatron_layout
 from megatron_dynapipe.integration.flags.plan_inputs import Progress, chosen_layer_split, plan_inputs
 from megatron_dynapipe.integration.flags.preflight import check_run
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.flags.run_record import resumed
+from megatron_dynapipe.integration.flags.run_record import loaded, resumed
 from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
     gpt_provider,
@@ -119,6 +119,8 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
 
     def check() -> tuple[argparse.Namespace, RunConfig]:
         args, run = command_line.parse(family, flags)
+        if (folder := resumed(run.checkpoints)) and folder.is_dir():
+            args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
         measures = run.cost_model is None and run.calibrate_s > 0
         if measures:
             run = replace(run, cost_model=calibration.measured_costs(run, flags))
@@ -137,8 +139,10 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
 def _preflight(run: RunConfig) -> None:
     if launch.checks_for_all():
         check_run(run, plan_inputs(run))
-    if folder := resumed(run.checkpoints):
+    if folder := loaded(run.checkpoints):
         check_digests(folder, rank=run.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    if run.checkpoints.local_folder is not None:
+        check_archives(run.checkpoints.local_folder / str(run.rank))
     elastic_run.lock_checkpoints(run)
 
 

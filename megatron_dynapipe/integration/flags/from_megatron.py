@@ -214,12 +214,15 @@ def _checkpoints(args: argparse.Namespace) -> CheckpointConfig:
     if weights.get("position_embedding_type") == "learned_absolute":
         weights["max_position_embeddings"] = str(args.max_position_embeddings)
     folder = getattr(args, "non_persistent_global_ckpt_dir", None)
+    kind = getattr(args, "non_persistent_ckpt_type", None)
     return CheckpointConfig(
         save=None if args.save is None else Path(args.save),
         load=None if args.load is None else Path(args.load),
         step=getattr(args, "ckpt_step", None),
-        non_persistent=getattr(args, "non_persistent_ckpt_type", None) == "global",
+        non_persistent=kind == "global",
         non_persistent_folder=None if folder is None else Path(folder),
+        local_folder=Path(args.non_persistent_local_ckpt_dir) if kind == "local" else None,
+        pretrained=None if args.pretrained_checkpoint is None else Path(args.pretrained_checkpoint),
         allows_other_data=args.dynapipe_allow_other_data or args.finetune,
         weights=weights,
         tokenizer=Path(str(args.tokenizer_model)),

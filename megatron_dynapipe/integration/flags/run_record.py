@@ -11,6 +11,7 @@ another layout, split, plan    fine, and named in one line
 import logging
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +23,7 @@ from megatron_dynapipe.data.identity import check_files, file_digest, folder_dig
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
 from megatron_dynapipe.service.settings import PlanInputs
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class CheckpointConfig:
         step: the iteration to load; None for the last.
         non_persistent: whether Megatron saves checkpoints in between that every layout can load.
         non_persistent_folder: where; None for a folder inside `save`.
+        local_folder: where Megatron saves those that one layout can load, a folder for each rank of a node; else None.
+        pretrained: Megatron's folder of the checkpoint to begin from where there is none to go on from.
         allows_other_data: whether the data may be other than the checkpoint's.
         weights: arguments that decide which weights a model has and what they mean.
         tokenizer: the vocabulary's file or folder.
@@ -53,6 +56,8 @@ class CheckpointConfig:
     step: int | None
     non_persistent: bool
     non_persistent_folder: Path | None
+    local_folder: Path | None
+    pretrained: Path | None
     allows_other_data: bool
     weights: Mapping[str, str]
     tokenizer: Path
@@ -189,8 +194,27 @@ def last_iteration(checkpoints: Path, tracker: str = TRACKER) -> int | None:
         return None
 
 
+def newest(checkpoints: Path) -> Path | None:
+    """The checkpoint that a folder's tracker names, which may be a release; None where it names none."""
+    last = last_iteration(checkpoints)
+    if last is not None:
+        return checkpoint_of(checkpoints, last)
+    with suppress(OSError):
+        if read_bounded(checkpoints / TRACKER, most_bytes=100).strip() == RELEASE.encode():
+            return checkpoints / RELEASE
+    return None
+
+
+def loaded(checkpoints: CheckpointConfig) -> Path | None:
+    """The folder of the checkpoint whose weights Megatron is going to load: to go on from, or to begin from."""
+    if (found := resumed(checkpoints)) is not None:
+        return found
+    folders = [folder for folder in (checkpoints.load, checkpoints.pretrained) if folder is not None]
+    return next((found for folder in folders if (found := newest(folder)) is not None), None)
+
+
 def resumed(checkpoints: CheckpointConfig) -> Path | None:
-    """The folder of the checkpoint that Megatron is going to load; None if there is none."""
+    """The folder of the checkpoint that Megatron is going to go on from; None if there is none."""
     own, step = checkpoints.load, checkpoints.step
     if own is None:
         return None

@@ -170,7 +170,10 @@ class SdpaCoreAttention(MegatronModule):
             if bias is not None and causal:
                 bias = bias.masked_fill(_later_keys(bias.size(2), bias.size(3), bias.device), -math.inf)
             attend = partial(self._attend, causal=causal)
-            attended = attend_by_sample(query, key, value, row, attend, bias, causal=causal, kept=self.kept_keys)
+            scale = None if self.training and self.dropout else self.softmax_scale
+            attended = attend_by_sample(
+                query, key, value, row, attend, bias, causal=causal, kept=self.kept_keys, scale=scale
+            )
         return attended.flatten(1)[:, None]
 
     def _biases_take_kernel(self, query: Tensor, row: PackedSeqParams) -> bool:

@@ -9,7 +9,8 @@ Queries without keys attend to nothing and come out as zeros; `packed_rows.atten
 import functools
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -18,7 +19,7 @@ from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
 from megatron_dynapipe.errors import PlanError
-from megatron_dynapipe.integration.models.kept_keys import KeptKeys, joined_again
+from megatron_dynapipe.integration.models.kept_keys import KeptKeys, KeptPiece, joined_again
 from megatron_dynapipe.integration.models.packed_rows import PackedRow
 from megatron_dynapipe.integration.models.segment_groups import SegmentGroup, group_segments
 
@@ -87,6 +88,7 @@ def attend_by_sample(
     *,
     causal: bool,
     kept: KeptKeys | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Attention of each segment by itself, those of like lengths together.
 
@@ -100,6 +102,7 @@ def attend_by_sample(
             attention, later keys are masked in it.
         causal: whether `attend` hides later keys; each segment then has as many keys as queries.
         kept: keys of earlier pieces, where there are pieces in the row; it has no bias then.
+        scale: of the scores, if `attend` has no dropout: pieces then attend on a CPU without it, part by part.
 
     Returns:
         [t, heads, channels].
@@ -120,7 +123,11 @@ def attend_by_sample(
         if group.apart is not None:
             assert isinstance(row, PackedRow) and kept is not None, "a piece of a planned row"
             places = slice(start := row.starts()[group.apart], start + group.queries)
-            attended.append(_attend_piece(query[places], key[places], value[places], row, group.apart, kept, attend))
+            its = query[places], key[places], value[places]
+            if scale is not None and not query.is_cuda:
+                attended.append(_attend_parts(*its, kept.before(row.cuts[group.apart]), scale))
+            else:
+                attended.append(_attend_piece(*its, row, group.apart, kept, attend))
             continue
         if group.keys == 0:
             attended.append(query.new_zeros(group.count * group.queries, *query.shape[1:]))
@@ -141,6 +148,61 @@ def _attend_piece(
     joined_keys, joined_values = torch.cat(keys), torch.cat(values)
     with joined_again((joined_keys, keys), (joined_values, values)):
         return attend(query[None], joined_keys[None], joined_values[None], row.later_keys(segment, query))[0]
+
+
+def _attend_parts(query: Tensor, key: Tensor, value: Tensor, before: Sequence[KeptPiece], scale: float) -> Tensor:
+    """`_attend_piece` by PyTorch's FlashAttention for CPUs: no mask, and no copy of earlier keys."""
+    parts = [*((piece.key, piece.value) for piece in before), (key, value)]
+    times = query.size(1) // key.size(1)
+    if times > 1:
+        parts = [(k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)) for k, v in parts]
+    keys, values = zip(*parts, strict=True)
+    attended: Tensor = _OverParts.apply(scale, query, *keys, *values)  # type: ignore[no-untyped-call]
+    return attended
+
+
+class _OverParts(torch.autograd.Function):
+    """Attention to keys in parts, of which the last is causal: each by a kernel, weighted by its sum of scores.
+
+    Backwards a part's kernel is given the result and the sum over all parts: it computes the part's own share then.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scale: float, query: Tensor, *parts: Tensor) -> Tensor:
+        its = [_FLASH(_by_head(query), key, value, 0.0, causal, scale=scale) for key, value, causal in _parts(parts)]
+        total = torch.stack([sums for _, sums in its]).logsumexp(0)
+        out = sum((one * (sums - total).exp()[..., None] for one, sums in its), torch.zeros(())).to(query.dtype)
+        ctx.scale = scale
+        ctx.save_for_backward(query, out, total, *parts)
+        return out[0].transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, out, total, *parts = ctx.saved_tensors
+        of_query, of_keys, of_values = None, [], []
+        for key, value, causal in _parts(parts):
+            given = _by_head(gradients[0]), _by_head(query), key, value, out, total
+            found = [each[0].transpose(0, 1) for each in _FLASH_BACKWARD(*given, 0.0, causal, scale=ctx.scale)]
+            of_query = found[0] if of_query is None else of_query + found[0]
+            of_keys.append(found[1])
+            of_values.append(found[2])
+        return (None, of_query, *of_keys, *of_values)
+
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _by_head(tensor: Tensor) -> Tensor:
+    """[1, heads, positions, channels] of [positions, heads, channels]."""
+    return tensor.transpose(0, 1)[None]
+
+
+def _parts(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Keys and values of each part, and whether it is the last."""
+    count = len(parts) // 2
+    for at in range(count):
+        yield _by_head(parts[at]), _by_head(parts[count + at]), at == count - 1
 
 
 def attend_pieces_in_kernel(

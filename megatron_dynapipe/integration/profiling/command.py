@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from megatron_dynapipe.cost.format import encode_file, is_cost_file
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.profiling.division import DivisionProfiler
 from megatron_dynapipe.integration.profiling.layers import build_parts
 from megatron_dynapipe.integration.profiling.measure import Scope, clock_of, sustain
 from megatron_dynapipe.integration.profiling.packed import PackedProfiler, Tables
@@ -65,6 +66,8 @@ def profile(
         links = measure_links(setup.device)
         sustain(setup.device)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
+        divider = DivisionProfiler(scope=scope)
+        divided, prefix = divider.measure(), divider.prefix() if setup.packs else None
         packed = _packed(scope, setup, left * SHARE_OF_PACKED)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
         _measure(profiler, left, show=is_first)
@@ -77,6 +80,8 @@ def profile(
             modes=modes,
             within=scope.within,
             packed=packed,
+            divisions={mode: divider.divisions(mode, divided) for mode in modes},
+            prefix=prefix,
             links=links,
             provenance=provenance | {"seconds": round(time.monotonic() - started, 1)},
         )

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
-from megatron_dynapipe.data.segments import RowSegments
+from megatron_dynapipe.data.segments import CutSegment, RowSegments
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
 from megatron_dynapipe.integration.models.config import ModelConfig
+from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.packed_rows import (
     DeviceSegments,
@@ -39,6 +42,7 @@ Point = tuple[int, ...]
 Forward = Callable[[], Tensor]
 Lengths = tuple[int, ...]
 """Positions of every sample of a packed row."""
+LAYERS = ("encoder", "decoder")
 CHAINED_ON_CUDA = 4
 """Layers timed together on a GPU: of the time before its first kernel a quarter is counted into each."""
 
@@ -54,6 +58,8 @@ class Part:
         prepare_row: likewise of a packed row, from its samples' inputs and targets; None for parts without attention.
         layers: that a forward runs one after another; what is measured is divided by it.
         alone: the same with one layer, where `layers` are more: for what several do not fit the device with.
+        mlp: the same layers without their attention.
+        prepare_piece: as `prepare`, of a piece of (own positions, positions before); None where samples stay whole.
     """
 
     name: str
@@ -62,6 +68,8 @@ class Part:
     prepare_row: Callable[[Lengths, Lengths], Forward] | None = None
     layers: int = 1
     alone: "Part | None" = None
+    mlp: "Part | None" = None
+    prepare_piece: Callable[[Point], Forward] | None = None
 
     @property
     def from_most_layers(self) -> "tuple[Part, ...]":
@@ -70,7 +78,7 @@ class Part:
 
     def set_recompute(self, mode: Recompute) -> None:
         """Let the next passes keep or recompute what `mode` says."""
-        for part in self.from_most_layers:
+        for part in (*self.from_most_layers, *([] if self.mlp is None else [self.mlp])):
             RecomputeSwitch([part.module]).set(mode)
 
     @property
@@ -101,10 +109,23 @@ def build_parts(
     if chained > 1:
         single = {part.name: part for part in build(model, config, groups, 1, make)}
         parts |= {name: replace(part, alone=single[name]) for name, part in parts.items() if part.layers > 1}
-    for part in (each for chain in parts.values() for each in chain.from_most_layers):
+    halves = {part.name: part for part in build(model, config, groups, chained, make) if part.name in LAYERS}
+    for name, part in halves.items():
+        _remove_attention(part.module)
+        parts[name] = replace(parts[name], mlp=part)
+    for part in (*halves.values(), *(each for chain in parts.values() for each in chain.from_most_layers)):
         part.module.to(device=device, dtype=model.dtype).train()
         accumulate_gradients(part.module, model.gradient_dtype)
     return parts
+
+
+def _remove_attention(module: torch.nn.Module) -> None:
+    """Leave the MLPs of layers, with their norms."""
+    for layer in module.modules():
+        if isinstance(layer, TransformerLayer):
+            for name in ("input_layernorm", "self_attention", "pre_cross_attn_layernorm", "cross_attention"):
+                setattr(layer, name, IdentityOp())
+            layer.self_attn_bda, layer.cross_attn_bda = IdentityFuncOp(), IdentityFuncOp()
 
 
 def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -235,7 +256,9 @@ def _gpt_parts(
         return forward
 
     def run_row(inputs: Lengths, _targets: Lengths) -> Forward:
-        segments = make.row(inputs)
+        return run_segments(make.row(inputs))
+
+    def run_segments(segments: DeviceSegments) -> Forward:
         state, row = make.state(segments.positions.size(1), 1), self_row(segments, make.row_format)
 
         def forward() -> Tensor:
@@ -244,8 +267,23 @@ def _gpt_parts(
 
         return forward
 
+    def run_piece(point: Point) -> Forward:
+        own, before = point
+        clear_kept_keys([layer])
+        if before:
+            keep = make.row((before,), {0: CutSegment(0, 0, followed=True)})
+            run_segments(keep)()
+        return run_segments(make.row((own,), {0: CutSegment(0, before, followed=False)}))
+
     return [
-        Part(name="encoder", module=layer, prepare=run_layer, prepare_row=run_row, layers=chained),
+        Part(
+            name="encoder",
+            module=layer,
+            prepare=run_layer,
+            prepare_row=run_row,
+            layers=chained,
+            prepare_piece=run_piece if model.cuts_samples else None,
+        ),
         Part(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
         Part(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
     ]
@@ -314,12 +352,17 @@ class _Inputs:
         """[size, length] of the vocabulary."""
         return torch.randint(self._model.vocabulary, (size, length), device=self._device)
 
-    def row(self, lengths: Lengths) -> DeviceSegments:
-        """The segments of samples of these positions, and of the row's tail."""
+    def row(self, lengths: Lengths, cuts: Mapping[int, CutSegment] | None = None) -> DeviceSegments:
+        """The segments of samples of these positions, of which some may be pieces, and of the row's tail."""
         starts = tuple(accumulate(lengths, initial=0))
-        host = RowSegments.of(starts, round_up(starts[-1]))
+        host = RowSegments.of(starts, round_up(starts[-1]), cuts)
         device = self._device
-        return DeviceSegments(host=host, offsets=host.offsets.to(device), positions=host.positions.to(device))
+        return DeviceSegments(
+            host=host,
+            offsets=host.offsets.to(device),
+            positions=host.positions.to(device),
+            key_offsets=None if host.key_offsets is None else host.key_offsets.to(device),
+        )
 
     def encoder_batch(self, b: int, s: int) -> T5StageInputs:
         """What a stage of encoder layers takes, in the form of training."""

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from megatron_dynapipe.cost.check import validated_errors
+from megatron_dynapipe.cost.division import Division, Kind
 from megatron_dynapipe.cost.format import (
     FORMAT,
     PACKED_FORMAT,
@@ -23,6 +24,7 @@ from megatron_dynapipe.cost.format import (
     key_of,
 )
 from megatron_dynapipe.cost.tabulate import LONGEST_ROW, fitted_entry
+from megatron_dynapipe.integration.profiling.division import Prefix
 from megatron_dynapipe.integration.profiling.layers import Part
 from megatron_dynapipe.integration.profiling.packed import Tables as PackedTables
 from megatron_dynapipe.integration.profiling.profiler import Measurement
@@ -46,12 +48,15 @@ def cost_file(
     modes: Sequence[Recompute],
     within: Shape,
     packed: Mapping[Recompute, PackedTables],
+    divisions: Mapping[Recompute, dict[Kind, Division]],
+    prefix: Prefix | None,
     links: Mapping[str, Link],
     provenance: Provenance,
 ) -> CostFile:
     """The cost model that measurements make; its error bars are among its provenance.
 
-    `packed` are the tables of packed rows by mode; without them they are derived when plans are made.
+    `packed` are the tables of packed rows by mode; without them they are derived when plans are made. `divisions` say
+    how layers' costs are divided, `prefix` what pieces cost besides.
 
     Raises:
         CostModelError: something was not measured at all.
@@ -61,8 +66,9 @@ def cost_file(
         name: parts[name].parameters * _STATE_BYTES / BYTES_PER_MB
         for name in ("embedding", "encoder", *(["decoder"] if t5 else []))
     }
-    entries = {
-        key_of(setup.tensor_parallel, mode): fitted_entry(
+    entries = {}
+    for mode in modes:
+        entry = fitted_entry(
             _points(measurements, mode, setup),
             tensor_parallel=setup.tensor_parallel,
             recompute=mode,
@@ -70,13 +76,10 @@ def cost_file(
             within=within,
             infeasible=_infeasible(measurements, mode),
         )
-        for mode in modes
-    }
-    if packed:
-        entries = {
-            key: msgspec.structs.replace(entry, packed=_packed_entry(packed[entry.recompute], setup))
-            for key, entry in entries.items()
-        }
+        rows = _packed_entry(packed[mode], mode, prefix, setup) if packed else None
+        entries[key_of(setup.tensor_parallel, mode)] = msgspec.structs.replace(
+            entry, packed=rows, division=divisions[mode]
+        )
     file = CostFile(
         format=PACKED_FORMAT if packed else FORMAT,
         name=f"{setup.family}_h{setup.model.hidden}_{provenance['device']}".replace(" ", "-"),
@@ -89,12 +92,15 @@ def cost_file(
         links=dict(links),
         peak_covers_backward=True,
     )
-    bars = {
+    return msgspec.structs.replace(file, provenance=file.provenance | _error_bars(file))
+
+
+def _error_bars(file: CostFile) -> Provenance:
+    return {
         f"cross_validated_{quantity}_{which}": round(getattr(error, which), 4)
         for quantity, error in validated_errors(file).items()
         for which in ("median", "p90")
     }
-    return msgspec.structs.replace(file, provenance=file.provenance | bars)
 
 
 def verdict(file: CostFile, path: Path) -> str:
@@ -162,8 +168,8 @@ def _points(measurements: Sequence[Measurement], mode: Recompute, setup: Profile
     return points
 
 
-def _packed_entry(tables: PackedTables, setup: ProfileSetup) -> PackedEntry:
-    """Tables of packed rows as the file has them."""
+def _packed_entry(tables: PackedTables, mode: Recompute, prefix: Prefix | None, setup: ProfileSetup) -> PackedEntry:
+    """Tables of packed rows as the file has them; a recomputation attends to the prefix again, and keeps nothing."""
     parts = {
         quantity: {part: PackedPart(linear=linear, attention=attention) for part, (linear, attention) in made.items()}
         for quantity, made in tables.items()
@@ -171,6 +177,16 @@ def _packed_entry(tables: PackedTables, setup: ProfileSetup) -> PackedEntry:
     if setup.family is ModelFamily.T5:
         output = {f"{positions}": positions * _position_mb(setup) for positions in (LENGTH_MULTIPLE, LONGEST_ROW)}
         parts["stored_activation_mb"]["encoder_output"] = PackedPart(linear=output)
+    if prefix is not None:
+        forward, backward, stored, peak = prefix
+        again = mode is not Recompute.NONE
+        for quantity, part, costs in (
+            ("time_ms", "encoder.forward", forward / NS_PER_MS),
+            ("time_ms", "encoder.backward", (backward + again * forward) / NS_PER_MS),
+            ("stored_activation_mb", "encoder", stored * (not again) / BYTES_PER_MB),
+            ("peak_activation_mb", "encoder", peak / BYTES_PER_MB),
+        ):
+            parts[quantity][part] = msgspec.structs.replace(parts[quantity][part], prefix=tuple(costs.tolist()))
     return PackedEntry(**parts)
 
 

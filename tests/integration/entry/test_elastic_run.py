@@ -14,7 +14,7 @@ import pytest
 
 from megatron_dynapipe.cost import CPU_RATES, ModelShape
 from megatron_dynapipe.elastic.job import VARIABLE, Job
-from megatron_dynapipe.errors import ConfigError, StoreTimeoutError
+from megatron_dynapipe.errors import CheckpointError, ConfigError, StoreTimeoutError
 from megatron_dynapipe.integration.entry import elastic_run
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -89,6 +89,12 @@ def test_an_emergency_checkpoint_that_was_not_completed_is_deleted_and_no_other(
     elastic_run.delete_unfinished(folder)
     assert {path.name for path in folder.iterdir() if path.is_dir()} == KEPT - deleted
     elastic_run.delete_unfinished(tmp_path / "absent")
+
+
+def test_a_folder_of_emergency_checkpoints_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "non_persistent").touch()
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*non_persistent: File exists"):
+        elastic_run.note_save(save_args(tmp_path, 25))
 
 
 def test_one_run_at_a_time_saves_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dynapipe.errors import ConfigError, ExecutionError
+from megatron_dynapipe.errors import CheckpointError, ConfigError, ExecutionError
 from megatron_dynapipe.integration.entry import bootstrap, failure, launch
 from tests.helpers.processes import run_ranks
 
@@ -59,6 +60,43 @@ def test_another_schedule_than_the_checkpoints_is_said_in_our_words():
     assert told.hint is not None and told.hint.startswith("--override-opt-param-scheduler trains on with the values")
     other = AssertionError("something else")
     assert failure._explained(other) is other
+
+
+def test_a_wait_for_a_rank_that_is_stopped_is_said_in_our_words():
+    error = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation")
+    error.add_note("at stage 0, step 15: --> WAIT_RECV_B1<1 <--")
+    told = failure._explained(error)
+    assert isinstance(told, ExecutionError) and told.__cause__ is error and told.__notes__ == error.__notes__
+    assert told.message == "waited 15 s for another rank, which still runs but does not answer"
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    """Of Megatron's writer, torch's archives and the system; what is raised elsewhere stays as it is."""
+
+    def save_checkpoint(error: BaseException) -> BaseException:
+        try:
+            raise error
+        except BaseException as raised:  # noqa: BLE001
+            return failure._explained(raised)
+
+    monkeypatch.setattr(failure.sys, "argv", ["script", "--save", str(tmp_path / "saved")])
+    full = OSError(28, "No space left on device")
+    archive = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    rows = [
+        (full, "No space left on device"),
+        (CheckpointException("write", {1: (archive, [])}), archive.args[0]),
+        (CheckpointException("write", {}), "another rank could not write its share"),
+        (archive, archive.args[0]),
+    ]
+    for error, reason in rows:
+        told = save_checkpoint(error)
+        assert isinstance(told, CheckpointError) and told.__cause__ is error
+        assert told.message == f"cannot write the checkpoint {tmp_path}/saved: {reason}"
+        assert (
+            f"{tmp_path} has " in told.hint and " MB free; checkpoints that were complete are as they were" in told.hint
+        )
+        assert failure._explained(error.with_traceback(None)) is error
+    assert isinstance(save_checkpoint(RuntimeError("of something else")), RuntimeError)
 
 
 def fail_alike(rank: int, world_size: int) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe import digests
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.flags.run_record import NAME
 from megatron_dynapipe.store import StoreServer
 from tests.helpers.entry_scripts import train
@@ -48,15 +49,28 @@ def test_other_data_of_equal_lengths_is_refused(saved: Path, tmp_path: Path) -> 
     assert "expected the data that the checkpoint" in run["stderr"] and "train.bin" in run["stderr"]
 
 
-def test_a_changed_file_of_the_checkpoint_is_named(saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint"])
+def test_a_changed_file_of_the_checkpoint_is_named(saved: Path, tmp_path: Path, flag: str) -> None:
     checkpoints = shutil.copytree(saved / "checkpoints", tmp_path / "checkpoints")
     file = checkpoints / "iter_0000002" / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    flags = f"--train-iters 4 --load {checkpoints}"
+    flags = f"--train-iters 4 {flag} {checkpoints}"
     (run,) = train("gpt", saved / "data", flags, ranks=1, report=tmp_path / "report", status=2)
     assert "expected the files that were saved, found others under __0_0.distcp" in run["stderr"]
+
+
+def test_a_run_with_emergency_checkpoints_alone_goes_on_whatever_it_began_from(saved: Path, tmp_path: Path) -> None:
+    emergency = tmp_path / "own" / "non_persistent"
+    shutil.copytree(saved / "checkpoints" / "iter_0000002", emergency / "iter_0000002")
+    (emergency / TRACKER).write_text("2")
+    flags = (
+        f"--train-iters 3 --override-opt-param-scheduler --load {tmp_path / 'own'} --non-persistent-ckpt-type global"
+    )
+    flags += f" --pretrained-checkpoint {saved / 'checkpoints'}"
+    (run,) = train("gpt", saved / "data", flags, ranks=1, report=tmp_path / "report")
+    assert list(run["losses"]) == ["3"]
 
 
 def test_another_number_of_iterations_is_refused_with_the_flags_that_take_it(saved: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from megatron_dynapipe.integration.flags.run_record import (
     CheckpointRecords,
     RunRecord,
     check_resumed,
+    loaded,
 )
 
 RECORD = RunRecord(
@@ -33,11 +34,15 @@ def save(checkpoints: Path, iteration: int) -> Path:
 
 
 def resume(checkpoints: Path, record: RunRecord, **changes: object) -> str | None:
+    return check_resumed(config(checkpoints, **changes), record)
+
+
+def config(checkpoints: Path, **changes: object) -> CheckpointConfig:
     chosen = {
         "save": None, "load": checkpoints, "step": None, "non_persistent": False, "non_persistent_folder": None,
-        "allows_other_data": False, "weights": {}, "tokenizer": checkpoints,
+        "allows_other_data": False, "weights": {}, "tokenizer": checkpoints, "local_folder": None, "pretrained": None,
     }  # fmt: skip
-    return check_resumed(CheckpointConfig(**(chosen | changes)), record)
+    return CheckpointConfig(**(chosen | changes))
 
 
 @pytest.fixture
@@ -134,3 +139,29 @@ def test_a_damaged_record_is_one_error(checkpoints: Path, content: bytes) -> Non
     (checkpoints / "iter_0000003" / NAME).write_bytes(content)
     with pytest.raises(ConfigError, match="cannot read what the checkpoint says of its run"):
         resume(checkpoints, RECORD)
+
+
+@pytest.mark.parametrize(
+    ("trackers", "flags", "expected"),
+    [
+        pytest.param({}, {}, None, id="nothing"),
+        pytest.param({"load": "7"}, {}, "load/iter_0000007", id="a run's"),
+        pytest.param({"load": "7"}, {"step": 5}, "load/iter_0000005", id="the step that is given"),
+        pytest.param({"load": "release"}, {}, "load/release", id="a release"),
+        pytest.param({"pretrained": "release"}, {}, "pretrained/release", id="to begin from"),
+        pytest.param({"pretrained": "30"}, {}, "pretrained/iter_0000030", id="to begin from, of a run"),
+        pytest.param({"load": "7", "pretrained": "30"}, {}, "load/iter_0000007", id="begun already"),
+        pytest.param(
+            {"load/non_persistent": "9", "pretrained": "30"}, GLOBAL, "load/non_persistent/iter_0000009", id="lately"
+        ),
+        pytest.param({"load": "?"}, {}, None, id="a damaged tracker"),
+    ],
+)
+def test_the_checkpoint_whose_files_are_compared_is_the_one_that_megatron_loads(
+    tmp_path: Path, trackers: dict[str, str], flags: dict, expected: str | None
+) -> None:
+    for name, text in trackers.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / TRACKER).write_text(text)
+    found = loaded(config(tmp_path / "load", pretrained=tmp_path / "pretrained", **flags))
+    assert found == (None if expected is None else tmp_path / expected)

@@ -64,13 +64,14 @@ def compare_all(rank: int, world_size: int, cases: list[tuple[int, bool, str]]) 
             ):
                 found.append(compare(groups, recompute=recompute))
         else:
-            found.append(compare(groups, recompute=recompute))
+            found.append(compare(groups, recompute=recompute, dropout=1e-12 if how == "masks" else 0.0))
     return found
 
 
-def compare(groups: int, *, recompute: bool) -> list[float]:
+def compare(groups: int, *, recompute: bool, dropout: float = 0.0) -> list[float]:
     """Largest differences of results and gradients from the whole samples'."""
     attention = attention_of(groups)
+    attention.dropout = dropout
     *tensors, gradient = inputs([ENDS[-1]], [ENDS[-1]], groups)
     leaves = [tensor.requires_grad_() for tensor in tensors]
     rest = [inputs([length, 2], [length, 2], groups)[:3] for length in OTHERS]

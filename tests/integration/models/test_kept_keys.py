@@ -15,6 +15,8 @@ CASES = {
     "recomputed": (4, True, "samples"),
     "two groups": (2, False, "samples"),
     "two groups, recomputed": (2, True, "samples"),
+    "masks": (2, False, "masks"),
+    "masks, recomputed": (4, True, "masks"),
     "the kernel's arguments": (2, False, "kernel"),
     "the kernel's arguments, recomputed": (4, True, "kernel"),
 }

@@ -1,9 +1,12 @@
 """What the rank of the packed profile's tests runs: tables of packed rows, and what another row then takes."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from megatron_dynapipe.cost.tabulate import PartTables
+from megatron_dynapipe.integration.profiling.division import DivisionProfiler
 from megatron_dynapipe.integration.profiling.layers import build_parts
 from megatron_dynapipe.integration.profiling.measure import Scope
 from megatron_dynapipe.integration.profiling.packed import PackedProfiler, Row, _of_row
@@ -12,6 +15,7 @@ from megatron_dynapipe.runtime.platform import platform_of
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute, Shape, round_up
 
 WITHIN = Shape(size=8, input_length=64, target_length=32)
+LONG = Shape(size=1, input_length=1024, target_length=32)
 OTHER = Row((40, 3, 24, 61, 8), (12, 30, 2, 7, 25))
 
 
@@ -23,7 +27,7 @@ def tables(rank: int, world_size: int, flags: list[str], family: str) -> dict[st
             parts=parts,
             modes=[Recompute.NONE, Recompute.FULL],
             within=WITHIN,
-            most_positions=256,
+            most_positions=1024,
             platform=platform_of(torch.device("cpu")),
         )
         found = PackedProfiler(scope=scope).run(0.0)  # the fewest rows are measured also beyond the budget
@@ -39,7 +43,14 @@ def tables(rank: int, world_size: int, flags: list[str], family: str) -> dict[st
         return {
             "names": {mode.value: {q: sorted(made[q]) for q in made} for mode, made in found.items()},
             "stored": stored,
+            "prefix": _prefix(replace(scope, within=LONG)),
         }
+
+
+def _prefix(scope: Scope) -> list[list[float]] | None:
+    """[forward, backward, stored, peak; once, by position, by pair] of pieces."""
+    found = DivisionProfiler(scope=scope).prefix()
+    return None if found is None else found.tolist()
 
 
 def _measured(scope: Scope, name: str, mode: Recompute) -> float:

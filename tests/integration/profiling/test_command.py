@@ -58,6 +58,10 @@ def test_a_profile_is_a_model_that_plans(model: str, tmp_path: Path) -> None:
     assert none.values[Row.ENCODER_STORED, -1, -1, -1] > 5 * full.values[Row.ENCODER_STORED, -1, -1, -1]
     # Weights of a layer: 4 of attention and 2 of the feed-forward (4 times as wide), biases and norms besides.
     assert none.state.encoder_bytes == pytest.approx(2 * 12 * 32 * 32, rel=0.06)
+    division = none.division["encoder"]
+    assert division.parameters[0] / sum(division.parameters) == pytest.approx(4 / 12, rel=0.06)
+    assert division.stored is not None and full.division["encoder"].stored is None
+    assert division.forward.mlp > 0 and division.forward.linear + division.forward.inner > 0
     assert cost.file.provenance["dtype"] == "float32" and cost.file.provenance["ranks"] == 1
 
 
