@@ -80,6 +80,7 @@ def parse_and_plan(config: str, gpus: int, data: str, batches: list[dict]) -> di
     from megatron_dynapipe.units import ModelFamily
 
     os.environ |= {"WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(min(gpus, 8)), "RANK": "0"}
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # what Megatron asserts with tensor parallelism
     argv = ["--dynapipe-config", config, "--dynapipe-data", data]
     if gpus > 2:
         argv += ["--dynapipe-cluster", "configs/clusters/a100_40gb.yaml"]

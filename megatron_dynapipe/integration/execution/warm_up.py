@@ -27,7 +27,7 @@ from megatron_dynapipe.plan.instructions import Backward, Buffer, Forward, Load,
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.runtime import BufferTable, PassContext, pass_handlers
-from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute, Shape
+from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute, Shape, round_up
 
 LENGTH = 8 * LENGTH_MULTIPLE
 """Positions of the longer micro-batches, where samples may be as long."""
@@ -123,8 +123,8 @@ def _run(context: PassContext, chunk: int, received: Sequence[torch.Tensor], *, 
 def _micro_batches(settings: PlannerSettings, longest: Shape, required: RequiredFields) -> list[HostMicroBatch]:
     """Of two lengths, as far as samples are as long: one padded row and two, and a packed one."""
     made = []
-    for most in (LENGTH, LENGTH // 2):
-        lengths = [min(most, length) for length in longest[1:]]
+    longer = [min(LENGTH, length) for length in longest[1:]]
+    for lengths in (longer, [round_up(length // 2) for length in longer]):
         for rows, layout in ((1, BatchLayout.PADDED), (2, BatchLayout.PADDED), (1, BatchLayout.PACKED)):
             if layout in settings.micro_batch_layouts:
                 packed = layout is BatchLayout.PACKED
