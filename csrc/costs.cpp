@@ -149,10 +149,10 @@ void CostCache::stage_costs(const int64_t (&costs)[kRows]) {
 // A row from the costs in `by_kind_`: [kinds][kStageRows], none where the cost model does not cover the micro-batch.
 void CostCache::fill(int64_t input_bytes, int64_t target_bytes, CostRow& row) const {
     const int64_t virtual_stages = problem_.layers.size();
-    row.values.assign(6 * virtual_stages, 0);
+    row.values.assign(kCosts * virtual_stages, 0);
     int64_t* const out = row.values.data();
     row.costs = {out, out + virtual_stages, out + 2 * virtual_stages, out + 3 * virtual_stages,
-                 out + 4 * virtual_stages, out + 5 * virtual_stages};
+                 out + 4 * virtual_stages, out + 5 * virtual_stages, out + 6 * virtual_stages};
     row.covered = row.fits = !by_kind_.empty();
     if (!row.covered) return;
     for (int64_t v = 0; v < virtual_stages; ++v) {
@@ -162,6 +162,7 @@ void CostCache::fill(int64_t input_bytes, int64_t target_bytes, CostRow& row) co
         out[virtual_stages + v] = at[kBackward];
         out[2 * virtual_stages + v] = at[kStored];
         out[3 * virtual_stages + v] = peak_of(at);
+        if (problem_.division != Division::kOff) out[6 * virtual_stages + v] = std::min(at[kWeight], at[kBackward]);
         row.fits &= peak_of(at) <= problem_.memory(v % problem_.stages());
     }
     const Links& links = problem_.links;

@@ -21,6 +21,8 @@ struct Links {
     void check(size_t virtual_stages) const;
 };
 
+enum class Division { kOff, kAuto, kOn, kDivisions };  // of backward passes: where that is faster, or all that can be
+
 struct Problem {
     std::vector<int64_t> inputs, targets;                    // [samples] padded lengths
     std::vector<int64_t> input_positions, target_positions;  // [samples] without padding
@@ -32,6 +34,7 @@ struct Problem {
     Links links;
     std::vector<int64_t> in_flight;  // [options][stages] micro-batches that a stage holds at once
     int64_t replicas;
+    Division division;
     static constexpr int64_t row_multiple = 8;  // positions of packed rows are rounded up to it
     // Where samples are cut: a sample of the problem may be a piece of one. The pieces of a chain follow one another.
     std::vector<int32_t> chains;  // [samples] the chain that it is a piece of, -1 for a whole one; empty where none is cut

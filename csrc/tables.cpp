@@ -133,6 +133,7 @@ void append_stage_costs(const std::vector<int64_t>& layer_costs, size_t sizes, c
             stage[kDecoderEnd] =
                 given + e * at(kEncoderStored) + (d - 1) * at(kDecoderStored) + at(kDecoderPeak);
         stage[kHeadEnd] = h * (layers_stored + at(kHeadPeak));
+        stage[kWeight] = e * at(kEncoderWeight) + d * at(kDecoderWeight);
         if (*std::max_element(stage, stage + kStageRows) > kLargestCost) continue;
         for (int row = 0; row < kStageRows; ++row) out[base + row * sizes + k] = stage[row];
     }

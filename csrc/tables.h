@@ -11,10 +11,11 @@ namespace dynapipe {
 
 enum Row { kEncoderForward, kEncoderBackward, kEncoderStored, kEncoderPeak,
            kDecoderForward, kDecoderBackward, kDecoderStored, kDecoderPeak,
-           kHeadForward, kHeadBackward, kHeadStored, kHeadPeak, kEncodedStored, kRows };
+           kHeadForward, kHeadBackward, kHeadStored, kHeadPeak, kEncodedStored,
+           kEncoderWeight, kDecoderWeight, kRows };
 
-// A stage's peak is the largest of the last three and `kStored`.
-enum StageRow { kForward, kBackward, kStored, kEncoderEnd, kDecoderEnd, kHeadEnd, kStageRows };
+// A stage's peak is the largest of the three ends and `kStored`.
+enum StageRow { kForward, kBackward, kStored, kEncoderEnd, kDecoderEnd, kHeadEnd, kWeight, kStageRows };
 
 constexpr int kEncoderRows = 4;  // the first of `Row`
 

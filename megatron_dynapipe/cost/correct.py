@@ -20,6 +20,7 @@ from megatron_dynapipe.cost.packed import packed_layer_costs
 from megatron_dynapipe.cost.pieces import prefix_of_row
 from megatron_dynapipe.cost.surface import Floats, nonnegative_least_squares
 from megatron_dynapipe.cost.tables import ABSENT, ENCODER_ROWS, IntArray, LayerTables, Row
+from megatron_dynapipe.cost.weights import with_weights
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import Recompute, Shape
 
@@ -132,7 +133,9 @@ def corrected(tables: LayerTables, correction: Correction, packed: Correction | 
             scales = np.array([own.scales.get(row, UNIT) for row in ENCODER_ROWS])
             prefix = (prefix * scales[:, None] + UNIT // 2) // UNIT
         rows = replace(rows, linear=linear, attention=_scaled(rows.attention, own, {}), prefix=prefix)
-    return replace(tables, values=values, separate=None, packed=rows)
+    scaled = replace(tables, values=values, separate=None, packed=rows)
+    is_divided = tables.values[Row.ENCODER_WEIGHT].any()  # nothing is that is recomputed in full
+    return with_weights(scaled, Recompute.NONE if is_divided else Recompute.FULL)
 
 
 def _offsets(correction: Correction, tables: LayerTables) -> dict[Row, int]:

@@ -23,12 +23,14 @@ class StageCosts:
     backward_ns: IntArray
     stored_bytes: IntArray
     peak_bytes: IntArray
+    weight_ns: IntArray
+    """The part of the backward that a divided pass runs as its second half."""
     feasible: np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-_ROWS = 6
-"""Rows of `_by_size`: forward, backward, stored, and the peaks of the encoder's and the decoder's last layer and the
-head."""
+_ROWS = 7
+"""Rows of `_by_size`: forward, backward, stored, the peaks of the encoder's and the decoder's last layer and the head,
+and the second half of a divided backward."""
 
 
 def _by_size(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targets: IntArray) -> IntArray:
@@ -57,6 +59,7 @@ def _by_size(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targ
             np.where(e > 0, encoder_end, 0),
             np.where(d > 0, decoder_end, 0),
             last * (layers_stored + row[Row.HEAD_PEAK]),
+            e * row[Row.ENCODER_WEIGHT] + d * row[Row.DECODER_WEIGHT],
         ],
         axis=2,
     )
@@ -98,6 +101,7 @@ def stage_costs(
         forward_ns=rows[:, :, 0],
         backward_ns=rows[:, :, 1],
         stored_bytes=stored,
-        peak_bytes=np.maximum(rows[:, :, 3:].max(axis=2), stored),
+        peak_bytes=np.maximum(rows[:, :, 3:6].max(axis=2), stored),
+        weight_ns=np.minimum(rows[:, :, 6], rows[:, :, 1]),
         feasible=(rows[:, :, 0] != ABSENT).all(axis=1),
     )

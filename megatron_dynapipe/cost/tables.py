@@ -32,7 +32,8 @@ class Row(IntEnum):
 
     A decoder-only model's layers are called encoder layers, and its decoder rows are zero. `HEAD` is the output head
     and the loss together, once per model. `ENCODED_STORED` is the encoder's output, which a stage of decoder layers
-    alone keeps once, beside what its layers keep.
+    alone keeps once, beside what its layers keep. `WEIGHT` is the part of the backward that a divided pass runs as its
+    second half; 0 where passes cannot be divided.
     """
 
     ENCODER_FORWARD = 0
@@ -48,6 +49,8 @@ class Row(IntEnum):
     HEAD_STORED = 10
     HEAD_PEAK = 11
     ENCODED_STORED = 12
+    ENCODER_WEIGHT = 13
+    DECODER_WEIGHT = 14
 
 
 ENCODER_ROWS = (Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD, Row.ENCODER_STORED, Row.ENCODER_PEAK)

@@ -78,7 +78,10 @@ class Planner:
                 f"stage {stage} needs {needed} for parameters, gradients and optimizer state, of {available}",
                 hint="use more pipeline stages or tensor parallelism, or the distributed optimizer",
             )
-        identity = msgspec.json.encode([settings, cost_model.digest])
+        named = msgspec.to_builtins(settings)
+        if settings.split_backward == "off":
+            del named["split_backward"]  # plans that cannot hold halves are those of settings that do not know them
+        identity = msgspec.json.encode([named, cost_model.digest])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
         self._boundaries = BoundarySettings(
             tensors=boundary_tensors(self.layout),
@@ -241,6 +244,7 @@ class Planner:
             forward_only=forward_only,
             peak_covers_backward=self._peak_covers_backward,
             transfers=s.transfers,
+            division="off" if forward_only else s.division,
         )
 
     def in_flight_options(self) -> IntArray:

@@ -33,6 +33,8 @@ COSTS = {
     Row.HEAD_STORED: 0,
     Row.HEAD_PEAK: 0,
     Row.ENCODED_STORED: 0,
+    Row.ENCODER_WEIGHT: 1,
+    Row.DECODER_WEIGHT: 10,
 }
 
 

@@ -67,7 +67,7 @@ def test_good_input() -> None:
     rows, covered = problem.costs(sizes=ints(4, 5), inputs=ints(8, 8), targets=ints(0, 0), modes=ints(0, 0))
     assert covered == [True, False]
     assert rows[:8].tolist() == [[1, 2], [0, 0]] * 4  # the last stage has the head besides
-    assert rows[8:].tolist() == [[5243, 0], [0, 0], [0, 5243], [0, 0]]  # 4 · 8 · 2048 bytes at 100 Gbit/s
+    assert rows[8:12].tolist() == [[5243, 0], [0, 0], [0, 5243], [0, 0]]  # 4 · 8 · 2048 bytes at 100 Gbit/s
 
 
 def test_partitions_that_fit_nowhere_are_no_start() -> None:

@@ -18,9 +18,11 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
 from megatron_dynapipe.integration.models.relative_attention import has_triton
 from megatron_dynapipe.integration.models.specs import CoreAttention
+from megatron_dynapipe.planning.problem import SplitBackward
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily
 
 FLAG, SLICES_FLAG = "--dynapipe-layout", "--dynapipe-slices"
+SPLIT_BACKWARD_FLAG = "--dynapipe-split-backward"
 
 Slices = int | Literal["auto", "off"]
 """Whether long samples are cut, as `PlannerSettings.slices`."""
@@ -122,6 +124,28 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
     if reason:
         raise ConfigError(f"{SLICES_FLAG} {given} cannot be honoured: {reason}", hint=f"pass {SLICES_FLAG} auto or off")
     return int(given)
+
+
+def split_backward(args: argparse.Namespace) -> SplitBackward:
+    """Whether plans may divide backward passes.
+
+    Raises:
+        ConfigError: they are to, and the model's layers cannot.
+    """
+    given: SplitBackward = args.dynapipe_split_backward
+    reason = _first(
+        (
+            (bool(args.use_dynapipe), "a patched checkout's layers compute all gradients together"),
+            (args.transformer_impl != "local", "layers of Transformer Engine compute all gradients together"),
+            (bool(getattr(args, "num_experts", None)), "experts compute all gradients together"),
+            ("mlp" in (args.recompute_modules or ()), "--recompute-modules mlp computes linear layers again"),
+        )
+    )
+    if given == "on" and reason:
+        raise ConfigError(
+            f"{SPLIT_BACKWARD_FLAG} on cannot be honoured: {reason}", hint=f"pass {SPLIT_BACKWARD_FLAG} auto or off"
+        )
+    return "off" if reason else given
 
 
 def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:

@@ -13,6 +13,7 @@ from megatron_dynapipe.integration.flags.batch_layout import Layouts, Slices
 from megatron_dynapipe.integration.flags.run_record import CheckpointConfig
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.planning.problem import SplitBackward
 from megatron_dynapipe.sampling import SamplerSettings, TruncationSide
 from megatron_dynapipe.store import StoreAddress
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -96,6 +97,7 @@ class RunConfig:
         recompute: modes of recomputation that a micro-batch may be given.
         layouts: what micro-batches may be.
         slices: whether long samples are cut along their sequence.
+        split_backward: whether backward passes are divided.
         plans_layer_split: whether the layers per stage are yet to be planned.
         report_folder: where the run's records and pictures go.
         metrics_interval: iterations between two whose numbers are given to Megatron's writers.
@@ -129,6 +131,7 @@ class RunConfig:
     recompute: tuple[Recompute, ...]
     layouts: Layouts
     slices: Slices
+    split_backward: SplitBackward
     plans_layer_split: bool
     report_folder: Path
     metrics_interval: int

@@ -53,6 +53,7 @@ class Layout:
     transfers: str = "gloo"  # or "cuda": the rules that plans are made under
     rows: str = "padded"  # packed, mixed: every second micro-batch, or as planned
     slices: int | None = None  # most positions of a piece; None leaves samples whole
+    divided: int = 0  # backward passes: of every micro-batch, of every second one, …
     fused: bool = False  # weight gradients added up by the product
 
     @classmethod

@@ -26,7 +26,7 @@ OURS = """
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
 --dynapipe-lookahead --dynapipe-loss --dynapipe-planners --dynapipe-recalibrate --dynapipe-report-dir
 --dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-store-bind --dynapipe-store-url-file
---dynapipe-slices --dynapipe-timeout-s --dynapipe-truncate
+--dynapipe-slices --dynapipe-split-backward --dynapipe-timeout-s --dynapipe-truncate
 --dynapipe-unset --use-dynapipe
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
