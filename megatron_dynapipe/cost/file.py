@@ -1,9 +1,11 @@
 """Cost models read from files: tables on one grid, interpolated inside it and infeasible outside."""
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -87,6 +89,47 @@ class TableCostModel:
             where = f"cost model {self.name}, key {key}"
             self._tables[key] = _layer_tables(self.file, self.file.keys[key], where)
         return self._tables[key]
+
+
+def check_measured_model(file: CostFile, model: Mapping[str, Any], *, tensor_parallel: int | None = None) -> None:
+    """Refuse costs that were measured on another model.
+
+    Args:
+        file: what it says of its model is compared, where `model` says it too.
+        model: fields of `ModelShape`; others are ignored.
+        tensor_parallel: where `model["vocabulary"]` has been padded for so many ranks; None where it has not been.
+
+    Raises:
+        CostModelError: naming all numbers that differ.
+    """
+    names = ("hidden", "heads", "query_groups", "kv_channels", "ffn", "vocabulary")
+    measured = {name: msgspec.json.decode(file.model[name]) for name in names if name in file.model}
+    ranks = max(entry.tp for entry in file.keys.values())
+    differ = []
+    for name, value in measured.items():
+        wanted = model.get(name)
+        if name == "vocabulary" and isinstance(value, int) and isinstance(wanted, int):
+            # Padded numbers are alike if the same number of tokens may be padded to both.
+            low, high = (
+                max(value - _VOCABULARY_MULTIPLE * ranks, wanted - _padding(tensor_parallel)),
+                min(value, wanted),
+            )
+            wanted = value if low < high else wanted
+        if wanted and value and value != wanted:
+            differ.append(f"{name} {wanted} in place of the file's {value}")
+    if differ:
+        raise CostModelError(
+            f"{file.name} was measured on another model: this one has {', '.join(differ)}",
+            hint="measure this one with `megatron-dynapipe profile`, or compute its costs (--cost-model analytic)",
+        )
+
+
+_VOCABULARY_MULTIPLE = 128
+"""To which Megatron pads a vocabulary, for each tensor-parallel rank."""
+
+
+def _padding(tensor_parallel: int | None) -> int:
+    return 1 if tensor_parallel is None else _VOCABULARY_MULTIPLE * tensor_parallel
 
 
 def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
