@@ -62,7 +62,7 @@ class BatchProblem {
 public:
     BatchProblem(const Ints& inputs, const Ints& targets, const Ints& input_positions, const Ints& target_positions,
                  bool may_pad, bool may_pack, std::vector<Mode> modes, std::vector<PackedMode> packed,
-                 const Ints& encoder_layers, const Ints& decoder_layers, int64_t chunks, const Ints& model_state,
+                 const Matrix& encoder_layers, const Matrix& decoder_layers, int64_t chunks, const Ints& model_state,
                  int64_t memory_limit,
                  const Matrix& in_flight, int64_t replicas, bool forward_only, bool peak_covers_backward,
                  int64_t bytes_per_position, const Array<bool, 1>& decoder_forward,
@@ -80,18 +80,27 @@ public:
                    copy(chains), copy(extras)} {
         require(division >= 0 && division < static_cast<int64_t>(Division::kDivisions), "a division that there is");
         require(in_flight.shape(1) == model_state.size(), "micro-batches in flight for every stage");
-        require(encoder_layers.size() == decoder_layers.size(), "encoder and decoder layers of the same stages");
-        const size_t stages = encoder_layers.size();
+        require(encoder_layers.shape(0) == decoder_layers.shape(0), "encoder and decoder layers of the same stages");
+        require(encoder_layers.shape(1) == 3 && decoder_layers.shape(1) == 3, "MLPs, layers and attentions");
+        const size_t stages = encoder_layers.shape(0);
         const bool differ = !stage_tables_.empty();
         require(!differ || (stage_tables_.size() == tables_.size() && !may_pack),
                 "stages' own costs under every recompute mode, and no packed rows with them");
+        const auto layers = [](const Matrix& of, size_t v) {
+            const int64_t* parts = of.data() + 3 * v;
+            return Layers{parts[0], parts[1], parts[2]};
+        };
         for (size_t v = 0; v < stages; ++v) {
-            problem_.layers.push_back({encoder_layers.data()[v], decoder_layers.data()[v], v + 1 == stages,
+            problem_.layers.push_back({layers(encoder_layers, v), layers(decoder_layers, v), v + 1 == stages,
                                        differ ? static_cast<int64_t>(v) : -1});
+            const StageLayers& stage = problem_.layers.back();
+            for (const Layers& kind : {stage.encoder, stage.decoder})
+                if (kind.mlp != 0 || kind.attention != 0) problem_.rows = kRows;
         }
         for (const auto& [sizes, lengths, target_lengths, values, separate] : tables_) {
             problem_.modes.push_back(
                 {{copy(sizes)}, {copy(lengths)}, {copy(target_lengths)}, values.data(), separate.data()});
+            problem_.modes.back().rows = problem_.rows;
             problem_.modes.back().check(values.size(), separate.size());
         }
         for (size_t mode = 0; mode < stage_tables_.size(); ++mode) {
@@ -101,6 +110,7 @@ public:
         for (const auto& [row_inputs, row_targets, linear, lengths, target_lengths, attention] : packed_tables_) {
             problem_.packed.push_back({{copy(row_inputs)}, {copy(row_targets)}, linear.data(), {copy(lengths)},
                                        {copy(target_lengths)}, attention.data()});
+            problem_.packed.back().rows = problem_.rows;
             problem_.packed.back().check(linear.size(), attention.size());
         }
         problem_.check();
@@ -371,7 +381,7 @@ NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a problem may well live until the interpreter ends
     nb::class_<BatchProblem>(module, "BatchProblem", "See megatron_dynapipe.planning.problem.BatchProblem.")
         .def(nb::init<const Ints&, const Ints&, const Ints&, const Ints&, bool, bool, std::vector<Mode>,
-                      std::vector<PackedMode>, const Ints&, const Ints&, int64_t, const Ints&,
+                      std::vector<PackedMode>, const Matrix&, const Matrix&, int64_t, const Ints&,
                       int64_t, const Matrix&, int64_t, bool, bool, int64_t, const Array<bool, 1>&,
                       const Array<bool, 1>&, const Array<double, 1>&, const Array<double, 1>&, int64_t, bool,
                       std::vector<StageValues>, const Array<int32_t, 1>&, const Ints&, int64_t>(),

@@ -113,7 +113,7 @@ void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, Cos
     }
     inputs = round_up(inputs, problem_.row_multiple);
     targets = round_up(targets, problem_.row_multiple);
-    int64_t costs[kRows];
+    int64_t costs[kRows] = {};
     by_kind_.clear();
     if (packed_.layer_costs(mode, {samples, inputs, targets}, costs)) stage_costs(costs);
     const int64_t bytes = problem_.links.bytes_per_position;
@@ -121,7 +121,7 @@ void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, Cos
 }
 
 bool CostCache::shares(size_t mode, int32_t sample, int64_t positions, std::vector<Share>& by_kind) {
-    int64_t costs[kRows];
+    int64_t costs[kRows] = {};
     if (!packed_.share(mode, sample, positions, costs)) return false;
     stage_costs(costs);
     if (by_kind_.empty()) return false;

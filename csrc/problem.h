@@ -39,6 +39,7 @@ struct Problem {
     // Where samples are cut: a sample of the problem may be a piece of one. The pieces of a chain follow one another.
     std::vector<int32_t> chains;  // [samples] the chain that it is a piece of, -1 for a whole one; empty where none is cut
     std::vector<int64_t> extras;  // [modes][samples][kEncoderRows] what a piece costs one layer besides its share
+    int rows = kWholeRows;        // of a layer's costs that are read: kRows where a layer is divided
 
     bool is_cut() const { return !chains.empty(); }
     bool is_piece(int32_t sample) const { return is_cut() && chains[sample] >= 0; }

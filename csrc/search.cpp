@@ -251,7 +251,7 @@ int64_t Search::default_evaluations(const Solution& start) const {
     const int64_t rows = most * problem_.chunks();
     const int64_t evaluations = std::min(std::clamp(kBudget / rows, kLeast, kMost), kLargeBudget / rows);
     const bool both = std::any_of(problem_.layers.begin(), problem_.layers.end(),
-                                  [](const StageLayers& stage) { return stage.decoder > 0; });
+                                  [](const StageLayers& stage) { return stage.decoder.any(); });
     return both ? evaluations * 3 / 2 : evaluations;
 }
 

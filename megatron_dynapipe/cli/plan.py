@@ -123,7 +123,7 @@ def _entry(batch: "NamedBatch", seconds: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def _replicas(plan: "IterationPlan", layers_per_stage: tuple[int, ...]) -> list[dict[str, Any]]:
+def _replicas(plan: "IterationPlan", layers_per_stage: tuple[float, ...]) -> list[dict[str, Any]]:
     from megatron_dynapipe.plan.instructions import Pass
     from megatron_dynapipe.plan.memory import peak_bytes
     from megatron_dynapipe.plan.text import format_instruction

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from megatron_dynapipe.config import Cluster
-    from megatron_dynapipe.cost import CostModel, DeviceRates, Network
+    from megatron_dynapipe.cost import CostModel, DeviceRates, Network, Split
     from megatron_dynapipe.cost.format import Link
     from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.planning.settings import PlannerSettings
@@ -350,7 +350,7 @@ def _layers(args: argparse.Namespace) -> tuple[int, int]:
     return args.encoder_layers, args.decoder_layers
 
 
-def _layers_per_stage(split: str, layers: int, stages: int) -> tuple[int, ...] | None:
+def _layers_per_stage(split: str, layers: int, stages: int) -> "Split | None":
     """None for an equal split; for an auto split, a near-equal one to begin with."""
     from megatron_dynapipe.cost import even_split, parse_split
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_dynapipe.cost.division import Division, Kind, division_by_flops
 from megatron_dynapipe.cost.format import Link
+from megatron_dynapipe.cost.halves import with_halves
 from megatron_dynapipe.cost.shape import ModelShape
 from megatron_dynapipe.cost.tables import ABSENT, EndState, IntArray, LayerState, LayerTables, PackedTables, Row
 from megatron_dynapipe.cost.weights import with_weights
@@ -168,7 +169,7 @@ class AnalyticCostModel:
             key_value_channels=self.shape.key_value_channels // tensor_parallel,
             division=self._division(recompute),
         )
-        return with_weights(tables, recompute)
+        return with_halves(with_weights(tables, recompute))
 
     def _packed(self, layer: LayerWork, recompute: Recompute) -> PackedTables:
         """Packed rows counted exactly: all work but attention's inside over the row, that over each sample."""

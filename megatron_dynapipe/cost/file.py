@@ -22,6 +22,7 @@ from megatron_dynapipe.cost.format import (
     read_points,
     unit_of,
 )
+from megatron_dynapipe.cost.halves import with_halves
 from megatron_dynapipe.cost.tables import (
     ABSENT,
     ENCODER_ROWS,
@@ -175,7 +176,7 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
         key_value_channels=file.key_value_channels // entry.tp,
         division=entry.division or file.division_by_flops(entry.recompute),
     )
-    return with_weights(found, entry.recompute)
+    return with_halves(with_weights(found, entry.recompute))
 
 
 def _packed_tables(entry: PackedEntry, parts: Collection[tuple[str, str]], t5: bool, where: str) -> PackedTables:

@@ -68,6 +68,12 @@ class Planner:
         self._tables = tuple(
             cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=mode) for mode in settings.recompute
         )
+        if self.layout.has_halves and not all(tables.division for tables in self._tables):
+            raise CostModelError(
+                f"expected costs of attention and MLP apart, for layers per stage of {settings.layers_per_stage};"
+                f" {cost_model.name} does not hold them, nor the sizes of the model by which a layer's are divided",
+                hint="give whole layers, or measure the model with `megatron-dynapipe profile`",
+            )
         self._peak_covers_backward = any(tables.peak_covers_backward for tables in self._tables)
         states = np.stack([self._model_state(tables) for tables in self._tables])
         self.model_state_bytes: IntArray = states.max(axis=0)
@@ -198,7 +204,11 @@ class Planner:
             if isinstance(s.slices, int):
                 return replace(cut, gain=math.inf)
             found = self._schedule(cut.problem, cut.partitioned, searchable=True, chosen=quick)
-            if found is not None and (best is None or found.makespan_ns < best.begun_ns):
+            if found is None:
+                continue
+            if best is not None and found.makespan_ns > best.begun_ns * (1 + LEAST_GAIN):
+                break  # smaller pieces take longer still
+            if best is None or found.makespan_ns < best.begun_ns:
                 best = replace(cut, begun_ns=found.makespan_ns)
         if best is None or partitioned is None:
             return best

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from megatron_dynapipe.cost import Links, Network, PipelineLayout, ScatterGather
+from megatron_dynapipe.cost import Links, Network, PipelineLayout, ScatterGather, Split
 from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
@@ -27,7 +27,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         hidden_size: width of the states that cross stage boundaries.
         data_parallel, tensor_parallel, pipeline_parallel: the layout.
         chunks: virtual stages per pipeline rank.
-        layers_per_stage: layers per virtual stage in model order; None splits them equally.
+        layers_per_stage: layers per virtual stage in model order, in halves; None splits them equally.
         memory_limit_bytes: memory of one device that the plan may use, model state included.
         distributed_optimizer: whether optimizer state is sharded over the replicas.
         recompute: modes that a micro-batch may be given.
@@ -56,7 +56,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tensor_parallel: _AtLeastOne = 1
     pipeline_parallel: _AtLeastOne = 1
     chunks: _AtLeastOne = 1
-    layers_per_stage: tuple[int, ...] | None = None
+    layers_per_stage: Split | None = None
     memory_limit_bytes: _AtLeastOne
     distributed_optimizer: bool = False
     recompute: tuple[Recompute, ...] = tuple(Recompute)

@@ -149,9 +149,8 @@ def state_bytes(args: argparse.Namespace) -> StateBytes:
 
 def parallel_config(args: argparse.Namespace, family: ModelFamily) -> ParallelConfig:
     """How Megatron's checked arguments divide the work."""
-    if family is ModelFamily.T5:
-        layers = layer_split.layers_per_stage(args.dynapipe_layers_per_stage)
-    else:
+    layers = layer_split.layers_per_stage(args.dynapipe_layers_per_stage)
+    if layers is None and family is ModelFamily.GPT:
         layers = layer_split.gpt_layers_per_stage(args)
     return ParallelConfig(
         data=args.data_parallel_size,

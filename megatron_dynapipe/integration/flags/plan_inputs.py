@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, even_split
+from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, Split, even_split
 from megatron_dynapipe.cost.analytic import rates_of
 from megatron_dynapipe.cost.file import check_measured_model
 from megatron_dynapipe.cost.format import read_file
@@ -71,7 +71,7 @@ def _splits(run: RunConfig, progress: Progress) -> tuple[SplitSettings, ...]:
     return train, valid, test
 
 
-def _planner(run: RunConfig, layers_per_stage: tuple[int, ...] | None) -> PlannerSettings:
+def _planner(run: RunConfig, layers_per_stage: Split | None) -> PlannerSettings:
     model, parallel = run.model, run.parallel
     return PlannerSettings(
         family=model.family,
@@ -97,13 +97,13 @@ def _planner(run: RunConfig, layers_per_stage: tuple[int, ...] | None) -> Planne
     )
 
 
-def chosen_layer_split(run: RunConfig) -> tuple[int, ...]:
+def chosen_layer_split(run: RunConfig) -> Split:
     """The layers per stage under which the run's first iterations are predicted to be fastest, the same on every rank.
 
     Every sample of the data that fits under the even split fits under the chosen one.
 
     Raises:
-        ConfigError: several chunks per stage, or more stages than layers.
+        ConfigError: more stages than layers.
         PlanningError: none of the iterations can be planned.
     """
     settings = run.training.sampler

@@ -1,13 +1,13 @@
 """One run's configuration as one frozen value: what runs takes it or a part of it, and never Megatron's namespace."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from megatron_dynapipe.config import Cluster
-from megatron_dynapipe.cost import ScatterGather
+from megatron_dynapipe.cost import PipelineLayout, ScatterGather, Split
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags.batch_layout import Layouts, Slices
 from megatron_dynapipe.integration.flags.run_record import CheckpointConfig
@@ -35,7 +35,7 @@ class ParallelConfig:
     pipeline: int
     chunks: int
     distributed_optimizer: bool
-    layers_per_stage: tuple[int, ...] | None
+    layers_per_stage: Split | None
 
     @property
     def stages(self) -> int:
@@ -147,9 +147,23 @@ class RunConfig:
         """Whether the run has no CUDA device."""
         return self.device.type == "cpu"
 
-    def with_layers_per_stage(self, split: Sequence[int]) -> "RunConfig":
+    def with_layers_per_stage(self, split: Split) -> "RunConfig":
         """The same run, its layers split so."""
-        return replace(self, parallel=replace(self.parallel, layers_per_stage=tuple(split)))
+        return replace(self, parallel=replace(self.parallel, layers_per_stage=split))
+
+    @property
+    def divided_layout(self) -> PipelineLayout | None:
+        """Of a GPT's layers over the stages, where a layer is divided."""
+        split = self.parallel.layers_per_stage
+        layout = None
+        if split is not None:
+            layout = PipelineLayout(
+                family=self.model.family,
+                encoder_layers=self.model.encoder_layers,
+                layers_per_stage=split,
+                chunks=self.parallel.chunks,
+            )
+        return layout if layout is not None and layout.has_halves else None
 
     def t5_split(self) -> T5Split:
         """How a T5 is cut; raises ConfigError where the layers cannot be split so."""
