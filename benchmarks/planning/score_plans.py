@@ -31,11 +31,15 @@ c heads x channels, f ffn, x input and y target positions, m of earlier pieces: 
 4 x h f; a decoder's y (12 h c + 4 c (y + x)) + 4 x h c and 4 y h f. Attention stores 13 of 34 parts, under full
 recomputation each half what the layer does; either's peak is the layer's; parameters are as 4 h c (a decoder's 8 h c)
 to 2 h f.
+
+Divided backward passes: BI3 and BW3 in place of B3, BI first; the gradient leaves after BI. BW takes the layers'
+forward time by their linears' share of FLOPs, BI the rest, the head included. Stored activations stay until BW.
 """
 
 import argparse
 import bisect
 import gzip
+import itertools
 import json
 import math
 import sys
@@ -244,6 +248,38 @@ def stage_costs(layers, split, mb, hidden, share=None):
     return [*out[:-1], (forward + head[0], backward + head[1], *rest)]
 
 
+def second_halves(cost, a, split, mb):
+    """What second halves of divided backward passes take by stage: forward time by the linears' share of FLOPs."""
+    size, e, d = mb["shape"]
+    model = cost.data["model"]
+    h, c, f = model["hidden"], model["heads"] * model["kv_channels"], model["ffn"]
+    own = mb["positions"] if mb.get("layout") == "packed" else [(e, d)] * size
+    before = mb.get("before") or [0] * len(own)
+    charged = packed_charge(cost, a, mb) if mb.get("layout") == "packed" else padded_charge(cost, a, mb)
+    kinds = ["encoder"] * (a.layers or a.encoder_layers) + (["decoder"] * a.decoder_layers if a.model == "t5" else [])
+    attention = {
+        "encoder": sum(8 * x * h * c for x, _ in own),
+        "decoder": sum((12 * y + 4 * x) * h * c for x, y in own),
+    }
+    mlp = {"encoder": sum(4 * x * h * f for x, _ in own), "decoder": sum(4 * y * h * f for _, y in own)}
+    inner = {
+        "encoder": sum(4 * c * x * (x + p) for (x, _), p in zip(own, before, strict=True)),
+        "decoder": sum(4 * c * y * (y + x) for x, y in own),
+    }
+    ends = {}  # of a layer's two halves
+    for kind in set(kinds):
+        time = charged("time_ms", kind + ".forward") / max(attention[kind] + mlp[kind] + inner[kind], 1)
+        ends[kind] = (time * attention[kind], time * mlp[kind])
+    halves = [half for kind in kinds for half in ends[kind]]
+    starts = [round(2 * sum(split[:s])) for s in range(len(split) + 1)]
+    return [sum(halves[first:end]) for first, end in itertools.pairwise(starts)]
+
+
+def split_op(text):
+    op = text.rstrip("0123456789")
+    return op, int(text[len(op) :])
+
+
 def transfer_ms(mb, a, i, j):
     def node(s):
         return s * a.dp * a.tp // 8
@@ -270,7 +306,7 @@ def model_state(cost, a, split, recompute):
     return [factor * sum(part) for part in parts_of(whole, split, cut)]
 
 
-def replay(a, costs, stages, state):
+def replay(a, costs, weights, stages, state):
     """Makespan (ms) and peak memory (MB) per stage of one replica, or None where it cannot progress."""
     pp = len(stages)
     pos, free, mem, peak = [0] * pp, [0.0] * pp, list(state), list(state)
@@ -280,7 +316,7 @@ def replay(a, costs, stages, state):
         moved = False
         for s in range(pp):
             while pos[s] < len(stages[s]):
-                op, k = stages[s][pos[s]][0], int(stages[s][pos[s]][1:])
+                op, k = split_op(stages[s][pos[s]])
                 if op == "F":
                     if s == 0:
                         ready = 0.0
@@ -291,6 +327,11 @@ def replay(a, costs, stages, state):
                     end = max(free[s], ready) + costs[k][s][0]
                     peak[s] = max(peak[s], mem[s] + costs[k][s][3])
                     mem[s] += costs[k][s][2]
+                elif op == "BW":
+                    if ("B", k, s) not in done:
+                        break
+                    end = free[s] + weights[k][s]
+                    mem[s] -= costs[k][s][2]
                 else:
                     if ("F", k, s) not in done:
                         break
@@ -300,10 +341,10 @@ def replay(a, costs, stages, state):
                         ready = done["B", k, s + 1] + transfer_ms(costs[k][s + 1][5], a, s, s + 1)
                     else:
                         break
-                    end = max(free[s], ready) + costs[k][s][1]
+                    end = max(free[s], ready) + costs[k][s][1] - (weights[k][s] if op == "BI" else 0)
                     peak[s] = max(peak[s], mem[s])
-                    mem[s] -= costs[k][s][2]
-                done[op, k, s] = free[s] = end
+                    mem[s] -= costs[k][s][2] if op == "B" else 0
+                done["B" if op == "BI" else op, k, s] = free[s] = end
                 pos[s] += 1
                 left -= 1
                 moved = True
@@ -363,7 +404,8 @@ def out_of_order(held, stages):
     for ops in stages:
         at = {op: n for n, op in enumerate(ops)}
         for chain in chains:
-            forwards, backwards = ([at[f"{op}{k}"] for k in chain] for op in "FB")
+            forwards = [at[f"F{k}"] for k in chain]
+            backwards = [at.get(f"B{k}", at.get(f"BI{k}")) for k in chain]
             if forwards != sorted(forwards) or backwards != sorted(backwards, reverse=True):
                 return True
     return False
@@ -396,8 +438,11 @@ def check_and_score(a, cost, batch, plan):
                 return {"error": wrong}
         held = [[entry for row in entries_of(a, batch, mb) for entry in row] for mb in mbs]
         used += [entry for entries in held for entry in entries]
-        passes = {f"{o}{k}" for o in "FB" for k in range(len(mbs))}
         for s, ops in enumerate(r["stages"]):
+            divided = {k for op, k in map(split_op, ops) if op == "BI"}
+            passes = {f"{o}{k}" for k in range(len(mbs)) for o in (("F", "BI", "BW") if k in divided else ("F", "B"))}
+            if any(mbs[k]["recompute"] == "full" for k in divided):
+                return {"error": f"stage {s} divides a backward pass under full recomputation"}
             if len(ops) != len(passes) or set(ops) != passes:
                 return {"error": f"stage {s} runs the wrong passes"}
         if out_of_order(held, r["stages"]):
@@ -409,7 +454,7 @@ def check_and_score(a, cost, batch, plan):
             max(x)
             for x in zip(*(model_state(cost, a, split, rc) for rc in {mb["recompute"] for mb in mbs}), strict=True)
         ]
-        out = replay(a, costs, r["stages"], state)
+        out = replay(a, costs, [second_halves(cost, a, split, mb) for mb in mbs], r["stages"], state)
         if out is None:
             return {"error": "passes cannot progress"}
         worst, peak_all = max(worst, out[0]), max(peak_all, max(out[1]))
