@@ -62,13 +62,13 @@ class BatchProblem {
 public:
     BatchProblem(const Ints& inputs, const Ints& targets, const Ints& input_positions, const Ints& target_positions,
                  bool may_pad, bool may_pack, std::vector<Mode> modes, std::vector<PackedMode> packed,
-                 const Ints& encoder_layers, const Ints& decoder_layers, int64_t chunks, const Ints& model_state,
+                 const Matrix& encoder_layers, const Matrix& decoder_layers, int64_t chunks, const Ints& model_state,
                  int64_t memory_limit,
                  const Matrix& in_flight, int64_t replicas, bool forward_only, bool peak_covers_backward,
                  int64_t bytes_per_position, const Array<bool, 1>& decoder_forward,
                  const Array<bool, 1>& decoder_backward, const Array<double, 1>& latency_ns,
                  const Array<double, 1>& gbps, int64_t receive_ahead, bool ordered_starts,
-                 std::vector<StageValues> of_stages, const Array<int32_t, 1>& chains, const Ints& extras)
+                 std::vector<StageValues> of_stages, const Array<int32_t, 1>& chains, const Ints& extras, int64_t division)
         : tables_(std::move(modes)), packed_tables_(std::move(packed)), stage_tables_(std::move(of_stages)),
           problem_{copy(inputs), copy(targets), copy(input_positions), copy(target_positions), may_pad, may_pack,
                    {}, {}, {},
@@ -76,20 +76,31 @@ public:
                                   ordered_starts),
                    {bytes_per_position, copy_flags(decoder_forward), copy_flags(decoder_backward), copy(latency_ns),
                     copy(gbps)},
-                   {in_flight.data(), in_flight.data() + in_flight.size()}, replicas, copy(chains), copy(extras)} {
+                   {in_flight.data(), in_flight.data() + in_flight.size()}, replicas, static_cast<Division>(division),
+                   copy(chains), copy(extras)} {
+        require(division >= 0 && division < static_cast<int64_t>(Division::kDivisions), "a division that there is");
         require(in_flight.shape(1) == model_state.size(), "micro-batches in flight for every stage");
-        require(encoder_layers.size() == decoder_layers.size(), "encoder and decoder layers of the same stages");
-        const size_t stages = encoder_layers.size();
+        require(encoder_layers.shape(0) == decoder_layers.shape(0), "encoder and decoder layers of the same stages");
+        require(encoder_layers.shape(1) == 3 && decoder_layers.shape(1) == 3, "MLPs, layers and attentions");
+        const size_t stages = encoder_layers.shape(0);
         const bool differ = !stage_tables_.empty();
         require(!differ || (stage_tables_.size() == tables_.size() && !may_pack),
                 "stages' own costs under every recompute mode, and no packed rows with them");
+        const auto layers = [](const Matrix& of, size_t v) {
+            const int64_t* parts = of.data() + 3 * v;
+            return Layers{parts[0], parts[1], parts[2]};
+        };
         for (size_t v = 0; v < stages; ++v) {
-            problem_.layers.push_back({encoder_layers.data()[v], decoder_layers.data()[v], v + 1 == stages,
+            problem_.layers.push_back({layers(encoder_layers, v), layers(decoder_layers, v), v + 1 == stages,
                                        differ ? static_cast<int64_t>(v) : -1});
+            const StageLayers& stage = problem_.layers.back();
+            for (const Layers& kind : {stage.encoder, stage.decoder})
+                if (kind.mlp != 0 || kind.attention != 0) problem_.rows = kRows;
         }
         for (const auto& [sizes, lengths, target_lengths, values, separate] : tables_) {
             problem_.modes.push_back(
                 {{copy(sizes)}, {copy(lengths)}, {copy(target_lengths)}, values.data(), separate.data()});
+            problem_.modes.back().rows = problem_.rows;
             problem_.modes.back().check(values.size(), separate.size());
         }
         for (size_t mode = 0; mode < stage_tables_.size(); ++mode) {
@@ -99,6 +110,7 @@ public:
         for (const auto& [row_inputs, row_targets, linear, lengths, target_lengths, attention] : packed_tables_) {
             problem_.packed.push_back({{copy(row_inputs)}, {copy(row_targets)}, linear.data(), {copy(lengths)},
                                        {copy(target_lengths)}, attention.data()});
+            problem_.packed.back().rows = problem_.rows;
             problem_.packed.back().check(linear.size(), attention.size());
         }
         problem_.check();
@@ -152,7 +164,7 @@ public:
     std::tuple<Out, std::vector<bool>> packed_costs(const Ints& samples, const Ints& sizes, const Ints& modes) {
         const size_t count = sizes.size(), stages = problem_.layers.size();
         require(modes.size() == count, "a mode for every row");
-        Integers rows(6 * count * stages);
+        Integers rows(kCosts * count * stages);
         std::vector<bool> covered(count);
         std::vector<int32_t> its;
         const std::lock_guard<std::mutex> guard(mutex_);
@@ -171,19 +183,19 @@ public:
             first += size;
             costs_->packed_row(mode, its, row);
             covered[i] = row.covered;
-            for (size_t kind = 0; kind < 6; ++kind)
+            for (size_t kind = 0; kind < kCosts; ++kind)
                 std::copy_n(row.values.data() + kind * stages, stages, rows.data() + (kind * count + i) * stages);
         }
-        return {to_numpy(std::move(rows), 6 * count), std::move(covered)};
+        return {to_numpy(std::move(rows), kCosts * count), std::move(covered)};
     }
 
-    // [6 * micro-batches][virtual stages], by kind of cost as PassCosts has them; and whether the cost model covers each
+    // [kCosts * micro-batches][virtual stages], by kind of cost as PassCosts has them; and whether the cost model covers each
     std::tuple<Out, std::vector<bool>> costs(const Ints& sizes, const Ints& inputs, const Ints& targets,
                                              const Ints& modes) {
         const size_t count = sizes.size(), stages = problem_.layers.size();
         require(inputs.size() == count && targets.size() == count && modes.size() == count,
                 "a size, lengths and a mode for every micro-batch");
-        Integers rows(6 * count * stages);
+        Integers rows(kCosts * count * stages);
         std::vector<bool> covered(count);
         const std::lock_guard<std::mutex> guard(mutex_);
         for (size_t i = 0; i < count; ++i) {
@@ -195,10 +207,10 @@ public:
                 require(length >= 0 && length <= kLargestCoordinate, "lengths from 0 to 2^20");
             const CostRow& row = costs_->row(mode, shape);
             covered[i] = row.covered;
-            for (size_t kind = 0; kind < 6; ++kind)
+            for (size_t kind = 0; kind < kCosts; ++kind)
                 std::copy_n(row.values.data() + kind * stages, stages, rows.data() + (kind * count + i) * stages);
         }
-        return {to_numpy(std::move(rows), 6 * count), std::move(covered)};
+        return {to_numpy(std::move(rows), kCosts * count), std::move(covered)};
     }
 
 private:
@@ -238,9 +250,9 @@ private:
     std::mutex mutex_;  // of the cache
 };
 
-// Rows of a ScheduleProblem: forward, backward, stored, peak, forward transfer, backward transfer.
+// Rows of a ScheduleProblem: forward, backward, stored, peak, forward transfer, backward transfer, second half.
 std::vector<PassCosts> pass_costs(const std::vector<Matrix>& arrays, size_t virtual_stages) {
-    require(arrays.size() == 6, "six arrays of costs");
+    require(arrays.size() == kCosts, "seven arrays of costs");
     std::vector<PassCosts> costs;
     for (const Matrix& array : arrays) {
         require(array.shape(0) == arrays[0].shape(0) && array.shape(1) == virtual_stages,
@@ -251,7 +263,9 @@ std::vector<PassCosts> pass_costs(const std::vector<Matrix>& arrays, size_t virt
     require(arrays[0].shape(0) < (size_t{1} << 20), "fewer than 2^20 micro-batches");
     for (size_t row = 0; row < arrays[0].shape(0); ++row) {
         const auto at = [&](int k) { return arrays[k].data() + row * virtual_stages; };
-        costs.push_back({at(0), at(1), at(2), at(3), at(4), at(5)});
+        costs.push_back({at(0), at(1), at(2), at(3), at(4), at(5), at(6)});
+        for (size_t v = 0; v < virtual_stages; ++v)
+            require(costs.back().weight[v] <= costs.back().backward[v], "second halves of at most a backward's time");
     }
     return costs;
 }
@@ -267,7 +281,7 @@ std::tuple<Out, Out, Integers, int64_t, bool> run_simulate(const std::vector<Mat
     const std::vector<PassCosts> costs = pass_costs(arrays, shape.virtual_stages());
     require(order.shape(0) == model_state.size(), "passes of every stage");
     for (size_t i = 0; i < order.size(); ++i)
-        require(order.data()[i] >= 0 && order.data()[i] < static_cast<int64_t>(costs.size()) * 2 * chunks,
+        require(order.data()[i] >= kNoPass && order.data()[i] < static_cast<int64_t>(costs.size()) * kPassKinds * chunks,
                 "passes of the micro-batches and chunks that there are");
     const std::vector<Pass> passes(order.data(), order.data() + order.size());
     Simulation run;
@@ -294,6 +308,7 @@ std::tuple<int64_t, std::vector<uint8_t>> run_list_schedule(const std::vector<Ma
     ListScheduler::Costs rows;
     for (const PassCosts& row : costs) rows.push_back(&row);
     const int64_t makespan = ListScheduler(shape).run(rows, policy, kUnreachable, &forwards);
+    for (uint8_t& kind : forwards) kind = kind == kForwardPass;
     return {makespan, std::move(forwards)};
 }
 
@@ -366,10 +381,10 @@ NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a problem may well live until the interpreter ends
     nb::class_<BatchProblem>(module, "BatchProblem", "See megatron_dynapipe.planning.problem.BatchProblem.")
         .def(nb::init<const Ints&, const Ints&, const Ints&, const Ints&, bool, bool, std::vector<Mode>,
-                      std::vector<PackedMode>, const Ints&, const Ints&, int64_t, const Ints&,
+                      std::vector<PackedMode>, const Matrix&, const Matrix&, int64_t, const Ints&,
                       int64_t, const Matrix&, int64_t, bool, bool, int64_t, const Array<bool, 1>&,
                       const Array<bool, 1>&, const Array<double, 1>&, const Array<double, 1>&, int64_t, bool,
-                      std::vector<StageValues>, const Array<int32_t, 1>&, const Ints&>(),
+                      std::vector<StageValues>, const Array<int32_t, 1>&, const Ints&, int64_t>(),
              "inputs"_a.noconvert(), "targets"_a.noconvert(), "input_positions"_a.noconvert(),
              "target_positions"_a.noconvert(), "may_pad"_a, "may_pack"_a, "modes"_a.noconvert(),
              "packed"_a.noconvert(), "encoder_layers"_a.noconvert(),
@@ -377,7 +392,8 @@ NB_MODULE(_native, module) {
              "in_flight"_a.noconvert(), "replicas"_a, "forward_only"_a, "peak_covers_backward"_a,
              "bytes_per_position"_a, "decoder_forward"_a.noconvert(), "decoder_backward"_a.noconvert(),
              "latency_ns"_a.noconvert(), "gbps"_a.noconvert(), "receive_ahead"_a = -1, "ordered_starts"_a = false,
-             "of_stages"_a = std::vector<StageValues>(), "chains"_a.noconvert(), "extras"_a.noconvert())
+             "of_stages"_a = std::vector<StageValues>(), "chains"_a.noconvert(), "extras"_a.noconvert(),
+             "division"_a = 0)
         .def("partition", &BatchProblem::partition, "orders"_a.noconvert(), "improve"_a,
              "The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits.")
         .def("search", &BatchProblem::run_search, "order"_a.noconvert(), "partitions"_a.noconvert(), "evaluations"_a,

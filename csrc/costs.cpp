@@ -113,7 +113,7 @@ void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, Cos
     }
     inputs = round_up(inputs, problem_.row_multiple);
     targets = round_up(targets, problem_.row_multiple);
-    int64_t costs[kRows];
+    int64_t costs[kRows] = {};
     by_kind_.clear();
     if (packed_.layer_costs(mode, {samples, inputs, targets}, costs)) stage_costs(costs);
     const int64_t bytes = problem_.links.bytes_per_position;
@@ -121,7 +121,7 @@ void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, Cos
 }
 
 bool CostCache::shares(size_t mode, int32_t sample, int64_t positions, std::vector<Share>& by_kind) {
-    int64_t costs[kRows];
+    int64_t costs[kRows] = {};
     if (!packed_.share(mode, sample, positions, costs)) return false;
     stage_costs(costs);
     if (by_kind_.empty()) return false;
@@ -149,10 +149,10 @@ void CostCache::stage_costs(const int64_t (&costs)[kRows]) {
 // A row from the costs in `by_kind_`: [kinds][kStageRows], none where the cost model does not cover the micro-batch.
 void CostCache::fill(int64_t input_bytes, int64_t target_bytes, CostRow& row) const {
     const int64_t virtual_stages = problem_.layers.size();
-    row.values.assign(6 * virtual_stages, 0);
+    row.values.assign(kCosts * virtual_stages, 0);
     int64_t* const out = row.values.data();
     row.costs = {out, out + virtual_stages, out + 2 * virtual_stages, out + 3 * virtual_stages,
-                 out + 4 * virtual_stages, out + 5 * virtual_stages};
+                 out + 4 * virtual_stages, out + 5 * virtual_stages, out + 6 * virtual_stages};
     row.covered = row.fits = !by_kind_.empty();
     if (!row.covered) return;
     for (int64_t v = 0; v < virtual_stages; ++v) {
@@ -162,6 +162,7 @@ void CostCache::fill(int64_t input_bytes, int64_t target_bytes, CostRow& row) co
         out[virtual_stages + v] = at[kBackward];
         out[2 * virtual_stages + v] = at[kStored];
         out[3 * virtual_stages + v] = peak_of(at);
+        if (problem_.division != Division::kOff) out[6 * virtual_stages + v] = std::min(at[kWeight], at[kBackward]);
         row.fits &= peak_of(at) <= problem_.memory(v % problem_.stages());
     }
     const Links& links = problem_.links;

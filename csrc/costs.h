@@ -29,7 +29,7 @@ struct Summary {
 
 // A micro-batch on every virtual stage.
 struct CostRow {
-    std::vector<int64_t> values;  // [6][virtual stages], as PassCosts has them
+    std::vector<int64_t> values;  // [kCosts][virtual stages], as PassCosts has them
     PassCosts costs;
     bool covered = false;  // by the cost model
     bool fits = false;     // covered, and its peaks fit beside the model state

@@ -2,16 +2,19 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace dynapipe {
 namespace {
 
 // The numbers of plan/instructions.py.
-enum Kind : int64_t { kLoad = 1, kForward, kBackward, kSendStart, kSendWait, kRecvStart, kRecvWait, kFree };
+enum Kind : int64_t {
+    kLoad = 1, kForward, kBackward, kSendStart, kSendWait, kRecvStart, kRecvWait, kFree, kBackwardInput, kBackwardWeight
+};
 enum Buffer : int64_t { kData = 1, kInput, kOutput, kOutputGrad, kInputGrad, kBuffers };
 enum Payload : int64_t { kActivation = 1, kGradient, kPayloads };
-// The life of a buffer, or of a pass (absent, then ready after its forward, then freed after its backward); `kNone` is
-// what a rank never has.
+// The life of a buffer, or of a pass (absent, then ready after its forward, then freed after its backward, between the
+// halves of a divided one used); `kNone` is what a rank never has.
 enum State : uint8_t { kNone, kAbsent, kReady, kMoving, kUsed, kFreed };
 
 constexpr int64_t kMost = int64_t{1} << 40;  // above every number in a plan
@@ -106,7 +109,7 @@ public:
 
 private:
     bool forward(int64_t row, int64_t key);
-    bool backward(int64_t key);
+    bool backward(int64_t key, State after);
     bool transfer(int64_t kind, Reader& reader);
     bool free(int64_t buffer, int64_t row, int64_t chunk);
     // Moves a buffer from one state to the next, and from no other.
@@ -143,8 +146,8 @@ Walk::Walk(const ListShape& shape, int64_t stages, int64_t stage) : shape_(shape
 
 bool Walk::step(Reader& reader) {
     const int64_t fields = reader.array(), kind = reader.number();
-    constexpr int64_t kFields[] = {0, 2, 3, 3, 6, 5, 6, 5, 4};
-    if (!reader.ok || kind < kLoad || kind > kFree || fields != kFields[kind]) return false;
+    constexpr int64_t kFields[] = {0, 2, 3, 3, 6, 5, 6, 5, 4, 3, 3};
+    if (!reader.ok || kind < kLoad || kind > kBackwardWeight || fields != kFields[kind]) return false;
     bool fine;
     if (kind >= kSendStart && kind <= kRecvWait) {
         fine = transfer(kind, reader);
@@ -155,9 +158,10 @@ bool Walk::step(Reader& reader) {
         const int64_t key = row * shape_.chunks + chunk;
         if (kind == kLoad) fine = advance(kData, row, kAbsent, kReady);
         else if (kind == kForward) fine = forward(row, key);
-        else if (kind == kBackward) fine = backward(key);
-        else fine = free(buffer, row, chunk);
-        if (kind == kForward || kind == kBackward) passes.push_back(length);
+        else if (kind == kFree) fine = free(buffer, row, chunk);
+        else if (kind == kBackwardWeight) fine = std::exchange(done_[key], kFreed) == kUsed;
+        else fine = backward(key, kind == kBackward ? kFreed : kUsed);
+        if (kind != kLoad && kind != kFree) passes.push_back(length);
     }
     ++length;
     return fine;
@@ -171,9 +175,9 @@ bool Walk::forward(int64_t row, int64_t key) {
            advance_if_had(kOutput, key, kAbsent, kReady);
 }
 
-bool Walk::backward(int64_t key) {
+bool Walk::backward(int64_t key, State after) {
     if (shape_.forward_only || done_[key] != kReady) return false;
-    done_[key] = kFreed;
+    done_[key] = after;
     return advance_if_had(kOutputGrad, key, kReady, kUsed) && advance_if_had(kInput, key, kReady, kUsed) &&
            advance_if_had(kInputGrad, key, kAbsent, kReady);
 }

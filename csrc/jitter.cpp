@@ -13,7 +13,7 @@ JitteredReplay::JitteredReplay(const PipelineShape& shape) : shape_(shape), stag
     for (uint64_t draw = 0; draw < kJitterDraws; ++draw) draws_.push_back({Random(draw), {}});
 }
 
-int64_t JitteredReplay::total(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& forwards,
+int64_t JitteredReplay::total(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& kinds,
                               const std::vector<int32_t>& turned) {
     input_ready_.resize(shape_.stages * costs.size());
     gradient_ready_.resize(shape_.stages * costs.size());
@@ -21,38 +21,45 @@ int64_t JitteredReplay::total(const std::vector<const PassCosts*>& costs, const 
     for (Draw& draw : draws_) {
         while (draw.factors.size() < 2 * shape_.stages * costs.size())
             draw.factors.push_back(static_cast<int32_t>(1024 - kSpread + draw.random.below(2 * kSpread + 1)));
-        sum += makespan(costs, forwards, turned, draw.factors);
+        sum += makespan(costs, kinds, turned, draw.factors);
     }
     return sum;
 }
 
-int64_t JitteredReplay::makespan(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& forwards,
+int64_t JitteredReplay::makespan(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& kinds,
                                  const std::vector<int32_t>& turned, const std::vector<int32_t>& factors) {
-    const int64_t stages = shape_.stages, count = costs.size();
-    const int64_t passes = count * (shape_.forward_only ? 1 : 2);
-    std::fill(stages_.begin(), stages_.end(), Stage{0, 0, 0});
+    const int64_t stages = shape_.stages, count = costs.size(), width = kinds.size() / stages;
+    std::fill(stages_.begin(), stages_.end(), Stage{0, 0, 0, 0, 0});
     std::fill_n(input_ready_.begin(), count, 0);
-    for (int64_t left = passes * stages; left > 0;) {
+    for (bool moved = true; moved;) {
+        moved = false;
         for (int64_t s = 0; s < stages; ++s) {
             Stage& stage = stages_[s];
-            while (stage.forwards + stage.backwards < passes) {
-                if (forwards[s * passes + stage.forwards + stage.backwards]) {
+            for (; stage.passes < width; ++stage.passes) {
+                const PassKind kind = static_cast<PassKind>(kinds[s * width + stage.passes]);
+                if (kind == kPassKinds) break;
+                const auto at = [&](int64_t place) { return turned.empty() ? place : int64_t{turned[place]}; };
+                const auto run = [&](int64_t k, int64_t ready) {
+                    const int64_t factor = factors[2 * (k * stages + s) + (kind != kForwardPass)];
+                    stage.free = std::max(stage.free, ready) + costs[k]->time(kind, s) * factor / 1024;
+                };
+                if (kind == kForwardPass) {
                     const int64_t k = stage.forwards;
                     if (s > 0 && k >= stages_[s - 1].forwards) break;
-                    const int64_t time = costs[k]->forward[s] * factors[2 * (k * stages + s)] / 1024;
-                    stage.free = std::max(stage.free, input_ready_[s * count + k]) + time;
+                    run(k, input_ready_[s * count + k]);
                     if (s + 1 < stages) input_ready_[(s + 1) * count + k] = stage.free + costs[k]->forward_transfer[s];
                     ++stage.forwards;
+                } else if (kind == kWeightPass) {
+                    while (costs[at(stage.weights)]->weight[s] == 0) ++stage.weights;
+                    run(at(stage.weights++), 0);
                 } else {
-                    const int64_t place = stage.backwards, k = turned.empty() ? place : turned[place];
+                    const int64_t place = stage.backwards, k = at(place);
                     if (s + 1 < stages ? place >= stages_[s + 1].backwards : k >= stage.forwards) break;
-                    const int64_t time = costs[k]->backward[s] * factors[2 * (k * stages + s) + 1] / 1024;
-                    const int64_t ready = s + 1 < stages ? gradient_ready_[s * count + k] : 0;
-                    stage.free = std::max(stage.free, ready) + time;
+                    run(k, s + 1 < stages ? gradient_ready_[s * count + k] : 0);
                     if (s > 0) gradient_ready_[(s - 1) * count + k] = stage.free + costs[k]->backward_transfer[s];
                     ++stage.backwards;
                 }
-                --left;
+                moved = true;
             }
         }
     }

@@ -16,8 +16,8 @@ class JitteredReplay {
 public:
     explicit JitteredReplay(const PipelineShape& shape);
 
-    // The sum of the makespans over all draws. `forwards` is as ListScheduler::run fills it, `turned` as it takes it.
-    int64_t total(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& forwards,
+    // The sum of the makespans over all draws. `kinds` is as ListScheduler::run fills it, `turned` as it takes it.
+    int64_t total(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& kinds,
                   const std::vector<int32_t>& turned);
 
 private:
@@ -26,10 +26,10 @@ private:
         std::vector<int32_t> factors;  // [micro-batches][stages][forward, backward]; in 1024ths
     };
     struct Stage {
-        int64_t free, forwards, backwards;
+        int64_t free, passes, forwards, backwards, weights;
     };
 
-    int64_t makespan(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& forwards,
+    int64_t makespan(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& kinds,
                      const std::vector<int32_t>& turned, const std::vector<int32_t>& factors);
 
     const PipelineShape& shape_;

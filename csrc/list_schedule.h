@@ -14,11 +14,16 @@ namespace dynapipe {
 // forward pass until `depth` are in flight and for a backward pass then.
 enum class Rule { kBackwardFirst, kForwardFirst, kStrict, kRules };
 
+constexpr int64_t kUndivided = -1;
+
 struct Policy {
     // [stages] most forwards of a stage ahead of its backwards; with several chunks, beyond the passes that the largest
     // group of micro-batches makes on all chunks but the last.
     std::vector<int64_t> depth;
     Rule rule;
+    // Where backward passes are divided, a stage runs its oldest second half instead of waiting for its next pass for at
+    // least this many quarters of the half's time.
+    int64_t least_gap = kUndivided;
 };
 
 // Micro-batches come in the order given. Buffers are kept between calls, since a search makes thousands.
@@ -30,14 +35,14 @@ public:
 
     // The makespan, or kUnreachable once it is known to reach `bound`, where a micro-batch does not fit a stage's
     // memory, and where stages wait for one another.
-    // Fills `forwards`, if given, with [stages][passes]: 1 for a forward pass, 0 for a backward pass. The passes of
-    // either kind keep one sequence on all stages: group by group, and in a group chunk by chunk. `turned`, where it is
-    // not empty, says which micro-batch each place of the backward sequence runs (Chains).
-    int64_t run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* forwards,
+    // Fills `kinds`, if given, with [stages][passes], kPassKinds where a stage has fewer. Forward passes keep one sequence
+    // on all stages, and so do backward passes and their second halves: group by group, and in a group chunk by chunk.
+    // `turned`, where it is not empty, says which micro-batch each place of the backward sequence runs (Chains).
+    int64_t run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds,
                 const std::vector<int32_t>& turned = {});
 
-    // The order of passes, [stages][passes], that the `forwards` of the last run say.
-    std::vector<Pass> order(const std::vector<uint8_t>& forwards) const;
+    // The order of passes, [stages][passes], that the `kinds` of the last run say.
+    std::vector<Pass> order(const std::vector<uint8_t>& kinds) const;
 
 private:
     // A place of a sequence: a micro-batch on a chunk. `after` is the place, in the sequence of what runs next, of the
@@ -50,8 +55,11 @@ private:
         int64_t free, held, work_left;
         int64_t above;  // room that every backward finds
         int64_t drain;  // the least time from the stage's last pass to the iteration's end
+        int64_t weight_left;  // of `work_left`, in second halves
         int64_t forwards, backwards;  // that have run
-        bool next_is_forward;
+        int64_t released;  // backwards up to the first that waits for its second half
+        int64_t passes;    // that have run
+        PassKind next;
     };
     // What a pass makes ready: a forward's input, or a backward's gradient, at a place of a stage's sequence.
     struct Fed {
@@ -61,11 +69,15 @@ private:
 
     // With one chunk and whole samples, which a search runs most, a sequence is the micro-batches and needs no items.
     template <bool kChunked>
-    int64_t run_chunked(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* forwards);
+    int64_t run_chunked(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds);
     template <bool kChunked>
     void choose(int64_t s, const Costs& costs, const Policy& policy);
     template <bool kChunked>
     Fed step(int64_t s, const Costs& costs);
+    template <bool kChunked>
+    void step_weight(int64_t s, const Costs& costs);
+    template <bool kChunked>
+    void release(int64_t s, const Costs& costs);
     template <bool kChunked>
     Item item(bool forward, int64_t place) const {
         if constexpr (kChunked) return (forward ? forward_ : backward_)[place];
@@ -73,12 +85,13 @@ private:
     }
 
     void number(int64_t count, const std::vector<int32_t>& turned);
-    bool begin(const Costs& costs, int64_t bound);
+    bool begin(const Costs& costs, int64_t bound, bool divided);
     bool has_items() const { return shape_.chunks > 1 || !turned_.empty(); }
     int64_t earliest() const;
 
     const PipelineShape& shape_;
-    int64_t numbered_ = -1, items_ = 0, largest_group_ = 0;
+    int64_t numbered_ = -1, items_ = 0, largest_group_ = 0, left_ = 0;
+    bool divided_ = false;
     std::vector<int32_t> turned_;
     std::vector<Item> forward_, backward_;
     std::vector<Stage> stages_;

@@ -288,6 +288,10 @@ bool Mutations::reassign(std::vector<ReplicaState>& replicas, std::vector<size_t
 bool Mutations::change_policy(ReplicaState& replica) {
     const int64_t stages = problem_.pipeline.stages;
     if (stages < 2 || problem_.pipeline.forward_only) return false;
+    if (problem_.division != Division::kOff && random_.below(4) == 0) {
+        replica.policy.least_gap = (replica.policy.least_gap + 1 + random_.below(4)) % 5;
+        return true;
+    }
     if (random_.below(4) == 0) {
         const int64_t rules = static_cast<int64_t>(Rule::kRules), rule = static_cast<int64_t>(replica.policy.rule);
         replica.policy.rule = static_cast<Rule>((rule + 1 + random_.below(rules - 1)) % rules);

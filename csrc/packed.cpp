@@ -18,9 +18,9 @@ int64_t divide(__int128 value, int64_t by) {  // rounded to the nearest, halves 
     return static_cast<int64_t>(quotient - (twice % (2 * by) < 0));
 }
 
-void sum(const int64_t (&terms)[2 * kRows], int64_t positions, int64_t (&out)[kRows]) {
+void sum(const int64_t (&terms)[2 * kRows], int rows, int64_t positions, int64_t (&out)[kRows]) {
     const int64_t by = std::max<int64_t>(positions, 1);
-    for (int row = 0; row < kRows; ++row) {
+    for (int row = 0; row < rows; ++row) {
         const int64_t scaled = terms[row] >= 0 ? (terms[row] + by / 2) / by : -((by / 2 - terms[row]) / by);
         out[row] = std::max<int64_t>(0, scaled + terms[kRows + row]);
     }
@@ -37,7 +37,7 @@ bool PackedCosts::layer_costs(size_t mode, const PackedRow& row, int64_t (&out)[
     int64_t terms[2 * kRows] = {};
     for (int32_t sample : row.samples)
         if (!add(mode, sample, positions, terms)) return false;
-    sum(terms, positions, out);
+    sum(terms, problem_.rows, positions, out);
     const PackedGrid& grid = problem_.packed[mode];
     return !grid.measured() || grid.add_linear(row.inputs, row.targets, out);
 }
@@ -47,12 +47,12 @@ bool PackedCosts::share(size_t mode, int32_t sample, int64_t positions, int64_t 
     const int64_t own = std::max<int64_t>(input + target, 1), scale = std::max(positions, own);
     int64_t terms[2 * kRows] = {};
     if (!add(mode, sample, scale, terms)) return false;
-    sum(terms, scale, out);
+    sum(terms, problem_.rows, scale, out);
     const PackedGrid& grid = problem_.packed[mode];
     if (!grid.measured()) return true;
     int64_t linear[kRows] = {};
     if (!grid.add_linear(input * scale / own, target * scale / own, linear)) return false;
-    for (int row = 0; row < kRows; ++row) out[row] += divide(static_cast<__int128>(linear[row]) * own, scale);
+    for (int row = 0; row < problem_.rows; ++row) out[row] += divide(static_cast<__int128>(linear[row]) * own, scale);
     return true;
 }
 
@@ -63,10 +63,14 @@ bool PackedCosts::add(size_t mode, size_t sample, int64_t positions, int64_t (&t
     size_t cell = its.from.size() - 1;
     while (cell > 0 && its.from[cell] > positions) --cell;
     const int64_t* values = its.terms.data() + cell * 2 * kRows;
-    for (int term = 0; term < 2 * kRows; ++term) terms[term] += values[term];
+    const int rows = problem_.rows;
+    for (int row = 0; row < rows; ++row) terms[row] += values[row];
+    for (int row = kRows; row < kRows + rows; ++row) terms[row] += values[row];
     if (problem_.is_piece(sample)) {
         const int64_t* extra = problem_.extras.data() + (mode * problem_.samples() + sample) * kEncoderRows;
         for (int row = 0; row < kEncoderRows; ++row) terms[kRows + row] += extra[row];
+        for (int row = kEncoderForward; row <= kEncoderStored; ++row)  // all of it is attention's
+            terms[kRows + kEncoderAttentionForward + row] += extra[row];
     }
     return true;
 }
@@ -87,16 +91,16 @@ void PackedCosts::derive(const Grid& grid, size_t sample, Shares& shares) const 
     const std::vector<int64_t>& sizes = grid.sizes.points;
     const size_t count = sizes.size();
     const std::vector<int64_t> costs = grid.separately_at_lengths(input, target);
-    for (int row = 0; row < kRows; ++row)
+    for (int row = 0; row < problem_.rows; ++row)
         if (costs[row * count] == kAbsent) return;
     shares.covered = true;
     shares.terms.assign((count + 1) * 2 * kRows, 0);
     shares.from.push_back(0);  // below the smallest size its cost is taken
-    for (int row = 0; row < kRows; ++row) shares.terms[row] = own * std::min(costs[row * count], kLargestShare);
+    for (int row = 0; row < problem_.rows; ++row) shares.terms[row] = own * std::min(costs[row * count], kLargestShare);
     for (size_t cell = 0; cell < count; ++cell) {
         shares.from.push_back(own * sizes[cell]);
         int64_t* const terms = shares.terms.data() + (cell + 1) * 2 * kRows;
-        for (int row = 0; row < kRows; ++row) {
+        for (int row = 0; row < problem_.rows; ++row) {
             const int64_t* by_size = costs.data() + row * count;
             size_t last = cell;  // the largest size so far that was measured
             while (by_size[last] == kAbsent) --last;
@@ -115,7 +119,7 @@ void PackedCosts::derive(const Grid& grid, size_t sample, Shares& shares) const 
 }
 
 void PackedCosts::measured(const PackedGrid& grid, size_t sample, Shares& shares) const {
-    int64_t attention[kRows];
+    int64_t attention[kRows] = {};
     shares.covered = grid.attention_of(problem_.input_positions[sample], problem_.target_positions[sample], attention);
     if (!shares.covered) return;
     shares.from = {0};

@@ -1,6 +1,7 @@
 // A pipeline and what one micro-batch costs on it; shared by simulation, list scheduling and search.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -27,6 +28,11 @@ struct PipelineShape {
     void check() const;
 };
 
+// A pass: (micro-batch * chunks + chunk) * kPassKinds + its kind.
+using Pass = int64_t;
+enum PassKind : uint8_t { kForwardPass, kBackwardPass, kInputPass, kWeightPass, kPassKinds };
+constexpr Pass kNoPass = -1;  // fills up a stage's order where stages run different numbers of passes
+
 // Costs of one micro-batch, each [virtual stages]; see ScheduleProblem in planning/problem.py.
 struct PassCosts {
     const int64_t* forward;
@@ -35,6 +41,17 @@ struct PassCosts {
     const int64_t* peak;
     const int64_t* forward_transfer;
     const int64_t* backward_transfer;
+    const int64_t* weight;  // the part of `backward` that may run later; 0 where it cannot be divided
+
+    int64_t time(PassKind kind, int64_t v) const {
+        switch (kind) {
+            case kForwardPass: return forward[v];
+            case kBackwardPass: return backward[v];
+            case kInputPass: return backward[v] - weight[v];
+            default: return weight[v];
+        }
+    }
 };
+constexpr size_t kCosts = 7;  // arrays of PassCosts
 
 }  // namespace dynapipe

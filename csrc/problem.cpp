@@ -54,8 +54,11 @@ void Problem::check() const {
     pipeline.check();
     require(layers.size() == stages() * chunks(), "layers of every virtual stage");
     for (const StageLayers& stage : layers)
-        for (int64_t count : {stage.encoder, stage.decoder})  // each by itself: their sum could overflow
-            require(count >= 0 && count <= kMostLayers, "0 to 65536 layers of a kind on a stage");
+        for (const Layers& kind : {stage.encoder, stage.decoder}) {  // each by itself: their sum could overflow
+            require(kind.whole >= 0 && kind.whole <= kMostLayers, "0 to 65536 layers of a kind on a stage");
+            for (int64_t half : {kind.mlp, kind.attention})
+                require(half == 0 || half == 1, "at most one MLP and one attention of a divided layer of a kind");
+        }
     links.check(layers.size());
     require(!in_flight.empty() && in_flight.size() % stages() == 0 && options() <= 26,
             "between 1 and 26 options of micro-batches in flight, for every stage");

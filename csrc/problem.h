@@ -21,6 +21,8 @@ struct Links {
     void check(size_t virtual_stages) const;
 };
 
+enum class Division { kOff, kAuto, kOn, kDivisions };  // of backward passes: where that is faster, or all that can be
+
 struct Problem {
     std::vector<int64_t> inputs, targets;                    // [samples] padded lengths
     std::vector<int64_t> input_positions, target_positions;  // [samples] without padding
@@ -32,10 +34,12 @@ struct Problem {
     Links links;
     std::vector<int64_t> in_flight;  // [options][stages] micro-batches that a stage holds at once
     int64_t replicas;
+    Division division;
     static constexpr int64_t row_multiple = 8;  // positions of packed rows are rounded up to it
     // Where samples are cut: a sample of the problem may be a piece of one. The pieces of a chain follow one another.
     std::vector<int32_t> chains;  // [samples] the chain that it is a piece of, -1 for a whole one; empty where none is cut
     std::vector<int64_t> extras;  // [modes][samples][kEncoderRows] what a piece costs one layer besides its share
+    int rows = kWholeRows;        // of a layer's costs that are read: kRows where a layer is divided
 
     bool is_cut() const { return !chains.empty(); }
     bool is_piece(int32_t sample) const { return is_cut() && chains[sample] >= 0; }

@@ -19,6 +19,7 @@ namespace {
 constexpr int64_t kBudget = 190'000;  // packed rows of a replica, on chunks, that a default search schedules on all stages
 constexpr int64_t kLargeBudget = 7'500'000;  // that it schedules at most, so that large batches take seconds
 constexpr int64_t kLeast = 2500, kMost = 7500;
+constexpr int64_t kGap = 2;  // of policies to begin with
 constexpr int64_t kStartMargin = 32;  // starts that are longer than the best so far by more than its 32nd are dropped
 
 // All replicas of a solution and what they come to.
@@ -48,7 +49,7 @@ public:
     Found run(const std::vector<std::vector<Run>>& partitions);
 
 private:
-    int64_t evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* forwards = nullptr);
+    int64_t evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds = nullptr);
     std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions);
     Solution assigned(const MicroBatches& batches);
     void begin_padded(ReplicaState& replica);
@@ -60,6 +61,7 @@ private:
     void improve(Solution& solution, int64_t evaluations);
     bool change(Solution& candidate, int64_t limit);
     int64_t jittered_total(ReplicaState& replica);
+    void join_halves(std::vector<Pass>& order);
     void robustify_policy(ReplicaState& replica);
     void robustify(Solution& solution, int64_t evaluations);
     Policy policy(int64_t extra, Rule rule) const;
@@ -74,19 +76,19 @@ private:
     int64_t left_;
     bool by_default_;
     std::vector<const PassCosts*> rows_;
-    std::vector<uint8_t> forwards_, scheduled_;
+    std::vector<uint8_t> kinds_, scheduled_;
     std::vector<size_t> touched_;
 };
 
-int64_t Search::evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* forwards) {
+int64_t Search::evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds) {
     rows_.clear();
     --left_;
     for (const MicroBatch* batch : replica.micro_batches) rows_.push_back(batch->costs);
     const bool is_plain = problem_.pipeline.transfers.are_plain();
     const std::vector<int32_t>& turned = chains_.turned(replica.micro_batches);
-    const int64_t makespan = scheduler_.run(rows_, replica.policy, bound, is_plain ? forwards : &scheduled_, turned);
+    const int64_t makespan = scheduler_.run(rows_, replica.policy, bound, is_plain ? kinds : &scheduled_, turned);
     if (is_plain || makespan >= bound) return makespan;
-    if (forwards) *forwards = scheduled_;
+    if (kinds) *kinds = scheduled_;
     // The order is that of transfers that wait for nothing, and takes at least as long with those that do.
     std::vector<PassCosts> costs;
     for (const PassCosts* row : rows_) costs.push_back(*row);
@@ -97,7 +99,7 @@ int64_t Search::evaluate(const ReplicaState& replica, int64_t bound, std::vector
 // The depths that fill the pipeline, and `extra` beyond them on all stages but the last.
 Policy Search::policy(int64_t extra, Rule rule) const {
     const int64_t stages = problem_.pipeline.stages, each = problem_.pipeline.chunks > 1 ? 2 : 1;
-    Policy policy{{}, rule};
+    Policy policy{{}, rule, problem_.division == Division::kOff ? kUndivided : kGap};
     for (int64_t s = 0; s + 1 < stages; ++s) policy.depth.push_back(each * (stages - 1 - s) + 1 + extra);
     policy.depth.push_back(1);
     return policy;
@@ -249,7 +251,7 @@ int64_t Search::default_evaluations(const Solution& start) const {
     const int64_t rows = most * problem_.chunks();
     const int64_t evaluations = std::min(std::clamp(kBudget / rows, kLeast, kMost), kLargeBudget / rows);
     const bool both = std::any_of(problem_.layers.begin(), problem_.layers.end(),
-                                  [](const StageLayers& stage) { return stage.decoder > 0; });
+                                  [](const StageLayers& stage) { return stage.decoder.any(); });
     return both ? evaluations * 3 / 2 : evaluations;
 }
 
@@ -289,11 +291,36 @@ Found Search::run(const std::vector<std::vector<Run>>& partitions) {
     for (ReplicaState& replica : best.replicas) {
         found.orders.emplace_back();
         if (replica.micro_batches.empty()) continue;
-        evaluate(replica, kUnreachable, &forwards_);
-        found.orders.back() = scheduler_.order(forwards_);
+        evaluate(replica, kUnreachable, &kinds_);
+        found.orders.back() = scheduler_.order(kinds_);
+        if (problem_.division == Division::kAuto) join_halves(found.orders.back());
     }
     found.replicas = std::move(best.replicas);
     return found;
+}
+
+// Joins every divided backward pass whose halves, run together, make the iteration no longer.
+void Search::join_halves(std::vector<Pass>& order) {
+    std::vector<PassCosts> costs;
+    for (const PassCosts* row : rows_) costs.push_back(*row);
+    const PipelineShape& shape = problem_.pipeline;
+    const int64_t makespan = simulate(shape, costs, order, false).makespan, width = order.size() / shape.stages;
+    for (int64_t s = 0; s < shape.stages; ++s) {
+        const auto begin = order.begin() + s * width, end = begin + width;
+        for (auto first = begin; first != end && *first != kNoPass; ++first) {
+            if (*first % kPassKinds != kInputPass) continue;
+            const auto second = std::find(first, end, *first + kWeightPass - kInputPass);
+            const Pass half = *second;
+            *first -= kInputPass - kBackwardPass;
+            std::rotate(second, second + 1, end);
+            end[-1] = kNoPass;
+            const Simulation run = simulate(shape, costs, order, false);
+            if (!run.stalled && run.makespan <= makespan) continue;
+            *first += kInputPass - kBackwardPass;
+            end[-1] = half;
+            std::rotate(second, end - 1, end);
+        }
+    }
 }
 
 // Makes one random change; whether it applies, and leaves an objective of at most `limit`. Names the replicas that it
@@ -337,9 +364,9 @@ void Search::improve(Solution& best, int64_t evaluations) {
 // The sum of the makespans of the replica's order over all draws of jitter. A replay costs about half an evaluation.
 int64_t Search::jittered_total(ReplicaState& replica) {
     if (replica.micro_batches.empty()) return 0;
-    evaluate(replica, kUnreachable, &forwards_);
+    evaluate(replica, kUnreachable, &kinds_);
     left_ -= kJitterDraws / 2;
-    return jittered_.total(rows_, forwards_, chains_.turned(replica.micro_batches));
+    return jittered_.total(rows_, kinds_, chains_.turned(replica.micro_batches));
 }
 
 // Of the policies that predict no longer a time, the one of the least total under jitter.

@@ -19,7 +19,9 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
     run.end.assign(order.size(), 0);
     run.peak = shape.model_state;
     std::vector<int64_t> held = shape.model_state, free(stages, 0), position(stages, 0), link_free(2 * stages, 0);
-    std::vector<int64_t> input_ready(costs.size() * (last + 1), kUnknown), gradient_ready = input_ready;
+    // When a forward's input is there, a backward's gradient, and what a first half leaves to the second.
+    std::vector<int64_t> input_ready(costs.size() * (last + 1), kUnknown), gradient_ready = input_ready,
+        weight_ready = input_ready;
     for (size_t row = 0; row < costs.size(); ++row) input_ready[row * (last + 1)] = 0;
 
     std::vector<int64_t> awake(stages);  // a queue of stages that may be able to go on; each in it at most once
@@ -29,7 +31,7 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
         if (!queued[stage]) awake.push_back(stage);
         queued[stage] = true;
     };
-    int64_t left = order.size();
+    int64_t left = order.size() - std::count(order.begin(), order.end(), kNoPass);
     while (!awake.empty()) {
         const int64_t stage = awake.back();
         awake.pop_back();
@@ -37,24 +39,30 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
         while (position[stage] < passes) {
             const int64_t step = stage * passes + position[stage];
             const Pass pass = order[step];
-            const bool backward = pass & 1;
-            const int64_t row = pass / (2 * chunks), v = pass / 2 % chunks * stages + stage;
+            if (pass == kNoPass) break;
+            const PassKind kind = static_cast<PassKind>(pass % kPassKinds);
+            const bool backward = kind != kForwardPass;
+            const int64_t row = pass / (kPassKinds * chunks), v = pass / kPassKinds % chunks * stages + stage;
             const int64_t at = row * (last + 1) + v;
-            const int64_t ready = backward ? gradient_ready[at] : input_ready[at];
+            const int64_t ready = (!backward ? input_ready : kind == kWeightPass ? weight_ready : gradient_ready)[at];
             if (ready == kUnknown) break;
             const PassCosts& cost = costs[row];
             const int64_t start = std::max(free[stage], ready);
-            const int64_t end = start + (backward ? cost.backward : cost.forward)[v];
+            const int64_t end = start + cost.time(kind, v);
             run.start[step] = start;
             run.end[step] = free[stage] = end;
             if (backward) held[stage] -= cost.stored[v];
             if (!backward || shape.peak_covers_backward)
                 run.peak[stage] = std::max(run.peak[stage], held[stage] + cost.peak[v]);
+            if (kind == kInputPass) {
+                held[stage] += cost.stored[v];  // until the second half
+                weight_ready[at] = end;
+            }
             if (!backward) {
                 if (!shape.forward_only) held[stage] += cost.stored[v];
                 if (v == last) gradient_ready[at] = end;
             }
-            if (backward ? v > 0 : v < last) {
+            if (kind != kWeightPass && (backward ? v > 0 : v < last)) {
                 const int64_t duration = (backward ? cost.backward_transfer : cost.forward_transfer)[v];
                 int64_t depart = end;
                 if (queue_links) {

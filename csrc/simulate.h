@@ -8,11 +8,8 @@
 
 namespace dynapipe {
 
-// A pass: micro-batch * 2 * chunks + chunk * 2 + (1 if backward).
-using Pass = int64_t;
-
 struct Simulation {
-    std::vector<int64_t> start, end;  // [stages][passes], as the order given
+    std::vector<int64_t> start, end;  // [stages][passes], as the order given; 0 where it holds none
     std::vector<int64_t> peak;        // [stages]
     int64_t makespan = 0;
     bool stalled = false;

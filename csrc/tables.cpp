@@ -21,7 +21,7 @@ std::vector<int64_t> Grid::at(const int64_t* from, int64_t input, int64_t target
     std::vector<int64_t> out(kRows * n, kAbsent);
     if (!inputs.covers(input) || !targets.covers(target)) return out;
     const Axis::Cell i = inputs.cell(input), t = targets.cell(target);
-    for (size_t k = 0; k < kRows * n; ++k) {
+    for (size_t k = 0; k < rows * n; ++k) {
         const int64_t* low = from + (k * ni + i.low) * nt;
         const int64_t* high = from + (k * ni + i.high) * nt;
         const int64_t at_low = interpolate(low[t.low], high[t.low], i.part, i.width);
@@ -61,7 +61,7 @@ void check_costs(const int64_t* values, size_t count) {
 }  // namespace
 
 bool PackedGrid::add_linear(int64_t row_input, int64_t row_target, int64_t (&out)[kRows]) const {
-    for (int row = 0; row < kRows; ++row) {
+    for (int row = 0; row < rows; ++row) {
         const int64_t* plane = linear + row * row_inputs.points.size() * row_targets.points.size();
         const int64_t value = at_point(row_inputs, row_targets, plane, row_input, row_target);
         if (value == kAbsent) return false;
@@ -71,7 +71,7 @@ bool PackedGrid::add_linear(int64_t row_input, int64_t row_target, int64_t (&out
 }
 
 bool PackedGrid::attention_of(int64_t input, int64_t target, int64_t (&out)[kRows]) const {
-    for (int row = 0; row < kRows; ++row) {
+    for (int row = 0; row < rows; ++row) {
         const int64_t* plane = attention + row * inputs.points.size() * targets.points.size();
         out[row] = at_point(inputs, targets, plane, input, target);
         if (out[row] == kAbsent) return false;
@@ -114,25 +114,59 @@ void Grid::check_stages(size_t count, size_t virtual_stages) const {
     require(absent_alike(of_stages, virtual_stages * kRows), "grid points absent from all stages or from none");
 }
 
+namespace {
+
+// What layers of one kind cost together, from one layer's costs: its rows begin at `costs`, `step` apart; those of its
+// halves at `halves`.
+struct LayersCosts {
+    int64_t forward, backward, stored, weight;
+    int64_t end;  // the peak in the last of them, above what is stored before the first
+};
+
+LayersCosts costs_of(const Layers& layers, const int64_t* costs, int64_t weight, const int64_t* halves, size_t step) {
+    if (!layers.any()) return {0, 0, 0, 0, 0};
+    const int64_t forward = costs[0], backward = costs[step], stored = costs[2 * step], peak = costs[3 * step];
+    LayersCosts out{layers.whole * forward, layers.whole * backward, layers.whole * stored, layers.whole * weight, 0};
+    int64_t last = stored;
+    if (layers.mlp + layers.attention > 0) {
+        const int64_t attention_stored = halves[2 * step], mlp_stored = halves[3 * step], its_weight = halves[4 * step];
+        out.forward += layers.attention * halves[0] + layers.mlp * (forward - halves[0]);
+        out.backward += layers.attention * halves[step] + layers.mlp * (backward - halves[step]);
+        out.stored += layers.attention * attention_stored + layers.mlp * mlp_stored;
+        out.weight += layers.attention * its_weight + layers.mlp * (weight - its_weight);
+        if (layers.attention > 0) last = attention_stored;
+        else if (layers.whole == 0) last = mlp_stored;
+    }
+    out.end = out.stored - last + peak;
+    return out;
+}
+
+}  // namespace
+
 void append_stage_costs(const std::vector<int64_t>& layer_costs, size_t sizes, const StageLayers& layers,
                         std::vector<int64_t>& out) {
-    const int64_t e = layers.encoder, d = layers.decoder, h = layers.head ? 1 : 0;
+    const int64_t h = layers.head ? 1 : 0;
     const size_t base = out.size();
     out.resize(base + kStageRows * sizes, kAbsent);
     for (size_t k = 0; k < sizes; ++k) {
         const auto at = [&](Row row) { return layer_costs[row * sizes + k]; };
         if (at(kEncoderForward) == kAbsent) continue;
-        const int64_t given = e == 0 && d > 0 ? at(kEncodedStored) : 0;
-        const int64_t layers_stored = given + e * at(kEncoderStored) + d * at(kDecoderStored);
+        const auto of = [&](const Layers& kind, Row first, Row weight, Row halves) {
+            const int64_t* costs = layer_costs.data() + k;
+            return costs_of(kind, costs + first * sizes, at(weight), costs + halves * sizes, sizes);
+        };
+        const LayersCosts e = of(layers.encoder, kEncoderForward, kEncoderWeight, kEncoderAttentionForward);
+        const LayersCosts d = of(layers.decoder, kDecoderForward, kDecoderWeight, kDecoderAttentionForward);
+        const int64_t given = !layers.encoder.any() && layers.decoder.any() ? at(kEncodedStored) : 0;
+        const int64_t layers_stored = given + e.stored + d.stored;
         int64_t stage[kStageRows] = {};
-        stage[kForward] = e * at(kEncoderForward) + d * at(kDecoderForward) + h * at(kHeadForward);
-        stage[kBackward] = e * at(kEncoderBackward) + d * at(kDecoderBackward) + h * at(kHeadBackward);
+        stage[kForward] = e.forward + d.forward + h * at(kHeadForward);
+        stage[kBackward] = e.backward + d.backward + h * at(kHeadBackward);
         stage[kStored] = layers_stored + h * at(kHeadStored);
-        if (e > 0) stage[kEncoderEnd] = (e - 1) * at(kEncoderStored) + at(kEncoderPeak);
-        if (d > 0)
-            stage[kDecoderEnd] =
-                given + e * at(kEncoderStored) + (d - 1) * at(kDecoderStored) + at(kDecoderPeak);
+        stage[kEncoderEnd] = e.end;
+        if (layers.decoder.any()) stage[kDecoderEnd] = given + e.stored + d.end;
         stage[kHeadEnd] = h * (layers_stored + at(kHeadPeak));
+        stage[kWeight] = e.weight + d.weight;
         if (*std::max_element(stage, stage + kStageRows) > kLargestCost) continue;
         for (int row = 0; row < kStageRows; ++row) out[base + row * sizes + k] = stage[row];
     }

@@ -11,10 +11,17 @@ namespace dynapipe {
 
 enum Row { kEncoderForward, kEncoderBackward, kEncoderStored, kEncoderPeak,
            kDecoderForward, kDecoderBackward, kDecoderStored, kDecoderPeak,
-           kHeadForward, kHeadBackward, kHeadStored, kHeadPeak, kEncodedStored, kRows };
+           kHeadForward, kHeadBackward, kHeadStored, kHeadPeak, kEncodedStored,
+           kEncoderWeight, kDecoderWeight,
+           kEncoderAttentionForward, kEncoderAttentionBackward, kEncoderAttentionStored, kEncoderMlpStored,
+           kEncoderAttentionWeight,
+           kDecoderAttentionForward, kDecoderAttentionBackward, kDecoderAttentionStored, kDecoderMlpStored,
+           kDecoderAttentionWeight, kRows };
 
-// A stage's peak is the largest of the last three and `kStored`.
-enum StageRow { kForward, kBackward, kStored, kEncoderEnd, kDecoderEnd, kHeadEnd, kStageRows };
+constexpr int kWholeRows = kEncoderAttentionForward;  // the others are of halves of layers, read only where there are any
+
+// A stage's peak is the largest of the three ends and `kStored`.
+enum StageRow { kForward, kBackward, kStored, kEncoderEnd, kDecoderEnd, kHeadEnd, kWeight, kStageRows };
 
 constexpr int kEncoderRows = 4;  // the first of `Row`
 
@@ -49,8 +56,9 @@ struct Grid {
     const int64_t* separate;  // the same, absent from each row by itself
     // Of models whose layers differ: [virtual stages] of such values, of one layer of each stage. Else null.
     const int64_t* of_stages = nullptr;
+    int rows = kRows;  // that are read
 
-    // Costs at every size of the grid for given lengths: [kRows][sizes], absent outside.
+    // Costs at every size of the grid for given lengths: [kRows][sizes], absent outside, and those that are not read.
     std::vector<int64_t> at_lengths(int64_t input, int64_t target) const { return at(values, input, target); }
     std::vector<int64_t> separately_at_lengths(int64_t input, int64_t target) const {
         return at(separate, input, target);
@@ -75,6 +83,7 @@ struct PackedGrid {
     const int64_t* linear;         // [kRows][row_inputs][row_targets]
     Axis inputs, targets;          // positions of a sample
     const int64_t* attention;      // [kRows][inputs][targets]
+    int rows = kRows;              // that are read
 
     bool measured() const { return !inputs.points.empty(); }
     // False where positions lie above the grid, or a value is absent.
@@ -83,9 +92,21 @@ struct PackedGrid {
     void check(size_t linear_count, size_t attention_count) const;
 };
 
+// Layers of one kind on a virtual stage, in this order.
+struct Layers {
+    int64_t mlp;  // 1 where it begins with the MLP of a layer
+    int64_t whole;
+    int64_t attention;  // 1 where it ends with the attention of one
+
+    bool any() const { return mlp + whole + attention > 0; }
+    bool operator==(const Layers& other) const {
+        return mlp == other.mlp && whole == other.whole && attention == other.attention;
+    }
+};
+
 // Layers of one virtual stage.
 struct StageLayers {
-    int64_t encoder, decoder;
+    Layers encoder, decoder;
     bool head;
     int64_t own = -1;  // the stage whose values its layers have, where layers differ
 

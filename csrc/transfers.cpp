@@ -32,8 +32,13 @@ private:
         bool sending = false;        // the pass has run, and its message is not under way
     };
 
-    bool backward(int64_t s) const { return order_[s * passes_ + stages_[s].pass] & 1; }
-    int64_t virtual_stage(Pass pass, int64_t s) const { return pass / 2 % shape_.chunks * shape_.stages + s; }
+    bool ended(int64_t s) const {
+        return stages_[s].pass == passes_ || order_[s * passes_ + stages_[s].pass] == kNoPass;
+    }
+    static PassKind kind(Pass pass) { return static_cast<PassKind>(pass % kPassKinds); }
+    static bool backward(Pass pass) { return kind(pass) != kForwardPass; }
+    int64_t row(Pass pass) const { return pass / (kPassKinds * shape_.chunks); }
+    int64_t virtual_stage(Pass pass, int64_t s) const { return pass / kPassKinds % shape_.chunks * shape_.stages + s; }
     // Channel 2 * s carries the activations of stage s, 2 * s + 1 its gradients.
     int64_t arriving(int64_t s, bool gradients) const {
         return gradients ? 2 * ((s + 1) % shape_.stages) + 1 : 2 * ((s + shape_.stages - 1) % shape_.stages);
@@ -52,7 +57,7 @@ private:
     std::vector<Stage> stages_;
     std::vector<std::vector<Message>> channels_;
     std::vector<int64_t> sends_;  // [stages][passes] number of the message that a pass sends, or kUnknown
-    std::vector<bool> forward_done_;
+    std::vector<PassKind> done_;  // the last pass of each micro-batch on each virtual stage; kPassKinds before any
     bool moved_ = true;
     Simulation run_;
 };
@@ -60,7 +65,7 @@ private:
 Replay::Replay(const PipelineShape& shape, const std::vector<PassCosts>& costs, const std::vector<Pass>& order)
     : shape_(shape), costs_(costs), order_(order), passes_(order.size() / shape.stages),
       last_(shape.virtual_stages() - 1), stages_(shape.stages), channels_(2 * shape.stages),
-      sends_(order.size(), kUnknown), forward_done_(costs.size() * shape.virtual_stages()) {
+      sends_(order.size(), kUnknown), done_(costs.size() * shape.virtual_stages(), kPassKinds) {
     run_.start.assign(order.size(), 0);
     run_.end.assign(order.size(), 0);
     run_.peak = shape.model_state;
@@ -76,14 +81,16 @@ void Replay::number() {
     for (int64_t s = 0; s < shape_.stages; ++s) {
         for (int64_t i = 0; i < passes_; ++i) {
             const Pass pass = order_[s * passes_ + i];
-            place[2 * (pass / (2 * shape_.chunks) * width + virtual_stage(pass, s)) + (pass & 1)] = i;
+            if (pass == kNoPass || kind(pass) == kWeightPass) continue;
+            place[2 * (row(pass) * width + virtual_stage(pass, s)) + backward(pass)] = i;
         }
     }
     for (int64_t s = 0; s < shape_.stages; ++s) {
         for (int64_t i = 0; i < passes_; ++i) {
             const Pass pass = order_[s * passes_ + i];
-            const bool gradients = pass & 1;
-            const int64_t row = pass / (2 * shape_.chunks), v = virtual_stage(pass, s);
+            if (pass == kNoPass || kind(pass) == kWeightPass) continue;
+            const bool gradients = backward(pass);
+            const int64_t row = this->row(pass), v = virtual_stage(pass, s);
             if (gradients ? v == 0 : v == last_) continue;
             std::vector<Message>& channel = channels_[2 * s + gradients];
             sends_[s * passes_ + i] = channel.size();
@@ -130,17 +137,17 @@ void Replay::post(int64_t s, int64_t now) {
 void Replay::compute(int64_t s, int64_t start) {
     Stage& stage = stages_[s];
     const int64_t step = s * passes_ + stage.pass;
-    const Pass pass = order_[step];
-    const int64_t row = pass / (2 * shape_.chunks), v = virtual_stage(pass, s);
+    const PassKind kind = this->kind(order_[step]);
+    const int64_t row = this->row(order_[step]), v = virtual_stage(order_[step], s);
     const PassCosts& cost = costs_[row];
     run_.start[step] = start;
-    run_.end[step] = stage.free = start + (pass & 1 ? cost.backward : cost.forward)[v];
+    run_.end[step] = stage.free = start + cost.time(kind, v);
     run_.makespan = std::max(run_.makespan, stage.free);
-    if (pass & 1) stage.held -= cost.stored[v];
-    if (!(pass & 1) || shape_.peak_covers_backward)
+    if (kind != kForwardPass) stage.held -= cost.stored[v];
+    if (kind == kForwardPass || shape_.peak_covers_backward)
         run_.peak[s] = std::max(run_.peak[s], stage.held + cost.peak[v]);
-    if (!(pass & 1) && !shape_.forward_only) stage.held += cost.stored[v];
-    if (!(pass & 1)) forward_done_[row * (last_ + 1) + v] = true;
+    if (kind == kInputPass || (kind == kForwardPass && !shape_.forward_only)) stage.held += cost.stored[v];
+    done_[row * (last_ + 1) + v] = kind;
     stage.sending = moved_ = true;
 }
 
@@ -149,7 +156,7 @@ bool Replay::send(int64_t s) {
     Stage& stage = stages_[s];
     const int64_t n = sends_[s * passes_ + stage.pass];
     if (n != kUnknown) {
-        std::vector<Message>& channel = channels_[2 * s + backward(s)];
+        std::vector<Message>& channel = channels_[2 * s + backward(order_[s * passes_ + stage.pass])];
         if (shape_.transfers.ordered_starts && n > 0) {
             if (!channel[n - 1].started()) return false;
             stage.free = std::max(stage.free, channel[n - 1].arrival());
@@ -166,12 +173,13 @@ bool Replay::advance(int64_t s) {
     Stage& stage = stages_[s];
     if (!stage.sending) {
         const Pass pass = order_[s * passes_ + stage.pass];
+        const PassKind before = done_[row(pass) * (last_ + 1) + virtual_stage(pass, s)];
         int64_t ready = stage.free;
         if (!receive(s, ready)) {
             stage.free = ready;  // what has arrived is waited for; the next receive is posted then
             return false;
         }
-        if ((pass & 1) && !forward_done_[pass / (2 * shape_.chunks) * (last_ + 1) + virtual_stage(pass, s)]) return false;
+        if (backward(pass) && before != (kind(pass) == kWeightPass ? kInputPass : kForwardPass)) return false;
         post(s, ready);
         compute(s, ready);
     }
@@ -184,9 +192,9 @@ Simulation Replay::run() {
             if (!channel.empty()) channel[0].posted = 0;
     while (std::exchange(moved_, false))
         for (int64_t s = 0; s < shape_.stages; ++s)
-            while (stages_[s].pass < passes_ && advance(s)) {
+            while (!ended(s) && advance(s)) {
             }
-    run_.stalled = std::any_of(stages_.begin(), stages_.end(), [&](const Stage& stage) { return stage.pass < passes_; });
+    for (int64_t s = 0; s < shape_.stages; ++s) run_.stalled |= !ended(s);
     return std::move(run_);
 }
 

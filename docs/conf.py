@@ -22,6 +22,7 @@ suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 html_theme = "furo"
 html_title = f"megatron_dynapipe {version}"
 html_copy_source = False
+html_show_copyright = False
 
 # Docstrings are Markdown in the code's own habit: `names` in single backquotes, no cross-references.
 default_role = "literal"

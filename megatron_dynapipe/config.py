@@ -32,6 +32,8 @@ UNSET_FLAG = "--dynapipe-unset"
 MOST_BYTES = 10_000_000
 """Of a file."""
 
+CLUSTERS = Path(__file__).parent / "clusters"
+"""Cluster files of the package, which wheels have too; `configs/clusters` of a checkout is the same folder."""
 MEMORY, DEVICES = "device-memory-mb", "devices-per-node"
 CLUSTER_KEYS = (MEMORY, *(f"{kind}-{what}" for kind in (INTRA_NODE, INTER_NODE) for what in ("gbps", "latency-us")))
 """Of a cluster file, all required; `devices-per-node` may be left out. They are named as `plan`'s flags are."""
@@ -61,11 +63,17 @@ class Cluster:
 
 @functools.cache
 def read_cluster(path: Path, device: str = "") -> Cluster:
-    """What a cluster file says, `device` being the name by which it was found.
+    """What a cluster file says.
+
+    Args:
+        path: of the file; where there is none, a name of one of `CLUSTERS`.
+        device: the name by which it was found.
 
     Raises:
         ConfigError: it cannot be read, has other keys, or does not give all of memory and links.
     """
+    if not path.exists() and (ours := CLUSTERS / f"{path}.yaml").exists():
+        path = ours
     found = _mapping(path, "cluster file", "its keys to numbers")
     for name in found:
         _check_known(str(name), dict.fromkeys((*CLUSTER_KEYS, DEVICES), False), str(path), "a key of a cluster file")

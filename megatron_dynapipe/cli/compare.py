@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
-from megatron_dynapipe.cli.planning_arguments import add_arguments, costs_and_settings
+from megatron_dynapipe.cli.planning_arguments import add_arguments, cluster_line, costs_and_settings, describe_cluster
 from megatron_dynapipe.cli.progress import say, with_progress
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.units import ModelFamily
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         check_replaceable(args.output, mine=marked(GENERATOR))
     cost_model, settings = costs_and_settings(args, args.schedule)
     batches = chosen_batches(args)
+    described = describe_cluster(args, settings)
     entries: list[dict[str, Any]] = []
     for batch in with_progress(batches, unit="batches"):
         longest = _longest(args, batch, batches)
@@ -60,9 +61,11 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         print(f"chart: {draw_comparison(entries, args.output)}", file=sys.stderr)
     if args.json:
-        report = {"format": FORMAT, "methods": over, "batches": entries}
+        report = {"format": FORMAT, "cluster": described, "methods": over, "batches": entries}
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     else:
+        if args.cluster is not None:
+            print(cluster_line(described))
         planned_batches = sum(entry["methods"]["dynapipe"]["error"] is None for entry in entries)
         print(_means(over["dynapipe"]["geomean_over"], planned_batches, len(entries)))
     planned = any(found["error"] is None for entry in entries for found in entry["methods"].values())

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
-from megatron_dynapipe.cli.planning_arguments import add_arguments, complete_model, costs_and_settings
+from megatron_dynapipe.cli.planning_arguments import (
+    add_arguments,
+    cluster_line,
+    complete_model,
+    costs_and_settings,
+    describe_cluster,
+)
 from megatron_dynapipe.cli.progress import say, with_progress
 from megatron_dynapipe.errors import DataError, PlanningError
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout
@@ -59,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
                 write_file(files[batch.id], encode(plan), mine=is_plan)
     _hint_of_splits(args.layer_split, idle)
     if args.json:
-        sys.stdout.write(msgspec.json.encode({"format": FORMAT, "iterations": iterations}).decode() + "\n")
+        report = {"format": FORMAT, "cluster": describe_cluster(args, settings), "iterations": iterations}
+        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+    elif args.cluster is not None:
+        print(cluster_line(describe_cluster(args, settings)))
     return 0 if any(entry["error"] is None for entry in iterations) else 1
 
 
@@ -114,14 +123,14 @@ def _entry(batch: "NamedBatch", seconds: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def _replicas(plan: "IterationPlan", layers_per_stage: tuple[int, ...]) -> list[dict[str, Any]]:
-    from megatron_dynapipe.plan.instructions import Backward, Forward
+def _replicas(plan: "IterationPlan", layers_per_stage: tuple[float, ...]) -> list[dict[str, Any]]:
+    from megatron_dynapipe.plan.instructions import Pass
     from megatron_dynapipe.plan.memory import peak_bytes
     from megatron_dynapipe.plan.text import format_instruction
 
     replicas = []
     for replica in plan.replicas:
-        passes = [[i for i in stage.instructions if isinstance(i, Forward | Backward)] for stage in replica.stages]
+        passes = [[i for i in stage.instructions if isinstance(i, Pass)] for stage in replica.stages]
         replicas.append(
             {
                 "predicted_ms": replica.predicted_ns / 1e6,

@@ -1,8 +1,10 @@
 """The arguments that `plan` and `compare` share, and the planner settings that they make."""
 
 import argparse
+import dataclasses
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches, positive
 from megatron_dynapipe.errors import ConfigError
@@ -11,12 +13,16 @@ from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, BatchLayout, 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megatron_dynapipe.cost import CostModel, Network
+    from megatron_dynapipe.config import Cluster
+    from megatron_dynapipe.cost import CostModel, DeviceRates, Network, Split
     from megatron_dynapipe.cost.format import Link
     from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.planning.settings import PlannerSettings
 
 
+ANALYTIC = "analytic"
+"""The `--cost-model` that is no file."""
+_DEVICES_PER_NODE = 8
 _MOST_REAL = 1e9
 """Of megabytes, Gbit/s and microseconds."""
 
@@ -44,19 +50,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what does not depend on the parallel layout: lengths, costs, model, memory, links, micro-batches."""
     add_batch_arguments(parser)
-    parser.add_argument("--cost-model", type=Path, required=True, metavar="FILE", help="what layers cost")
-    parser.add_argument("--model", type=ModelFamily, choices=tuple(ModelFamily), help="kind of model")
     parser.add_argument(
-        "--model-config",
+        "--cost-model",
+        type=Path,
+        required=True,
+        metavar="FILE|analytic",
+        help="what layers cost: a file, or computed from the model's shape and a device's rates",
+    )
+    _add_model_arguments(parser)
+    parser.add_argument(
+        "--device", metavar="NAME", help="for --cost-model analytic, as CUDA names it (that of --cluster, else A100)"
+    )
+    parser.add_argument("--device-memory-mb", type=above_zero, metavar="N", help="1 MB = 1e6 bytes (that of --cluster)")
+    parser.add_argument(
+        "--cluster",
         type=Path,
         metavar="FILE",
-        help="take the model's kind and sizes from a run file (.yaml) or from a config.json of HuggingFace; flags win",
+        help="memory and links, where no flag and no cost model gives them, as training's --dynapipe-cluster; or the "
+        "name of one of the package's, such as h100_80gb",
     )
-    parser.add_argument("--layers", type=positive, metavar="N", help="layers of a gpt model")
-    parser.add_argument("--encoder-layers", type=positive, metavar="N", help="of a t5 model")
-    parser.add_argument("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
-    parser.add_argument("--hidden-size", type=positive, metavar="N", help="of the model")
-    parser.add_argument("--device-memory-mb", type=above_zero, required=True, metavar="N", help="1 MB = 1e6 bytes")
     parser.add_argument(
         "--recompute",
         default=",".join(Recompute),
@@ -77,7 +89,14 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         help="cut long samples of a gpt model along their sequence: where that is faster, never, or into pieces of at "
         "most N positions (default: auto)",
     )
-    parser.add_argument("--devices-per-node", type=positive, default=8, metavar="N")
+    parser.add_argument(
+        "--split-backward",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="run backward passes in two halves, the gradients of weights where a stage would wait: where that is "
+        "faster, wherever it can be done, or never (default: auto)",
+    )
+    parser.add_argument("--devices-per-node", type=positive, metavar="N", help="(that of --cluster, else 8)")
     _add_transfer_arguments(parser)
     parser.add_argument(
         "--search-evaluations",
@@ -87,6 +106,22 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model: a file that says all of it, or flags."""
+    parser.add_argument("--model", type=ModelFamily, choices=tuple(ModelFamily), help="kind of model")
+    parser.add_argument(
+        "--model-config",
+        type=Path,
+        metavar="FILE",
+        help="take all of the model from a run file (.yaml) or from a config.json of HuggingFace",
+    )
+    parser.add_argument("--layers", type=positive, metavar="N", help="layers of a gpt model")
+    parser.add_argument("--encoder-layers", type=positive, metavar="N", help="of a t5 model")
+    parser.add_argument("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
+    for name in ("hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
+        parser.add_argument(f"--{name}", type=positive, metavar="N", help="of the model")
 
 
 def _slices(text: str) -> str | int:
@@ -119,7 +154,7 @@ def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
 def add_link_arguments(parser: argparse.ArgumentParser) -> None:
     """Links between devices, inside a node and between nodes."""
     for link, gbps, latency_us in (("intra", 4800, 0), ("inter", 100, 4000)):
-        default = "(default: the cost model's measured one, else %s)"
+        default = "(default: the cost model's measured one, else that of --cluster, else %s)"
         parser.add_argument(f"--{link}-node-gbps", type=above_zero, metavar="N", help=default % gbps)
         parser.add_argument(f"--{link}-node-latency-us", type=_latency, metavar="N", help=default % latency_us)
 
@@ -128,14 +163,38 @@ def costs_and_settings(args: argparse.Namespace, schedule: str | None = None) ->
     """The cost model and the settings that the arguments ask for, the layer split chosen.
 
     Raises:
-        CostModelError: the cost model cannot be read.
+        CostModelError: the cost model cannot be read, or is of another model.
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
-    from megatron_dynapipe.cost import TableCostModel
-
     complete_model(args)
-    cost_model = TableCostModel.load(args.cost_model)
+    cost_model, _ = costs_and_rates(args)
     return cost_model, planner_settings(args, cost_model, schedule)
+
+
+def costs_and_rates(args: argparse.Namespace, *, sequence_parallel: bool = False) -> "tuple[CostModel, DeviceRates]":
+    """The cost model that completed arguments name, and its device's rates; raises as `costs_and_settings`."""
+    from megatron_dynapipe.cli.model_config import given_numbers, model_shape
+    from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, TableCostModel
+    from megatron_dynapipe.cost.analytic import rates_of
+    from megatron_dynapipe.cost.file import check_measured_model
+
+    if str(args.cost_model) != ANALYTIC:
+        if args.device is not None:
+            raise ConfigError(f"--device goes with --cost-model {ANALYTIC}, and a file was given")
+        tables = TableCostModel.load(args.cost_model)
+        check_measured_model(tables.file, {"hidden": args.hidden_size, **given_numbers(args)})
+        return tables, A100_RATES
+    shape = model_shape(args)
+    device = args.device or ("A100" if args.cluster is None else args.cluster.stem)
+    rates = rates_of(device)
+    if rates is None:
+        raise ConfigError(
+            f"expected a --device whose rates are known, got {device!r}",
+            hint="A100, H100, H200, B200, V100, …; or measure costs with `megatron-dynapipe profile`",
+        )
+    if shape.experts is not None:
+        print("notice: experts are predicted, and planned runs do not train them yet", file=sys.stderr)
+    return AnalyticCostModel(shape, rates, sequence_parallel=sequence_parallel), rates
 
 
 def complete_model(args: argparse.Namespace) -> None:
@@ -174,11 +233,12 @@ def planner_settings(
         tensor_parallel=args.tensor_parallel,
         pipeline_parallel=args.pipeline_parallel,
         layers_per_stage=_layers_per_stage(split, encoder_layers + decoder_layers, args.pipeline_parallel),
-        memory_limit_bytes=round(args.device_memory_mb * BYTES_PER_MB),
+        memory_limit_bytes=_memory_limit_bytes(args),
         distributed_optimizer=args.distributed_optimizer,
         recompute=_recompute(args.recompute),
         micro_batch_layouts=tuple(BatchLayout) if args.layout == "auto" else (BatchLayout(args.layout),),
         slices=args.slices,
+        split_backward=args.split_backward,
         network=network_of(args, cost_model.links),
         scatter_gather=ScatterGather(args.scatter_gather),
         schedule=schedule_of(args, schedule),
@@ -188,16 +248,56 @@ def planner_settings(
 
 
 def network_of(args: argparse.Namespace, links: "Mapping[str, Link]") -> "Network":
-    """The links that the arguments give; else those measured; else the defaults."""
+    """The links that the arguments give; else those measured; else the cluster's; else the published planner's."""
     from megatron_dynapipe.cost import Network
 
+    cluster = _cluster(args)
+    of_cluster = None if cluster is None else cluster.devices_per_node
     return Network.over(
-        links,
-        devices_per_node=args.devices_per_node,
+        {**({} if cluster is None else cluster.links), **links},
+        devices_per_node=args.devices_per_node or of_cluster or _DEVICES_PER_NODE,
         intra_node_gbps=args.intra_node_gbps,
         inter_node_gbps=args.inter_node_gbps,
         intra_node_latency_us=args.intra_node_latency_us,
         inter_node_latency_us=args.inter_node_latency_us,
+    )
+
+
+def _memory_limit_bytes(args: argparse.Namespace) -> int:
+    cluster = _cluster(args)
+    if args.device_memory_mb is not None:
+        limit_mb: float = args.device_memory_mb
+        return round(limit_mb * BYTES_PER_MB)
+    if cluster is None:
+        raise ConfigError("expected memory of a device, got none", hint="pass --device-memory-mb N, or --cluster FILE")
+    return cluster.memory_limit_bytes
+
+
+def _cluster(args: argparse.Namespace) -> "Cluster | None":
+    from megatron_dynapipe.config import read_cluster
+
+    named: Path | None = getattr(args, "cluster", None)
+    return None if named is None else read_cluster(named)
+
+
+def describe_cluster(args: argparse.Namespace, settings: "PlannerSettings") -> dict[str, Any]:
+    """What was planned for, and whose memory and links these are, for reports."""
+    network = settings.network
+    return {
+        "file": None if args.cluster is None else str(args.cluster),
+        "device_memory_mb": settings.memory_limit_bytes / BYTES_PER_MB,
+        **{field.name: getattr(network, field.name) for field in dataclasses.fields(network)},
+    }
+
+
+def cluster_line(described: "Mapping[str, Any]") -> str:
+    """`describe_cluster` for people."""
+    name = described["file"] or "as the published planner has it"
+    return (
+        f"cluster: {name}: {described['devices_per_node']} devices per node with"
+        f" {described['device_memory_mb']:.0f} MB each, {described['intra_node_gbps']:g} Gbit/s and"
+        f" {described['intra_node_latency_us']:g} µs inside a node, {described['inter_node_gbps']:g} Gbit/s and"
+        f" {described['inter_node_latency_us']:g} µs between nodes"
     )
 
 
@@ -250,7 +350,7 @@ def _layers(args: argparse.Namespace) -> tuple[int, int]:
     return args.encoder_layers, args.decoder_layers
 
 
-def _layers_per_stage(split: str, layers: int, stages: int) -> tuple[int, ...] | None:
+def _layers_per_stage(split: str, layers: int, stages: int) -> "Split | None":
     """None for an equal split; for an auto split, a near-equal one to begin with."""
     from megatron_dynapipe.cost import even_split, parse_split
 

@@ -8,24 +8,29 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches, positive
 from megatron_dynapipe.cli.planning_arguments import (
+    ANALYTIC,
     above_zero,
     add_shared_arguments,
+    cluster_line,
     complete_model,
+    costs_and_rates,
+    describe_cluster,
+    network_of,
     planner_settings,
 )
 from megatron_dynapipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
-    from megatron_dynapipe.cost import CostModel, DeviceRates
+    from megatron_dynapipe.cost import CostModel
     from megatron_dynapipe.planning.settings import PlannerSettings
     from megatron_dynapipe.sampling import GlobalBatch
     from megatron_dynapipe.tuning import Space, TunedLayout, Tuning
 
 FORMAT = "dynapipe-tune/1"
-ANALYTIC = "analytic"
-"""The `--cost-model` that is no file."""
 INTERRUPTED = 130
+_CLUSTERS = {"a100": "a100_80gb", "h100": "h100_80gb", "h200": "h200_141gb"}
+"""By a part of a device's name: what is tuned for without --cluster."""
 _TOP = 10
 _TABLE = "{:>5}{:>7}{:>9}{:>7}  {:>10}{:>11}{:>10}{:>12}  {:24}{}"
 _COLUMNS = ("data", "tensor", "pipeline", "chunks", "time, ms", "reduction", "tokens/s", "memory, MB", "", "layers")
@@ -64,10 +69,6 @@ def add_parser(subparsers: "SubParsers") -> None:
     parser.add_argument("--workers", type=positive, metavar="N", help="processes that plan (default: one per core)")
     parser.add_argument("--write-config", type=Path, metavar="FILE.yaml", help="write the best layout's flags there")
     _add_validation_arguments(parser)
-    analytic = parser.add_argument_group(f"the model, for --cost-model {ANALYTIC}")
-    for name in ("num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
-        analytic.add_argument(f"--{name}", type=positive, metavar="N")
-    analytic.add_argument("--device", default="A100", metavar="NAME", help="as CUDA names it (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dynapipe.tuning.validate import LAYOUT_FILE_MARK
 
     complete_model(args)
+    _choose_cluster(args)
     _check_validation(args)
     if args.write_config is not None:
         check_replaceable(args.write_config, mine=marked(LAYOUT_FILE_MARK))
@@ -92,6 +94,16 @@ def run(args: argparse.Namespace) -> int:
     if tuning.interrupted:
         return INTERRUPTED
     return 0 if best.predicted_ms is not None else 1
+
+
+def _choose_cluster(args: argparse.Namespace) -> None:
+    """Where no cluster is named: today's, of the device that costs are of, else of H100s."""
+    from megatron_dynapipe.cost.format import read_file
+
+    if args.cluster is None:
+        file = _cost_file(args)
+        name = ((args.device or "") if file is None else read_file(file)[0].device).casefold()
+        args.cluster = Path(next((file for part, file in _CLUSTERS.items() if part in name), _CLUSTERS["h100"]))
 
 
 def _add_validation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,9 +139,10 @@ def _check_validation(args: argparse.Namespace) -> None:
             "expected the training script and its flags after --, for --validate",
             hint="… --validate 3 -- pretrain_gpt_multitask.py --dynapipe-config model.yaml",
         )
-    if args.devices > args.devices_per_node:
+    per_node = network_of(args, {}).devices_per_node
+    if args.devices > per_node:
         raise ConfigError(
-            f"expected the devices of one node for --validate, got {args.devices} on nodes of {args.devices_per_node}",
+            f"expected the devices of one node for --validate, got {args.devices} on nodes of {per_node}",
             hint="use --write-config, and train the best layouts by hand",
         )
 
@@ -159,7 +172,8 @@ def _tuned(args: argparse.Namespace, bar: "_Bar") -> "Tuning":
     from megatron_dynapipe.tuning import StepRates, tune
 
     space = _space(args)
-    cost_model, memory_rate = _costs(args)
+    cost_model, rates = costs_and_rates(args, sequence_parallel=args.sequence_parallel)
+    memory_rate = rates.bytes_per_second if args.memory_gb_per_s is None else args.memory_gb_per_s * 1e9
     return tune(
         _base(args, cost_model),
         cost_model,
@@ -204,55 +218,13 @@ def _base(args: argparse.Namespace, cost_model: "CostModel") -> "PlannerSettings
     return msgspec.structs.replace(planner_settings(one, cost_model), sequence_parallel=args.sequence_parallel)
 
 
-def _costs(args: argparse.Namespace) -> "tuple[CostModel, float]":
-    """The cost model, and the memory rate (bytes per second) that goes with it."""
-    from megatron_dynapipe.cost import A100_RATES, TableCostModel
-
-    given = None if args.memory_gb_per_s is None else args.memory_gb_per_s * 1e9
-    shape = ("num_attention_heads", "kv_channels", "ffn_hidden_size", "vocab_size")
-    if str(args.cost_model) != ANALYTIC:
-        if any(getattr(args, name) is not None for name in shape):
-            raise ConfigError(
-                f"heads, channels, widths and vocabulary go with --cost-model {ANALYTIC}, and a file was given",
-                hint="a file's costs are those of the model that was measured",
-            )
-        return TableCostModel.load(args.cost_model), given or A100_RATES.bytes_per_second
-    from megatron_dynapipe.cost.analytic import rates_of
-
-    rates = rates_of(args.device)
-    if rates is None:
-        raise ConfigError(
-            f"expected a --device whose rates are known, got {args.device!r}",
-            hint="A100, H100, H200, B200, V100, …; or measure costs with `megatron-dynapipe profile`",
-        )
-    return _analytic(args, rates), given or rates.bytes_per_second
-
-
-def _analytic(args: argparse.Namespace, rates: "DeviceRates") -> "CostModel":
-    from megatron_dynapipe.cost import AnalyticCostModel, ModelShape
-
-    missing = [name for name in ("hidden_size", "num_attention_heads", "vocab_size") if getattr(args, name) is None]
-    if missing:
-        raise ConfigError(
-            f"--cost-model {ANALYTIC} needs {', '.join('--' + name.replace('_', '-') for name in missing)}"
-        )
-    shape = ModelShape(
-        family=args.model,
-        hidden=args.hidden_size,
-        heads=args.num_attention_heads,
-        kv_channels=args.kv_channels or max(1, args.hidden_size // args.num_attention_heads),
-        ffn=args.ffn_hidden_size or 4 * args.hidden_size,
-        vocabulary=args.vocab_size,
-    )
-    return AnalyticCostModel(shape, rates, sequence_parallel=args.sequence_parallel)
-
-
 def _print(tuning: "Tuning", args: argparse.Namespace) -> None:
     import msgspec
 
+    described = describe_cluster(args, tuning.settings[0])
     if args.json:
         report = {"format": FORMAT, "seconds": tuning.seconds, "plans": tuning.plans}
-        report |= {"interrupted": tuning.interrupted, "layouts": tuning.layouts}
+        report |= {"cluster": described, "interrupted": tuning.interrupted, "layouts": tuning.layouts}
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
         return
     planned = [layout for layout in tuning.layouts if layout.predicted_ms is not None]
@@ -262,6 +234,7 @@ def _print(tuning: "Tuning", args: argparse.Namespace) -> None:
         print(_row(layout))
     left = len(tuning.layouts) - len(planned[: args.top]) - len(infeasible)
     print(f"{tuning.plans} plans in {tuning.seconds:.1f} s; {left} layouts are slower")
+    print(cluster_line(described))
     for layout in planned:
         if layout.measurement_error is not None:
             print(f"{_name(layout)} could not be trained: {layout.measurement_error}")

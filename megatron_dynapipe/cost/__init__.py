@@ -2,7 +2,15 @@
 
 from megatron_dynapipe.cost.analytic import A100_RATES, CPU_RATES, AnalyticCostModel, DeviceRates
 from megatron_dynapipe.cost.file import TableCostModel
-from megatron_dynapipe.cost.layout import PipelineLayout, StageLayers, even_split, parse_split
+from megatron_dynapipe.cost.layout import (
+    PipelineLayout,
+    Split,
+    StageLayers,
+    even_split,
+    in_halves,
+    of_halves,
+    parse_split,
+)
 from megatron_dynapipe.cost.model import CostModel
 from megatron_dynapipe.cost.network import Links, Network, ScatterGather, boundary_bytes
 from megatron_dynapipe.cost.packed import packed_layer_costs
@@ -28,11 +36,14 @@ __all__ = [
     "PipelineLayout",
     "Row",
     "ScatterGather",
+    "Split",
     "StageCosts",
     "StageLayers",
     "TableCostModel",
     "boundary_bytes",
     "even_split",
+    "in_halves",
+    "of_halves",
     "packed_layer_costs",
     "parse_split",
     "stage_costs",

@@ -16,8 +16,10 @@ import numpy as np
 
 from megatron_dynapipe.cost.division import Division, Kind, division_by_flops
 from megatron_dynapipe.cost.format import Link
+from megatron_dynapipe.cost.halves import with_halves
 from megatron_dynapipe.cost.shape import ModelShape
 from megatron_dynapipe.cost.tables import ABSENT, EndState, IntArray, LayerState, LayerTables, PackedTables, Row
+from megatron_dynapipe.cost.weights import with_weights
 from megatron_dynapipe.cost.work import Floats, LayerWork, Work
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -156,7 +158,7 @@ class AnalyticCostModel:
         values[Row.HEAD_FORWARD : Row.HEAD_PEAK + 1] = np.stack(np.broadcast_arrays(*head, *layer.head_memory(b, q)))
         values = np.rint(_without_last_bits(values))
         values[:, (values > _FITS_NOWHERE).any(axis=0)] = ABSENT
-        return LayerTables(
+        tables = LayerTables(
             packed=self._packed(layer, recompute),
             sizes=self._sizes,
             inputs=self._lengths,
@@ -167,6 +169,7 @@ class AnalyticCostModel:
             key_value_channels=self.shape.key_value_channels // tensor_parallel,
             division=self._division(recompute),
         )
+        return with_halves(with_weights(tables, recompute))
 
     def _packed(self, layer: LayerWork, recompute: Recompute) -> PackedTables:
         """Packed rows counted exactly: all work but attention's inside over the row, that over each sample."""

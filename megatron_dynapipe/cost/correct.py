@@ -15,11 +15,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from megatron_dynapipe.cost.halves import with_halves
 from megatron_dynapipe.cost.layout import PipelineLayout
 from megatron_dynapipe.cost.packed import packed_layer_costs
 from megatron_dynapipe.cost.pieces import prefix_of_row
 from megatron_dynapipe.cost.surface import Floats, nonnegative_least_squares
 from megatron_dynapipe.cost.tables import ABSENT, ENCODER_ROWS, IntArray, LayerTables, Row
+from megatron_dynapipe.cost.weights import with_weights
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import Recompute, Shape
 
@@ -28,6 +30,12 @@ UNIT = 1000
 
 _FORWARD = (Row.ENCODER_FORWARD, Row.DECODER_FORWARD, Row.HEAD_FORWARD)
 _BACKWARD = (Row.ENCODER_BACKWARD, Row.DECODER_BACKWARD, Row.HEAD_BACKWARD)
+_ATTENTION = {
+    Row.ENCODER_FORWARD: Row.ENCODER_ATTENTION_FORWARD,
+    Row.ENCODER_BACKWARD: Row.ENCODER_ATTENTION_BACKWARD,
+    Row.DECODER_FORWARD: Row.DECODER_ATTENTION_FORWARD,
+    Row.DECODER_BACKWARD: Row.DECODER_ATTENTION_BACKWARD,
+}
 _PULL = 0.05
 """Weight with which a scale is held to the common one, against that of one measured pass per kind."""
 _OFFSET_PULL = 10.0
@@ -132,7 +140,9 @@ def corrected(tables: LayerTables, correction: Correction, packed: Correction | 
             scales = np.array([own.scales.get(row, UNIT) for row in ENCODER_ROWS])
             prefix = (prefix * scales[:, None] + UNIT // 2) // UNIT
         rows = replace(rows, linear=linear, attention=_scaled(rows.attention, own, {}), prefix=prefix)
-    return replace(tables, values=values, separate=None, packed=rows)
+    scaled = replace(tables, values=values, separate=None, packed=rows)
+    is_divided = tables.values[Row.ENCODER_WEIGHT].any()  # nothing is that is recomputed in full
+    return with_halves(with_weights(scaled, Recompute.NONE if is_divided else Recompute.FULL))
 
 
 def _offsets(correction: Correction, tables: LayerTables) -> dict[Row, int]:
@@ -164,10 +174,19 @@ def _unit_costs(sample: PassSample, tables: LayerTables) -> IntArray:
         if found is None:
             return np.full(len(Row), ABSENT, np.int64)
         if sample.before:
-            found[list(ENCODER_ROWS)] += prefix_of_row(tables, lengths[0], np.array(sample.before, np.int64))
+            prefix = prefix_of_row(tables, lengths[0], np.array(sample.before, np.int64))
+            found[list(ENCODER_ROWS)] += prefix
+            found[[Row.ENCODER_ATTENTION_FORWARD, Row.ENCODER_ATTENTION_BACKWARD]] += prefix[:2]
         return found
     size, inputs, targets = (np.array([n], np.int64) for n in sample.shape)
     return np.asarray(tables.at_sizes(tables.at_lengths(inputs, targets), size)[0])
+
+
+def _of_parts(parts: IntArray, predicted: IntArray, row: Row) -> Floats:
+    """Predicted times of all layers of a kind on the stage of each sample: float[samples]."""
+    mlp, whole, attention = parts.T
+    layer, its_attention = predicted[:, row], predicted[:, _ATTENTION[row]]
+    return np.asarray((whole + mlp) * layer + (attention - mlp) * its_attention, float)
 
 
 def _fit(
@@ -180,13 +199,14 @@ def _fit(
     """Scales of the rows in thousandths, and the offset per layer, for forwards or for backwards."""
     measured = np.array(measured_ns, float)
     stage = np.array([sample.stage for sample in samples], np.int64)
-    encoder, decoder = np.array(layout.encoder_split)[stage], np.array(layout.decoder_split)[stage]
-    head = (stage == layout.virtual_stages - 1).astype(np.int64)
-    terms = np.stack([encoder, decoder, head], axis=1) * predicted[:, list(rows)].astype(float)
+    encoder, decoder = layout.encoder_parts[stage], layout.decoder_parts[stage]
+    head = (stage == layout.virtual_stages - 1) * predicted[:, rows[2]].astype(float)
+    by_kind = [_of_parts(parts, predicted, row) for parts, row in zip((encoder, decoder), rows, strict=False)]
+    terms = np.stack([*by_kind, head], axis=1)
     usable = (measured > 0) & (terms.sum(axis=1) > 0) & (predicted[:, 0] != ABSENT)
     if not usable.any():
         raise CostModelError("no pass was measured by which the cost model could be corrected")
-    measured, terms, layers = measured[usable], terms[usable], (encoder + decoder)[usable]
+    measured, terms, layers = measured[usable], terms[usable], ((encoder + decoder) @ [0.5, 1, 0.5])[usable]
     common = float(np.median(measured / terms.sum(axis=1)))
     offset_unit = float(np.median(measured / layers))
     columns = np.concatenate([terms * common, (layers * offset_unit)[:, None]], axis=1) / measured[:, None]

@@ -1,9 +1,11 @@
 """Cost models read from files: tables on one grid, interpolated inside it and infeasible outside."""
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,6 +22,7 @@ from megatron_dynapipe.cost.format import (
     read_points,
     unit_of,
 )
+from megatron_dynapipe.cost.halves import with_halves
 from megatron_dynapipe.cost.tables import (
     ABSENT,
     ENCODER_ROWS,
@@ -31,6 +34,7 @@ from megatron_dynapipe.cost.tables import (
     Row,
     increasing,
 )
+from megatron_dynapipe.cost.weights import with_weights
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute
 
@@ -88,6 +92,47 @@ class TableCostModel:
         return self._tables[key]
 
 
+def check_measured_model(file: CostFile, model: Mapping[str, Any], *, tensor_parallel: int | None = None) -> None:
+    """Refuse costs that were measured on another model.
+
+    Args:
+        file: what it says of its model is compared, where `model` says it too.
+        model: fields of `ModelShape`; others are ignored.
+        tensor_parallel: where `model["vocabulary"]` has been padded for so many ranks; None where it has not been.
+
+    Raises:
+        CostModelError: naming all numbers that differ.
+    """
+    names = ("hidden", "heads", "query_groups", "kv_channels", "ffn", "vocabulary")
+    measured = {name: msgspec.json.decode(file.model[name]) for name in names if name in file.model}
+    ranks = max(entry.tp for entry in file.keys.values())
+    differ = []
+    for name, value in measured.items():
+        wanted = model.get(name)
+        if name == "vocabulary" and isinstance(value, int) and isinstance(wanted, int):
+            # Padded numbers are alike if the same number of tokens may be padded to both.
+            low, high = (
+                max(value - _VOCABULARY_MULTIPLE * ranks, wanted - _padding(tensor_parallel)),
+                min(value, wanted),
+            )
+            wanted = value if low < high else wanted
+        if wanted and value and value != wanted:
+            differ.append(f"{name} {wanted} in place of the file's {value}")
+    if differ:
+        raise CostModelError(
+            f"{file.name} was measured on another model: this one has {', '.join(differ)}",
+            hint="measure this one with `megatron-dynapipe profile`, or compute its costs (--cost-model analytic)",
+        )
+
+
+_VOCABULARY_MULTIPLE = 128
+"""To which Megatron pads a vocabulary, for each tensor-parallel rank."""
+
+
+def _padding(tensor_parallel: int | None) -> int:
+    return 1 if tensor_parallel is None else _VOCABULARY_MULTIPLE * tensor_parallel
+
+
 def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
     """Put all tables of one key on one grid: the union of their axes, which leaves their interpolation unchanged."""
     t5 = file.family is ModelFamily.T5
@@ -115,7 +160,7 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
     state = {kind: round(mb * BYTES_PER_MB) for kind, mb in entry.model_state_mb.items()}
     if missing := {"embedding", "encoder"} - state.keys():
         raise CostModelError(f"{where}: model_state_mb lacks {sorted(missing)}")
-    return LayerTables(
+    found = LayerTables(
         sizes=sizes,
         inputs=inputs,
         targets=targets,
@@ -131,6 +176,7 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
         key_value_channels=file.key_value_channels // entry.tp,
         division=entry.division or file.division_by_flops(entry.recompute),
     )
+    return with_halves(with_weights(found, entry.recompute))
 
 
 def _packed_tables(entry: PackedEntry, parts: Collection[tuple[str, str]], t5: bool, where: str) -> PackedTables:

@@ -3,17 +3,40 @@
     T5, 3 + 4 layers on 4 stages      encoder 0 1 │ encoder 2 decoder 0 │ decoder 1 2 │ decoder 3 head
     layers_per_stage                       2               2                  2             1
 
+A number may end in .5: that stage ends with the attention of its last layer, whose MLP the next one begins with.
+
+    GPT, 3 layers, 1.5 each      attention 0  MLP 0  attention 1 │ MLP 1  attention 2  MLP 2  head
+
 Virtual stage v is chunk v // stages of pipeline stage v % stages.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_dynapipe.cost.tables import EndState, IntArray, LayerState
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
+
+Split = tuple[int | float, ...]
+"""Layers per virtual stage, in model order: multiples of 0.5, whole ones as integers."""
+
+
+class Parts(NamedTuple):
+    """The layers of one kind on a stage, in this order: the MLP of a layer, whole layers, the attention of a layer."""
+
+    mlp: int
+    whole: int
+    attention: int
+
+    @property
+    def attends(self) -> bool:
+        """Whether there is attention among them."""
+        return self.whole + self.attention > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,33 +45,50 @@ class StageLayers:
 
     Attributes:
         encoder, decoder: the stage's layers, by their index in the encoder and in the decoder; either may be empty.
+            Layers of which only a half is here are among them.
         encoder_layers, decoder_layers: depths of the whole model.
+        begins_with_mlp: whether the attention of the first layer is on the stage before.
+        ends_with_attention: whether the MLP of the last layer is on the stage after.
     """
 
     encoder: range
     decoder: range
     encoder_layers: int
     decoder_layers: int
+    begins_with_mlp: bool = False
+    ends_with_attention: bool = False
+
+    @property
+    def encoder_parts(self) -> Parts:
+        """Halves and whole layers of the encoder."""
+        mlp, attention = self.begins_with_mlp and self.encoder, self.ends_with_attention and not self.decoder
+        return _parts(self.encoder, bool(mlp), attention)
+
+    @property
+    def decoder_parts(self) -> Parts:
+        """Halves and whole layers of the decoder."""
+        mlp, attention = self.begins_with_mlp and not self.encoder, self.ends_with_attention and self.decoder
+        return _parts(self.decoder, mlp, bool(attention))
 
     @property
     def starts_encoder(self) -> bool:
         """Whether the input's tokens are embedded here."""
-        return 0 in self.encoder
+        return 0 in self.encoder and not self.begins_with_mlp
 
     @property
     def ends_encoder(self) -> bool:
         """Whether the encoder's final norm is here."""
-        return self.encoder_layers - 1 in self.encoder
+        return self.encoder_layers - 1 in self.encoder and not self.encoder_parts.attention
 
     @property
     def starts_decoder(self) -> bool:
         """Whether the target's tokens are embedded here."""
-        return 0 in self.decoder
+        return 0 in self.decoder and not self.decoder_parts.mlp
 
     @property
     def ends_decoder(self) -> bool:
         """Whether the decoder's final norm and the head are here."""
-        return self.decoder_layers - 1 in self.decoder
+        return self.decoder_layers - 1 in self.decoder and not self.ends_with_attention
 
     @property
     def embeds(self) -> bool:
@@ -63,8 +103,8 @@ class PipelineLayout:
     Attributes:
         family: "gpt" layers all count as encoder layers.
         encoder_layers, decoder_layers: of the whole model.
-        layers_per_stage: one number per virtual stage; each at least 1 for a T5, while a GPT's embedding or head may
-            have a stage to itself. A stage may hold both kinds of layer.
+        layers_per_stage: one number per virtual stage, in halves; each above 0 for a T5, while a GPT's embedding or
+            head may have a stage to itself. A stage may hold both kinds of layer.
         chunks: virtual stages per pipeline stage.
 
     Raises:
@@ -74,7 +114,7 @@ class PipelineLayout:
     family: ModelFamily
     encoder_layers: int
     decoder_layers: int = 0
-    layers_per_stage: tuple[int, ...]
+    layers_per_stage: Split
     chunks: int = 1
 
     def __post_init__(self) -> None:
@@ -84,10 +124,11 @@ class PipelineLayout:
                 f" {self.decoder_layers} decoder layers"
             )
         layers, split = self.encoder_layers + self.decoder_layers, self.layers_per_stage
-        least = 1 if self.family is ModelFamily.T5 else 0
-        if not split or min(split) < least or sum(split) != layers:
+        least = 0.5 if self.family is ModelFamily.T5 else 0
+        if not split or min(split) < least or sum(split) != layers or any(number % 0.5 for number in split):
             raise ConfigError(
-                f"expected a layer split of {layers} layers with at least {least} on every stage, got {list(split)}"
+                f"expected a layer split of {layers} layers in multiples of 0.5 with at least {least} on every stage,"
+                f" got {list(split)}"
             )
         if self.chunks < 1 or len(split) % self.chunks:
             raise ConfigError(f"{len(split)} virtual stages cannot be assigned to pipeline stages {self.chunks} each")
@@ -128,32 +169,43 @@ class PipelineLayout:
     @property
     def virtual_stage_layers(self) -> tuple[StageLayers, ...]:
         """What each virtual stage holds."""
-        encoder_layers = self.encoder_layers
-        ends = accumulate(self.layers_per_stage)
-        return tuple(
-            StageLayers(
-                encoder=range(min(end - count, encoder_layers), min(end, encoder_layers)),
-                decoder=range(max(end - count - encoder_layers, 0), max(end - encoder_layers, 0)),
-                encoder_layers=encoder_layers,
-                decoder_layers=self.decoder_layers,
+        encoder_layers, halves = self.encoder_layers, in_halves(self.layers_per_stage)
+        stages = []
+        for end, count in zip(accumulate(halves), halves, strict=True):
+            first, last = (end - count) // 2, -(-end // 2)  # layers of which a half is here, where there are any
+            if not count:
+                first = last
+            stages.append(
+                StageLayers(
+                    encoder=range(min(first, encoder_layers), min(last, encoder_layers)),
+                    decoder=range(max(first - encoder_layers, 0), max(last - encoder_layers, 0)),
+                    encoder_layers=encoder_layers,
+                    decoder_layers=self.decoder_layers,
+                    begins_with_mlp=count > 0 and (end - count) % 2 == 1,
+                    ends_with_attention=count > 0 and end % 2 == 1,
+                )
             )
-            for end, count in zip(ends, self.layers_per_stage, strict=True)
-        )
+        return tuple(stages)
 
     @property
-    def encoder_split(self) -> tuple[int, ...]:
-        """Encoder layers of each virtual stage."""
-        return tuple(len(layers.encoder) for layers in self.virtual_stage_layers)
+    def has_halves(self) -> bool:
+        """Whether a layer is divided."""
+        return any(count % 1 for count in self.layers_per_stage)
 
     @property
-    def decoder_split(self) -> tuple[int, ...]:
-        """Decoder layers of each virtual stage."""
-        return tuple(len(layers.decoder) for layers in self.virtual_stage_layers)
+    def encoder_parts(self) -> IntArray:
+        """Encoder layers of each virtual stage as `Parts`: int64[virtual stages, 3]."""
+        return np.array([layers.encoder_parts for layers in self.virtual_stage_layers], np.int64)
+
+    @property
+    def decoder_parts(self) -> IntArray:
+        """Decoder layers of each virtual stage as `Parts`: int64[virtual stages, 3]."""
+        return np.array([layers.decoder_parts for layers in self.virtual_stage_layers], np.int64)
 
     @property
     def decoder_state_forward(self) -> tuple[bool, ...]:
         """Per boundary v → v + 1, whether activations hold the decoder's state beside the encoder's output."""
-        return tuple(count > 0 for count in self.decoder_split[:-1])
+        return tuple(len(layers.decoder) > 0 for layers in self.virtual_stage_layers[:-1])
 
     @property
     def decoder_state_backward(self) -> tuple[bool, ...]:
@@ -162,7 +214,7 @@ class PipelineLayout:
         By the published rule, a stage that begins in the decoder returns both, also where only the encoder's output
         was handed to it.
         """
-        return tuple(count == 0 for count in self.encoder_split[1:])
+        return tuple(len(layers.encoder) == 0 for layers in self.virtual_stage_layers[1:])
 
     def model_state_bytes(self, state: LayerState, *, data_parallel: int, distributed_optimizer: bool) -> IntArray:
         """Parameters, gradients and optimizer state per pipeline stage: int64[stages].
@@ -180,14 +232,15 @@ class PipelineLayout:
         Where nothing is known but embeddings and layers, one embedding lies on the first stage and, for T5, one on the
         first decoder stage.
         """
-        encoder, decoder = np.array(self.encoder_split), np.array(self.decoder_split)
-        parameters = encoder * state.encoder_bytes + decoder * state.decoder_bytes
+        parameters = _sum_of_parts(self.encoder_parts, state.encoder_bytes, state.encoder_attention_bytes)
+        parameters += _sum_of_parts(self.decoder_parts, state.decoder_bytes, state.decoder_attention_bytes)
         if state.ends is not None:
             parameters += [_outside_layers(layers, state, state.ends) for layers in self.virtual_stage_layers]
             return np.asarray(parameters.reshape(self.chunks, self.stages).sum(axis=0), np.int64)
         parameters[0] += state.embedding_bytes
         if self.decoder_layers:
-            parameters[int(np.flatnonzero(decoder)[0])] += state.embedding_bytes
+            starts = [layers.starts_decoder for layers in self.virtual_stage_layers]
+            parameters[starts.index(True)] += state.embedding_bytes
         return np.asarray(parameters.reshape(self.chunks, self.stages).sum(axis=0), np.int64)
 
 
@@ -195,12 +248,32 @@ def _outside_layers(layers: StageLayers, state: LayerState, ends: EndState) -> i
     """Parameter bytes of a virtual stage besides its layers'."""
     is_t5 = layers.decoder_layers > 0
     head = layers.ends_decoder if is_t5 else layers.ends_encoder
-    own = bool(layers.encoder) * ends.encoder_tables + bool(layers.decoder) * ends.decoder_tables
+    own = layers.encoder_parts.attends * ends.encoder_tables + layers.decoder_parts.attends * ends.decoder_tables
     if layers.embeds:
         own += state.embedding_bytes + ends.positions
     if head and not (ends.tied and layers.embeds):
         own += state.embedding_bytes
     return own + (layers.ends_encoder + layers.ends_decoder) * ends.norm + head * ends.head_biases
+
+
+def _parts(layers: range, mlp: bool, attention: bool) -> Parts:
+    return Parts(int(mlp), len(layers) - mlp - attention, int(attention))
+
+
+def _sum_of_parts(parts: IntArray, layer: int, attention: int) -> IntArray:
+    """Of every stage, from what a layer and its attention count for."""
+    mlps, layers, attentions = parts.T
+    return np.asarray((mlps + layers) * layer + (attentions - mlps) * attention)
+
+
+def in_halves(split: Sequence[float]) -> list[int]:
+    """Half layers per virtual stage from layers."""
+    return [round(2 * count) for count in split]
+
+
+def of_halves(halves: Sequence[int]) -> Split:
+    """Layers per virtual stage from half layers; whole numbers are integers."""
+    return tuple(count / 2 if count % 2 else count // 2 for count in halves)
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
@@ -215,17 +288,17 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(least + (stage < more) for stage in range(stages))
 
 
-def parse_split(text: str, *, expected: str) -> tuple[int, ...]:
-    """Layers per virtual stage from "9,8,8,7".
+def parse_split(text: str, *, expected: str) -> Split:
+    """Layers per virtual stage from "9,8.5,8,6.5".
 
     Args:
-        text: numbers of layers, separated by commas.
+        text: numbers of layers, multiples of 0.5, separated by commas.
         expected: what is expected of which flag, for the message.
 
     Raises:
-        ConfigError: not numbers of at least 0.
+        ConfigError: not numbers of layers, or below 0.
     """
-    numbers = text.split(",")
-    if not all(number.strip().isdecimal() for number in numbers):
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(re.fullmatch(r"\d+(\.[05]0*)?", number) for number in numbers):
         raise ConfigError(f"expected {expected}, got {text!r}")
-    return tuple(int(number) for number in numbers)
+    return of_halves(in_halves([float(number) for number in numbers]))

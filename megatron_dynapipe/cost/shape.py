@@ -43,9 +43,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         vocabulary_multiple: the rows are rounded up to this times the tensor-parallel ranks, as in memory.
         query_groups: heads of keys and values; 0 for as many as of queries.
         gated: whether the feed-forward network multiplies by a gate (SwiGLU): three matrices in place of two.
-        fused_gate: whether gate and product run in one kernel, which keeps their inputs alone.
+        fused: gates, RMSNorms, dropouts and biased attention run in kernels that keep what GPUs' do; on a CPU they are
+            several operations, whose results are kept too.
         rms_norm: norms without biases.
         biases: of all products in layers; `qkv_bias`: of those of queries, keys and values also without the others.
+        rotary: rotary positions, so that queries and keys are kept as they were and rotated.
         qk_norm: norms of every head's queries and keys.
         tied: whether the head's weight is the word embeddings'.
         positions: rows of learned position embeddings; 0 for other positions.
@@ -64,10 +66,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     vocabulary_multiple: _AtLeastOne = 1
     query_groups: _AtLeastZero = 0
     gated: bool = False
-    fused_gate: bool = True
+    fused: bool = True
     rms_norm: bool = False
     biases: bool = True
     qkv_bias: bool = False
+    rotary: bool = False
     qk_norm: bool = False
     tied: bool = True
     positions: _AtLeastZero = 0
@@ -102,6 +105,27 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             width += self.experts.layers * (used - self.ffn)
         router = 0.5 * self.experts.layers * self.experts.count if self.experts else 0
         return round(width * (3 if self.gated else 2) / 2 + router)
+
+    @property
+    def norm_copies(self) -> int:
+        """Tensors that a norm leaves for the backward, of its input's size."""
+        return 2 if self.rms_norm and not self.fused else 1
+
+    @property
+    def hidden_masks(self) -> float:
+        """Elements that a dropout between layers keeps for one of its input."""
+        return self.hidden_dropout * self._mask
+
+    @property
+    def _mask(self) -> float:
+        return 0.5 if self.fused else 1.0
+
+    def score_copies(self, *, biased: bool) -> float:
+        """Elements that attention keeps for a score; `biased`: with additive biases that no kernel takes."""
+        dropped = 1 + self._mask if self.attention_dropout else 0.0
+        if self.keeps_scores:
+            return 1 + (not self.fused) + dropped
+        return 1 + dropped if biased or (self.attention_dropout and not self.fused) else 0.0
 
     def rows(self, tensor_parallel: int) -> int:
         """Rows of the word embeddings on all ranks, rounded up."""

@@ -4,7 +4,9 @@ These are the rules in numpy, for many shapes at once; planning a batch reads co
 (`csrc/costs.cpp`), which follows the same rules with the same rounding.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,12 +25,14 @@ class StageCosts:
     backward_ns: IntArray
     stored_bytes: IntArray
     peak_bytes: IntArray
+    weight_ns: IntArray
+    """The part of the backward that a divided pass runs as its second half."""
     feasible: np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-_ROWS = 6
-"""Rows of `_by_size`: forward, backward, stored, and the peaks of the encoder's and the decoder's last layer and the
-head."""
+_ROWS = 7
+"""Rows of `_by_size`: forward, backward, stored, the peaks of the encoder's and the decoder's last layer and the head,
+and the second half of a divided backward."""
 
 
 def _by_size(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targets: IntArray) -> IntArray:
@@ -36,32 +40,70 @@ def _by_size(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targ
 
     `ABSENT` where the tables are, and where a cost of the stage is above `LARGEST_COST`.
 
-    A stage's forward (backward) is the sum of its layers', plus the head on the last, and so is what it stores, plus
-    the encoder's output where it has decoder layers alone; its peak is the largest, over its layers and the head, of
-    what those before it stored and that one's own peak.
+    A stage's forward (backward) is the sum of its layers', halves of layers among them, plus the head on the last, and
+    so is what it stores, plus the encoder's output where it has decoder layers alone; its peak is the largest, over its
+    layers and the head, of what those before it stored and that one's own peak.
     """
     layer_costs = tables.of_stages_at_lengths(inputs, targets)
-    e, d = np.array(layout.encoder_split)[:, None], np.array(layout.decoder_split)[:, None]
     row = {r: layer_costs[:, :, r, :] for r in Row}
-    last = np.zeros_like(e)
+    e, d = (_on_stages(parts, row, kind) for parts, kind in _parts_of(layout))
+    last = np.zeros((layout.virtual_stages, 1), np.int64)
     last[-1] = 1
-    encoder_end = (e - 1) * row[Row.ENCODER_STORED] + row[Row.ENCODER_PEAK]
-    given = ((e == 0) & (d > 0)) * row[Row.ENCODED_STORED]
-    decoder_end = given + e * row[Row.ENCODER_STORED] + (d - 1) * row[Row.DECODER_STORED] + row[Row.DECODER_PEAK]
-    layers_stored = given + e * row[Row.ENCODER_STORED] + d * row[Row.DECODER_STORED]
+    given = (~e.present & d.present) * row[Row.ENCODED_STORED]
+    layers_stored = given + e.stored + d.stored
     costs = np.stack(
         [
-            e * row[Row.ENCODER_FORWARD] + d * row[Row.DECODER_FORWARD] + last * row[Row.HEAD_FORWARD],
-            e * row[Row.ENCODER_BACKWARD] + d * row[Row.DECODER_BACKWARD] + last * row[Row.HEAD_BACKWARD],
+            e.forward + d.forward + last * row[Row.HEAD_FORWARD],
+            e.backward + d.backward + last * row[Row.HEAD_BACKWARD],
             layers_stored + last * row[Row.HEAD_STORED],
-            np.where(e > 0, encoder_end, 0),
-            np.where(d > 0, decoder_end, 0),
+            np.where(e.present, e.stored - e.last_stored + row[Row.ENCODER_PEAK], 0),
+            np.where(d.present, layers_stored - d.last_stored + row[Row.DECODER_PEAK], 0),
             last * (layers_stored + row[Row.HEAD_PEAK]),
+            e.weight + d.weight,
         ],
         axis=2,
     )
     absent = (layer_costs[:, :, None, 0, :] == ABSENT) | (costs > LARGEST_COST).any(axis=2, keepdims=True)
     return np.where(absent, ABSENT, costs)
+
+
+_KINDS = ("ENCODER", "DECODER")
+
+
+def _parts_of(layout: PipelineLayout) -> list[tuple[IntArray, str]]:
+    """The stages' encoder layers and their decoder layers, as `Parts`."""
+    return list(zip((layout.encoder_parts, layout.decoder_parts), _KINDS, strict=True))
+
+
+class _Layers(NamedTuple):
+    """All layers of one kind on every stage: `[queries, virtual stages, sizes]`."""
+
+    present: np.ndarray[tuple[int, int], np.dtype[np.bool_]]
+    """[virtual stages, 1]"""
+    forward: IntArray
+    backward: IntArray
+    stored: IntArray
+    last_stored: IntArray
+    """By the last of them alone."""
+    weight: IntArray
+
+
+def _on_stages(parts: IntArray, row: Mapping[Row, IntArray], kind: str) -> _Layers:
+    mlp, whole, attention = (count[:, None] for count in parts.T)
+
+    def time(way: str) -> IntArray:
+        layer, its_attention = row[Row[f"{kind}_{way}"]], row[Row[f"{kind}_ATTENTION_{way}"]]
+        return np.asarray(whole * layer + attention * its_attention + mlp * (layer - its_attention))
+
+    layer, its_attention, its_mlp = (row[Row[f"{kind}_{part}STORED"]] for part in ("", "ATTENTION_", "MLP_"))
+    return _Layers(
+        present=parts.sum(axis=1, keepdims=True) > 0,
+        forward=time("FORWARD"),
+        backward=time("BACKWARD"),
+        stored=mlp * its_mlp + whole * layer + attention * its_attention,
+        weight=time("WEIGHT"),
+        last_stored=np.where(attention > 0, its_attention, np.where(whole > 0, layer, its_mlp)),
+    )
 
 
 def stage_times(layer_costs: IntArray, layout: PipelineLayout) -> IntArray:
@@ -72,8 +114,11 @@ def stage_times(layer_costs: IntArray, layout: PipelineLayout) -> IntArray:
         layout: layers per virtual stage.
     """
     counts = np.zeros((layout.virtual_stages, len(Row)), np.int64)
-    counts[:, [Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD]] = np.array(layout.encoder_split)[:, None]
-    counts[:, [Row.DECODER_FORWARD, Row.DECODER_BACKWARD]] = np.array(layout.decoder_split)[:, None]
+    for parts, kind in _parts_of(layout):
+        mlp, whole, attention = parts.T
+        for way in ("FORWARD", "BACKWARD"):
+            counts[:, Row[f"{kind}_{way}"]] = mlp + whole
+            counts[:, Row[f"{kind}_ATTENTION_{way}"]] = attention - mlp
     counts[-1, [Row.HEAD_FORWARD, Row.HEAD_BACKWARD]] = 1
     return np.asarray(layer_costs @ counts.T)
 
@@ -98,6 +143,7 @@ def stage_costs(
         forward_ns=rows[:, :, 0],
         backward_ns=rows[:, :, 1],
         stored_bytes=stored,
-        peak_bytes=np.maximum(rows[:, :, 3:].max(axis=2), stored),
+        peak_bytes=np.maximum(rows[:, :, 3:6].max(axis=2), stored),
+        weight_ns=np.minimum(rows[:, :, 6], rows[:, :, 1]),
         feasible=(rows[:, :, 0] != ABSENT).all(axis=1),
     )

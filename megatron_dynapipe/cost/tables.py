@@ -32,7 +32,12 @@ class Row(IntEnum):
 
     A decoder-only model's layers are called encoder layers, and its decoder rows are zero. `HEAD` is the output head
     and the loss together, once per model. `ENCODED_STORED` is the encoder's output, which a stage of decoder layers
-    alone keeps once, beside what its layers keep.
+    alone keeps once, beside what its layers keep. `WEIGHT` is the part of the backward that a divided pass runs as its
+    second half; 0 where passes cannot be divided.
+
+    The last rows are of halves of layers: attention (a T5 decoder's self- and cross-attention, with their norms), and
+    the MLP, which takes the rest of the layer's time. A half's peak is the layer's. Where costs of halves are not known
+    they are zero (`LayerTables.division` is empty).
     """
 
     ENCODER_FORWARD = 0
@@ -48,6 +53,18 @@ class Row(IntEnum):
     HEAD_STORED = 10
     HEAD_PEAK = 11
     ENCODED_STORED = 12
+    ENCODER_WEIGHT = 13
+    DECODER_WEIGHT = 14
+    ENCODER_ATTENTION_FORWARD = 15
+    ENCODER_ATTENTION_BACKWARD = 16
+    ENCODER_ATTENTION_STORED = 17
+    ENCODER_MLP_STORED = 18
+    ENCODER_ATTENTION_WEIGHT = 19
+    DECODER_ATTENTION_FORWARD = 20
+    DECODER_ATTENTION_BACKWARD = 21
+    DECODER_ATTENTION_STORED = 22
+    DECODER_MLP_STORED = 23
+    DECODER_ATTENTION_WEIGHT = 24
 
 
 ENCODER_ROWS = (Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD, Row.ENCODER_STORED, Row.ENCODER_PEAK)
@@ -83,6 +100,7 @@ class LayerState:
     Attributes:
         embedding_bytes: of the word embeddings.
         encoder_bytes, decoder_bytes: of a layer.
+        encoder_attention_bytes, decoder_attention_bytes: of its attention; 0 where costs of halves are not known.
         ends: of the rest; None where it is not known, as in files, for which the published rule counts the word
             embeddings alone.
         gradient_bytes: of one parameter's gradient; Megatron adds gradients of half precision up in fp32, the
@@ -94,6 +112,8 @@ class LayerState:
     decoder_bytes: int = 0
     ends: EndState | None = None
     gradient_bytes: int = 2
+    encoder_attention_bytes: int = 0
+    decoder_attention_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -145,7 +165,8 @@ class LayerTables:
             groups × channels of each); its values have as many. 0 where the model is not known so well.
         of_stages: int64 `[virtual stages, len(Row), sizes, inputs, targets]`, where the layers of stages differ: what
             one layer of each stage costs, absent where `values` are. None where all layers cost `values`.
-        division: how the costs of each kind of layer are divided; empty where the model is not known so well.
+        division: how the costs of each kind of layer are divided; empty where the model is not known so well, and then
+            the rows of halves are 0.
     """
 
     sizes: IntArray

@@ -93,33 +93,53 @@ class LayerWork:
 
     def self_attention(self, b: Floats, q: Floats) -> Work:
         """The attention half of an encoder layer, or a decoder-only one."""
-        return self._attention(b, q, q, own_keys=True)
+        shape = self.shape
+        a, g = shape.query_channels, shape.key_value_channels
+        copied = a if 1 < shape.query_groups < shape.heads and (shape.qk_norm or not shape.rotary) else 0
+        turned = a + g if shape.rotary or shape.qk_norm else 0
+        normed = a + g if shape.qk_norm and shape.rms_norm and not shape.fused else 0
+        biased = bool(shape.relative_buckets) and not shape.fused
+        return self._attention(b, q, q, more=b * q * (copied + turned + normed), biased=biased)
 
     def decoder_attention(self, b: Floats, t: Floats, s: Floats) -> Work:
         """The attention half of a decoder layer: over its own t positions, then over s of the encoder's output."""
-        return self.self_attention(b, t).then(self._attention(b, t, s, own_keys=False))
+        return self.self_attention(b, t).then(self._attention(b, t, s))
 
-    def _attention(self, b: Floats, q: Floats, k: Floats, *, own_keys: bool) -> Work:
+    def _attention(self, b: Floats, q: Floats, k: Floats, *, more: Floats | float = 0.0, biased: bool = False) -> Work:
+        """Of q positions to k, with `more` elements kept; `biased`: additive biases that no kernel takes."""
         shape = self.shape
         h, a, g = shape.hidden, shape.query_channels, shape.key_value_channels
         queries, keys, pairs = b * q, b * k, b * q * k
+        scores = shape.score_copies(biased=biased)
+        inside = scores * pairs * shape.heads
+        if not shape.keeps_scores:  # scaled queries and keys, or the sum of every row of scores, in fp32
+            inside = inside + (
+                queries * a + keys * g if scores else queries * shape.heads * _FP32_BYTES / self.element_bytes
+            )
         return self._work(
             linear=queries * 2 * h * a + keys * 2 * h * g,
             pairs=pairs,
-            shared=queries * 2.5 * h,
-            split=queries * 2 * a + keys * 2 * g,
+            inside=inside,
+            shared=queries * (shape.norm_copies + 1 + shape.hidden_masks) * h,
+            split=queries * 2 * a + keys * 2 * g + more,
             inputs=queries * h,
             messages=queries * h,
             kernels=0.6,
         )
 
     def feed_forward(self, b: Floats, q: Floats) -> Work:
-        """The MLP half of a layer over q positions."""
-        tokens, h, f = b * q, self.shape.hidden, self.shape.ffn
+        """The MLP half of a layer over q positions, on average over layers with and without experts."""
+        tokens, shape = b * q, self.shape
+        h, kept, shared = shape.hidden, 2.0 if not shape.gated else 3.0 if shape.fused else 5.0, 0.0
+        width = float(shape.ffn)
+        if shape.experts is not None:  # tokens are copied to their experts, and come back
+            experts = shape.experts
+            width += experts.layers * (experts.per_token * experts.ffn + experts.shared_ffn - width)
+            shared = experts.layers * 2 * experts.per_token * h
         return self._work(
-            linear=tokens * 2 * h * self.shape.mlp_width,
-            shared=tokens * 2.5 * h,
-            ffn=tokens * (3 if self.shape.gated else 2) * f,
+            linear=tokens * 2 * h * shape.mlp_width,
+            shared=tokens * ((shape.norm_copies + 1 + shape.hidden_masks) * h + shared),
+            ffn=tokens * kept * width,
             inputs=tokens * h,
             messages=tokens * h,
             kernels=0.4,
@@ -138,13 +158,15 @@ class LayerWork:
     def head_memory(self, b: Floats, q: Floats) -> tuple[Floats, Floats]:
         """Bytes that the head and the loss keep for their backward, and the most that they hold, over q positions.
 
-        Kept are the probabilities, in fp32. Beside them there are for a time the logits, or their gradient, in the
-        model's own type where that is a narrower one, and the gradients of the weight and of the input.
+        Kept are the probabilities, in fp32, and the norm's output. Beside them there are for a time the logits, or
+        their gradient, in the model's own type where that is a narrower one, and the gradients of weight and input.
         """
         rows = self.shape.rows(self.tensor_parallel) / self.tensor_parallel
         logits, weight = b * q * rows, rows * self.shape.hidden
         narrow = self.element_bytes if self.element_bytes < _FP32_BYTES else 0
-        stored = logits * _FP32_BYTES
+        shared_ranks = self.tensor_parallel if self.sequence_parallel else 1
+        normed = b * q * self.shape.hidden * self.shape.norm_copies / shared_ranks * self.element_bytes
+        stored = logits * _FP32_BYTES + normed
         return stored, stored + logits * narrow + (weight + b * q * self.shape.hidden) * self.element_bytes
 
     def _work(
@@ -154,6 +176,7 @@ class LayerWork:
         messages: Floats,
         kernels: float,
         pairs: Floats | float = 0.0,
+        inside: Floats | float = 0.0,
         shared: Floats | float = 0.0,
         split: Floats | float = 0.0,
         ffn: Floats | float = 0.0,
@@ -168,7 +191,7 @@ class LayerWork:
             shared_bytes=like + shared / shared_ranks * size,
             split_bytes=like + (split + ffn) / tp * size,
             ffn_bytes=like + ffn / tp * size,
-            core_bytes=like + 2.5 * pairs * self.shape.heads / tp * size,
+            core_bytes=like + inside / tp * size,
             input_bytes=like + inputs / shared_ranks * size,
             message_bytes=messages * size * 2 * (tp - 1) / tp,  # as a ring all-reduce moves them
             kernels=kernels,

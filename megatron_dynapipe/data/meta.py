@@ -26,13 +26,13 @@ FORMAT: Literal["dynapipe-dataset/2"] = "dynapipe-dataset/2"
 OLD_FORMAT: Literal["dynapipe-dataset/1"] = "dynapipe-dataset/1"
 SPLITS = ("train", "valid", "test")
 TOKENIZER_FOLDER = "tokenizer"
-_OF_TOKENIZERS = (
+TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),
 )
 FILES = frozenset(
     {"manifest.json", "meta.json"}
-    | {f"{TOKENIZER_FOLDER}/{name}" for name in _OF_TOKENIZERS}
+    | {f"{TOKENIZER_FOLDER}/{name}" for name in TOKENIZER_FILES}
     | {path.name for split in SPLITS for path in names_of(Path(), split)}
 )
 """Every file that a dataset folder may hold; others in it are the user's."""

@@ -11,6 +11,7 @@ the rendezvous is silent    waits as long as TCP does      ends them, and itself
 a notice for this node      –                              stops them, ends
 """
 
+import logging
 import math
 import os
 import signal
@@ -125,6 +126,7 @@ def launch(settings: LaunchSettings, command: Sequence[str]) -> int:
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _NOTICE_SIGNALS
+    logging.getLogger(SubprocessContext.__module__).addFilter(_is_no_leave)
     adopt_orphans()
     parameters = settings.parameters()
     handler = rendezvous.open_rendezvous(parameters, command)
@@ -209,6 +211,7 @@ class Agent(LocalElasticAgent):
     def _count_failure(self, statuses: set[int]) -> None:
         """Start anew, but not for ever where no start comes to an iteration."""
         if LEFT in statuses:
+            _say("ranks have saved a checkpoint and left: the nodes that are there go on")
             self._remaining_restarts += 1  # which the loop takes off again
             return
         if CANNOT_START in statuses:
@@ -267,6 +270,12 @@ class Agent(LocalElasticAgent):
         for rank in running:
             with suppress(subprocess.TimeoutExpired):
                 rank.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _is_no_leave(record: logging.LogRecord) -> bool:
+    """A filter of torch's log, in which a rank that leaves as it was asked to has failed."""
+    said = record.args if isinstance(record.args, tuple) else ()
+    return not (str(record.msg).startswith("failed (exitcode") and said[:1] == (LEFT,))
 
 
 def _nodes(group: WorkerGroup) -> int:

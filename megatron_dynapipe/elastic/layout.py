@@ -48,7 +48,7 @@ class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     data_parallel: int = 0
     tensor_parallel: int = 0
     pipeline_parallel: int = 0
-    layers_per_stage: tuple[int, ...] = ()
+    layers_per_stage: tuple[int | float, ...] = ()
     predicted_ms: float = 0.0
     reason: str = ""
 

@@ -45,7 +45,7 @@ class ModuleLayout(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, choice: LayoutChoice, costs: SegmentCosts) -> Self:
         """A choice among divisions of these segments."""
-        stage_of = tuple(stage for stage, count in enumerate(choice.layers_per_stage) for _ in range(count))
+        stage_of = tuple(stage for stage, count in enumerate(choice.layers_per_stage) for _ in range(int(count)))
         changes = zip(costs.points, stage_of, stage_of[1:], strict=False)
         return cls(
             replicas=choice.data_parallel,

@@ -205,6 +205,7 @@ def lists_without_shapes(
         chunks=chunks,
         forward_ns=ones,
         backward_ns=2 * ones,
+        weight_ns=zeros,
         stored_bytes=zeros,
         peak_bytes=zeros,
         forward_transfer_ns=zeros,

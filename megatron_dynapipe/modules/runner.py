@@ -11,7 +11,7 @@ import torch
 from megatron_dynapipe.errors import DataError, ExecutionError
 from megatron_dynapipe.modules.boundary import Specialization, crossing_of, fill, lists_without_shapes
 from megatron_dynapipe.modules.inputs import Batch
-from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, RecvStart, SendStart
+from megatron_dynapipe.plan.instructions import Instruction, Pass, RecvStart, SendStart
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import PendingTotals, Step, StepRunner, StepTotals
 from megatron_dynapipe.runtime.control_group import AGREED
@@ -67,8 +67,15 @@ class ModuleStage:
             batch = {key: value for key, value in batch.items() if key in wanted}
         return {key: _moved(value, self._device) for key, value in batch.items()}
 
-    def begin_pass(self, instruction: Forward | Backward) -> None:
+    def begin_pass(self, instruction: Pass) -> None:
         """Nothing is set for single micro-batches."""
+
+    def add_weight_gradients(self, micro_batch: int, chunk: int) -> None:
+        """Refuse: a user's modules compute all gradients in one backward pass."""
+        raise ExecutionError(
+            f"expected whole backward passes, got the second half of one for micro-batch {micro_batch}",
+            hint="plan with split_backward off",
+        )
 
     def differentiable(self, micro_batch: int, boundary: int) -> Sequence[bool]:
         """As the boundary says."""

@@ -4,7 +4,8 @@ Each record is an array on the wire whose first element is a number given by han
 instruction does not renumber stored plans. Each has a one-line text form (`plan.text`).
 
 A *pass* is a `Forward` or a `Backward` of one micro-batch through one *chunk* (virtual stage) of the stage; without
-interleaving the chunk is always 0.
+interleaving the chunk is always 0. A backward pass may be divided: `BackwardInput` makes the gradients of its input,
+which the previous stage waits for, and a later `BackwardWeight` those of the linear layers' weights.
 """
 
 import enum
@@ -57,6 +58,23 @@ class Backward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     chunk: int = 0
 
 
+class BackwardInput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag=9):
+    """Run the chunk backward but for the weights of its linear layers: needs and makes what `Backward` does.
+
+    Keeps what `BackwardWeight` needs: inputs and output gradients of the linear layers, in the forward's stored memory.
+    """
+
+    micro_batch: int
+    chunk: int = 0
+
+
+class BackwardWeight(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag=10):
+    """Add the gradients of the linear layers' weights that `BackwardInput` has left out; drops what it kept."""
+
+    micro_batch: int
+    chunk: int = 0
+
+
 class SendStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, tag=4):
     """Start sending OUTPUT (activations) or INPUT_GRAD (gradients) to stage `peer`; does not block."""
 
@@ -103,9 +121,9 @@ class Free(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     chunk: int = 0
 
 
-Pass = Forward | Backward
+Pass = Forward | Backward | BackwardInput | BackwardWeight
 Transfer = SendStart | SendWait | RecvStart | RecvWait
-Instruction = Load | Forward | Backward | SendStart | SendWait | RecvStart | RecvWait | Free
+Instruction = Load | Pass | Transfer | Free
 
 INSTRUCTION_TYPES: tuple[type[Instruction], ...] = (
     Load,
@@ -116,6 +134,8 @@ INSTRUCTION_TYPES: tuple[type[Instruction], ...] = (
     RecvStart,
     RecvWait,
     Free,
+    BackwardInput,
+    BackwardWeight,
 )
 
 SENT_BUFFER = {Payload.ACTIVATION: Buffer.OUTPUT, Payload.GRADIENT: Buffer.INPUT_GRAD}

@@ -5,14 +5,14 @@
 
 The pieces of sample 7 are a chain: on every virtual stage their forward passes run up, since each attends to the keys
 and values of those before it, and their backward passes down, since each has gradients of keys and values for those
-before it.
+before it; of divided backward passes the halves that make the inputs' gradients, the others run in any order.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_dynapipe.errors import PlanError
-from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction
+from megatron_dynapipe.plan.instructions import Backward, BackwardInput, Forward, Instruction, Pass
 from megatron_dynapipe.plan.iteration import MicroBatch, Piece
 from megatron_dynapipe.units import ModelFamily, input_positions
 
@@ -77,11 +77,13 @@ def check_chain_order(stage: int, micro_batches: Sequence[MicroBatch], passes: S
     """
     at = {each: place for place, each in enumerate(passes)}
     for sample, chain in chains(micro_batches).items():
-        for chunk in sorted({each.chunk for each in passes if isinstance(each, Forward | Backward)}):
-            for kind, numbers in ((Forward, chain), (Backward, [*reversed(chain)])):
-                places = [at[kind(number, chunk)] for number in numbers if kind(number, chunk) in at]
+        for chunk in sorted({each.chunk for each in passes if isinstance(each, Pass)}):
+            for kinds, numbers in (((Forward,), chain), ((Backward, BackwardInput), [*reversed(chain)])):
+                runs = [kind(number, chunk) for number in numbers for kind in kinds]
+                places = [at[run] for run in runs if run in at]
                 if places != sorted(places):
+                    word = kinds[0].__name__.lower()
                     raise PlanError(
-                        f"stage {stage}: expected the {kind.__name__.lower()} passes of sample {sample}'s pieces in "
-                        f"the order of micro-batches {', '.join(map(str, numbers))}, got another"
+                        f"stage {stage}: expected the {word} passes of sample {sample}'s pieces in the order of "
+                        f"micro-batches {', '.join(map(str, numbers))}, got another"
                     )

@@ -3,6 +3,7 @@
     LOAD3                     bring micro-batch 3 to the device
     F3   F3.1                 forward pass of micro-batch 3 (on chunk 1)
     B3                        backward pass
+    BI3  BW3                  its halves: gradients of inputs, gradients of weights
     RECV_F3<0[64x8x128]       start receiving activations of micro-batch 3 from stage 0, with every tensor's shape
     WAIT_RECV_F3<0            wait for them
     SEND_B3>0[64x8x128]       start sending gradients to stage 0
@@ -18,11 +19,14 @@ from collections.abc import Iterable, Sequence
 from megatron_dynapipe.errors import PlanDecodeError
 from megatron_dynapipe.plan.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Buffer,
     Forward,
     Free,
     Instruction,
     Load,
+    Pass,
     Payload,
     RecvStart,
     RecvWait,
@@ -34,6 +38,8 @@ from megatron_dynapipe.plan.instructions import (
 
 _LETTER = {Payload.ACTIVATION: "F", Payload.GRADIENT: "B"}
 _PAYLOAD = {letter: payload for payload, letter in _LETTER.items()}
+_PASS_WORD: dict[type[Pass], str] = {Forward: "F", Backward: "B", BackwardInput: "BI", BackwardWeight: "BW"}
+_PASS_TYPE = {word: kind for kind, word in _PASS_WORD.items()}
 _TRANSFER: dict[type[Transfer], tuple[str, str]] = {
     SendStart: ("SEND", ">"),
     SendWait: ("WAIT_SEND", ">"),
@@ -45,7 +51,7 @@ _TRANSFER_TYPE = {name: kind for kind, (name, _) in _TRANSFER.items()}
 _N = r"([0-9]{1,18})"
 _INDEX = rf"{_N}(?:\.{_N})?"
 _LOAD = re.compile(rf"LOAD{_N}")
-_PASS = re.compile(rf"([FB]){_INDEX}")
+_PASS = re.compile(rf"(F|B|BI|BW){_INDEX}")
 _FREE = re.compile(rf"FREE_({'|'.join(b.name for b in Buffer)}){_INDEX}")
 _MOVE = re.compile(rf"(WAIT_SEND|SEND|WAIT_RECV|RECV)_([FB]){_INDEX}([<>]){_N}(?:\[([0-9x,]*)\])?")
 _STAGE = re.compile(rf"stage {_N}:(.*)")
@@ -56,10 +62,8 @@ def format_instruction(instruction: Instruction) -> str:
     match instruction:
         case Load(micro_batch):
             return f"LOAD{micro_batch}"
-        case Forward(micro_batch, chunk):
-            return f"F{_index(micro_batch, chunk)}"
-        case Backward(micro_batch, chunk):
-            return f"B{_index(micro_batch, chunk)}"
+        case Forward() | Backward() | BackwardInput() | BackwardWeight():
+            return f"{_PASS_WORD[type(instruction)]}{_index(instruction.micro_batch, instruction.chunk)}"
         case Free(buffer, micro_batch, chunk):
             return f"FREE_{buffer.name}{_index(micro_batch, chunk)}"
         case SendStart() | SendWait() | RecvStart() | RecvWait():
@@ -73,8 +77,7 @@ def parse_instruction(word: str) -> Instruction:
         PlanDecodeError: the word is not an instruction.
     """
     if match := _PASS.fullmatch(word):
-        kind = Forward if match[1] == "F" else Backward
-        return kind(int(match[2]), int(match[3] or 0))
+        return _PASS_TYPE[match[1]](int(match[2]), int(match[3] or 0))
     if match := _LOAD.fullmatch(word):
         return Load(int(match[1]))
     if match := _FREE.fullmatch(word):

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction
+from megatron_dynapipe.plan.instructions import Instruction, Pass
 
 MUCH_IDLE = 0.25
 """Idle share from which on commands and run summaries add a hint at what lowers it."""
@@ -23,5 +23,5 @@ Timeline = tuple[tuple[Event, ...], ...]
 def idle_share(timeline: Timeline, span_ns: int) -> float:
     """Share of all stages' time, `span_ns` each, in which no pass ran; 0 without stages or time."""
     whole = span_ns * len(timeline)
-    passes = (each for events in timeline for each in events if isinstance(each.instruction, Forward | Backward))
+    passes = (each for events in timeline for each in events if isinstance(each.instruction, Pass))
     return 1 - sum(each.end_ns - each.start_ns for each in passes) / whole if whole else 0.0

@@ -9,13 +9,15 @@ memory     what passes keep, on top of the model state, within the limit        
 from collections.abc import Callable, Collection, Sequence
 
 from megatron_dynapipe.errors import PlanError
-from megatron_dynapipe.plan.instructions import Instruction
+from megatron_dynapipe.plan.instructions import BackwardInput, Instruction
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
 from megatron_dynapipe.plan.memory import check_memory
 from megatron_dynapipe.plan.pieces import check_chain_order
+from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.verify_buffers import Dimensions, Steps, trace_stage
 from megatron_dynapipe.plan.verify_samples import check_samples
 from megatron_dynapipe.plan.verify_transfers import check_pairing, check_progress, check_shapes
+from megatron_dynapipe.units import Recompute
 
 FastVerify = Callable[[Dimensions, Sequence[Sequence[Instruction]]], Steps | None]
 """A faster verification of instruction lists by the same rules; None for lists that it does not accept."""
@@ -124,7 +126,18 @@ def _verify_replica(
     for stage, passes in enumerate(steps.passes):
         _check_prediction(replica, stage, [lists[stage][step] for step in passes])
         check_memory(plan, replica, stage, passes)
+        _check_divided(replica, stage, [lists[stage][step] for step in passes])
         check_chain_order(stage, replica.micro_batches, [lists[stage][step] for step in passes])
+
+
+def _check_divided(replica: ReplicaPlan, stage: int, passes: list[Instruction]) -> None:
+    """No backward pass is divided that computes its layers again: these keep no inputs of linears."""
+    for each in passes:
+        if isinstance(each, BackwardInput) and replica.micro_batches[each.micro_batch].recompute is Recompute.FULL:
+            raise PlanError(
+                f"stage {stage}: expected the whole backward pass of a micro-batch that is recomputed in full, got "
+                f"{format_instruction(each)}"
+            )
 
 
 def _check_prediction(replica: ReplicaPlan, stage: int, passes: list[Instruction]) -> None:

@@ -3,7 +3,7 @@
     DATA                   absent ─LOAD─► ready ───────────── every chunk's F ───────────────► used ─FREE─► freed
     INPUT, OUTPUT_GRAD     absent ─RECV─► moving ─WAIT_RECV─► ready ─ B (forward-only: F) ───► used ─FREE─► freed
     OUTPUT, INPUT_GRAD     absent ─F, B─► ready ─SEND─► moving ─WAIT_SEND────────────────────► used ─FREE─► freed
-    the passes themselves  absent ─F─► ready ─B─► freed
+    the passes themselves  absent ─F─► ready ─B─► freed, or ready ─BI─► used ─BW─► freed; BI is B to all buffers
 
 Since each instruction is allowed in one state only and every buffer must end freed, a list that passes has every
 pass, transfer and free exactly once, in an order that never uses what is not there.
@@ -20,11 +20,14 @@ from megatron_dynapipe.plan.instructions import (
     RECEIVED_BUFFER,
     SENT_BUFFER,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Buffer,
     Forward,
     Free,
     Instruction,
     Load,
+    Pass,
     Payload,
     RecvStart,
     RecvWait,
@@ -157,6 +160,8 @@ class _Walk:
             Load: self.load,
             Forward: self.forward,
             Backward: self.backward,
+            BackwardInput: self.backward,
+            BackwardWeight: self.backward_weight,
             SendStart: self.send_start,
             SendWait: self.send_wait,
             RecvStart: self.recv_start,
@@ -183,13 +188,13 @@ class _Walk:
         self.forwards_left[row] -= 1
         self.trace.passes.append(step)
 
-    def backward(self, step: int, run: Backward) -> None:
+    def backward(self, step: int, run: Backward | BackwardInput) -> None:
         key = self.key(run.micro_batch, run.chunk)
         if self.dimensions.forward_only:
             raise PlanError("a forward-only plan has no backward passes")
         if self.done[key] != READY:
-            raise PlanError("the backward pass runs " + ("twice" if self.done[key] == FREED else "before the forward"))
-        self.done[key] = FREED
+            raise PlanError("the backward pass runs " + ("before the forward" if self.done[key] == ABSENT else "twice"))
+        self.done[key] = USED if isinstance(run, BackwardInput) else FREED
         for buffer, before, after in (
             (Buffer.OUTPUT_GRAD, READY, USED),
             (Buffer.INPUT, READY, USED),
@@ -197,6 +202,14 @@ class _Walk:
         ):
             if self.buffers[buffer][key] != NONE:
                 self.advance(buffer, run.micro_batch, run.chunk, before, after)
+        self.trace.passes.append(step)
+
+    def backward_weight(self, step: int, run: BackwardWeight) -> None:
+        key = self.key(run.micro_batch, run.chunk)
+        if self.done[key] != USED:
+            before = "twice" if self.done[key] == FREED else "before that of the inputs' gradients"
+            raise PlanError(f"the half of the weights' gradients runs {before}")
+        self.done[key] = FREED
         self.trace.passes.append(step)
 
     def send_start(self, step: int, send: SendStart) -> None:
@@ -275,8 +288,8 @@ class _Walk:
         chunks = self.dimensions.chunks
         for key, state in enumerate(self.done):
             if state != run:
-                missing = Forward if state == ABSENT else Backward
-                word = format_instruction(missing(key // chunks, key % chunks))
+                kinds: dict[int, type[Pass]] = {ABSENT: Forward, USED: BackwardWeight}
+                word = format_instruction(kinds.get(state, Backward)(key // chunks, key % chunks))
                 raise PlanError(f"stage {self.trace.stage}: the list ends without {word}")
         for buffer, states in self.buffers.items():
             for key, state in enumerate(states):

@@ -42,6 +42,7 @@ class BatchProblem:
         of_stages: Sequence[npt.NDArray[np.int64]] = (),
         chains: npt.NDArray[np.int32],
         extras: _Ints,
+        division: int = 0,
     ) -> None: ...
     def partition(
         self, *, orders: Sequence[_Ints], improve: bool
@@ -57,7 +58,7 @@ class BatchProblem:
         """
 
     def costs(self, *, sizes: _Ints, inputs: _Ints, targets: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:
-        """`[6 * micro-batches, virtual stages]`, by kind of cost, and whether the cost model covers each."""
+        """`[7 * micro-batches, virtual stages]`, by kind of cost, and whether the cost model covers each."""
 
     def packed_costs(self, *, samples: _Ints, sizes: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:
         """`costs` of packed rows: samples of all rows one after another, and how many each has."""

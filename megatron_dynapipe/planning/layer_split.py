@@ -3,7 +3,7 @@
 The last stage also has the head and the loss, and a T5's encoder and decoder layers cost very different amounts, so
 an equal number of layers is not an equal amount of work. The split is evened on the micro-batches of planned batches,
 then improved layer by layer on the batches' predicted times: memory, recomputation and bubbles count as they do in
-training.
+training. A layer may be divided between its attention and its MLP where the costs of both are known.
 """
 
 import logging
@@ -14,8 +14,19 @@ from itertools import islice, permutations
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import ABSENT, CostModel, LayerTables, PipelineLayout, Row, packed_layer_costs, stage_times
-from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError, PlanningError
+from megatron_dynapipe.cost import (
+    ABSENT,
+    CostModel,
+    LayerTables,
+    PipelineLayout,
+    Row,
+    Split,
+    in_halves,
+    of_halves,
+    packed_layer_costs,
+    stage_times,
+)
+from megatron_dynapipe.errors import DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import BoolArray, IntArray
@@ -39,7 +50,6 @@ TRIALS = 40
 TOLERANCE = 1.03
 """Splits whose estimate is worse than the best one's by more than this are not tried."""
 
-Split = tuple[int, ...]
 _Work = IntArray
 """One layer's costs of every micro-batch: int64 `[micro-batches, len(Row)]`. They do not depend on the split."""
 
@@ -66,21 +76,18 @@ def choose_layer_split(
         to_fit: more lengths that may come; they have no weight, but must go on fitting.
 
     Raises:
-        ConfigError: stages of several chunks.
         PlanningError: none of the batches can be planned under the splits that were tried.
     """
-    if settings.chunks > 1:
-        raise ConfigError(
-            f"a layer split can be chosen for one chunk per stage, got {settings.chunks}",
-            hint="give the numbers of layers, or use the equal split",
-        )
     trials = _Trials(settings, cost_model, batches, to_fit)
     best = settings.layout.layers_per_stage
     trials.require(best)
     evened = trials.evened(best)
+    steps = (1, 2) if trials.know_halves else (2,)
     if not trials.required:  # Model state alone is too much where the search begins.
         trials.require(evened)
     starts = [best, evened, *_padded_choice(settings, cost_model, batches, to_fit)]
+    if trials.know_halves:
+        starts.append(trials.evened(evened, 1))
     trials.choose_batches(starts)
     best = min(starts, key=trials.predicted_ns)
     improved = True
@@ -88,7 +95,7 @@ def choose_layer_split(
         trials.estimate_with_plans_of(best)
         improved = False
         worst = trials.estimate_ns(best) * TOLERANCE
-        for split in sorted(_neighbours(best), key=trials.estimate_ns):
+        for split in sorted((each for step in steps for each in _neighbours(best, step)), key=trials.estimate_ns):
             if len(trials.results) >= TRIALS or trials.estimate_ns(split) > worst:
                 break
             if trials.fits(split) and trials.predicted_ns(split) < trials.predicted_ns(best):
@@ -110,15 +117,15 @@ def _padded_choice(
         return []
 
 
-def _neighbours(split: Split) -> list[Split]:
-    """Splits with one layer moved from one stage to another."""
-    moved = []
+def _neighbours(split: Split, step: int = 2) -> list[Split]:
+    """Splits with so many halves of layers moved from one stage to another."""
+    moved, halves = [], in_halves(split)
     for source, destination in permutations(range(len(split)), 2):
-        if split[source] > 1:
-            layers = list(split)
-            layers[source] -= 1
-            layers[destination] += 1
-            moved.append(tuple(layers))
+        if halves[source] > step:
+            counts = list(halves)
+            counts[source] -= step
+            counts[destination] += step
+            moved.append(of_halves(counts))
     return moved
 
 
@@ -137,6 +144,11 @@ class _Trials:
         self._lengths = _different([*batches, *to_fit])
         self._required = np.zeros(len(self._lengths), np.bool_)
         self._work = self._alone()
+
+    @property
+    def know_halves(self) -> bool:
+        """Whether costs of halves of layers are known."""
+        return all(self._tables(mode).division for mode in self._settings.recompute)
 
     @property
     def required(self) -> bool:
@@ -174,11 +186,11 @@ class _Trials:
             hint="use more pipeline stages or tensor parallelism, or truncate long samples",
         )
 
-    def evened(self, split: Split) -> Split:
-        """The split that the estimate finds best, one layer moved at a time, samples that must fit fitting."""
+    def evened(self, split: Split, step: int = 2) -> Split:
+        """The split that the estimate finds best, so many halves moved at a time, samples that must fit fitting."""
         while True:
             here = self.estimate_ns(split)
-            better = sorted(_neighbours(split), key=self.estimate_ns)
+            better = sorted(_neighbours(split, step), key=self.estimate_ns)
             found = next((each for each in better if self.estimate_ns(each) < here and self.fits(each)), None)
             if found is None:
                 return split
@@ -204,8 +216,9 @@ class _Trials:
             encoder_layers=s.encoder_layers,
             decoder_layers=s.decoder_layers,
             layers_per_stage=split,
+            chunks=s.chunks,
         )
-        times = stage_times(self._work, layout)
+        times = stage_times(self._work, layout).reshape(-1, s.chunks, layout.stages).sum(axis=1)
         warmup = (times.sum(axis=1) - times.max(axis=1)).max(initial=0)
         return int(times.sum(axis=0).max() // s.data_parallel + warmup)
 

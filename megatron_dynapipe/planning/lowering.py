@@ -20,6 +20,8 @@ from megatron_dynapipe.plan.instructions import (
     RECEIVED_BUFFER,
     SENT_BUFFER,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Buffer,
     Forward,
     Free,
@@ -39,7 +41,9 @@ Lists = tuple[tuple[Instruction, ...], ...]
 """Instructions per pipeline stage."""
 
 
-_PASSES = (Forward, Backward)
+_PASSES = (Forward, Backward, BackwardInput, BackwardWeight)
+_BACKWARD = (Backward, BackwardInput)
+"""What needs the gradient of its output, and makes that of its input."""
 
 _Message = tuple[Payload, int, int]
 """(payload, micro-batch, chunk) as one stage names it."""
@@ -107,7 +111,7 @@ def _with_sends(stage: int, instructions: Sequence[Instruction], topology: Topol
             row, chunk = instruction.micro_batch, instruction.chunk
             if (v := chunk * topology.stages + stage) < topology.last:
                 yield SendStart(Payload.ACTIVATION, row, chunk, downstream, topology.shapes[row][v])
-        elif isinstance(instruction, Backward):
+        elif isinstance(instruction, _BACKWARD):
             row, chunk = instruction.micro_batch, instruction.chunk
             if (v := chunk * topology.stages + stage) > 0:
                 yield SendStart(Payload.GRADIENT, row, chunk, upstream, topology.shapes[row][v - 1])
@@ -139,7 +143,7 @@ def _with_recv_waits(
     queues = {payload: iter(queue) for payload, queue in received.items()}
     waited: set[_Message] = set()
     for instruction in instructions:
-        if isinstance(instruction, _PASSES) and not _is_first(stage, instruction, topology):
+        if isinstance(instruction, (Forward, *_BACKWARD)) and not _is_first(stage, instruction, topology):
             payload = Payload.ACTIVATION if isinstance(instruction, Forward) else Payload.GRADIENT
             needed = (payload, instruction.micro_batch, instruction.chunk)
             while needed not in waited:
@@ -323,7 +327,7 @@ def add_frees(lists: Lists, topology: Topology) -> Lists:
 
 
 def _with_frees(stage: int, instructions: Sequence[Instruction], topology: Topology) -> Iterator[Instruction]:
-    final = Forward if topology.forward_only else Backward
+    final = (Forward,) if topology.forward_only else _BACKWARD
     for instruction in instructions:
         yield instruction
         if isinstance(instruction, final):

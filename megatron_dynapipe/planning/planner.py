@@ -68,6 +68,12 @@ class Planner:
         self._tables = tuple(
             cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=mode) for mode in settings.recompute
         )
+        if self.layout.has_halves and not all(tables.division for tables in self._tables):
+            raise CostModelError(
+                f"expected costs of attention and MLP apart, for layers per stage of {settings.layers_per_stage};"
+                f" {cost_model.name} does not hold them, nor the sizes of the model by which a layer's are divided",
+                hint="give whole layers, or measure the model with `megatron-dynapipe profile`",
+            )
         self._peak_covers_backward = any(tables.peak_covers_backward for tables in self._tables)
         states = np.stack([self._model_state(tables) for tables in self._tables])
         self.model_state_bytes: IntArray = states.max(axis=0)
@@ -78,7 +84,10 @@ class Planner:
                 f"stage {stage} needs {needed} for parameters, gradients and optimizer state, of {available}",
                 hint="use more pipeline stages or tensor parallelism, or the distributed optimizer",
             )
-        identity = msgspec.json.encode([settings, cost_model.digest])
+        named = msgspec.to_builtins(settings)
+        if settings.split_backward == "off":
+            del named["split_backward"]  # plans that cannot hold halves are those of settings that do not know them
+        identity = msgspec.json.encode([named, cost_model.digest])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
         self._boundaries = BoundarySettings(
             tensors=boundary_tensors(self.layout),
@@ -247,6 +256,7 @@ class Planner:
             forward_only=forward_only,
             peak_covers_backward=self._peak_covers_backward,
             transfers=s.transfers,
+            division="off" if forward_only else s.division,
         )
 
     def in_flight_options(self) -> IntArray:

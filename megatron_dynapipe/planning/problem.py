@@ -9,14 +9,14 @@ Virtual stage v of a pipeline of n stages is chunk v // n of stage v % n; withou
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.cost import LayerTables, Links, PipelineLayout
 from megatron_dynapipe.errors import PlanningError
-from megatron_dynapipe.plan.instructions import Pass
+from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Pass
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules
 from megatron_dynapipe.planning.native import core
 from megatron_dynapipe.units import BatchLayout, Shape, round_up
@@ -24,8 +24,37 @@ from megatron_dynapipe.units import BatchLayout, Shape, round_up
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
+SplitBackward = Literal["off", "auto", "on"]
+_DIVISIONS: tuple[SplitBackward, ...] = ("off", "auto", "on")
+"""As the native core numbers them."""
+
+_COSTS = 7
+"""Arrays of costs of a `ScheduleProblem`."""
+
 PassOrder = tuple[tuple[Pass, ...], ...]
 """Per pipeline stage, its forward and backward passes in the order in which it runs them."""
+
+PASS_KINDS: tuple[type[Pass], ...] = (Forward, Backward, BackwardInput, BackwardWeight)
+"""As the native core numbers them: a pass is (micro-batch · chunks + chunk) · 4 + its kind."""
+_NUMBERS = {kind: number for number, kind in enumerate(PASS_KINDS)}
+
+
+def to_codes(order: PassOrder, chunks: int) -> IntArray:
+    """Passes as the native core takes them: int64[stages, most passes of a stage], filled up with -1."""
+    codes = np.full((len(order), max(map(len, order), default=0)), -1, np.int64)
+    for stage, passes in enumerate(order):
+        codes[stage, : len(passes)] = [
+            (each.micro_batch * chunks + each.chunk) * len(PASS_KINDS) + _NUMBERS[type(each)] for each in passes
+        ]
+    return codes
+
+
+def from_codes(codes: IntArray, chunks: int) -> PassOrder:
+    """The passes of every stage from what `to_codes` makes."""
+    return tuple(
+        tuple(PASS_KINDS[code % 4](code // (4 * chunks), code // 4 % chunks) for code in stage if code >= 0)
+        for stage in codes.tolist()
+    )
 
 
 def native_rules(rules: TransferRules) -> dict[str, Any]:
@@ -57,6 +86,7 @@ class BatchProblem:
         chains: int32[samples], where samples are cut: which one each is a piece of, -1 for whole ones. Pieces of one
             follow one another.
         piece_costs: int64[modes, samples, 4], what pieces cost one layer besides (`cost.pieces`).
+        division: whether backward passes may be divided: where that is faster, or all that can be.
     """
 
     inputs: IntArray
@@ -77,6 +107,7 @@ class BatchProblem:
     transfers: TransferRules = GLOO_RULES
     chains: npt.NDArray[np.int32] | None = None
     piece_costs: IntArray | None = None
+    division: SplitBackward = "off"
 
     @cached_property
     def native(self) -> core.BatchProblem:
@@ -96,8 +127,8 @@ class BatchProblem:
                 may_pack=BatchLayout.PACKED in self.layouts,
                 modes=[_mode(tables) for tables in self.modes],
                 packed=[_packed_mode(tables) for tables in self.modes],
-                encoder_layers=np.array(layout.encoder_split, np.int64),
-                decoder_layers=np.array(layout.decoder_split, np.int64),
+                encoder_layers=layout.encoder_parts,
+                decoder_layers=layout.decoder_parts,
                 chunks=layout.chunks,
                 model_state=self.model_state_bytes,
                 memory_limit=self.memory_limit_bytes,
@@ -114,6 +145,7 @@ class BatchProblem:
                 **native_rules(self.transfers),
                 chains=np.zeros(0, np.int32) if self.chains is None else self.chains,
                 extras=np.zeros(0, np.int64) if self.piece_costs is None else self.piece_costs.ravel(),
+                division=_DIVISIONS.index(self.division),
             )
         except ValueError as error:
             raise PlanningError(f"the batch cannot be planned: {error}") from error
@@ -130,7 +162,7 @@ class BatchProblem:
     ) -> tuple["ScheduleProblem", BoolArray]:
         """`costs` of micro-batches of either layout, given their samples."""
         packed = np.array([layout is BatchLayout.PACKED for layout in layouts], np.bool_)
-        rows = np.zeros((6, len(members), self.layout.virtual_stages), np.int64)
+        rows = np.zeros((_COSTS, len(members), self.layout.virtual_stages), np.int64)
         covered = np.zeros(len(members), np.bool_)
         if not packed.all():
             shapes = [self.shape(samples) for samples, each in zip(members, packed, strict=True) if not each]
@@ -141,7 +173,7 @@ class BatchProblem:
             found, covered[packed] = self.native.packed_costs(
                 samples=np.concatenate(chosen), sizes=sizes, modes=modes[packed]
             )
-            rows[:, packed] = found.reshape(6, len(chosen), -1)
+            rows[:, packed] = found.reshape(_COSTS, len(chosen), -1)
         return self._schedule_problem(rows), covered
 
     def costs(self, shapes: Sequence[Shape] | IntArray, modes: IntArray) -> tuple["ScheduleProblem", BoolArray]:
@@ -157,11 +189,11 @@ class BatchProblem:
     def _padded_costs(self, shapes: Sequence[Shape] | IntArray, modes: IntArray) -> tuple[IntArray, BoolArray]:
         sizes, inputs, targets = (np.ascontiguousarray(column) for column in np.asarray(shapes, np.int64).T)
         rows, covered = self.native.costs(sizes=sizes, inputs=inputs, targets=targets, modes=modes)
-        return rows.reshape(6, len(sizes), -1), np.array(covered, np.bool_)
+        return rows.reshape(_COSTS, len(sizes), -1), np.array(covered, np.bool_)
 
     def _schedule_problem(self, rows: IntArray) -> "ScheduleProblem":
-        """The rows of the native core, `[6, micro-batches, virtual stages]`, as a problem."""
-        forward, backward, stored, peak, forward_transfer, backward_transfer = rows
+        """The rows of the native core, `[_COSTS, micro-batches, virtual stages]`, as a problem."""
+        forward, backward, stored, peak, forward_transfer, backward_transfer, weight = rows
         return ScheduleProblem(
             stages=self.layout.stages,
             chunks=self.layout.chunks,
@@ -171,6 +203,7 @@ class BatchProblem:
             peak_bytes=peak,
             forward_transfer_ns=forward_transfer,
             backward_transfer_ns=backward_transfer,
+            weight_ns=weight,
             model_state_bytes=self.model_state_bytes,
             memory_limit_bytes=self.memory_limit_bytes,
             forward_only=self.forward_only,
@@ -211,6 +244,8 @@ class ScheduleProblem:
     peak_bytes: IntArray
     """High-water mark of the forward above what others keep; at least `stored_bytes`. Of the backward too if
     `peak_covers_backward`: then it counts while either runs."""
+    weight_ns: IntArray
+    """The part of the backward that may run later, as its second half; 0 where it cannot be divided."""
     forward_transfer_ns: IntArray
     """From virtual stage v to v + 1; the last column is 0."""
     backward_transfer_ns: IntArray
@@ -251,6 +286,7 @@ class ScheduleProblem:
             self.peak_bytes,
             self.forward_transfer_ns,
             self.backward_transfer_ns,
+            self.weight_ns,
         ]
 
     @property

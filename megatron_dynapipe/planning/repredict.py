@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_dynapipe.plan.instructions import Backward, Forward
+from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
@@ -36,7 +36,5 @@ def costs_and_order(
     if not covered.all():
         return None
     stages = plan.replicas[replica].stages
-    order = tuple(
-        tuple(each for each in stage.instructions if isinstance(each, Forward | Backward)) for stage in stages
-    )
+    order = tuple(tuple(each for each in stage.instructions if isinstance(each, Pass)) for stage in stages)
     return costs, order

@@ -67,7 +67,8 @@ def schedule_batch(
     if searchable and chosen.method == "adaptive":
         searched = _searched(problem, partitioned, chosen)
         if searched is not None:
-            if problem.layout.chunks == 1 and not problem.peak_covers_backward:
+            plain_is_in_search = problem.layout.chunks == 1 and not problem.peak_covers_backward
+            if plain_is_in_search or problem.division == "on":
                 return searched
             found.append(searched)
             # Here list scheduling may refuse a forward that 1F1B has memory for; else 1F1B is in the search.
@@ -96,8 +97,9 @@ def _searched(problem: BatchProblem, partitioned: OrderedPartitions, chosen: Sch
     modes = np.concatenate([replica.modes for replica in solution])
     costs, _ = problem.costs_of(members, layouts, modes)
     replicas = np.split(np.arange(len(members)), np.cumsum([len(replica.members) for replica in solution])[:-1])
+    may_be_plain = problem.chains is None and problem.division != "on"
     schedules = [
-        predict(one, replica.order, *([one_f_one_b_within_memory(one)] if problem.chains is None else []))
+        predict(one, replica.order, *([one_f_one_b_within_memory(one)] if may_be_plain else []))
         for one, replica in zip(map(costs.take, replicas), solution, strict=True)
     ]
     return ScheduledBatch(

@@ -34,9 +34,8 @@ from functools import cache
 import numpy as np
 
 from megatron_dynapipe.errors import PlanningError
-from megatron_dynapipe.plan.instructions import Backward, Forward
 from megatron_dynapipe.planning.partition import OrderedPartitions, Partition
-from megatron_dynapipe.planning.problem import BatchProblem, IntArray, PassOrder
+from megatron_dynapipe.planning.problem import BatchProblem, IntArray, PassOrder, from_codes
 from megatron_dynapipe.units import BatchLayout
 
 _logger = logging.getLogger(__name__)
@@ -114,16 +113,7 @@ def search(
             members=np.split(np.array(samples, np.int64), np.cumsum(sizes)[:-1]),
             layouts=[BatchLayout.PACKED if each else BatchLayout.PADDED for each in packed],
             modes=np.array(modes, np.int64),
-            order=_order(passes, layout.stages, layout.chunks),
+            order=from_codes(np.array(passes, np.int64).reshape(layout.stages, -1), layout.chunks),
         )
         for samples, sizes, modes, packed, passes in found
     ]
-
-
-def _order(passes: Sequence[int], stages: int, chunks: int) -> PassOrder:
-    """Passes of every stage; the core numbers them (micro-batch * chunks + chunk) * 2, and 1 more for a backward."""
-    of_stages = np.array(passes, np.int64).reshape(stages, -1).tolist()
-    return tuple(
-        tuple((Backward if each % 2 else Forward)(each // (2 * chunks), each // 2 % chunks) for each in of_stage)
-        for of_stage in of_stages
-    )

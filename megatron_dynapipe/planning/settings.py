@@ -5,11 +5,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from megatron_dynapipe.cost import Links, Network, PipelineLayout, ScatterGather
+from megatron_dynapipe.cost import Links, Network, PipelineLayout, ScatterGather, Split
 from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
+from megatron_dynapipe.planning.problem import SplitBackward
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
 
@@ -26,7 +27,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         hidden_size: width of the states that cross stage boundaries.
         data_parallel, tensor_parallel, pipeline_parallel: the layout.
         chunks: virtual stages per pipeline rank.
-        layers_per_stage: layers per virtual stage in model order; None splits them equally.
+        layers_per_stage: layers per virtual stage in model order, in halves; None splits them equally.
         memory_limit_bytes: memory of one device that the plan may use, model state included.
         distributed_optimizer: whether optimizer state is sharded over the replicas.
         recompute: modes that a micro-batch may be given.
@@ -43,6 +44,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         lockstep: whether replicas run in step: as many micro-batches on each, alike in time (`planning.lockstep`).
         slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
             of more positions than this.
+        split_backward: whether backward passes are divided, so that weights' gradients fill a stage's waits: where that
+            is faster, never, or all that can be.
     """
 
     family: ModelFamily
@@ -53,7 +56,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tensor_parallel: _AtLeastOne = 1
     pipeline_parallel: _AtLeastOne = 1
     chunks: _AtLeastOne = 1
-    layers_per_stage: tuple[int, ...] | None = None
+    layers_per_stage: Split | None = None
     memory_limit_bytes: _AtLeastOne
     distributed_optimizer: bool = False
     recompute: tuple[Recompute, ...] = tuple(Recompute)
@@ -68,6 +71,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     transfers: TransferRules = TransferRules()
     lockstep: bool = False
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
+    split_backward: SplitBackward = "off"
 
     def __post_init__(self) -> None:
         if not self.recompute or len(set(self.recompute)) != len(self.recompute):
@@ -121,6 +125,13 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def may_cut(self) -> bool:
         """Whether samples may be cut along their sequence."""
         return self.slices != "off" and self._whole_samples_because is None
+
+    @property
+    def division(self) -> SplitBackward:
+        """Whether the search may divide backward passes; a single stage waits for nobody."""
+        searches = self.partition.algorithm is PartitionAlgorithm.DP and self.schedule.method == "adaptive"
+        alone = self.pipeline_parallel == 1 and self.split_backward == "auto"
+        return self.split_backward if searches and not alone else "off"
 
     @property
     def layout(self) -> PipelineLayout:

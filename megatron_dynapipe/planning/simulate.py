@@ -10,14 +10,12 @@ where an order stalls.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from megatron_dynapipe.errors import PlanningError, StallError
-from megatron_dynapipe.plan.instructions import Forward, Pass
+from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Pass
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import Event, Timeline
 from megatron_dynapipe.planning.native import core
-from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem, native_rules
+from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem, native_rules, to_codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +52,7 @@ def simulate(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = 
         PlanningError: the order stalls: a pass waits for one that can only run after it.
         StallError: it stalls by the problem's rules alone.
     """
-    same_length = len({len(passes) for passes in order}) == 1
-    run = _simulate_natively(problem, order, queue_links) if same_length else None
+    run = _simulate_natively(problem, order, queue_links)
     if run is None and not problem.transfers.are_plain:
         simulate_in_python(problem, order)  # says where it stalls under any rules
         raise StallError(
@@ -109,17 +106,12 @@ def simulate_in_python(problem: ScheduleProblem, order: PassOrder, *, queue_link
 
 def _simulate_natively(problem: ScheduleProblem, order: PassOrder, queue_links: bool) -> Simulation | None:
     """None where the order stalls."""
-    chunks = problem.chunks
-    codes = np.array(
-        [[((p.micro_batch * chunks + p.chunk) << 1) | (type(p) is not Forward) for p in passes] for passes in order],
-        np.int64,
-    ).reshape(problem.stages, -1)
     starts, ends, peaks, makespan, stalled = core.simulate(
         problem.cost_arrays,
-        chunks,
+        problem.chunks,
         problem.model_state_bytes,
         problem.forward_only,
-        codes,
+        to_codes(order, problem.chunks),
         queue_links,
         problem.peak_covers_backward,
         **native_rules(problem.transfers),
@@ -127,7 +119,7 @@ def _simulate_natively(problem: ScheduleProblem, order: PassOrder, queue_links: 
     if stalled:
         return None
     timeline = tuple(
-        tuple(map(Event, passes, start, end))
+        tuple(map(Event, passes, start, end))  # rows of stages with fewer passes are longer than these
         for passes, start, end in zip(order, starts.tolist(), ends.tolist(), strict=True)
     )
     return Simulation(
@@ -150,29 +142,54 @@ class _Run:
         self.arrival_ns: dict[tuple[bool, int, int], int] = {}
         """(forward?, micro-batch, virtual stage) → when its input is there; first stages' inputs are there at 0."""
         self.link_free_ns: dict[tuple[bool, int], int] = {}
+        self.halved: set[tuple[int, int]] = set()
+        """(micro-batch, virtual stage) whose first half has run, and the second has not."""
 
     def attempt(self, stage: int, step: Pass) -> Event | None:
         """Run one pass if its input has been made; None otherwise."""
-        forward = isinstance(step, Forward)
         row, v = step.micro_batch, step.chunk * self.problem.stages + stage
-        ready = 0 if forward and v == 0 else self.arrival_ns.get((forward, row, v))
-        if ready is None or (not forward and (True, row, v + 1) not in self.arrival_ns):
+        ready = self._ready(step, row, v)
+        if ready is None:
             return None
-        costs = self.problem.forward_ns if forward else self.problem.backward_ns
         start = max(self.free_ns[stage], ready)
-        end = start + int(costs[row, v])
+        end = start + self._duration(step, row, v)
         self.free_ns[stage] = end
-        self._hold(stage, row, v, forward)
-        self._send(row, v, forward, end)
+        self._hold(step, stage, row, v)
+        if not isinstance(step, BackwardWeight):
+            self._send(row, v, isinstance(step, Forward), end)
         return Event(step, start, end)
 
-    def _hold(self, stage: int, row: int, v: int, forward: bool) -> None:
+    def _ready(self, step: Pass, row: int, v: int) -> int | None:
+        """When what the pass needs is there; None while that is not known."""
+        match step:
+            case Forward():
+                return 0 if v == 0 else self.arrival_ns.get((True, row, v))
+            case Backward() | BackwardInput():
+                return self.arrival_ns.get((False, row, v)) if (True, row, v + 1) in self.arrival_ns else None
+            case BackwardWeight():
+                return 0 if (row, v) in self.halved else None
+
+    def _duration(self, step: Pass, row: int, v: int) -> int:
+        whole, weight = int(self.problem.backward_ns[row, v]), int(self.problem.weight_ns[row, v])
+        match step:
+            case Forward():
+                return int(self.problem.forward_ns[row, v])
+            case Backward():
+                return whole
+            case BackwardInput():
+                return whole - weight
+            case BackwardWeight():
+                return weight
+
+    def _hold(self, step: Pass, stage: int, row: int, v: int) -> None:
+        forward, first = isinstance(step, Forward), isinstance(step, BackwardInput)
         stored = 0 if self.problem.forward_only else int(self.problem.stored_bytes[row, v])
         others = self.held_bytes[stage] - (0 if forward else stored)
         if forward or self.problem.peak_covers_backward:
             high = others + int(self.problem.peak_bytes[row, v])
             self.peak_bytes[stage] = max(self.peak_bytes[stage], high)
-        self.held_bytes[stage] = others + (stored if forward else 0)
+        self.held_bytes[stage] = others + (stored if forward or first else 0)
+        (self.halved.add if first else self.halved.discard)((row, v))
 
     def _send(self, row: int, v: int, forward: bool, end: int) -> None:
         last = self.problem.virtual_stages - 1

@@ -9,6 +9,8 @@ from statistics import median
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.plan.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Instruction,
     Payload,
@@ -201,7 +203,7 @@ def kind_of(instruction: Instruction) -> str:
     match instruction:
         case Forward():
             return FORWARD
-        case Backward():
+        case Backward() | BackwardInput() | BackwardWeight():
             return BACKWARD
         case SendStart() | SendWait() | RecvStart() | RecvWait():
             return TRANSFER

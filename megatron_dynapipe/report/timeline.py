@@ -17,13 +17,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megatron_dynapipe.outputs import GENERATOR, marked, write_file
-from megatron_dynapipe.plan.instructions import Backward, Forward, RecvWait, SendWait
+from megatron_dynapipe.plan.instructions import BackwardWeight, Forward, Pass, RecvWait, SendWait
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.trace import Panel
 from megatron_dynapipe.units import NS_PER_MS
 
 FORWARD = "#4878a8"
 BACKWARD = "#e08a3c"
+WEIGHT = "#8a9a4b"
 IDLE = "#e9e9e9"
 WAIT = "#c9c9c9"
 CHAINS = ("#1b7f3b", "#a3206b", "#5b3fb0", "#7a5c00", "#00727a", "#b3261e")
@@ -83,7 +84,7 @@ def _draw_panel(axis: Axes, panel: Panel, scale: float) -> None:
 def _draw_stage(axis: Axes, stage: int, events: Sequence[Event], scale: float) -> None:
     inches_per_ms = (_WIDTH - 1.2) / scale
     waits = [e for e in events if isinstance(e.instruction, RecvWait | SendWait)]
-    passes = [e for e in events if isinstance(e.instruction, Forward | Backward)]
+    passes = [e for e in events if isinstance(e.instruction, Pass)]
     axis.add_collection(
         PolyCollection([_box(e, stage) for e in waits], facecolors=WAIT, edgecolors="white", hatch="////", zorder=1)
     )
@@ -107,7 +108,7 @@ def _draw_stage(axis: Axes, stage: int, events: Sequence[Event], scale: float) -
 def _draw_chains(axis: Axes, stage: int, events: Sequence[Event], chains: Sequence[Sequence[int]]) -> None:
     """A stripe at the bottom of every pass of a sample that is cut; those of several samples above one another."""
     corners, colours = [], []
-    for event in (e for e in events if isinstance(e.instruction, Forward | Backward)):
+    for event in (e for e in events if isinstance(e.instruction, Pass)):
         its = [number for number, chain in enumerate(chains) if event.instruction.micro_batch in chain]
         for place, number in enumerate(its):
             bottom = stage + _BOX / 2 - place * _STRIPE
@@ -127,8 +128,9 @@ def _corners(event: Event, top: float, bottom: float) -> list[tuple[float, float
 
 def _colour(event: Event) -> tuple[float, float, float]:
     step = event.instruction
-    assert isinstance(step, Forward | Backward)
-    red, green, blue = to_rgb(FORWARD if isinstance(step, Forward) else BACKWARD)
+    assert isinstance(step, Pass)
+    colours = {Forward: FORWARD, BackwardWeight: WEIGHT}
+    red, green, blue = to_rgb(colours.get(type(step), BACKWARD))
     paler = 1 - 0.7**step.chunk
     return red + (1 - red) * paler, green + (1 - green) * paler, blue + (1 - blue) * paler
 
@@ -143,8 +145,10 @@ def _add_legend(figure: Figure, panels: Sequence[Panel]) -> None:
         Patch(color=BACKWARD, label="backward"),
         Patch(color=IDLE, label="idle"),
     ]
-    events = (event for panel in panels for stage in panel.timeline for event in stage)
-    if any(isinstance(event.instruction, RecvWait | SendWait) for event in events):
+    kinds = {type(event.instruction) for panel in panels for stage in panel.timeline for event in stage}
+    if BackwardWeight in kinds:
+        handles.insert(2, Patch(color=WEIGHT, label="weight gradients"))
+    if kinds & {RecvWait, SendWait}:
         handles.append(Patch(facecolor=WAIT, hatch="////", edgecolor="white", label="waiting for a transfer"))
     if any(panel.chains for panel in panels):
         handles.append(Patch(color=CHAINS[0], label="pieces of one sample (a colour each)"))

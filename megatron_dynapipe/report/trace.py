@@ -11,7 +11,17 @@ from typing import Any
 import msgspec
 
 from megatron_dynapipe.outputs import GENERATOR, marked, write_file
-from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, RecvStart, RecvWait, SendStart, SendWait
+from megatron_dynapipe.plan.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    RecvStart,
+    RecvWait,
+    SendStart,
+    SendWait,
+)
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import Timeline, idle_share
 
@@ -66,8 +76,10 @@ def _category(instruction: Instruction) -> str:
     match instruction:
         case Forward():
             return "forward"
-        case Backward():
+        case Backward() | BackwardInput():
             return "backward"
+        case BackwardWeight():
+            return "weight gradients"
         case RecvWait() | SendWait():
             return "wait"
         case RecvStart() | SendStart():

@@ -1,7 +1,7 @@
 """The executor: walks one stage's instruction list, giving each instruction to its handler (paper section 3).
 
 The executor itself moves tensors and drops buffers. What it means to load, run forward and run backward is the
-caller's: a handler for each of `Load`, `Forward` and `Backward`, registered once or given with each list.
+caller's: a handler for `Load` and each kind of pass, registered once or given with each list.
 
     executor = PipelineExecutor(transport, platform, stages=4, dtype=torch.bfloat16)
     executor.execute(stage_plan, {Load: load, Forward: forward, Backward: backward})
@@ -19,6 +19,8 @@ from megatron_dynapipe.plan.instructions import (
     RECEIVED_BUFFER,
     SENT_BUFFER,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Buffer,
     Forward,
     Free,
@@ -94,7 +96,9 @@ class BufferTable:
             raise ExecutionError(f"expected no buffer to be held at the end of the instruction list, got {names}")
 
 
-_I = TypeVar("_I", Load, Forward, Backward, SendStart, SendWait, RecvStart, RecvWait, Free)
+_I = TypeVar(
+    "_I", Load, Forward, Backward, BackwardInput, BackwardWeight, SendStart, SendWait, RecvStart, RecvWait, Free
+)
 Handler = Callable[[_I, BufferTable], None]
 """Runs one instruction: takes what it needs from the buffers, puts what it makes into them."""
 

@@ -1,4 +1,4 @@
-"""A stage's passes: the handlers of `Load`, `Forward` and `Backward`, and the autograd graphs that wait between them.
+"""A stage's passes: the handlers of `Load` and of all kinds of passes, and the autograd graphs that wait between them.
 
     received tensors ──enter──► [the stage's forward] ──leave──► outputs, sent and dropped
     their gradients  ◄─────────────── backward ──────────────── gradients of the outputs
@@ -16,7 +16,16 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_dynapipe.plan.instructions import Backward, Buffer, Forward, Instruction, Load
+from megatron_dynapipe.plan.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Buffer,
+    Forward,
+    Instruction,
+    Load,
+    Pass,
+)
 from megatron_dynapipe.runtime.executor import BufferTable, Handlers
 
 _ANCHOR = torch.empty(0, requires_grad=True)
@@ -135,7 +144,7 @@ class StageModel(Protocol):
         """What the forward passes of a micro-batch read besides received tensors, on the device."""
         ...
 
-    def begin_pass(self, instruction: Forward | Backward) -> None:
+    def begin_pass(self, instruction: Pass) -> None:
         """Set the modules for a pass that runs next."""
         ...
 
@@ -145,6 +154,10 @@ class StageModel(Protocol):
 
     def forward(self, micro_batch: int, chunk: int, received: Sequence[torch.Tensor], data: Any) -> Any:
         """Run a virtual stage: the tensors to be sent, on the last one the micro-batch's loss."""
+        ...
+
+    def add_weight_gradients(self, micro_batch: int, chunk: int) -> None:
+        """Run what the first half of a divided backward pass has left."""
         ...
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -213,7 +226,7 @@ def _forward(context: PassContext, instruction: Forward, buffers: BufferTable) -
             context.on_last_loss()
 
 
-def _backward(context: PassContext, instruction: Backward, buffers: BufferTable) -> None:
+def _backward(context: PassContext, instruction: Backward | BackwardInput, buffers: BufferTable) -> None:
     micro_batch, chunk = instruction.micro_batch, instruction.chunk
     context.model.begin_pass(instruction)
     gradients = () if context.is_last(chunk) else buffers.tensors(Buffer.OUTPUT_GRAD, micro_batch, chunk)
@@ -222,8 +235,19 @@ def _backward(context: PassContext, instruction: Backward, buffers: BufferTable)
         buffers.put(Buffer.INPUT_GRAD, micro_batch, chunk, [gradient.contiguous() for gradient in made])
 
 
+def _backward_weight(context: PassContext, instruction: BackwardWeight, buffers: BufferTable) -> None:
+    context.model.begin_pass(instruction)
+    context.model.add_weight_gradients(instruction.micro_batch, instruction.chunk)
+
+
 PASS_HANDLERS: Mapping[type[Instruction], Callable[[PassContext, Any, BufferTable], None]] = MappingProxyType(
-    {Load: _load, Forward: _forward, Backward: _backward}
+    {
+        Load: _load,
+        Forward: _forward,
+        Backward: _backward,
+        BackwardInput: _backward,
+        BackwardWeight: _backward_weight,
+    }
 )
 """By the type of instruction; `pass_handlers` gives each its context."""
 

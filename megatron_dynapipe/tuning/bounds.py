@@ -107,10 +107,13 @@ def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = Fa
 
 
 def stage_work(layout: PipelineLayout, work: Reals) -> Reals:
-    """LeastWork on every virtual stage: `[…, virtual stages]`, from that on a layer of each kind, `[…, 3]`."""
+    """LeastWork on every virtual stage: `[…, virtual stages]`, from that on a layer of each kind, `[…, 3]`.
+
+    Halves of layers count as nothing.
+    """
     head = np.zeros(layout.virtual_stages)
     head[-1] = 1
-    return np.asarray(work @ np.stack([layout.encoder_split, layout.decoder_split, head]))
+    return np.asarray(work @ np.stack([layout.encoder_parts[:, 1], layout.decoder_parts[:, 1], head]))
 
 
 def _busiest_ns(layout: PipelineLayout, links: Links, work: LeastWork, replicas: int) -> float:

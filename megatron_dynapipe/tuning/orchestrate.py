@@ -22,6 +22,7 @@ import numpy.typing as npt
 from megatron_dynapipe.cost.tables import IntArray
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.planning.native import NEVER, core
+from megatron_dynapipe.planning.problem import PASS_KINDS
 from megatron_dynapipe.tuning.layer_profile import LayerProfile
 from megatron_dynapipe.tuning.topology import Counts, Topology
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS
@@ -282,7 +283,7 @@ class OrchestrationProblem:
         for stage, (source, target) in enumerate(itertools.pairwise(choice.placements), 1):
             latency, rate = self.topology.transfer(source, target)
             transfer[stage] = np.rint(latency + rate * crossing[stage])
-        rows = (forward, backward, stored, stored, transfer[1:], transfer[:-1])
+        rows = (forward, backward, stored, stored, transfer[1:], transfer[:-1], np.zeros(stages, np.int64))
         _, finished, peaks, _, stalled = core.simulate(
             [np.ascontiguousarray(np.tile(row, (units, 1))) for row in rows],
             1,
@@ -300,12 +301,12 @@ class OrchestrationProblem:
 
 @lru_cache(maxsize=256)
 def one_f_one_b_codes(units: int, stages: int) -> IntArray:
-    """1F1B as the native core takes it, `[stages, 2 · units]`: twice the unit, and 1 for a backward."""
+    """1F1B as the native core takes it, `[stages, 2 · units]`: `PASS_KINDS` times the unit, and 1 for a backward."""
     codes = np.empty((stages, 2 * units), np.int64)
     for stage in range(stages):
         ahead = min(units, stages - stage)
-        forwards = [2 * unit for unit in range(units)]
-        backwards = [2 * unit + 1 for unit in range(units)]
+        forwards = [len(PASS_KINDS) * unit for unit in range(units)]
+        backwards = [code + 1 for code in forwards]
         paired = [code for pair in zip(backwards, forwards[ahead:], strict=False) for code in pair]
         codes[stage] = [*forwards[:ahead], *paired, *backwards[units - ahead :]]
     return codes

@@ -156,7 +156,7 @@ def _divided(
     stages: int,
     replicas: int,
     batches: Sequence[GlobalBatch],
-) -> tuple[_Evaluation, tuple[int, ...] | None]:
+) -> tuple[_Evaluation, tuple[int | float, ...] | None]:
     """Segments divided into stages and planned on all batches, and the number of segments on each stage."""
     whole = settings_of([0] * len(costs.segments), stages=1, replicas=1)
     candidate = Candidate(settings=whole, data_parallel=replicas, tensor_parallel=1, pipeline_parallel=stages)

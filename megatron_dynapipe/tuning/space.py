@@ -109,7 +109,7 @@ class TunedLayout(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int
     pipeline_parallel: int
     chunks: int = 1
-    layers_per_stage: tuple[int, ...] | None = None
+    layers_per_stage: tuple[int | float, ...] | None = None
     layout: str
     distributed_optimizer: bool
     status: Status

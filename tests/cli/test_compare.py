@@ -137,7 +137,7 @@ def test_data_s_lengths_are_those_of_the_run_file(
         return [batch["methods"]["dynapipe"]["ms"] for batch in report(capsys)["batches"]]
 
     path = tmp_path / "run.yaml"
-    path.write_text("num-layers: 4\nhidden-size: 4096\nseq-length: 11\n")
+    path.write_text("num-layers: 4\nhidden-size: 32\nseq-length: 11\n")
     expected = times("--max-seq-len", "12")
     assert main(of_dataset(dataset, cost_file, "--limit", "2", "--model-config", str(path))) == 0
     assert f"longer samples are truncated to 12 tokens, as {path} has it" in capsys.readouterr().err

@@ -1,48 +1,114 @@
-"""A model's sizes from a run file or a HuggingFace configuration."""
+"""What a run file or a HuggingFace configuration says of a model."""
 
 import argparse
 import json
-import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_dynapipe.cli import main
-from megatron_dynapipe.cli.model_config import ModelSizes, read_sizes, take_model_config
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.cli.model_config import FLAGS, model_shape, read_model, take_model_config
+from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, Experts, ModelShape, PipelineLayout
+from megatron_dynapipe.cost.file import check_measured_model
+from megatron_dynapipe.cost.format import decode_file
+from megatron_dynapipe.errors import ConfigError, CostModelError
+from megatron_dynapipe.units import ModelFamily, Recompute
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 
 
+def written(tmp_path: Path, given: dict[str, Any]) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(given))
+    return path
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4}, (GPT, 64, 4, None, None)),
-        ({"model_type": "gpt2", "n_embd": 64, "n_layer": 4}, (GPT, 64, 4, None, None)),
-        ({"model_type": "t5", "d_model": 64, "num_layers": 4}, (T5, 64, None, 4, 4)),
+        ({"model_type": "bart", "is_encoder_decoder": True, "d_model": 8, "encoder_layers": 3, "decoder_layers": 5},
+         (T5, 8, None, 3, 5)),
         ({"model_type": "t5", "d_model": 8, "num_layers": 4, "num_decoder_layers": 2}, (T5, 8, None, 4, 2)),
-        (
-            {"model_type": "bart", "is_encoder_decoder": True, "d_model": 8, "encoder_layers": 3, "decoder_layers": 5},
-            (T5, 8, None, 3, 5),
-        ),
+        ({"model_type": "t5", "d_model": 64, "num_layers": 4}, (T5, 64, None, 4, 4)),
         ({"num-layers": 4, "hidden-size": 64, "lr": 0.1}, (GPT, 64, 4, None, None)),
         ({"encoder-num-layers": 4, "decoder-num-layers": 2, "hidden-size": 64}, (T5, 64, None, 4, 2)),
     ],
-)
-def test_sizes(tmp_path, given, expected):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(given))
-    model, hidden, layers, encoder, decoder = expected
-    assert read_sizes(path) == ModelSizes(
-        model=model, hidden_size=hidden, layers=layers, encoder_layers=encoder, decoder_layers=decoder
+)  # fmt: skip
+def test_sizes(tmp_path: Path, given: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    found = read_model(written(tmp_path, given))
+    assert (found.model, found.hidden_size, found.layers, found.encoder_layers, found.decoder_layers) == expected
+
+
+PUBLISHED_LAYER = {"biases": False, "rms_norm": True, "keeps_scores": False, "attention_dropout": False}
+PUBLISHED_LAYER |= {"hidden_dropout": False, "vocabulary_multiple": 128}
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False}
+QWEN = {"model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28}
+QWEN |= {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "use_sliding_window": False}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3_MOE = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
+QWEN3_MOE |= {"num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936}
+QWEN3_MOE |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
+T5_V1_1 = {"model_type": "t5", "d_model": 512, "num_layers": 8, "num_heads": 6, "d_kv": 64, "d_ff": 1024}
+T5_V1_1 |= {"vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "billions"),
+    [
+        pytest.param(LLAMA, {"query_groups": 8, "kv_channels": 128, "gated": True, "tied": False, "rotary": True},
+                     8.030, id="llama 3 8B"),
+        pytest.param(QWEN, {"query_groups": 4, "qkv_bias": True, "tied": False}, 7.616, id="qwen 2.5 7B"),
+        pytest.param(GPT2, {"biases": True, "rms_norm": False, "tied": True, "positions": 1024, "ffn": 3072},
+                     0.1244, id="gpt2"),
+        pytest.param(MIXTRAL, {"experts": Experts(count=8, per_token=2, ffn=14336)}, 47.49, id="mixtral"),
+        pytest.param(QWEN3_MOE, {"qk_norm": True, "experts": Experts(count=128, per_token=8, ffn=768)},
+                     30.53, id="qwen 3 moe"),
+        pytest.param(T5_V1_1, {"gated": True, "relative_buckets": 32, "tied": False}, 0.0770, id="t5 v1.1"),
+    ],
+)  # fmt: skip
+def test_configurations_of_hugging_face(
+    tmp_path: Path, given: dict[str, Any], expected: dict[str, Any], billions: float
+) -> None:
+    args = arguments(written(tmp_path, given))
+    take_model_config(args)
+    shape = model_shape(args)
+    for name, value in (PUBLISHED_LAYER | expected).items():
+        assert getattr(shape, name) == value, name
+    assert parameters(shape, args) / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def parameters(shape: ModelShape, args: argparse.Namespace) -> int:
+    layers = (args.layers or args.encoder_layers, args.decoder_layers or 0)
+    layout = PipelineLayout.equal(args.model, *layers, 1)
+    tables = AnalyticCostModel(shape, A100_RATES, max_size=1, max_length=8).tables(
+        tensor_parallel=1, recompute=Recompute.NONE
     )
+    return int(layout.parameter_bytes(tables.state)[0]) // 2
+
+
+def arguments(path: Path, **given: Any) -> argparse.Namespace:
+    names = ("model", "layers", "hidden_size", "encoder_layers", "decoder_layers", "data", *FLAGS)
+    return argparse.Namespace(**{**dict.fromkeys(names), **given}, model_config=path)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_run_file_describes_its_model(path):
-    assert read_sizes(path).model is (T5 if "t5" in path.stem else GPT)
+def test_every_run_file_describes_its_model(path: Path) -> None:
+    found = read_model(path)
+    assert found.model is (T5 if "t5" in path.stem else GPT) and found.obstacle == ""
+    assert {"heads", "kv_channels", "ffn", "gated", "tied"} <= found.shape.keys()
+
+
+def test_experts_of_a_run_file(tmp_path: Path) -> None:
+    run = {"num-layers": 8, "hidden-size": 64, "num-attention-heads": 4, "num-experts": 4, "moe-ffn-hidden-size": 96}
+    for frequency, share in ((1, 1.0), (2, 0.5), ("([0]*1+[1]*3)*2", 0.75)):
+        found = read_model(written(tmp_path, {**run, "moe-layer-freq": frequency, "moe-router-topk": 3}))
+        assert found.shape["experts"] == Experts(count=4, per_token=3, ffn=96, layers=share)
+    with pytest.raises(ConfigError, match="moe-layer-freq: expected a number or a list of 8, got 'exit"):
+        read_model(written(tmp_path, {**run, "moe-layer-freq": "exit()"}))
 
 
 @pytest.mark.parametrize(
@@ -56,44 +122,102 @@ def test_every_run_file_describes_its_model(path):
         (None, "cannot read the model's configuration"),
     ],
 )
-def test_what_has_no_sizes_is_refused(tmp_path, text, said):
+def test_what_has_no_sizes_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
     path = tmp_path / "config.json"
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        read_sizes(path)
+        read_model(path)
 
 
-def test_flags_win_over_the_file(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text('{"num-layers": 4, "hidden-size": 64}')
-    given = dict.fromkeys(("model", "layers", "hidden_size", "encoder_layers", "decoder_layers"))
-    args = argparse.Namespace(model_config=path, **given)
-    args.layers = 9
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"num-layers": 4, "hidden-size": 64, "multi-latent-attention": True},
+            "for multi-latent-attention",
+        ),
+        ({"model_type": "gemma2", "hidden_size": 64, "num_hidden_layers": 4}, "a model of type gemma2"),
+        (
+            {**LLAMA, "model_type": "mistral", "sliding_window": 64, "max_position_embeddings": 4096},
+            "sliding_window 64",
+        ),
+        ({"num-layers": 4, "hidden-size": 64}, "needs --num-attention-heads, --vocab-size"),
+    ],
+)
+def test_what_is_not_modelled_is_refused_by_name(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    args = arguments(written(tmp_path, given))
     take_model_config(args)
-    assert (args.model, args.layers, args.hidden_size) == (GPT, 9, 64)
-    args.model = T5
-    with pytest.raises(ConfigError, match="expected a t5 model in"):
-        take_model_config(args)
+    with pytest.raises(ConfigError, match=said):
+        model_shape(args)
 
 
-def test_a_batch_is_planned_for_the_file_s_model(cost_file, batches_file, tmp_path, capsys):
-    path = tmp_path / "config.json"
-    path.write_text('{"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2}')
-    words = [
-        "plan",
-        "--batches",
-        str(batches_file),
-        "--cost-model",
-        str(cost_file),
-        "--device-memory-mb",
-        "9000",
-        "--recompute",
-        "none",
-    ]
+def test_a_flag_may_only_say_what_the_file_says(tmp_path: Path) -> None:
+    path = written(tmp_path, {"num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "swiglu": True})
+    args = arguments(path, layers=4, vocab_size=500)
+    take_model_config(args)
+    assert (args.model, args.hidden_size, args.ffn_hidden_size, args.vocab_size) == (GPT, 64, 128, 500)
+    assert model_shape(args).vocabulary == 500
+    for wrong, said in (
+        ({"layers": 9}, "--layers 4, as in .*, got 9"),
+        ({"model": T5}, "--model gpt, .* got t5"),
+        ({"num_attention_heads": 8}, "--num-attention-heads 4"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            take_model_config(arguments(path, **wrong))
+
+
+def test_a_batch_is_planned_for_the_file_s_model(
+    cost_file: Path, batches_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2})
+    words = ["plan", "--batches", str(batches_file), "--cost-model", str(cost_file), "--device-memory-mb", "9000"]
+    words += ["--recompute", "none", "--json"]
     assert main.main([*words, "--model-config", str(path)]) == 0
-    planned = re.sub(r"planned in .*|[0-9.]+ ms", "", capsys.readouterr().out)
+    planned = [each["digest"] for each in json.loads(capsys.readouterr().out)["iterations"]]
     assert main.main([*words, "--model", "gpt", "--layers", "2", "--hidden-size", "32"]) == 0
-    assert planned == re.sub(r"planned in .*|[0-9.]+ ms", "", capsys.readouterr().out)
+    assert planned == [each["digest"] for each in json.loads(capsys.readouterr().out)["iterations"]]
     assert main.main(words) == 2
     assert "pass --model gpt, or --model-config FILE" in capsys.readouterr().err
+
+
+def test_costs_of_another_model_are_refused(
+    cost_file: Path, batches_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = json.loads(cost_file.read_text())
+    file["model"] |= {"heads": 8, "ffn": 99, "vocabulary": 1024}
+    cost_file.write_text(json.dumps(file))
+    run = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "padded-vocab-size": 512}
+    words = ["--batches", str(batches_file), "--cost-model", str(cost_file), "--device-memory-mb", "9000"]
+    for command, more in (("plan", []), ("compare", []), ("tune", ["--devices", "2"])):
+        path = written(tmp_path, run)
+        assert main.main([command, *words, "--model-config", str(path), *more]) == 2
+        said = "heads 4 in place of the file's 8, ffn 128 in place of the file's 99, vocabulary 512 in place of the fil"
+        assert said in capsys.readouterr().err, command
+    loaded = decode_file(cost_file.read_bytes(), origin="file")
+    for rows, ranks in ((1024, None), (1000, None), (897, None), (1024, 8), (2048, 16), (1024, 1)):
+        check_measured_model(loaded, {"vocabulary": rows}, tensor_parallel=ranks)
+    for rows, ranks in ((896, None), (1025, None), (1152, 1), (896, 1)):
+        with pytest.raises(CostModelError, match=f"vocabulary {rows} in place of the file's 1024"):
+            check_measured_model(loaded, {"vocabulary": rows}, tensor_parallel=ranks)
+
+
+def test_nothing_is_asked_for_that_a_file_says(batches_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same model, batches and cluster for all three commands, from files alone."""
+    words = ["--batches", str(batches_file), "--cost-model", "analytic", "--cluster", "h100_80gb", "--limit", "1"]
+    words += ["--model-config", str(CONFIGS / "llama_like_8b.yaml"), "--json"]
+    more = {"plan": [], "compare": [], "tune": ["--devices", "16", "--top", "1", "--workers", "1"]}
+    layout = [
+        "--data-parallel",
+        "4",
+        "--pipeline-parallel",
+        "4",
+        "--distributed-optimizer",
+        "--search-evaluations",
+        "10",
+    ]
+    for command, own in more.items():
+        assert main.main([command, *words, *(own or layout)]) == 0, command
+        said = json.loads(capsys.readouterr().out)["cluster"]
+        assert said["file"] == "h100_80gb" and said["device_memory_mb"] == 72000
+        assert (said["inter_node_gbps"], said["inter_node_latency_us"], said["devices_per_node"]) == (400, 20, 8)

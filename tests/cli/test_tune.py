@@ -55,6 +55,7 @@ def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureF
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:4] == ["data", "tensor", "pipeline", "chunks"]
     assert " plans in " in lines[3]
+    assert lines[4].startswith("cluster: h100_80gb: 8 devices per node with 200 MB each, 3600 Gbit/s and 10 µs")
     assert any(line.startswith("cannot be used: 1·4·1: ") or ", 1·4·1: " in line for line in lines[4:])
 
 
@@ -102,7 +103,7 @@ def test_computed_costs(batches_file: Path, cost_file: Path, capsys: pytest.Capt
     ("more", "error"),
     [
         (["--layer-splits", "odd"], "expected --layer-splits among equal, even, auto, got 'odd'"),
-        (["--vocab-size", "512"], "go with --cost-model analytic, and a file was given"),
+        (["--device", "H100"], "--device goes with --cost-model analytic, and a file was given"),
         (["--cost-model", "analytic"], "--cost-model analytic needs --num-attention-heads, --vocab-size"),
         ([*ANALYTIC, "--device", "abacus"], "expected a --device whose rates are known, got 'abacus'"),
         (["--chunks", "0"], "expected a number from 1"),

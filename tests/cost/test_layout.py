@@ -33,6 +33,18 @@ COSTS = {
     Row.HEAD_STORED: 0,
     Row.HEAD_PEAK: 0,
     Row.ENCODED_STORED: 0,
+    Row.ENCODER_WEIGHT: 1,
+    Row.DECODER_WEIGHT: 10,
+    Row.ENCODER_ATTENTION_FORWARD: 4,
+    Row.ENCODER_ATTENTION_BACKWARD: 8,
+    Row.ENCODER_ATTENTION_STORED: 1,
+    Row.ENCODER_MLP_STORED: 2,
+    Row.ENCODER_ATTENTION_WEIGHT: 0,
+    Row.DECODER_ATTENTION_FORWARD: 60,
+    Row.DECODER_ATTENTION_BACKWARD: 120,
+    Row.DECODER_ATTENTION_STORED: 3,
+    Row.DECODER_MLP_STORED: 2,
+    Row.DECODER_ATTENTION_WEIGHT: 6,
 }
 
 
@@ -40,15 +52,15 @@ def flat(**changes: int) -> LayerTables:
     """The same costs at every point."""
     costs = COSTS | {Row[name]: value for name, value in changes.items()}
     values = np.array([costs[row] for row in Row], np.int64).reshape(-1, 1, 1, 1)
-    state = LayerState(embedding_bytes=1000, encoder_bytes=10, decoder_bytes=100)
+    state = LayerState(embedding_bytes=1000, encoder_bytes=10, decoder_bytes=100, encoder_attention_bytes=4)
     return LayerTables(sizes=ONE, inputs=EIGHT, targets=EIGHT, values=values, state=state)
 
 
-def t5(*split: int, chunks: int = 1, encoder: int = 3) -> PipelineLayout:
+def t5(*split: float, chunks: int = 1, encoder: int = 3) -> PipelineLayout:
     return PipelineLayout(
         family=ModelFamily.T5,
         encoder_layers=encoder,
-        decoder_layers=sum(split) - encoder,
+        decoder_layers=round(sum(split)) - encoder,
         layers_per_stage=split,
         chunks=chunks,
     )
@@ -95,6 +107,24 @@ def test_a_stage_of_decoder_layers_keeps_the_encoder_s_output_once() -> None:
     assert costs.peak_bytes.tolist() == [[10, 8, 60]]
 
 
+def test_halves_of_layers() -> None:
+    """3 + 3 layers; of the first stage's peaks, 3 + 3 stored before the attention of encoder layer 2."""
+    layout = t5(2.5, 1, 2.5)
+    assert [[*map(int, parts)] for parts in layout.encoder_parts] == [[0, 2, 1], [1, 0, 0], [0, 0, 0]]
+    assert [[*map(int, parts)] for parts in layout.decoder_parts] == [[0, 0, 0], [0, 0, 1], [1, 2, 0]]
+    costs = stage_costs(flat(), layout, ONE, EIGHT, EIGHT)
+    assert costs.forward_ns.tolist() == [[20 + 4, 6 + 60, 40 + 200 + 1000]]
+    assert costs.backward_ns.tolist() == [[40 + 8, 12 + 120, 80 + 400 + 2000]]
+    assert costs.stored_bytes.tolist() == [[6 + 1, 2 + 3, 2 + 10]]
+    assert costs.peak_bytes.tolist() == [[6 + 7, max(7, 2 + 4), 2 + 5 + 5]]
+    state = layout.model_state_bytes(flat().state, data_parallel=1, distributed_optimizer=False)
+    assert state.tolist() == [8 * (20 + 4 + 1000), 8 * (6 + 0 + 1000), 8 * (100 + 200)]
+    stages = layout.virtual_stage_layers
+    assert [stage.ends_encoder for stage in stages] == [False, True, False]
+    assert [stage.starts_decoder for stage in stages] == [False, True, False]
+    assert layout.decoder_state_forward == (False, True)
+
+
 def test_model_state() -> None:
     """Parameters ×8, the optimizer's share of six divided over the replicas, embeddings where their stacks begin."""
     plain = t5(2, 2, 2).model_state_bytes(flat().state, data_parallel=2, distributed_optimizer=False)
@@ -125,7 +155,8 @@ def test_boundaries_of_t5() -> None:
     [
         ({"layers_per_stage": (2, 3)}, r"layer split of 4 layers .* got \[2, 3\]"),
         ({"layers_per_stage": (5, -1)}, "at least 0 on every stage"),
-        ({"family": ModelFamily.T5, "decoder_layers": 2, "layers_per_stage": (6, 0)}, "at least 1 on every stage"),
+        ({"family": ModelFamily.T5, "decoder_layers": 2, "layers_per_stage": (6, 0)}, "at least 0.5 on every stage"),
+        ({"layers_per_stage": (1.25, 2.75)}, "in multiples of 0.5"),
         ({"layers_per_stage": (2, 1, 1), "chunks": 2}, "3 virtual stages cannot be assigned to pipeline stages 2 each"),
         ({"decoder_layers": 1, "layers_per_stage": (5,)}, "layers of its kinds"),
     ],
@@ -145,7 +176,9 @@ def test_an_even_split(layers: int, stages: int, split: tuple[int, ...]) -> None
 
 def test_a_split_is_numbers_of_layers() -> None:
     assert parse_split("9,8, 8,7", expected="") == (9, 8, 8, 7)
-    for text in ("", "9,", "9,-1", "9.5", "auto"):
+    halves = parse_split("9.5,8.0, 7.50", expected="")
+    assert halves == (9.5, 8, 7.5) and isinstance(halves[1], int)
+    for text in ("", "9,", "9,-1", "9.25", "auto"):
         with pytest.raises(ConfigError, match="expected numbers, got"):
             parse_split(text, expected="numbers")
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megatron_dynapipe.cli.main import UsageError, build_parser
-from tests.docs.workspace import PROGRAM, ROOT, make_workspace
+from tests.docs.workspace import MODELS, PROGRAM, ROOT, make_workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,19 @@ BLOCKS: dict[str, tuple[Runs | str, ...]] = {
         ),
     ),
     "docs/pretrained.md": (Runs(swaps=(TWO_RANKS,)),),
+    "docs/fine-tuning.md": ("one step of a walk, which test_the_walk runs whole",) * 7,
 }
+WALK = (
+    TWO_RANKS,
+    (
+        "--devices 8 --global-batch-size 64 --device-memory-mb 72000",
+        "--devices 2 --global-batch-size 16 --device-memory-mb 4000",
+    ),
+    ("--budget-minutes 5", "--budget-minutes 0.2"),
+    ("--global-batch-size 64 --train-iters 1000 --lr 1e-5", "--global-batch-size 16 --train-iters 4 --lr 1e-3"),
+    ("--eval-interval 100 --eval-iters 4", "--eval-interval 2 --eval-iters 1"),
+)
+FIRST_LINE = "MODEL=models/Llama-3.2-1B KIND=gpt    # a T5 v1.1: MODEL=models/flan-t5-large KIND=t5\n"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -79,7 +93,7 @@ CASES = [(page, index, how) for page, hows in BLOCKS.items() for index, how in e
 
 def test_the_table_has_every_block() -> None:
     quick = sorted((ROOT / "docs/quick-start").glob("*.md"))
-    pages = ["README.md", "docs/pretrained.md", *(str(path.relative_to(ROOT)) for path in quick)]
+    pages = ["README.md", "docs/pretrained.md", "docs/fine-tuning.md", *(str(path.relative_to(ROOT)) for path in quick)]
     assert {page: len(blocks(page)) for page in pages} == {page: len(BLOCKS.get(page, ())) for page in pages}
 
 
@@ -118,12 +132,16 @@ def test_a_block_runs(tmp_path: Path, page: str, index: int, how: Runs) -> None:
     for given, instead in how.swaps:
         assert given in text, f"the block has no {given!r} any more"
         text = text.replace(given, instead, 1 if given.endswith("\n") else -1)
-    environment = make_workspace(tmp_path)
+    run_text(f"{text}\n{how.after}", tmp_path, make_workspace(tmp_path))
+
+
+def run_text(text: str, folder: Path, environment: dict[str, str]) -> str:
+    """A shell's stdout."""
     bash = shutil.which("bash")
     assert bash is not None
     done = subprocess.run(
-        [bash, "-euo", "pipefail", "-c", f"{text}\n{how.after}"],
-        cwd=tmp_path,
+        [bash, "-euo", "pipefail", "-c", text],
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
@@ -131,6 +149,39 @@ def test_a_block_runs(tmp_path: Path, page: str, index: int, how: Runs) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_the_walk(tmp_path: Path, kind: str) -> None:
+    """From a model to its fine-tuned self by the page alone; then by the command that `convert` writes, as it is."""
+    steps = [text for _, text in blocks("docs/fine-tuning.md")]
+    assert steps[0] == FIRST_LINE
+    text = "".join(steps).replace(FIRST_LINE, FIRST_LINE if kind == "llama" else FIRST_LINE.partition("v1.1: ")[2])
+    for given, instead in WALK:
+        assert given in text, f"the page has no {given!r} any more"
+        text = text.replace(given, instead)
+    environment = make_workspace(tmp_path)
+    said = run_text(text, tmp_path, environment)
+    assert "lm loss" in said and (tmp_path / "run-report" / "report.html").exists()
+    mine = read_model(tmp_path / "models" / "mine")
+    before = read_model(
+        tmp_path / "models" / next(name for name in MODELS if name.startswith("flan") == (kind == "t5"))
+    )
+    assert mine.keys() == before.keys() and any(not torch.equal(mine[name], before[name]) for name in mine)
+    assert (tmp_path / "models" / "mine" / "tokenizer.json").exists()
+
+    written = (tmp_path / "checkpoints" / "start" / "model.yaml").read_text()
+    (command,) = re.findall(r"^# (torchrun .*)$", written, re.MULTILINE)
+    (tmp_path / "data" / "mixture").rename(tmp_path / "data" / "unused")
+    (tmp_path / "data" / "chats").rename(tmp_path / "data" / "mixture")
+    assert "lm loss" in run_text(f"{command} --exit-interval 2", tmp_path, environment)
+
+
+def read_model(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def test_a_broken_block_is_noticed() -> None:

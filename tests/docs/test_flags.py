@@ -19,6 +19,7 @@ OF_OTHERS = {
     "torchrun": "--nproc-per-node --nnodes --node-rank --standalone --master-addr --master-port --rdzv-endpoint"
     " --rdzv-backend --rdzv-id --max-restarts",
     "sbatch and srun": "--nodes --signal",
+    "Megatron's dev branch": "--sequence-packing-scheduler",
     "etcd": "--enable-v2",
     "docker": "--rm --gpus --ipc --shm-size --ulimit",
     "cibuildwheel": "--platform",
@@ -60,6 +61,7 @@ def test_every_flag_of_a_page_exists(page: Path, known: set[str]) -> None:
     assert named <= known, f"no parser knows {sorted(named - known)}"
 
 
-def test_the_page_of_flags_is_that_of_the_parser() -> None:
-    page = runpy.run_path(str(ROOT / "scripts/write_flags_page.py"))
-    assert page["PAGE"].read_text() == page["page"](), "run python scripts/write_flags_page.py"
+def test_the_pages_of_flags_and_commands_are_those_of_the_parsers() -> None:
+    written = runpy.run_path(str(ROOT / "scripts/write_reference_pages.py"))["pages"]()
+    stale = [path.name for path, text in written.items() if path.read_text() != text]
+    assert not stale, f"run python scripts/write_reference_pages.py: {stale}"

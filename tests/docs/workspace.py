@@ -13,6 +13,8 @@ from tests.helpers.random_dataset import VOCABULARY, make_dataset
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "megatron-dynapipe"
+MODELS = {"flan-t5-large": "t5-v1.1", "Llama-3.2-1B": "llama"}
+"""Folders of `models` and what small models lie there."""
 DEMOS = ("demo_gpt.yaml", "demo_t5.yaml")
 
 _TRAINING = {
@@ -89,7 +91,9 @@ def _readers_own(folder: Path) -> None:
     """The tokenizer, task files, batches and HuggingFace model that the README's reader has."""
     import pyarrow
     from pyarrow import parquet
-    from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
+    from transformers import AutoTokenizer
+
+    from tests.integration.conversion.models import configs, make, write
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "data" / "mixture" / "tokenizer")
     tokenizer.chat_template = _CHAT
@@ -97,10 +101,14 @@ def _readers_own(folder: Path) -> None:
     sums = [{"question": f"w{n} w{n + 1}", "answer": f"w{n + 2}"} for n in range(3, 103)]
     (folder / "sums.jsonl").write_text("\n".join(json.dumps(row) for row in sums))
     turns = [{"role": "user", "content": "w5 w6 "}, {"role": "assistant", "content": "w7"}]
+    chats = [{"messages": [{**turn, "content": f"w{n} {turn['content']}"} for turn in turns]} for n in range(3, 203)]
+    (folder / "chats.jsonl").write_text("\n".join(json.dumps(row) for row in chats))
     parquet.write_table(pyarrow.table({"messages": [turns] * 100}), folder / "chats.parquet")
     batch = {"id": "first", "input": [900, 40, 200, 31, 600, 77], "target": [100, 3, 20, 8, 60, 9]}
     (folder / "BATCHES.json").write_text(json.dumps({"format": "dynapipe-batches/1", "batches": [batch]}))
 
-    shape = {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 96, "num_layers": 2, "vocab_size": VOCABULARY}
-    config = T5Config(**shape, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
-    T5ForConditionalGeneration(config).save_pretrained(folder / "models" / "flan-t5-large")
+    for name, kind in MODELS.items():
+        config = configs()[kind]
+        config.vocab_size, config.max_position_embeddings = VOCABULARY, 256
+        write(make(config), folder / "models" / name)
+        tokenizer.save_pretrained(folder / "models" / name)

@@ -35,6 +35,8 @@ def test_ranks_save_when_a_node_joins_and_when_it_leaves(nodes: Nodes) -> None:
     nodes.await_starts(1, rounds=2)
     assert sorted(nodes.log()[4:6]) == ["save 0/2", "save 1/2"]
     assert "this node leaves the job" in nodes.said(1)
+    for node in (0, 1):
+        assert "failed (exitcode" not in nodes.said(node), "a planned leave is no error"
     assert nodes.end() == [0, 0]
 
 

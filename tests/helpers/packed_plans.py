@@ -1,13 +1,20 @@
-"""Plans re-laid by hand: the same micro-batches and passes, some or all of them as packed rows."""
+"""Plans changed by hand: the same micro-batches, some as packed rows, some with backward passes in halves."""
 
 from collections.abc import Callable
 
 import msgspec
 
-from megatron_dynapipe.plan.instructions import Instruction, TensorShape
-from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan
+from megatron_dynapipe.plan.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Instruction,
+    Pass,
+    TensorShape,
+)
+from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
 from megatron_dynapipe.plan.packing import packed_shape
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
 
 LAYOUTS: dict[str, Callable[[int], bool]] = {
     "padded": lambda _index: False,
@@ -39,6 +46,32 @@ def _relaid(family: ModelFamily, replica: ReplicaPlan, packs: Callable[[int], bo
         msgspec.structs.replace(stage, instructions=tuple(map(moved, stage.instructions))) for stage in replica.stages
     )
     return msgspec.structs.replace(replica, micro_batches=tuple(rows), stages=stages)
+
+
+def halved(plan: IterationPlan, *, every: int) -> IterationPlan:
+    """The plan with the backward passes of every n-th micro-batch in halves, but for those recomputed in full.
+
+    Second halves run after the two passes that follow, so that they take another order than the first ones.
+    """
+
+    def of(replica: ReplicaPlan, stage: StagePlan) -> StagePlan:
+        steps: list[Instruction] = []
+        waiting: list[BackwardWeight] = []
+        for each in stage.instructions:
+            mode = replica.micro_batches[each.micro_batch].recompute
+            if isinstance(each, Pass) and len(waiting) > 2:
+                steps += [waiting.pop(), waiting.pop(0)]
+            if isinstance(each, Backward) and mode is not Recompute.FULL and each.micro_batch % every == 0:
+                waiting.append(BackwardWeight(each.micro_batch, each.chunk))
+                each = BackwardInput(each.micro_batch, each.chunk)
+            steps.append(each)
+        return msgspec.structs.replace(stage, instructions=(*steps, *waiting), predicted=())
+
+    replicas = (
+        msgspec.structs.replace(replica, stages=tuple(of(replica, stage) for stage in replica.stages))
+        for replica in plan.replicas
+    )
+    return msgspec.structs.replace(plan, replicas=tuple(replicas))
 
 
 def _row(family: ModelFamily, micro_batch: MicroBatch) -> MicroBatch:

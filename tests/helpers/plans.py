@@ -1,13 +1,16 @@
 """Pipelines and plans for tests, from a seed: random costs, real orders, real lowering."""
 
+import random
+
 import numpy as np
 
 from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Pass
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
 from megatron_dynapipe.plan.packing import packed_shape
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.lowering import Topology, lower
-from megatron_dynapipe.planning.problem import ScheduleProblem
+from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.planning.schedules import SCHEDULES
 from megatron_dynapipe.planning.simulate import simulate
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
@@ -45,9 +48,24 @@ def random_problem(
         backward_transfer_ns=backward_transfer,
         model_state_bytes=np.full(stages, 10, np.int64),
         memory_limit_bytes=memory_limit_bytes,
+        weight_ns=random.integers(0, 7, shape),
         forward_only=forward_only,
         peak_covers_backward=peak_covers_backward,
     )
+
+
+def divided(order: PassOrder, seed: int) -> PassOrder:
+    """The order with about half of its backward passes in halves, the second ones at later places."""
+    choose, lists = random.Random(seed), []
+    for passes in order:
+        steps: list[Pass] = list(passes)
+        for each in passes:
+            if isinstance(each, Backward) and choose.random() < 0.5:
+                at = steps.index(each)
+                steps[at] = BackwardInput(each.micro_batch, each.chunk)
+                steps.insert(choose.randint(at + 1, len(steps)), BackwardWeight(each.micro_batch, each.chunk))
+        lists.append(tuple(steps))
+    return tuple(lists)
 
 
 def layout_of(family: ModelFamily, virtual_stages: int, *, encoder_layers: int | None = None) -> PipelineLayout:
@@ -67,10 +85,11 @@ def make_plan(
     method: str = "1f1b",
     seed: int = 0,
     layouts: tuple[BatchLayout, ...] = (BatchLayout.PADDED,),
+    halves: bool = False,
 ) -> IterationPlan:
     """A valid plan; one number of micro-batches per replica. Micro-batch i has two samples of up to 16 + 8 i tokens.
 
-    The layouts are given to the micro-batches in turn.
+    The layouts are given to the micro-batches in turn. With `halves` some backward passes are divided.
     """
     boundaries = BoundarySettings(tensors=boundary_tensors(layout_of(family, stages * chunks)), hidden_size=4)
     replicas = []
@@ -78,6 +97,7 @@ def make_plan(
     for replica, count in enumerate(micro_batches):
         problem = random_problem(count, stages, chunks=chunks, forward_only=forward_only, seed=seed + replica)
         order = SCHEDULES[method](problem)
+        order = divided(order, seed) if halves else order
         run = simulate(problem, order)
         batches = _micro_batches(problem, family, layouts, first_sample=sample)
         sample += 2 * count

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from megatron_dynapipe.plan.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Buffer,
     Channel,
     Forward,
@@ -24,7 +26,7 @@ from megatron_dynapipe.planning.schedules.list_scheduling import Policy, Rule, l
 from megatron_dynapipe.runtime.executor import PipelineExecutor
 from megatron_dynapipe.runtime.platform import CpuPlatform
 from megatron_dynapipe.units import ModelFamily, Shape
-from tests.helpers.plans import layout_of, random_problem
+from tests.helpers.plans import divided, layout_of, random_problem
 from tests.helpers.processes import run_ranks
 from tests.plan.strict_transport import StrictTransport
 
@@ -62,6 +64,8 @@ class RandomPlan:
             order = list_schedule(problem, Policy(depths, choose.choice([Rule.BACKWARD_FIRST, Rule.FORWARD_FIRST])))
         if order is None:
             order = SCHEDULES[choose.choice(sorted(SCHEDULES))](problem)
+        if choose.random() < 0.4:
+            order = divided(order, seed)
         boundaries = BoundarySettings(tensors=self.tensors, hidden_size=HIDDEN).shapes(self.shapes)
         self.lists = lower(
             order,
@@ -148,6 +152,8 @@ def run_plans(*, rank: int, world_size: int, seeds: list[int]) -> int:
         executor.register_handler(Load, handlers.load)
         executor.register_handler(Forward, handlers.forward)
         executor.register_handler(Backward, handlers.backward)
+        executor.register_handler(BackwardInput, handlers.backward)
+        executor.register_handler(BackwardWeight, lambda step, buffers: None)
         executor.execute(StagePlan(stage=rank, instructions=plan.lists[rank], predicted=()))
         if plan.micro_batches and not plan.forward_only:
             gradients = expected.gradients_of_everything()

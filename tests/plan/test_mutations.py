@@ -22,6 +22,8 @@ PLANS = {
     "two chunks": {"micro_batches": (3,), "stages": 2, "chunks": 2},
     "three chunks on three stages": {"micro_batches": (2,), "stages": 3, "chunks": 3},
     "everything forward, then backward": {"micro_batches": (3,), "stages": 3, "method": "gpipe"},
+    "halves": {"micro_batches": (4,), "stages": 3, "halves": True},
+    "halves on two chunks": {"micro_batches": (3,), "stages": 2, "chunks": 2, "halves": True},
     "forward only": {"micro_batches": (3,), "stages": 3, "forward_only": True},
 }
 

@@ -5,6 +5,8 @@ import pytest
 from megatron_dynapipe.errors import PlanDecodeError
 from megatron_dynapipe.plan.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Buffer,
     Forward,
     Free,
@@ -27,6 +29,8 @@ WORDS = {
     "F3.1": Forward(3, 1),
     "B12": Backward(12),
     "B0.2": Backward(0, 2),
+    "BI3": BackwardInput(3),
+    "BW12.1": BackwardWeight(12, 1),
     "SEND_F3>1[64x8x128]": SendStart(A, 3, 0, 1, ((64, 8, 128),)),
     "SEND_B3.1>0[64x8x128,16x8x128]": SendStart(G, 3, 1, 0, ((64, 8, 128), (16, 8, 128))),
     "WAIT_SEND_F3>1": SendWait(A, 3, 0, 1),

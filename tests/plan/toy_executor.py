@@ -12,6 +12,8 @@ from megatron_dynapipe.plan.instructions import (
     RECEIVED_BUFFER,
     SENT_BUFFER,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Buffer,
     Forward,
     Free,
@@ -71,7 +73,7 @@ class ToyPipeline:
         expected = [
             (kind, row, chunk * self.stages + rank.stage)
             for rank in self.ranks
-            for kind in ("F",) + (() if self.forward_only else ("B",))
+            for kind in ("F",) + (() if self.forward_only else ("B", "W"))
             for row in range(self.micro_batches)
             for chunk in range(self.chunks)
         ]
@@ -97,6 +99,11 @@ class ToyPipeline:
                 self.forward(rank, row, chunk)
             case Backward(row, chunk):
                 self.backward(rank, row, chunk)
+                self.weight(rank, row, chunk)
+            case BackwardInput(row, chunk):
+                self.backward(rank, row, chunk)
+            case BackwardWeight(row, chunk):
+                self.weight(rank, row, chunk)
             case SendStart(payload, row, chunk, peer, shapes):
                 value = rank.take(SENT_BUFFER[payload], row, chunk)
                 self.start(rank, self.sends, self.receives, step, (value, shapes), (rank.stage, peer))
@@ -156,6 +163,12 @@ class ToyPipeline:
             rank.take(Buffer.INPUT, row, chunk)
             rank.put((Buffer.INPUT_GRAD, row, chunk), f"B{row}@{stage}")
         rank.ran.append(("B", row, stage))
+
+    def weight(self, rank, row, chunk):
+        stage = chunk * self.stages + rank.stage
+        if ("B", row, stage) not in rank.ran:
+            raise ToyError("weights before inputs")
+        rank.ran.append(("W", row, stage))
 
     def used(self, rank, buffer, row, chunk):
         stage = chunk * self.stages + rank.stage

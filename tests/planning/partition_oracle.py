@@ -6,7 +6,16 @@ from itertools import pairwise, product
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import ABSENT, LayerState, LayerTables, Network, PipelineLayout, Row, stage_costs
+from megatron_dynapipe.cost import (
+    ABSENT,
+    LayerState,
+    LayerTables,
+    Network,
+    PipelineLayout,
+    Row,
+    of_halves,
+    stage_costs,
+)
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 
@@ -27,9 +36,18 @@ def layer_tables(draw: st.DrawFn, family: ModelFamily) -> LayerTables:
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     highest = draw(st.sampled_from([3, 100, 10**7]))
     values = random.integers(0, highest, (len(Row), len(sizes), len(inputs), len(targets)), endpoint=True)
+    bound_attention(values)
     absent = random.random(values.shape[1:]) < draw(st.sampled_from([0, 0.1, 0.4]))
     values[:, absent] = ABSENT
     return LayerTables(sizes=sizes, inputs=inputs, targets=targets, values=values, state=STATE)
+
+
+def bound_attention(values: IntArray) -> None:
+    """Attention takes no longer than its layer; halves are absent where it is."""
+    for kind in ("ENCODER", "DECODER"):
+        for half in ("ATTENTION_FORWARD", "ATTENTION_BACKWARD", "ATTENTION_STORED", "MLP_STORED"):
+            row, layer = Row[f"{kind}_{half}"], Row[f"{kind}_{half.split('_')[1]}"]
+            values[row] = np.minimum(values[row], values[layer])
 
 
 @st.composite
@@ -37,6 +55,8 @@ def with_stages_that_differ(draw: st.DrawFn, tables: LayerTables, stages: int) -
     """The same grid, every stage with costs of its own."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     own = random.integers(0, draw(st.sampled_from([3, 10**7])), (stages, *tables.values.shape), endpoint=True)
+    for values in own:
+        bound_attention(values)
     own[:, tables.values == ABSENT] = ABSENT
     return replace(tables, of_stages=own)
 
@@ -44,15 +64,19 @@ def with_stages_that_differ(draw: st.DrawFn, tables: LayerTables, stages: int) -
 @st.composite
 def pipeline_layouts(draw: st.DrawFn, family: ModelFamily) -> PipelineLayout:
     stages, chunks = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)]))
-    split = draw(st.lists(st.integers(1, 3), min_size=stages * chunks, max_size=stages * chunks))
-    if family is ModelFamily.T5 and sum(split) < 2:
-        split = [2]
-    encoder = draw(st.integers(1, sum(split) - 1)) if family is ModelFamily.T5 else sum(split)
+    halves = draw(st.sampled_from([st.sampled_from([2, 4, 6]), st.integers(1, 6)]))
+    counts = draw(st.lists(halves, min_size=stages * chunks, max_size=stages * chunks))
+    counts[-1] += sum(counts) % 2
+    if family is ModelFamily.T5 and sum(counts) < 4:
+        counts[-1] += 2
+    split = of_halves(counts)
+    layers = sum(counts) // 2
+    encoder = draw(st.integers(1, layers - 1)) if family is ModelFamily.T5 else layers
     return PipelineLayout(
         family=family,
         encoder_layers=encoder,
-        decoder_layers=sum(split) - encoder,
-        layers_per_stage=tuple(split),
+        decoder_layers=layers - encoder,
+        layers_per_stage=split,
         chunks=chunks,
     )
 

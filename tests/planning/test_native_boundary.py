@@ -22,6 +22,11 @@ def ints(*values: int) -> np.ndarray:
 NOT_MEASURED = (ints(), ints(), np.zeros((0, 0, 0), np.int64)) * 2
 
 
+def layers(*whole: int) -> Any:
+    """Whole layers of every stage."""
+    return np.stack([np.zeros(len(whole), np.int64), ints(*whole), np.zeros(len(whole), np.int64)], axis=1)
+
+
 def good() -> dict[str, Any]:
     """Three equal samples on two stages of a layer, each pass 1 ns and 1 byte."""
     return {
@@ -33,8 +38,8 @@ def good() -> dict[str, Any]:
         "may_pack": False,
         "modes": [(ints(1, 4), ints(8), ints(0), *[np.ones((len(Row), 2, 1, 1), np.int64)] * 2)],
         "packed": [NOT_MEASURED],
-        "encoder_layers": ints(1, 1),
-        "decoder_layers": ints(0, 0),
+        "encoder_layers": layers(1, 1),
+        "decoder_layers": layers(0, 0),
         "chunks": 1,
         "model_state": ints(0, 0),
         "memory_limit": 100,
@@ -67,7 +72,7 @@ def test_good_input() -> None:
     rows, covered = problem.costs(sizes=ints(4, 5), inputs=ints(8, 8), targets=ints(0, 0), modes=ints(0, 0))
     assert covered == [True, False]
     assert rows[:8].tolist() == [[1, 2], [0, 0]] * 4  # the last stage has the head besides
-    assert rows[8:].tolist() == [[5243, 0], [0, 0], [0, 5243], [0, 0]]  # 4 · 8 · 2048 bytes at 100 Gbit/s
+    assert rows[8:12].tolist() == [[5243, 0], [0, 0], [0, 5243], [0, 0]]  # 4 · 8 · 2048 bytes at 100 Gbit/s
 
 
 def test_partitions_that_fit_nowhere_are_no_start() -> None:
@@ -102,16 +107,18 @@ def own_values(stages: int, change: Any = lambda values: None) -> np.ndarray:
         ({"targets": ints(0)}, "as many target lengths as input lengths"),
         ({"inputs": ints(8, -1, 8)}, "lengths from 0 to 2\\^20"),
         ({"inputs": ints(8, 2**62, 8)}, "lengths from 0 to 2\\^20"),
-        ({"encoder_layers": ints(1)}, "encoder and decoder layers of the same stages"),
-        ({"encoder_layers": ints(1, -1)}, "0 to 65536 layers"),
-        ({"encoder_layers": ints(1, 2**62)}, "0 to 65536 layers"),
-        ({"encoder_layers": ints(1, 2**62), "decoder_layers": ints(0, 2**62)}, "0 to 65536 layers"),
+        ({"encoder_layers": layers(1)}, "encoder and decoder layers of the same stages"),
+        ({"encoder_layers": layers(1, -1)}, "0 to 65536 layers"),
+        ({"encoder_layers": layers(1, 2**62)}, "0 to 65536 layers"),
+        ({"encoder_layers": layers(1, 2**62), "decoder_layers": layers(0, 2**62)}, "0 to 65536 layers"),
+        ({"encoder_layers": np.array([[0, 1, 2], [1, 1, 0]])}, "at most one MLP and one attention"),
+        ({"encoder_layers": np.ones((2, 2), np.int64)}, "MLPs, layers and attentions"),
         ({"chunks": 65}, "between 1 and 64 chunks"),
         ({"chunks": 0}, "between 1 and 64 chunks"),
         ({"chunks": 2}, "layers of every virtual stage"),
         ({"chunks": 2, "model_state": ints(0), "in_flight": np.array([[1]])}, "several chunks only on several stages"),
         ({"in_flight": np.full((1, 2), 2**15, np.int64)}, "1 to 16384 micro-batches in flight"),
-        ({"encoder_layers": ints(1, 1, 1), "decoder_layers": ints(0, 0, 0)}, "layers of every virtual stage"),
+        ({"encoder_layers": layers(1, 1, 1), "decoder_layers": layers(0, 0, 0)}, "layers of every virtual stage"),
         ({"model_state": ints()}, "between 1 and 4096 stages"),
         ({"model_state": ints(0)}, "in flight for every stage"),
         ({"model_state": ints(0, -1)}, "model state from 0"),
@@ -260,6 +267,10 @@ def test_fuzz(data: st.DataObject) -> None:
                 changed.flat[place] = data.draw(numbers)
                 axis = data.draw(arrays)
                 arguments[name] = [(data.draw(st.sampled_from([sizes, axis])), inputs, targets, changed, separate)]
+            case "encoder_layers" | "decoder_layers":
+                counts = data.draw(arrays)
+                last = data.draw(st.sampled_from([counts % 2, counts]))
+                arguments[name] = np.stack([counts % 2, counts, last], axis=1)
             case "in_flight":
                 arguments[name] = data.draw(arrays)[None]
             case "decoder_forward" | "decoder_backward":

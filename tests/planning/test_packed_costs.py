@@ -11,7 +11,7 @@ from megatron_dynapipe.cost import ABSENT, LayerTables, PackedTables, Row, packe
 from megatron_dynapipe.planning.problem import BatchProblem
 from megatron_dynapipe.units import BatchLayout
 from tests.planning.packed_oracle import derived_costs
-from tests.planning.partition_oracle import STATE, batch_problems
+from tests.planning.partition_oracle import STATE, batch_problems, bound_attention
 
 PACKED = (BatchLayout.PACKED,)
 
@@ -24,13 +24,17 @@ def packed_problems(draw: st.DrawFn) -> BatchProblem:
     modes = []
     for tables in problem.modes:
         separate = tables.values.copy()
-        separate[random.random(separate.shape) < draw(st.sampled_from([0, 0.2]))] = ABSENT
+        whole = separate[: Row.ENCODED_STORED + 1]
+        whole[random.random(whole.shape) < draw(st.sampled_from([0, 0.2]))] = ABSENT
+        bound_attention(separate)
         packed = None
         if draw(st.booleans()):
             t5 = bool(problem.targets.any())
             axes = [np.array([1, 40, 600]), np.array([1, 90, 600]) if t5 else np.zeros(1, np.int64)]
             own = [np.array([1, 30, 66]), np.array([1, 66]) if t5 else np.zeros(1, np.int64)]
             linear, attention = (random.integers(0, 99, (len(Row), len(x), len(y))) for x, y in (axes, own))
+            bound_attention(linear)
+            bound_attention(attention)
             packed = PackedTables(
                 row_inputs=axes[0],
                 row_targets=axes[1],

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import PlanningError
-from megatron_dynapipe.plan.instructions import Backward, Forward
+from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.planning.native import core
 from megatron_dynapipe.planning.problem import ScheduleProblem
 from megatron_dynapipe.planning.schedules.one_f_one_b import gpipe, one_f_one_b
 from megatron_dynapipe.planning.simulate import simulate, simulate_in_python
-from tests.helpers.plans import NO_LIMIT, random_problem
+from tests.helpers.plans import NO_LIMIT, divided, random_problem
 
 
 def even_problem(micro_batches: int, stages: int, *, transfer: int = 0, forward_only: bool = False) -> ScheduleProblem:
@@ -26,6 +26,7 @@ def even_problem(micro_batches: int, stages: int, *, transfer: int = 0, forward_
         chunks=1,
         forward_ns=np.ones(shape, np.int64),
         backward_ns=np.full(shape, 2),
+        weight_ns=np.ones(shape, np.int64),
         stored_bytes=np.full(shape, 3),
         peak_bytes=np.full(shape, 5),
         forward_transfer_ns=forward_transfer,
@@ -67,6 +68,19 @@ def test_memory_is_held_from_forward_to_backward():
     assert simulate(forward_only, gpipe(forward_only)).peak_bytes == (5, 15)
 
 
+def test_a_gradient_leaves_before_the_half_of_the_weights():
+    """B0 takes 2, of which its second half takes 1; F1 stores 3 beside the 3 that BI0 keeps."""
+    order = ((Forward(0), Forward(1), Backward(0), Backward(1)),
+             (Forward(0), BackwardInput(0), Forward(1), BackwardWeight(0), Backward(1)))  # fmt: skip
+    run = simulate(even_problem(2, 2), order)
+    assert [(e.start_ns, e.end_ns) for e in run.timeline[1]] == [(1, 2), (2, 3), (3, 4), (4, 5), (5, 7)]
+    assert run.timeline[0][2] == Event(Backward(0), 3, 5)
+    assert run.peak_bytes == (3 + 5, 10 + 3 + 5)
+    assert run.busy_ns == (6, 6)
+    with pytest.raises(PlanningError, match="the pass order stalls: stage 0 at BW0"):
+        simulate(even_problem(1, 1), ((Forward(0), BackwardWeight(0), BackwardInput(0)),))
+
+
 def test_messages_take_their_time():
     problem = even_problem(1, 2, transfer=7)
     assert simulate(problem, gpipe(problem)).timeline == (
@@ -103,13 +117,20 @@ problems = st.builds(
     stages=st.integers(2, 5),
     chunks=st.integers(1, 3),
     forward_only=st.booleans(),
+    peak_covers_backward=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 
 
-@given(problem=problems, queue_links=st.booleans(), schedule=st.sampled_from([gpipe, one_f_one_b]))
-def test_the_core_simulates_by_the_rules(problem, queue_links, schedule):
+@given(
+    problem=problems,
+    queue_links=st.booleans(),
+    schedule=st.sampled_from([gpipe, one_f_one_b]),
+    seed=st.none() | st.integers(0, 99),
+)
+def test_the_core_simulates_by_the_rules(problem, queue_links, schedule, seed):
     order = schedule(problem)
+    order = order if seed is None else divided(order, seed)
     assert simulate(problem, order, queue_links=queue_links) == simulate_in_python(
         problem, order, queue_links=queue_links
     )
@@ -126,7 +147,7 @@ def test_no_rank_is_faster_than_its_work_and_nothing_overlaps(problem):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"costs": lambda a: a["costs"][:5]}, "expected six arrays of costs"),
+        ({"costs": lambda a: a["costs"][:5]}, "expected seven arrays of costs"),
         ({"costs": lambda a: [c[:1] for c in a["costs"][:1]] + a["costs"][1:]}, "the same micro-batches"),
         ({"costs": lambda a: [c - 10**6 for c in a["costs"]]}, "costs from 0"),
         ({"order": lambda a: a["order"] + 10**6}, "passes of the micro-batches and chunks that there are"),
@@ -144,7 +165,7 @@ def test_the_native_boundary_refuses_what_does_not_fit(change, message):
         "chunks": 1,
         "model_state": problem.model_state_bytes,
         "forward_only": False,
-        "order": np.array([[0, 2, 1, 3], [0, 1, 2, 3]]),
+        "order": np.array([[0, 4, 1, 5], [0, 1, 4, 5]]),
         "queue_links": False,
     }
     core.simulate(**arguments)

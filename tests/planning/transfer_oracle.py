@@ -6,7 +6,17 @@ started, and has arrived its transfer time later.
 
 from dataclasses import dataclass
 
-from megatron_dynapipe.plan.instructions import Backward, Forward, Payload, RecvStart, RecvWait, SendStart, SendWait
+from megatron_dynapipe.plan.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Payload,
+    RecvStart,
+    RecvWait,
+    SendStart,
+    SendWait,
+)
 
 
 class ListsStallError(Exception):
@@ -40,9 +50,11 @@ def run_lists(problem, lists, *, ordered_starts):
         """The time after it, or None where it waits for another rank."""
         now = clock[rank]
         match instruction:
-            case Forward() | Backward():
-                costs = problem.forward_ns if isinstance(instruction, Forward) else problem.backward_ns
-                end = now + int(costs[instruction.micro_batch, instruction.chunk * stages + rank])
+            case Forward() | Backward() | BackwardInput() | BackwardWeight():
+                at = instruction.micro_batch, instruction.chunk * stages + rank
+                whole, weight = int(problem.backward_ns[at]), int(problem.weight_ns[at])
+                times = {Forward: int(problem.forward_ns[at]), Backward: whole, BackwardInput: whole - weight}
+                end = now + times.get(type(instruction), weight)
                 events[rank].append((instruction, now, end))
                 return end
             case SendStart(payload=payload):

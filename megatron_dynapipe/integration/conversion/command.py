@@ -11,6 +11,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from megatron_dynapipe.data.meta import TOKENIZER_FILES
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.conversion import checkpoint
 from megatron_dynapipe.integration.conversion.families import Flags, family, flags, read_config
@@ -27,7 +28,10 @@ _HEADER = """\
 #
 # {command}
 """
-_TRAINING = "--calculate-per-token-loss --global-batch-size 32 --train-iters 1000 --lr 1e-5 --lr-decay-style constant"
+_TRAINING = (
+    "--calculate-per-token-loss --global-batch-size 32 --train-iters 1000 --lr 1e-5 --lr-decay-style constant"
+    " --log-interval 10 --eval-interval 100 --eval-iters 4"
+)
 
 
 Progress = Callable[[Sequence[Entry]], Iterable[Entry]]
@@ -69,7 +73,7 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Pro
     Args:
         folder: of checkpoints, as `--save` names it.
         target: to be written.
-        like: HuggingFace's configuration of the model, a folder or a file; None: the one in `folder`.
+        like: HuggingFace's configuration of the model, a file or a folder, whose tokenizer is copied; None: `folder`.
         progress: sees the tensors go by.
 
     Raises:
@@ -89,6 +93,9 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Pro
         save_torch_state_dict({name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}, fresh)
         # As it is: written by transformers, a T5's would read as that of a tied head.
         shutil.copyfile(like / CONFIG if like.is_dir() else like, fresh / CONFIG)
+        for name in TOKENIZER_FILES:
+            if (like / name).is_file():
+                shutil.copyfile(like / name, fresh / name)
     return target
 
 

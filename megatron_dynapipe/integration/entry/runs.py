@@ -14,6 +14,7 @@ from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_dynapipe import config
+from megatron_dynapipe.cost import parse_split
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.elastic.job import from_rank_0
@@ -104,7 +105,8 @@ def gpt_run() -> Run:
         required_fields=required_fields,
         make_batch=partial(gpt_batch, explicit_mask=run.model.takes_mask, row_format=run.model.row_format),
     )
-    return Run(args=args, session=session, model_provider=gpt_provider(run.model), forward_step=gpt_step)
+    provider = gpt_provider(run.model, run.divided_layout)
+    return Run(args=args, session=session, model_provider=provider, forward_step=gpt_step)
 
 
 def _progress(args: argparse.Namespace) -> Progress:
@@ -155,7 +157,7 @@ def _plan_layer_split(run: RunConfig) -> RunConfig:
     split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
     if run.rank == 0:
         print(f"layers per stage: {split}", flush=True)
-    return run.with_layers_per_stage([int(layers) for layers in split.split(",")])
+    return run.with_layers_per_stage(parse_split(split, expected="numbers of layers"))
 
 
 def patched_session(args: argparse.Namespace) -> Session:

@@ -21,7 +21,7 @@ from megatron_dynapipe.integration.execution.megatron_stage import (
 )
 from megatron_dynapipe.integration.hooks.timers import without_timers
 from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
-from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction
+from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import Step, StepRunner, StepTotals
 
@@ -72,6 +72,8 @@ def run_iteration(
         is_last=runner.stage == runner.stages - 1,
         prepare=prepare,
         before_backward=reduction.before_backward,
+        after_weights=reduction.after_weights,
+        divided={(i.micro_batch, i.chunk) for i in plan.instructions if isinstance(i, BackwardInput)},
     )
     step = Step(
         plan=plan,
@@ -102,9 +104,9 @@ def _passes(
 class _GradientReduction(AbstractContextManager["_GradientReduction"]):
     """Holds back Megatron's overlapped gradient reduction until each chunk's last backward of the iteration.
 
-    The last backward is known from the plan: during it the hooks reduce. Chunks for which they do not are reduced
-    once all passes are done: those of a replica without micro-batches, and with `grad_sync_func` (aligned reduction)
-    all but the first stage's, as in Megatron's schedules.
+    The last backward is known from the plan: during it the hooks reduce; or after it, where it is the second half of a
+    divided one. Chunks for which they do not are reduced once all passes are done: those of a replica without
+    micro-batches, and with `grad_sync_func` (aligned reduction) all but the first stage's, as in Megatron's schedules.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
         self._force_all_reduce = force_all_reduce
         self._overlaps = config.no_sync_func is not None and not forward_only
         self._no_sync = _per_chunk(config.no_sync_func, len(models))
-        self._last = {i.chunk: i for i in instructions if isinstance(i, Backward)}
+        self._last = {i.chunk: i for i in instructions if isinstance(i, Backward | BackwardWeight)}
         self._reduces_in_backward = config.grad_sync_func is None or is_first_stage
         self._held: dict[int, AbstractContextManager[Any]] = {}
 
@@ -134,8 +136,21 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
 
     def before_backward(self, instruction: Backward) -> None:
         """Let the chunk's hooks reduce if this is its last backward pass."""
-        if self._reduces_in_backward and instruction == self._last[instruction.chunk]:
+        if self._may_release(instruction):
             self._release(instruction.chunk)
+
+    def after_weights(self, instruction: BackwardWeight) -> None:
+        """Reduce the chunk's gradients if this was the last of its backward passes' halves."""
+        if self._may_release(instruction):
+            self._release(instruction.chunk)
+            if self._overlaps:
+                self._start(self._models[instruction.chunk], held=True)
+
+    def _may_release(self, instruction: Backward | BackwardWeight) -> bool:
+        """Whether it ends its chunk's backward passes, and later chunks' have ended: replicas reduce in one order."""
+        later = range(instruction.chunk + 1, len(self._models))
+        ends = instruction == self._last[instruction.chunk] and not any(chunk in self._held for chunk in later)
+        return self._reduces_in_backward and ends
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Reductions match by their order, on every replica: the last chunk's first, as backward passes end. What hooks

@@ -3,7 +3,7 @@
 Megatron's own `forward_step` and `backward_step` assume one tensor per stage boundary; a T5's decoder stages pass two.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
+from megatron_dynapipe.integration.models.divided_linears import weight_halves
 from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
-from megatron_dynapipe.plan.instructions import Backward, Forward
+from megatron_dynapipe.plan.instructions import Backward, BackwardWeight, Pass
 
 DeviceBatch = Mapping[str, Any]
 """What a step function takes from its iterator for one micro-batch."""
@@ -35,8 +36,9 @@ class MegatronStage:
         load: makes a micro-batch's device tensors.
         is_last: whether this rank's last chunk ends the pipeline.
         prepare: called with the micro-batch before each of its passes (`MicroBatchContext.begin`).
-        before_backward: called with each backward pass before it runs (overlapped gradient reduction).
-
+        before_backward: called with each whole backward pass before it runs, and `after_weights` with each second half
+            of a divided one after it (overlapped gradient reduction).
+        divided: (micro-batch, chunk) of the backward passes that run in halves.
     """
 
     def __init__(
@@ -48,23 +50,35 @@ class MegatronStage:
         is_last: bool,
         prepare: PrepareMicroBatch = lambda _: None,
         before_backward: Callable[[Backward], None] = lambda _: None,
+        after_weights: Callable[[BackwardWeight], None] = lambda _: None,
+        divided: Collection[tuple[int, int]] = (),
     ) -> None:
         self.load = load
         self._models, self._config = models, get_model_config(models[0])
         self._forward_step = forward_step
         self._is_last = is_last
-        self._prepare, self._before_backward = prepare, before_backward
+        self._prepare = prepare
+        self._before_backward, self._after_weights = before_backward, after_weights
+        self._divided, self._halves = divided, weight_halves(models)
+        self._halves.clear()
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._device = next(models[0].parameters()).device
         self._losses: list[dict[str, torch.Tensor]] = []
         # On the device from the start: moving it there later would wait for all passes.
         self._tokens = torch.zeros([], dtype=torch.int, device=self._device)
 
-    def begin_pass(self, instruction: Forward | Backward) -> None:
+    def begin_pass(self, instruction: Pass) -> None:
         """Set recomputation and the random state; let the last backward pass reduce gradients."""
         self._prepare(instruction.micro_batch)
+        key = instruction.micro_batch, instruction.chunk
+        self._halves.key = key if key in self._divided else None
         if isinstance(instruction, Backward):
             self._before_backward(instruction)
+
+    def add_weight_gradients(self, micro_batch: int, chunk: int) -> None:
+        """The second half of a divided backward pass."""
+        self._halves.add_weight_gradients((micro_batch, chunk))
+        self._after_weights(BackwardWeight(micro_batch, chunk))
 
     def differentiable(self, micro_batch: int, boundary: int) -> None:
         """Every state is."""

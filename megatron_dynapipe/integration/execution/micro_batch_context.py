@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, is_graph_safe_cuda_rng_tracker
 from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
@@ -109,7 +110,7 @@ class RecomputeSwitch:
         for attention in self._attentions:
             attention.checkpoint_core_attention = selective and self._attention
         for layer in self._layers:
-            layer.recompute_mlp = selective and self._mlp
+            layer.recompute_mlp = selective and self._mlp and not isinstance(layer.mlp, IdentityOp)
 
 
 def _return_copied_bias(_mlp: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -168,7 +169,8 @@ class LayerRandomness:
                 first = getattr(module, "first_layer", None)  # a T5's stack counts its layers from 1
                 for local, layer in enumerate(module.layers):
                     index = layer.layer_number - 1 if first is None else first + local
-                    layer.register_forward_pre_hook(functools.partial(self._seed, f"{stack}.{index}"))
+                    half = ".mlp" if isinstance(layer.self_attention, IdentityOp) else ""
+                    layer.register_forward_pre_hook(functools.partial(self._seed, f"{stack}.{index}{half}"))
 
     def _embed(self, first: int, module: Any, inputs: Any) -> None:
         """A T5 embeds twice: the encoder's tokens on its first stage, then, there or later, the decoder's."""

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.planning.problem import SplitBackward
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily
 
 FLAG, SLICES_FLAG = "--dynapipe-layout", "--dynapipe-slices"
+SPLIT_BACKWARD_FLAG = "--dynapipe-split-backward"
 MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8
 """Head sizes of `torch.nn.attention.varlen.varlen_attn`."""
 
@@ -102,6 +104,28 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
     if reason:
         raise ConfigError(f"{SLICES_FLAG} {given} cannot be honoured: {reason}", hint=f"pass {SLICES_FLAG} auto or off")
     return int(given)
+
+
+def split_backward(args: argparse.Namespace) -> SplitBackward:
+    """Whether plans may divide backward passes.
+
+    Raises:
+        ConfigError: they are to, and the model's layers cannot.
+    """
+    given: SplitBackward = args.dynapipe_split_backward
+    reason = _first(
+        (
+            (bool(args.use_dynapipe), "a patched checkout's layers compute all gradients together"),
+            (args.transformer_impl != "local", "layers of Transformer Engine compute all gradients together"),
+            (bool(getattr(args, "num_experts", None)), "experts compute all gradients together"),
+            ("mlp" in (args.recompute_modules or ()), "--recompute-modules mlp computes linear layers again"),
+        )
+    )
+    if given == "on" and reason:
+        raise ConfigError(
+            f"{SPLIT_BACKWARD_FLAG} on cannot be honoured: {reason}", hint=f"pass {SPLIT_BACKWARD_FLAG} auto or off"
+        )
+    return "off" if reason else given
 
 
 def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:

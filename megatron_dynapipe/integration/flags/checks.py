@@ -14,7 +14,7 @@ from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import machine, megatron_flags
-from megatron_dynapipe.integration.flags.batch_layout import batch_layouts, slices
+from megatron_dynapipe.integration.flags.batch_layout import batch_layouts, slices, split_backward
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
@@ -47,6 +47,7 @@ def check(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Non
     maximum_lengths(args, family)
     recompute_modes(args)
     slices(args, family, batch_layouts(args, family, on_cpu=on_cpu))
+    split_backward(args)
     _check_length_of_training(args)
     _check_warm_up(args)
     _check_pretrained(args)

@@ -22,7 +22,7 @@ from megatron_dynapipe.data.meta import tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import fork
-from megatron_dynapipe.integration.flags.batch_layout import SLICES_FLAG, LayoutChoice
+from megatron_dynapipe.integration.flags.batch_layout import SLICES_FLAG, SPLIT_BACKWARD_FLAG, LayoutChoice
 from megatron_dynapipe.sampling import LastBatch, LongSamples, TruncationSide
 from megatron_dynapipe.units import ModelFamily
 
@@ -171,6 +171,13 @@ def _add_plan_flags(add: Callable[..., Any]) -> None:
         metavar="auto|off|N",
         help="cut a GPT's long samples along their sequence into pieces that stages run one after another: where plans"
         " are faster by it (default), never, or into pieces of at most N positions",
+    )
+    add(
+        SPLIT_BACKWARD_FLAG,
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="run backward passes in two halves, the gradients of weights where a stage would wait: where plans are"
+        " faster by it (default), wherever it can be done, or never",
     )
     add(
         "--dynapipe-layers-per-stage",

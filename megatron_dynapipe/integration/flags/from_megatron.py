@@ -15,7 +15,7 @@ from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import layer_split, machine
-from megatron_dynapipe.integration.flags.batch_layout import batch_layouts, slices
+from megatron_dynapipe.integration.flags.batch_layout import batch_layouts, slices, split_backward
 from megatron_dynapipe.integration.flags.checks import maximum_lengths, recompute_modes
 from megatron_dynapipe.integration.flags.command_line import REPORT_FOLDER
 from megatron_dynapipe.integration.flags.run_config import ParallelConfig, RunConfig, TrainingConfig
@@ -84,6 +84,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily) -> RunConfig:
         recompute=recompute_modes(args),
         layouts=(layouts := batch_layouts(args, family, on_cpu=device.type == "cpu")),
         slices=slices(args, family, layouts),
+        split_backward=split_backward(args),
         plans_layer_split=args.dynapipe_layers_per_stage == layer_split.AUTO,
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
         metrics_interval=args.tensorboard_log_interval,
@@ -148,9 +149,8 @@ def state_bytes(args: argparse.Namespace) -> StateBytes:
 
 def parallel_config(args: argparse.Namespace, family: ModelFamily) -> ParallelConfig:
     """How Megatron's checked arguments divide the work."""
-    if family is ModelFamily.T5:
-        layers = layer_split.layers_per_stage(args.dynapipe_layers_per_stage)
-    else:
+    layers = layer_split.layers_per_stage(args.dynapipe_layers_per_stage)
+    if layers is None and family is ModelFamily.GPT:
         layers = layer_split.gpt_layers_per_stage(args)
     return ParallelConfig(
         data=args.data_parallel_size,

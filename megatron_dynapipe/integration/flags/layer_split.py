@@ -2,14 +2,14 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.training.argument_utils import core_transformer_config_from_args
 
-from megatron_dynapipe.cost import even_split
+from megatron_dynapipe.cost import Split, even_split, in_halves, parse_split
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
 
@@ -17,7 +17,7 @@ AUTO, EQUAL = "auto", "equal"
 """Splits of layers that are not numbers. `auto` gives way to flags that say more."""
 
 
-def layers_per_stage(given: str | None) -> tuple[int, ...] | None:
+def layers_per_stage(given: str | None) -> Split | None:
     """Layers of each virtual stage as `--dynapipe-layers-per-stage` gives them; None for an equal or a planned split.
 
     Raises:
@@ -25,16 +25,20 @@ def layers_per_stage(given: str | None) -> tuple[int, ...] | None:
     """
     if given in (None, AUTO, EQUAL):
         return None
-    numbers = given.split(",")
-    if not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
-        raise ConfigError(f"expected --dynapipe-layers-per-stage as 5,3, auto or equal, got {given!r}")
-    return tuple(int(number) for number in numbers)
+    split = parse_split(given, expected=(expected := "--dynapipe-layers-per-stage as 5,2.5,0.5, auto or equal"))
+    if min(split) == 0:
+        raise ConfigError(f"expected {expected}, got {given!r}")
+    return split
 
 
-def megatron_layout(split: Sequence[int]) -> str:
-    """Layers per virtual stage in the letters of `--pipeline-model-parallel-layout`: (2, 1) is "Ett|tL"."""
-    stages = ["t" * layers for layers in split]
-    return f"E{'|'.join(stages)}L"
+def megatron_layout(split: Split) -> str:
+    """Layers per virtual stage in the letters of `--pipeline-model-parallel-layout`: (2, 1) is "Ett|tL".
+
+    A divided layer stands where its MLP is. So Megatron gives every layer its number in the whole model: a stage counts
+    on from those before it, and the attention that it ends with comes after its own.
+    """
+    ends = [halves // 2 for halves in accumulate(in_halves(split), initial=0)]
+    return f"E{'|'.join('t' * (end - start) for start, end in pairwise(ends))}L"
 
 
 def settle(args: argparse.Namespace, family: ModelFamily) -> None:
@@ -56,6 +60,11 @@ def settle(args: argparse.Namespace, family: ModelFamily) -> None:
         raise ConfigError(
             f"expected --dynapipe-layers-per-stage {given} or --pipeline-model-parallel-layout {layout}, got both",
             hint="remove one of them",
+        )
+    if split is not None and args.use_dynapipe and any(layers % 1 for layers in split):
+        raise ConfigError(
+            f"expected whole layers on every stage of a model that a patched checkout builds, got {given}",
+            hint="use the entry scripts of this package, or --dynapipe-layers-per-stage auto",
         )
     if given == AUTO:
         split = even_split(args.num_layers, args.pipeline_model_parallel_size) if family is ModelFamily.GPT else None

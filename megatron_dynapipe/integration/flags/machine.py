@@ -11,15 +11,12 @@ from pathlib import Path
 
 import torch
 
-import megatron_dynapipe
-from megatron_dynapipe.config import Cluster, read_cluster
+from megatron_dynapipe.config import CLUSTERS, Cluster, read_cluster
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
 
 AUTO, NONE = "auto", "none"
-FOLDER = Path(megatron_dynapipe.__file__).parent / "clusters"
-"""A part of the package, so that wheels have it; `configs/clusters` of a checkout is the same folder."""
 MEMORY_SHARE = 0.9
 """Share of a device's memory that plans may use where no limit is given; the rest is for the allocator's
 fragments, communication buffers and kernels' workspaces."""
@@ -107,7 +104,7 @@ def cluster_of(given: str, *, device: torch.device) -> Cluster | None:
 def find(device: str) -> Path | None:
     """The cluster file for a device by its name; None where there is none."""
     for pattern, name in BY_DEVICE:
-        if re.search(pattern, device) and (path := FOLDER / f"{name}.yaml").exists():
+        if re.search(pattern, device) and (path := CLUSTERS / f"{name}.yaml").exists():
             return path
     return None
 

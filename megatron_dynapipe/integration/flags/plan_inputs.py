@@ -6,10 +6,15 @@ from pathlib import Path
 import msgspec
 import torch
 
-from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, even_split
+from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, Split, even_split
 from megatron_dynapipe.cost.analytic import rates_of
+from megatron_dynapipe.cost.file import check_measured_model
+from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.models.config import ModelConfig
+from megatron_dynapipe.integration.models.positions import LEARNED, RELATIVE, ROTARY
+from megatron_dynapipe.integration.models.specs import CoreAttention
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
 from megatron_dynapipe.planning.layer_split import BATCHES, choose_layer_split
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -66,7 +71,7 @@ def _splits(run: RunConfig, progress: Progress) -> tuple[SplitSettings, ...]:
     return train, valid, test
 
 
-def _planner(run: RunConfig, layers_per_stage: tuple[int, ...] | None) -> PlannerSettings:
+def _planner(run: RunConfig, layers_per_stage: Split | None) -> PlannerSettings:
     model, parallel = run.model, run.parallel
     return PlannerSettings(
         family=model.family,
@@ -85,19 +90,20 @@ def _planner(run: RunConfig, layers_per_stage: tuple[int, ...] | None) -> Planne
         scatter_gather=run.scatter_gather,
         micro_batch_layouts=run.layouts.allowed,
         slices=run.slices,
+        split_backward=run.split_backward,
         element_bytes=model.state_dtype.itemsize,
         transfers=GLOO_RULES if run.on_cpu else CUDA_RULES,
         sequence_parallel=model.sequence_parallel,
     )
 
 
-def chosen_layer_split(run: RunConfig) -> tuple[int, ...]:
+def chosen_layer_split(run: RunConfig) -> Split:
     """The layers per stage under which the run's first iterations are predicted to be fastest, the same on every rank.
 
     Every sample of the data that fits under the even split fits under the chosen one.
 
     Raises:
-        ConfigError: several chunks per stage, or more stages than layers.
+        ConfigError: more stages than layers.
         PlanningError: none of the iterations can be planned.
     """
     settings = run.training.sampler
@@ -111,23 +117,44 @@ def chosen_layer_split(run: RunConfig) -> tuple[int, ...]:
 
 
 def _costs(run: RunConfig) -> CostFile | AnalyticCosts:
+    shape, training = model_shape(run.model, on_cpu=run.on_cpu), run.training
     if run.cost_model is not None:
+        measured = msgspec.structs.asdict(shape)
+        check_measured_model(read_file(run.cost_model)[0], measured, tensor_parallel=run.parallel.tensor)
         return CostFile(path=str(Path(run.cost_model).absolute()))
-    model, training = run.model, run.training
-    shape = ModelShape(
+    by_tokens = training.sampler.tokens_per_iteration is not None
+    return AnalyticCosts(
+        shape=shape,
+        rates=_rates(run),
+        max_size=max(training.most_samples, _MOST_BY_TOKENS if by_tokens else 1),
+        max_length=run.model.longest,
+    )
+
+
+def model_shape(model: ModelConfig, *, on_cpu: bool) -> ModelShape:
+    """What of a run's model decides costs; its vocabulary is padded already."""
+    made, positions = model.megatron(), model.positions
+    return ModelShape(
         family=model.family,
         hidden=model.hidden,
         heads=model.heads,
         kv_channels=model.kv_channels,
         ffn=model.ffn,
         vocabulary=model.vocabulary,
-    )
-    by_tokens = training.sampler.tokens_per_iteration is not None
-    return AnalyticCosts(
-        shape=shape,
-        rates=_rates(run),
-        max_size=max(training.most_samples, _MOST_BY_TOKENS if by_tokens else 1),
-        max_length=model.longest,
+        query_groups=made.num_query_groups % made.num_attention_heads,
+        gated=made.gated_linear_unit,
+        fused=not on_cpu and (made.bias_activation_fusion or not made.gated_linear_unit),
+        rms_norm=model.normalization == "RMSNorm",
+        biases=made.add_bias_linear,
+        qkv_bias=made.add_qkv_bias and not made.add_bias_linear,
+        qk_norm=model.qk_layernorm,
+        rotary=positions.kind == ROTARY,
+        tied=model.tied,
+        positions=model.max_positions if positions.kind == LEARNED else 0,
+        relative_buckets=positions.relative_buckets if positions.kind == RELATIVE else 0,
+        keeps_scores=not model.transformer_engine and model.attention is CoreAttention.MEGATRON,
+        attention_dropout=made.attention_dropout > 0,
+        hidden_dropout=made.hidden_dropout > 0,
     )
 
 

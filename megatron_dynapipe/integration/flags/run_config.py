@@ -1,18 +1,19 @@
 """One run's configuration as one frozen value: what runs takes it or a part of it, and never Megatron's namespace."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from megatron_dynapipe.config import Cluster
-from megatron_dynapipe.cost import ScatterGather
+from megatron_dynapipe.cost import PipelineLayout, ScatterGather, Split
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags.batch_layout import Layouts, Slices
 from megatron_dynapipe.integration.flags.run_record import CheckpointConfig
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.planning.problem import SplitBackward
 from megatron_dynapipe.sampling import SamplerSettings, TruncationSide
 from megatron_dynapipe.store import StoreAddress
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -34,7 +35,7 @@ class ParallelConfig:
     pipeline: int
     chunks: int
     distributed_optimizer: bool
-    layers_per_stage: tuple[int, ...] | None
+    layers_per_stage: Split | None
 
     @property
     def stages(self) -> int:
@@ -96,6 +97,7 @@ class RunConfig:
         recompute: modes of recomputation that a micro-batch may be given.
         layouts: what micro-batches may be.
         slices: whether long samples are cut along their sequence.
+        split_backward: whether backward passes are divided.
         plans_layer_split: whether the layers per stage are yet to be planned.
         report_folder: where the run's records and pictures go.
         metrics_interval: iterations between two whose numbers are given to Megatron's writers.
@@ -129,6 +131,7 @@ class RunConfig:
     recompute: tuple[Recompute, ...]
     layouts: Layouts
     slices: Slices
+    split_backward: SplitBackward
     plans_layer_split: bool
     report_folder: Path
     metrics_interval: int
@@ -144,9 +147,23 @@ class RunConfig:
         """Whether the run has no CUDA device."""
         return self.device.type == "cpu"
 
-    def with_layers_per_stage(self, split: Sequence[int]) -> "RunConfig":
+    def with_layers_per_stage(self, split: Split) -> "RunConfig":
         """The same run, its layers split so."""
-        return replace(self, parallel=replace(self.parallel, layers_per_stage=tuple(split)))
+        return replace(self, parallel=replace(self.parallel, layers_per_stage=split))
+
+    @property
+    def divided_layout(self) -> PipelineLayout | None:
+        """Of a GPT's layers over the stages, where a layer is divided."""
+        split = self.parallel.layers_per_stage
+        layout = None
+        if split is not None:
+            layout = PipelineLayout(
+                family=self.model.family,
+                encoder_layers=self.model.encoder_layers,
+                layers_per_stage=split,
+                chunks=self.parallel.chunks,
+            )
+        return layout if layout is not None and layout.has_halves else None
 
     def t5_split(self) -> T5Split:
         """How a T5 is cut; raises ConfigError where the layers cannot be split so."""

@@ -10,7 +10,7 @@ from megatron.training import training
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_dynapipe.data.iterator import PlannedIteration
-from megatron_dynapipe.plan.instructions import Backward, Forward
+from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.runtime import DevicePlatform
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, input_positions
@@ -28,7 +28,7 @@ def iteration_metrics(item: PlannedIteration, events: Sequence[Event], peak_byte
     """
     totals = item.entry.totals
     measured_ns = events[-1].end_ns - events[0].start_ns if events else 0
-    busy_ns = sum(e.end_ns - e.start_ns for e in events if isinstance(e.instruction, Forward | Backward))
+    busy_ns = sum(e.end_ns - e.start_ns for e in events if isinstance(e.instruction, Pass))
     metrics = {
         "padding efficiency": totals.padding_efficiency,
         "micro-batches": float(sum(totals.micro_batches)),

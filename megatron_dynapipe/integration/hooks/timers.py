@@ -14,6 +14,8 @@ from megatron.core.timers import Timer, Timers
 
 from megatron_dynapipe.plan.instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Instruction,
     Load,
@@ -37,7 +39,7 @@ def timer_name(instruction: Instruction) -> str | None:
             return BATCH
         case Forward():
             return FORWARD
-        case Backward():
+        case Backward() | BackwardInput() | BackwardWeight():
             return BACKWARD
         case RecvStart(payload=payload) | RecvWait(payload=payload):
             return "forward-recv" if payload is Payload.ACTIVATION else "backward-recv"

@@ -30,7 +30,7 @@ class T5Split:
         encoder_layers: int,
         decoder_layers: int,
         stages: int,
-        split: Sequence[int] | None = None,
+        split: Sequence[float] | None = None,
         *,
         chunks: int = 1,
     ) -> Self:
@@ -40,7 +40,8 @@ class T5Split:
             encoder_layers: depth of the encoder.
             decoder_layers: depth of the decoder.
             stages: number of pipeline ranks.
-            split: layers per virtual stage in model order, encoder layers first; the same number on each if None.
+            split: layers per virtual stage in model order, in halves, encoder layers first; the same number on each if
+                None.
             chunks: virtual stages per rank.
 
         Raises:
@@ -91,13 +92,13 @@ class T5Split:
 
     @property
     def encoder_stages(self) -> tuple[int, ...]:
-        """Stages with layers of the encoder."""
-        return tuple(i for i, layers in enumerate(self.stages) if layers.encoder)
+        """Stages with attention of the encoder."""
+        return tuple(i for i, layers in enumerate(self.stages) if layers.encoder_parts.attends)
 
     @property
     def decoder_stages(self) -> tuple[int, ...]:
-        """Stages with layers of the decoder."""
-        return tuple(i for i, layers in enumerate(self.stages) if layers.decoder)
+        """Stages with attention of the decoder."""
+        return tuple(i for i, layers in enumerate(self.stages) if layers.decoder_parts.attends)
 
     def embedding_ranks(self, pipeline_ranks: Sequence[int]) -> list[int]:
         """Megatron's `get_embedding_ranks` and `get_position_embedding_ranks`: the first rank alone.

@@ -17,11 +17,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.norms import local_norm
-from megatron_dynapipe.integration.models.specs import local_layer
+from megatron_dynapipe.integration.models.specs import TENorm, local_layer, with_halves
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, share_weights
 
 ModelProvider = Callable[..., Any]
@@ -69,8 +70,13 @@ def t5_provider(model: ModelConfig, split: T5Split) -> ModelProvider:
     return provide
 
 
-def gpt_provider(model: ModelConfig) -> ModelProvider:
-    """A provider of Megatron's own `GPTModel`, with Megatron's local layers or Transformer Engine's."""
+def gpt_provider(model: ModelConfig, layout: PipelineLayout | None = None) -> ModelProvider:
+    """A provider of Megatron's own `GPTModel`, with Megatron's local layers or Transformer Engine's.
+
+    Args:
+        model: what it is made of.
+        layout: of a pipeline whose layers are divided; without one, stages have the layers that Megatron's flags say.
+    """
 
     def provide(
         pre_process: bool = True,
@@ -82,9 +88,13 @@ def gpt_provider(model: ModelConfig) -> ModelProvider:
         config = model.transformer_config(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         layer: Any = gpt_layer(model)
-        if not model.transformer_engine:
+        norm = TENorm if model.transformer_engine else _norm(model)
+        if layout is not None:
+            held = layout.virtual_stage_layers[groups.pp.rank() + (vp_stage or 0) * layout.stages]
+            layer = TransformerBlockSubmodules(with_halves(layer, held.encoder_parts), layer_norm=norm)
+        elif not model.transformer_engine:
             layers = get_num_layers_to_build(config, vp_stage, groups.pp.rank())
-            layer = TransformerBlockSubmodules([layer] * layers, layer_norm=_norm(model))
+            layer = TransformerBlockSubmodules([layer] * layers, layer_norm=norm)
         scaling = {} if model.rope_scaling is None else {"rope_scaling_factor": model.rope_scaling}
         return GPTModel(
             config=config,

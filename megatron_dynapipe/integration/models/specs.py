@@ -1,24 +1,33 @@
 """Specifications of transformer layers: Megatron's, with the core attention and the norm that a run asks for."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron.core.models.T5 import t5_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from megatron_dynapipe.cost.layout import Parts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.norms import local_norm
 
 HAVE_TRANSFORMER_ENGINE: bool = t5_spec.HAVE_TE
+TENorm: Any = getattr(t5_spec, "TENorm", None)
+"""Transformer Engine's norm, None where that is not installed."""
+
+_OF_ATTENTION = {
+    **dict.fromkeys(("input_layernorm", "self_attention", "pre_cross_attn_layernorm", "cross_attention"), IdentityOp),
+    **dict.fromkeys(("self_attn_bda", "cross_attn_bda"), IdentityFuncOp),
+}
+_OF_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
 
 
 class CoreAttention(enum.StrEnum):
@@ -99,6 +108,24 @@ def local_layer(layer: ModuleSpec, norm: Any, attention: CoreAttention) -> Modul
             pre_mlp_layernorm=normed(parts.pre_mlp_layernorm),
         ),
     )
+
+
+def with_halves(layer: ModuleSpec, parts: Parts) -> list[ModuleSpec]:
+    """Specifications of the layers of one kind on a stage.
+
+    Of a divided layer a stage builds all modules but those of the other half, under the names that they have in a whole
+    layer.
+    """
+    return [
+        *[_without(layer, _OF_ATTENTION)] * parts.mlp,
+        *[layer] * parts.whole,
+        *[_without(layer, _OF_MLP)] * parts.attention,
+    ]
+
+
+def _without(layer: ModuleSpec, modules: Mapping[str, type]) -> ModuleSpec:
+    parts: Any = layer.submodules
+    return replace(layer, submodules=replace(parts, **modules))
 
 
 def packing_obstacle(models: Sequence[nn.Module]) -> str:

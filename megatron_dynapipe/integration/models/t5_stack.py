@@ -13,8 +13,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
+from megatron_dynapipe.cost.layout import Parts
 from megatron_dynapipe.integration.models.packed_rows import CrossRows
 from megatron_dynapipe.integration.models.positions import StackInputs
+from megatron_dynapipe.integration.models.specs import with_halves
 
 
 class T5Stack(TransformerBlock):
@@ -28,6 +30,7 @@ class T5Stack(TransformerBlock):
         layer: specification of one layer.
         layer_norm: class of the norm after the stack's last layer.
         layers: the block's layers, by index in the whole stack.
+        parts: of which layers it has a half.
         depth: layers of the whole stack.
         pg_collection: this rank's process groups.
     """
@@ -39,14 +42,15 @@ class T5Stack(TransformerBlock):
         layer: ModuleSpec,
         layer_norm: Any,
         layers: range,
+        parts: Parts,
         depth: int,
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(
             config=_without_pipeline(config, depth),
-            spec=TransformerBlockSubmodules([layer] * len(layers), layer_norm=layer_norm),
+            spec=TransformerBlockSubmodules(with_halves(layer, parts), layer_norm=layer_norm),
             pre_process=True,  # takes its input as an argument
-            post_process=depth - 1 in layers,
+            post_process=depth - 1 in layers and not parts.attention,
             pg_collection=pg_collection,
         )
         self.first_layer = layers.start

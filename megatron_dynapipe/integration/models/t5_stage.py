@@ -148,8 +148,8 @@ class T5Stage(LanguageModule):
                 tp_group=self.tp_group,
             )
         self._build_positions()
-        self.encoder = self._stack(self.layers.encoder, self.layers.encoder_layers, decoder=False)
-        self.decoder = self._stack(self.layers.decoder, self.layers.decoder_layers, decoder=True)
+        self.encoder = self._stack(decoder=False)
+        self.decoder = self._stack(decoder=True)
         if self.post_process:
             self.output_layer = tensor_parallel.ColumnParallelLinear(
                 config.hidden_size,
@@ -266,9 +266,9 @@ class T5Stage(LanguageModule):
                 use_cpu_initialization=config.use_cpu_initialization,
                 cp_group=self.pg_collection.cp,
             )
-        relative = positions.kind == RELATIVE
-        encoder = positions.table(config, bidirectional=True) if relative and self.layers.encoder else None
-        decoder = positions.table(config, bidirectional=False) if relative and self.layers.decoder else None
+        held, relative = self.layers, positions.kind == RELATIVE
+        encoder = positions.table(config, bidirectional=True) if relative and held.encoder_parts.attends else None
+        decoder = positions.table(config, bidirectional=False) if relative and held.decoder_parts.attends else None
         if encoder is not None:
             self.encoder_relative_pos_emb = encoder
         if decoder is not None:
@@ -278,14 +278,24 @@ class T5Stage(LanguageModule):
         self._decoder_positions = StackPositions(rotary, decoder, self.tp_group, causal=True, biases_hide=hide)
         self._masks = self.options.masks(config.params_dtype)
 
-    def _stack(self, layers: range, depth: int, *, decoder: bool) -> T5Stack | None:
+    def _stack(self, *, decoder: bool) -> T5Stack | None:
+        held = self.layers
+        layers, parts, depth = held.encoder, held.encoder_parts, held.encoder_layers
+        if decoder:
+            layers, parts, depth = held.decoder, held.decoder_parts, held.decoder_layers
         if not layers:
             return None
         attention = None if self.options.transformer_engine else self.options.attention
         hide = decoder and self.options.biases_hide
         layer, norm = t5_layer(self.config, attention, decoder=decoder, biases_hide=hide)
         return T5Stack(
-            self.config, layer=layer, layer_norm=norm, layers=layers, depth=depth, pg_collection=self.pg_collection
+            self.config,
+            layer=layer,
+            layer_norm=norm,
+            layers=layers,
+            parts=parts,
+            depth=depth,
+            pg_collection=self.pg_collection,
         )
 
     def _embed(self, tokens: Tensor | None, row: AttentionRows | None) -> Tensor:

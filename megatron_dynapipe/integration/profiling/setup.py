@@ -149,7 +149,7 @@ def _parse(
         batch = max(args.global_batch_size or 1, replicas)
         args.global_batch_size = batch - batch % replicas
         args.tokenizer_type, args.tokenizer_model = "NullTokenizer", None
-        args.vocab_size = vocabulary or _vocabulary(args)
+        args.vocab_size = vocabulary or args.padded_vocab_size or _vocabulary(args)
         layer_split.settle(args, family)
 
     given = [*_without(command_line.expanded(flags), _OTHER_LAYOUTS), *layout]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_dynapipe.cost.correct import PassSample
 from megatron_dynapipe.errors import StoreTimeoutError
-from megatron_dynapipe.plan.instructions import Backward, Forward, Load, Payload, SendStart
+from megatron_dynapipe.plan.instructions import Backward, Forward, Load, Pass, Payload, SendStart
 from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.runtime.memory import MemoryCounts
@@ -109,8 +109,10 @@ def measured_passes(entry: StageEntry, events: Sequence[Event]) -> list[PassSamp
         instruction = event.instruction
         if isinstance(instruction, Load):
             of, kind = (instruction.micro_batch, 0), Forward
-        elif isinstance(instruction, Forward | Backward):
-            of, kind = (instruction.micro_batch, instruction.chunk), type(instruction)
+        elif isinstance(instruction, Pass):  # the halves of a backward pass count together
+            of, kind = (instruction.micro_batch, instruction.chunk), Backward
+            if isinstance(instruction, Forward):
+                kind = Forward
         elif isinstance(instruction, SendStart):
             of = instruction.micro_batch, instruction.chunk
             kind = Forward if instruction.payload is Payload.ACTIVATION else Backward

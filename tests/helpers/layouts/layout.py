@@ -36,7 +36,7 @@ class Layout:
     tied: bool = True  # embeddings and head
     attention: str = "sdpa"
     depth: int = 4  # layers in all; half of a T5's are the encoder's
-    split: tuple[int, ...] | None = None  # layers per virtual stage
+    split: tuple[float, ...] | None = None  # layers per virtual stage
     recompute: tuple[str, ...] = ("none",)  # given to the micro-batches in turn
     modules: tuple[str, ...] = ("core_attn",)  # of selective recomputation
     dtype: str = "fp32"
@@ -52,6 +52,7 @@ class Layout:
     transfers: str = "gloo"  # or "cuda": the rules that plans are made under
     rows: str = "padded"  # packed, mixed: every second micro-batch, or as planned
     slices: int | None = None  # most positions of a piece; None leaves samples whole
+    divided: int = 0  # backward passes: of every micro-batch, of every second one, …
     fused: bool = False  # weight gradients added up by the product
 
     @classmethod

@@ -15,11 +15,13 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.integration.flags.layer_split import megatron_layout
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.norms import local_norm
 from megatron_dynapipe.integration.models.positions import Positions
-from megatron_dynapipe.integration.models.specs import CoreAttention, local_layer
+from megatron_dynapipe.integration.models.specs import CoreAttention, local_layer, with_halves
 from megatron_dynapipe.integration.models.t5_stage import T5Options, T5Stage, share_weights
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.layouts.layout import HEADS, HIDDEN, MAX_LENGTH, VOCABULARY, Layout
@@ -29,11 +31,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def config(layout: Layout) -> TransformerConfig:
     encoder, _ = layout.layers
-    uneven = layout.split is not None
-    rows = [["decoder"] * n for n in layout.split or ()]
-    if uneven:
-        rows[0].insert(0, "embedding")
-        rows[-1].append("loss")
+    uneven, is_gpt = layout.split is not None, layout.kind is ModelFamily.GPT
     interleaved = layout.chunks > 1 or uneven
     return TransformerConfig(
         num_layers=encoder,
@@ -46,7 +44,7 @@ def config(layout: Layout) -> TransformerConfig:
         sequence_parallel=layout.sequence,
         pipeline_model_parallel_size=layout.stages,
         virtual_pipeline_model_parallel_size=layout.chunks if interleaved and layout.chunks > 1 else None,
-        pipeline_model_parallel_layout=rows if uneven and layout.kind is ModelFamily.GPT else None,
+        pipeline_model_parallel_layout=megatron_layout(layout.split) if layout.split and is_gpt else None,
         pipeline_dtype=DTYPES[layout.dtype],
         params_dtype=DTYPES[layout.dtype],
         fp16=layout.dtype == "fp16",
@@ -123,9 +121,14 @@ def gpt_layers(layout: Layout, model_config: TransformerConfig, chunk: int) -> T
     """Those of a chunk of this rank, as the entry script's provider makes them."""
     norm = local_norm(normalization="LayerNorm", sequence_parallel=layout.sequence)
     layer = local_layer(get_gpt_layer_local_spec(), norm, CoreAttention(layout.attention))
-    number = get_num_layers_to_build(
-        model_config, chunk if layout.chunks > 1 else None, parallel_state.get_pipeline_model_parallel_rank()
-    )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    if layout.split is not None:
+        pipeline = PipelineLayout(
+            family=layout.kind, encoder_layers=layout.depth, layers_per_stage=layout.split, chunks=layout.chunks
+        )
+        held = pipeline.virtual_stage_layers[chunk * layout.stages + stage]
+        return TransformerBlockSubmodules(with_halves(layer, held.encoder_parts), layer_norm=norm)
+    number = get_num_layers_to_build(model_config, chunk if layout.chunks > 1 else None, stage)
     return TransformerBlockSubmodules([layer] * number, layer_norm=norm)
 
 

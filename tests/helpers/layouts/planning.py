@@ -10,7 +10,7 @@ from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import BatchLayout, Recompute
 from tests.helpers.layouts.layout import HEADS, HIDDEN, MAX_LENGTH, VOCABULARY, Layout
-from tests.helpers.packed_plans import relaid
+from tests.helpers.packed_plans import halved, relaid
 
 
 class LayoutPlanner(Planner):
@@ -18,6 +18,7 @@ class LayoutPlanner(Planner):
 
     modes: tuple[Recompute, ...] = (Recompute.NONE,)
     rows = "padded"
+    divided = 0
     of_busy: Planner | None = None
 
     def plan(self, batch: object, iteration: int, *, forward_only: bool = False) -> IterationPlan:
@@ -35,6 +36,8 @@ class LayoutPlanner(Planner):
         idle = self.settings.data_parallel - len(replicas)
         plan = msgspec.structs.replace(plan, replicas=(*replicas, *[empty] * idle))
         ranks = self.settings.tensor_parallel if self.settings.sequence_parallel else 1
+        if self.divided:
+            plan = halved(plan, every=self.divided)
         return plan if self.rows == "planned" else relaid(plan, self.rows, sequence_parallel=ranks)
 
 
@@ -65,6 +68,7 @@ def planner(layout: Layout) -> LayoutPlanner:
     costs = AnalyticCostModel(shape, rates, max_size=64, max_length=MAX_LENGTH)
     made = LayoutPlanner(settings, costs)
     made.modes, made.rows = tuple(map(Recompute, layout.recompute)), layout.rows
+    made.divided = layout.divided
     if layout.idle:
         made.of_busy = Planner(msgspec.structs.replace(settings, data_parallel=layout.replicas - layout.idle), costs)
     return made

@@ -13,7 +13,7 @@ from tests.helpers.random_dataset import VOCABULARY, make_dataset
 from tests.integration.conversion import training
 
 TRAINING = (
-    "--lr 1e-3 --log-interval 1 --eval-interval 100 --eval-iters 0 --seed 7 "
+    "--lr 1e-3 --log-interval 1 --eval-iters 0 --seed 7 "
     f"--save-interval 1 --global-batch-size {training.SAMPLES} --dynapipe-calibrate 0 --dynapipe-timeout-s 60"
 )
 LAUNCH = ["torchrun", "--standalone", "--nproc-per-node", "1"]

@@ -177,7 +177,61 @@ SLICED = {
         family="gpt", stages=4, rows="planned", slices=16, transfers="cuda", recompute=MIXED
     ),
 }
+DIVIDED = {
+    "gpt 1x1x1, divided": Layout(family="gpt", divided=1),
+    "gpt 1x2x1, divided, recompute mixed": Layout(family="gpt", stages=2, divided=1, recompute=MIXED),
+    "gpt 2x2x1, every second divided, two chunks, sequence parallel, rotary positions, recompute mixed *": Layout(
+        family="gpt", tensor=2, stages=2, chunks=2, sequence=True, positions="rope", divided=2, recompute=MIXED
+    ),
+    "gpt 1x2x2, divided, two chunks, distributed optimizer, overlapped *": Layout(
+        family="gpt", stages=2, replicas=2, chunks=2, divided=1, distributed_optimizer=True, overlap=True
+    ),
+    "gpt 1x2x2, every second divided, overlapped, one replica without samples": Layout(
+        family="gpt", stages=2, replicas=2, divided=2, overlap=True, idle=1
+    ),
+    "gpt 1x2x1, divided, slices, recompute mixed": Layout(
+        family="gpt", stages=2, divided=1, rows="planned", slices=16, recompute=MIXED
+    ),
+    "gpt 2x2x1, divided": Layout(family="gpt", tensor=2, stages=2, divided=1),
+    "t5 1x2x2, divided, relative positions": Layout(
+        family="t5", stages=2, replicas=2, divided=1, positions="relative", layer_overhead_us=0.0
+    ),
+    "t5 2x2x2, every second divided, distributed optimizer, overlapped": Layout(
+        family="t5", tensor=2, stages=2, replicas=2, divided=2, distributed_optimizer=True, overlap=True
+    ),
+}
+HALVED = {
+    "gpt 1x2x1, layers 2.5+1.5, recompute mixed *": Layout(family="gpt", stages=2, split=(2.5, 1.5), recompute=MIXED),
+    "gpt 2x2x1, layers 1.5+2.5, sequence parallel, rotary positions, untied, recompute mixed": Layout(
+        family="gpt", tensor=2, stages=2, split=(1.5, 2.5), sequence=True, positions="rope", tied=False, recompute=MIXED
+    ),
+    "gpt 1x2x1, two chunks, layers 0.5+1.5+0.5+1.5, recompute mixed": Layout(
+        family="gpt", stages=2, chunks=2, split=(0.5, 1.5, 0.5, 1.5), recompute=MIXED
+    ),
+    "gpt 1x2x2, layers 2.5+1.5, distributed optimizer, overlapped": Layout(
+        family="gpt", stages=2, replicas=2, split=(2.5, 1.5), distributed_optimizer=True, overlap=True
+    ),
+    "gpt 1x2x1, layers 2.5+1.5, divided": Layout(family="gpt", stages=2, split=(2.5, 1.5), divided=1),
+    "gpt 1x3x1, layers 1.5+2+0.5, packed, full": Layout(
+        family="gpt", stages=3, split=(1.5, 2, 0.5), rows="packed", recompute=("full",)
+    ),
+    "gpt 1x2x1, layers 2.5+1.5, slices, recompute mixed": Layout(
+        family="gpt", stages=2, split=(2.5, 1.5), rows="planned", slices=16, recompute=MIXED
+    ),
+    "t5 1x2x1, layers 1.5+2.5, recompute mixed *": Layout(family="t5", stages=2, split=(1.5, 2.5), recompute=MIXED),
+    "t5 1x4x1, layers 1.5+0.5+1.5+0.5, relative positions": Layout(
+        family="t5", stages=4, split=(1.5, 0.5, 1.5, 0.5), positions="relative"
+    ),
+    "t5 1x4x2, layers 1.5+0.5+0.5+1.5, relative positions, overlapped": Layout(
+        family="t5", stages=4, replicas=2, split=(1.5, 0.5, 0.5, 1.5), positions="relative", overlap=True
+    ),
+    "t5 2x2x1, layers 2.5+1.5, packed, sequence parallel, recompute mixed": Layout(
+        family="t5", tensor=2, stages=2, split=(2.5, 1.5), rows="packed", sequence=True, recompute=MIXED
+    ),
+}
 HALF = {
+    "gpt 1x2x1, divided, fp16": Layout(family="gpt", stages=2, divided=1, dtype="fp16", loss_scale=64.0),
+    "gpt 1x2x1, every second divided, bf16": Layout(family="gpt", stages=2, divided=2, dtype="bf16"),
     "gpt 1x2x1, slices, bf16, recompute mixed": Layout(
         family="gpt", stages=2, rows="planned", slices=16, dtype="bf16", recompute=MIXED
     ),
@@ -202,7 +256,7 @@ HALF = {
 }
 
 
-@pytest.mark.parametrize("layout", table(LAYOUTS | PACKED | SLICED))
+@pytest.mark.parametrize("layout", table(LAYOUTS | PACKED | SLICED | DIVIDED | HALVED))
 def test_a_layout_trains_as_one_process_with_samples_one_by_one(layout):
     expected = reference(layout.model)
     results = on_ranks("trainer.train", layout)

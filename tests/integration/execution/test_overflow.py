@@ -1,10 +1,13 @@
 """Overflow in half precision: all ranks skip the step, and the loss scale falls."""
 
+import pytest
+
 from tests.helpers.layouts.layout import Layout, on_ranks
 
 
-def test_an_overflow_on_any_rank_skips_the_step_on_all():
-    results = on_ranks("probes.overflow", Layout(tensor=2, stages=2, dtype="fp16", loss_scale=64.0))
+@pytest.mark.parametrize("divided", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_an_overflow_on_any_rank_skips_the_step_on_all(divided):
+    results = on_ranks("probes.overflow", Layout(tensor=2, stages=2, dtype="fp16", loss_scale=64.0, divided=divided))
     for result in results:
         assert [found["scale"] for found in result] == [32.0, 16.0, 8.0, 4.0]
         for found in result:

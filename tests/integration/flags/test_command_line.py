@@ -26,7 +26,7 @@ OURS = """
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
 --dynapipe-lookahead --dynapipe-loss --dynapipe-planners --dynapipe-recalibrate --dynapipe-report-dir
 --dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-store-bind --dynapipe-store-url-file
---dynapipe-slices --dynapipe-timeout-s --dynapipe-truncate
+--dynapipe-slices --dynapipe-split-backward --dynapipe-timeout-s --dynapipe-truncate
 --dynapipe-unset --use-dynapipe
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
@@ -83,7 +83,7 @@ REFUSED = {
     "--dynapipe-planners 0": "expected --dynapipe-planners above 0, got 0",
     "--dynapipe-lookahead many": "invalid int value: 'many'",
     "--dynapipe-limit-rc-type some": "--dynapipe-limit-rc-type to name some of none,selective,full, got 'some'",
-    "--dynapipe-layers-per-stage 3;1": "expected --dynapipe-layers-per-stage as 5,3, auto or equal, got '3;1'",
+    "--dynapipe-layers-per-stage 3;1": "expected --dynapipe-layers-per-stage as 5,2.5,0.5, auto or equal, got '3;1'",
     "--dynapipe-scatter-gather on": "there are no tensor-parallel ranks to divide messages over",
     "--dynapipe-cost-model /nowhere.json": "/nowhere.json",
     "--dynapipe-cluster /nowhere.yaml": "cluster file /nowhere.yaml does not exist",

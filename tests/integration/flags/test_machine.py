@@ -53,7 +53,7 @@ def test_the_ranks_own_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_divided_over_the_ranks_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = machine.FOLDER / "h100_80gb.yaml"
+    path = CLUSTERS / "h100_80gb.yaml"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     found = read_cluster(path, "NVIDIA H100 80GB HBM3")

@@ -1,0 +1,36 @@
+"""The page that explains `tune`'s figures: its command's output, and its formulas."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/tuning-figures.md").read_text()
+FORMULAS = re.findall(r"^\| (.+) \| `([-+*/(). 0-9e]+)` \| ([0-9.]+) \|$", PAGE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("what", "formula", "figure"), FORMULAS, ids=[what[:40] for what, *_ in FORMULAS])
+def test_a_formula_comes_to_its_figure(what: str, formula: str, figure: str) -> None:
+    decimals = len(figure.partition(".")[2])
+    value = eval(formula)  # noqa: S307  (numbers and operators of our own page)
+    assert value == pytest.approx(float(figure), abs=0.6 * 10.0**-decimals)
+
+
+def test_the_command_prints_what_the_page_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    block = re.search(r"```console\n\$ (.+)\n([^`]+)```", PAGE)
+    assert block is not None and len(FORMULAS) == 20
+    assert main(shlex.split(block[1])[1:]) == 0
+    shown, printed = block[2].splitlines(), capsys.readouterr().out.splitlines()
+    assert [line.rstrip() for line in printed[: len(shown)]] == shown
+    figures = dict(zip(("time", "reduction", "tokens", "memory"), shown[1].split()[4:8], strict=True))
+    computed = {what: float(figure) for what, _, figure in FORMULAS}
+    for name, start in (("reduction", "gradient reduction"), ("memory", "together")):
+        of_page = next(figure for what, figure in computed.items() if what.startswith(start))
+        assert of_page == pytest.approx(float(figures[name]), rel=2e-3), name
