@@ -123,17 +123,17 @@ struct LayersCosts {
     int64_t end;  // the peak in the last of them, above what is stored before the first
 };
 
-LayersCosts costs_of(const Layers& layers, const int64_t* costs, const int64_t* halves, int64_t weight, size_t step) {
+LayersCosts costs_of(const Layers& layers, const int64_t* costs, int64_t weight, const int64_t* halves, size_t step) {
     if (!layers.any()) return {0, 0, 0, 0, 0};
     const int64_t forward = costs[0], backward = costs[step], stored = costs[2 * step], peak = costs[3 * step];
     LayersCosts out{layers.whole * forward, layers.whole * backward, layers.whole * stored, layers.whole * weight, 0};
     int64_t last = stored;
     if (layers.mlp + layers.attention > 0) {
-        const int64_t attention_stored = halves[2 * step], mlp_stored = halves[3 * step];
+        const int64_t attention_stored = halves[2 * step], mlp_stored = halves[3 * step], its_weight = halves[4 * step];
         out.forward += layers.attention * halves[0] + layers.mlp * (forward - halves[0]);
         out.backward += layers.attention * halves[step] + layers.mlp * (backward - halves[step]);
-        out.weight += layers.attention * halves[4 * step] + layers.mlp * (weight - halves[4 * step]);
         out.stored += layers.attention * attention_stored + layers.mlp * mlp_stored;
+        out.weight += layers.attention * its_weight + layers.mlp * (weight - its_weight);
         if (layers.attention > 0) last = attention_stored;
         else if (layers.whole == 0) last = mlp_stored;
     }
@@ -151,12 +151,12 @@ void append_stage_costs(const std::vector<int64_t>& layer_costs, size_t sizes, c
     for (size_t k = 0; k < sizes; ++k) {
         const auto at = [&](Row row) { return layer_costs[row * sizes + k]; };
         if (at(kEncoderForward) == kAbsent) continue;
-        const auto of = [&](const Layers& kind, Row first, Row halves, Row weight) {
+        const auto of = [&](const Layers& kind, Row first, Row weight, Row halves) {
             const int64_t* costs = layer_costs.data() + k;
-            return costs_of(kind, costs + first * sizes, costs + halves * sizes, at(weight), sizes);
+            return costs_of(kind, costs + first * sizes, at(weight), costs + halves * sizes, sizes);
         };
-        const LayersCosts e = of(layers.encoder, kEncoderForward, kEncoderAttentionForward, kEncoderWeight);
-        const LayersCosts d = of(layers.decoder, kDecoderForward, kDecoderAttentionForward, kDecoderWeight);
+        const LayersCosts e = of(layers.encoder, kEncoderForward, kEncoderWeight, kEncoderAttentionForward);
+        const LayersCosts d = of(layers.decoder, kDecoderForward, kDecoderWeight, kDecoderAttentionForward);
         const int64_t given = !layers.encoder.any() && layers.decoder.any() ? at(kEncodedStored) : 0;
         const int64_t layers_stored = given + e.stored + d.stored;
         int64_t stage[kStageRows] = {};

@@ -14,8 +14,9 @@ enum Row { kEncoderForward, kEncoderBackward, kEncoderStored, kEncoderPeak,
            kHeadForward, kHeadBackward, kHeadStored, kHeadPeak, kEncodedStored,
            kEncoderWeight, kDecoderWeight,
            kEncoderAttentionForward, kEncoderAttentionBackward, kEncoderAttentionStored, kEncoderMlpStored,
-           kEncoderAttentionWeight, kDecoderAttentionForward, kDecoderAttentionBackward, kDecoderAttentionStored,
-           kDecoderMlpStored, kDecoderAttentionWeight, kRows };
+           kEncoderAttentionWeight,
+           kDecoderAttentionForward, kDecoderAttentionBackward, kDecoderAttentionStored, kDecoderMlpStored,
+           kDecoderAttentionWeight, kRows };
 
 constexpr int kWholeRows = kEncoderAttentionForward;  // the others are of halves of layers, read only where there are any
 

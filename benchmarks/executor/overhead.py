@@ -15,6 +15,7 @@ import argparse  # noqa: E402
 import contextlib  # noqa: E402
 import os  # noqa: E402
 from collections.abc import Iterator, Sequence  # noqa: E402
+from dataclasses import replace  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -35,7 +36,7 @@ from megatron_dynapipe.cost import PipelineLayout  # noqa: E402
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration  # noqa: E402
 from megatron_dynapipe.integration.execution.step_functions import gpt_step  # noqa: E402
 from megatron_dynapipe.integration.execution.transport import connect  # noqa: E402
-from megatron_dynapipe.plan.instructions import Backward, Forward  # noqa: E402
+from megatron_dynapipe.plan.instructions import Backward, Forward, Pass  # noqa: E402
 from megatron_dynapipe.plan.iteration import StagePlan  # noqa: E402
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors  # noqa: E402
 from megatron_dynapipe.planning.lowering import Topology, lower  # noqa: E402
@@ -46,8 +47,15 @@ from megatron_dynapipe.units import ModelFamily, Shape  # noqa: E402
 VOCABULARY = 512
 
 
-def build(options: argparse.Namespace, device: torch.device, *, varying: bool = False) -> DistributedDataParallel:
+def build(
+    options: argparse.Namespace, device: torch.device, *, varying: bool = False, attention: type | None = None
+) -> DistributedDataParallel:
     """Build this rank's stage; with varying shapes, Megatron's schedule sends each tensor's shape ahead of it."""
+    layer = get_gpt_layer_local_spec()
+    if attention is not None:
+        its = layer.submodules.self_attention
+        its = replace(its, submodules=replace(its.submodules, core_attention=attention))
+        layer = replace(layer, submodules=replace(layer.submodules, self_attention=its))
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     config = TransformerConfig(
         num_layers=options.layers,
@@ -66,7 +74,7 @@ def build(options: argparse.Namespace, device: torch.device, *, varying: bool = 
     )
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
+        transformer_layer_spec=layer,
         vocab_size=VOCABULARY,
         max_sequence_length=options.length,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -101,6 +109,12 @@ def one_f_one_b(shapes: Sequence[Shape], hidden: int, stages: int, stage: int) -
             passes += [Forward(k + ahead)] if k + ahead < len(shapes) else []
             passes.append(Backward(k))
         order.append(tuple(passes))
+    return lowered(order, shapes, hidden, stage)
+
+
+def lowered(order: Sequence[tuple[Pass, ...]], shapes: Sequence[Shape], hidden: int, stage: int) -> StagePlan:
+    """The instructions of a stage, from the passes of all."""
+    stages = len(order)
     tensors = boundary_tensors(PipelineLayout.equal(ModelFamily.GPT, stages, 0, stages))
     boundaries = BoundarySettings(tensors=tensors, hidden_size=hidden).shapes(shapes)
     lists = lower(tuple(order), Topology(stages=stages, chunks=1, shapes=boundaries))

@@ -140,6 +140,13 @@ def _padded_but(**changes: object) -> Settings:
 
 
 ABLATIONS: dict[str, Method] = {
+    "whole_samples": Method(
+        says="planned, no sample cut",
+        planner=lambda run, longest: msgspec.structs.replace(
+            run, micro_batch_layouts=(BatchLayout.PADDED, BatchLayout.PACKED), slices="off"
+        ),
+        plans_split=True,
+    ),
     "padded_equal_split": Method(
         says="planned, padded, layers split equally", planner=_planned(BatchLayout.PADDED), plans_split=False
     ),

@@ -1,6 +1,6 @@
 """A dataset without a download: random tokens in tasks whose lengths have long tails, drawn from a seed.
 
-    python -m benchmarks.throughput.synthetic FOLDER [--samples 20000]
+    python -m benchmarks.throughput.synthetic FOLDER [--samples 20000] [--vocabulary 32000] [--longest 2048]
 
 What training takes does not depend on which tokens it sees, so they are drawn evenly; lengths are log-normal around
 each task's medians, which lie as far apart as those of instruction mixtures do (classification, translation, questions
@@ -121,5 +121,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--samples", type=int, default=20_000, help="for training (%(default)s)")
+    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--longest", type=int, default=2048, help="tokens of an input (%(default)s)")
     options = parser.parse_args()
-    make(options.folder, samples=options.samples)
+    make(options.folder, samples=options.samples, vocabulary=options.vocabulary, longest=(options.longest, 512))

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(plan: "IterationPlan", replica: int) -> str:
-    from megatron_dynapipe.plan.pieces import cut_entries
+    from megatron_dynapipe.plan.pieces import chains, cut_entries
     from megatron_dynapipe.plan.text import format_stages
     from megatron_dynapipe.units import BYTES_PER_MB
 
@@ -75,6 +75,11 @@ def _text(plan: "IterationPlan", replica: int) -> str:
         )
         peaks = ",".join(f"{peak / BYTES_PER_MB:.1f}" for peak in micro_batch.peak_bytes)
         lines.append(f"#   tokens (input+target) {tokens}; at most {peaks} MB on virtual stages 0, 1, …")
+    lines += [
+        f"# sample {sample} in {len(chain)} pieces: forward {' → '.join(f'F{k}' for k in chain)}, backward "
+        + " → ".join(f"B{k}" for k in reversed(chain))
+        for sample, chain in chains(share.micro_batches).items()
+    ]
     return "\n".join([*lines, format_stages(stage.instructions for stage in share.stages)])
 
 
@@ -87,7 +92,10 @@ def _wrapped(text: str) -> str:
 
 
 def _panel(plan: "IterationPlan", replica: int) -> "Panel":
+    from megatron_dynapipe.plan.pieces import chains
     from megatron_dynapipe.report.trace import Panel
 
-    timeline = tuple(stage.predicted for stage in plan.replicas[replica].stages)
-    return Panel(f"iteration {plan.iteration}, replica {replica}: planned", timeline)
+    share = plan.replicas[replica]
+    timeline = tuple(stage.predicted for stage in share.stages)
+    its = tuple(map(tuple, chains(share.micro_batches).values()))
+    return Panel(f"iteration {plan.iteration}, replica {replica}: planned", timeline, its)

@@ -67,7 +67,7 @@ def _filled(
         for way in ("FORWARD", "BACKWARD"):
             share = _share(getattr(division, way.lower()), kind == "decoder", lengths, linear, inside)
             result[Row[f"{prefix}_ATTENTION_{way}"]] = _part(values[Row[f"{prefix}_{way}"]], share)
-        linears = _share(division.forward, kind == "decoder", lengths, True, False)
+        linears = _share(division.forward, kind == "decoder", lengths, linear=True, inside=False)
         result[Row[f"{prefix}_ATTENTION_WEIGHT"]] = _part(values[Row[f"{prefix}_WEIGHT"]], linears)
         stored = values[Row[f"{prefix}_STORED"]]
         result[Row[f"{prefix}_ATTENTION_STORED"]] = result[Row[f"{prefix}_MLP_STORED"]] = stored

@@ -82,10 +82,10 @@ class _Layers(NamedTuple):
     """[virtual stages, 1]"""
     forward: IntArray
     backward: IntArray
-    weight: IntArray
     stored: IntArray
     last_stored: IntArray
     """By the last of them alone."""
+    weight: IntArray
 
 
 def _on_stages(parts: IntArray, row: Mapping[Row, IntArray], kind: str) -> _Layers:
@@ -100,8 +100,8 @@ def _on_stages(parts: IntArray, row: Mapping[Row, IntArray], kind: str) -> _Laye
         present=parts.sum(axis=1, keepdims=True) > 0,
         forward=time("FORWARD"),
         backward=time("BACKWARD"),
-        weight=time("WEIGHT"),
         stored=mlp * its_mlp + whole * layer + attention * its_attention,
+        weight=time("WEIGHT"),
         last_stored=np.where(attention > 0, its_attention, np.where(whole > 0, layer, its_mlp)),
     )
 

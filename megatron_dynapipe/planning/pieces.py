@@ -21,7 +21,7 @@ from megatron_dynapipe.units import Recompute
 
 LEAST_GAIN = 0.01
 """Of cut samples over whole ones where searches begin, from which both are searched."""
-_FAR_AHEAD = 0.12
+_FAR_AHEAD = 0.04
 _LONG = 0.15
 """Of the mean stage's work: a sample with less of it is never cut."""
 _SHARES = (0.75, 0.5, 1 / 3, 0.25)

@@ -204,7 +204,11 @@ class Planner:
             if isinstance(s.slices, int):
                 return replace(cut, gain=math.inf)
             found = self._schedule(cut.problem, cut.partitioned, searchable=True, chosen=quick)
-            if found is not None and (best is None or found.makespan_ns < best.begun_ns):
+            if found is None:
+                continue
+            if best is not None and found.makespan_ns > best.begun_ns * (1 + LEAST_GAIN):
+                break  # smaller pieces take longer still
+            if best is None or found.makespan_ns < best.begun_ns:
                 best = replace(cut, begun_ns=found.makespan_ns)
         if best is None or partitioned is None:
             return best

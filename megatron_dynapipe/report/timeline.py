@@ -2,6 +2,7 @@
 
 stage 0  ▐0▐1▐2▐3▐░░░░▐0 ▐4▐1 ▐…      blue: forward, orange: backward (lighter on later chunks)
 stage 1  ░░▐0▐1▐2▐░░▐0 ▐3▐1 ▐…        grey: nothing runs; hatched: a measured wait for a transfer
+            ━━━━━                     a stripe of one colour: pieces of one sample
 """
 
 import io
@@ -26,9 +27,12 @@ BACKWARD = "#e08a3c"
 WEIGHT = "#8a9a4b"
 IDLE = "#e9e9e9"
 WAIT = "#c9c9c9"
+CHAINS = ("#1b7f3b", "#a3206b", "#5b3fb0", "#7a5c00", "#00727a", "#b3261e")
+"""Of samples that are cut, in turn."""
 
 _ROW = 0.42  # height of a stage's row, in inches
 _BOX = 0.8  # height of a box, as a fraction of its row
+_STRIPE = 0.13  # of a sample in pieces, likewise
 _WIDTH = 16.0  # of the picture, in inches
 _POINTS_PER_CHARACTER = 5.0
 
@@ -74,6 +78,7 @@ def _draw_panel(axis: Axes, panel: Panel, scale: float) -> None:
     axis.barh(range(stages), [span] * stages, height=_BOX, color=IDLE, zorder=0)
     for stage, events in enumerate(panel.timeline):
         _draw_stage(axis, stage, events, scale)
+        _draw_chains(axis, stage, events, panel.chains)
 
 
 def _draw_stage(axis: Axes, stage: int, events: Sequence[Event], scale: float) -> None:
@@ -81,11 +86,11 @@ def _draw_stage(axis: Axes, stage: int, events: Sequence[Event], scale: float) -
     waits = [e for e in events if isinstance(e.instruction, RecvWait | SendWait)]
     passes = [e for e in events if isinstance(e.instruction, Pass)]
     axis.add_collection(
-        PolyCollection([_corners(e, stage) for e in waits], facecolors=WAIT, edgecolors="white", hatch="////", zorder=1)
+        PolyCollection([_box(e, stage) for e in waits], facecolors=WAIT, edgecolors="white", hatch="////", zorder=1)
     )
     axis.add_collection(
         PolyCollection(
-            [_corners(e, stage) for e in passes],
+            [_box(e, stage) for e in passes],
             facecolors=[_colour(e) for e in passes],
             edgecolors="white",
             linewidths=1.0,
@@ -100,9 +105,24 @@ def _draw_stage(axis: Axes, stage: int, events: Sequence[Event], scale: float) -
             axis.text(middle, stage, label, ha="center", va="center", fontsize=7, color="white", zorder=3, clip_on=True)
 
 
-def _corners(event: Event, stage: int) -> list[tuple[float, float]]:
+def _draw_chains(axis: Axes, stage: int, events: Sequence[Event], chains: Sequence[Sequence[int]]) -> None:
+    """A stripe at the bottom of every pass of a sample that is cut; those of several samples above one another."""
+    corners, colours = [], []
+    for event in (e for e in events if isinstance(e.instruction, Pass)):
+        its = [number for number, chain in enumerate(chains) if event.instruction.micro_batch in chain]
+        for place, number in enumerate(its):
+            bottom = stage + _BOX / 2 - place * _STRIPE
+            corners.append(_corners(event, bottom - _STRIPE, bottom))
+            colours.append(CHAINS[number % len(CHAINS)])
+    axis.add_collection(PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=0.5, zorder=3))
+
+
+def _box(event: Event, stage: int) -> list[tuple[float, float]]:
+    return _corners(event, stage - _BOX / 2, stage + _BOX / 2)
+
+
+def _corners(event: Event, top: float, bottom: float) -> list[tuple[float, float]]:
     left, right = event.start_ns / NS_PER_MS, event.end_ns / NS_PER_MS
-    top, bottom = stage - _BOX / 2, stage + _BOX / 2
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
@@ -130,4 +150,6 @@ def _add_legend(figure: Figure, panels: Sequence[Panel]) -> None:
         handles.insert(2, Patch(color=WEIGHT, label="weight gradients"))
     if kinds & {RecvWait, SendWait}:
         handles.append(Patch(facecolor=WAIT, hatch="////", edgecolor="white", label="waiting for a transfer"))
+    if any(panel.chains for panel in panels):
+        handles.append(Patch(color=CHAINS[0], label="pieces of one sample (a colour each)"))
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9)

@@ -30,10 +30,11 @@ _NS_PER_US = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One timeline of a picture or trace, with its title."""
+    """One timeline of a picture or trace, with its title, and the micro-batches of each sample that is cut."""
 
     title: str
     timeline: Timeline
+    chains: Sequence[Sequence[int]] = ()
 
     @property
     def span_ns(self) -> int:

@@ -97,14 +97,14 @@ class PlanClient:
 
 
 class Republisher:
-    """Context manager on a rank: publishes what the rank has published again, to a store that has come back empty.
+    """Context manager on a rank: publishes what the rank has published again, where the store has come back empty.
 
     Plans are the planners' to publish again. A job's progress and the passes that ranks measured are not theirs:
     without them a planner that starts anew begins at the wrong iteration, or waits for passes that nobody sends again.
 
     Args:
         store: where it was published.
-        topic: any topic of the job, which is read to learn whether the store was out of reach.
+        topic: any topic of the job, which is read by a rank that has published nothing, too.
         interval_s: between two readings.
     """
 
@@ -112,7 +112,6 @@ class Republisher:
         self._store = store
         self._topic = topic
         self._interval_s = interval_s
-        self._interruptions = store.interruptions
         self._values: dict[str, bytes] = {}
         self._progress: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -141,22 +140,21 @@ class Republisher:
             self._values.pop(key, None)
 
     def restore(self) -> int:
-        """Publish everything again if the store was out of reach; how many keys. Raises StoreError."""
-        self._store.read_progress([self._topic])  # only who uses a connection learns that it is lost
-        if (now := self._store.interruptions) == self._interruptions:
-            return 0
+        """Publish everything again if some of it is gone; how many keys. Raises StoreError."""
         with self._lock:
             values, progress = dict(self._values), dict(self._progress)
+        own = {*list(values)[-1:], *progress}  # values may be large, and none is older than the newest
+        if self._store.read_progress([*own, self._topic]).keys() >= own:  # never nothing: that keeps the connection
+            return 0
         for key, value in values.items():
             self._store.put(key, value)
         for topic, reached in progress.items():
             self._store.announce(topic, reached)
-        self._interruptions = now
         return len(values) + len(progress)
 
     def _look(self) -> None:
         try:
             if count := self.restore():
-                logger.info("the store was out of reach: published %d keys of this rank again", count)
+                logger.info("the store has lost keys: published %d of this rank again", count)
         except StoreError as error:  # full, or gone: whoever waits for a plan says so
-            logger.info("cannot find out whether the store was out of reach: %s", error)
+            logger.info("cannot find out whether the store has lost keys: %s", error)

@@ -1,10 +1,12 @@
 """The executor beside Megatron's own schedule on micro-batches of varying shape: equal gradients, fewer messages."""
 
 import argparse
+import gc
 
 import pytest
 import torch
 
+from megatron_dynapipe.runtime.memory import LiveStorages
 from tests.helpers.layouts.compare import relative_error
 from tests.helpers.processes import run_ranks
 
@@ -44,3 +46,28 @@ def test_as_megatrons_schedule_without_shapes_in_messages(stages):
     assert theirs["device synchronisations"] >= theirs["shape messages"]
     assert theirs["reads of tensors"] - ours["reads of tensors"] == theirs["shape messages"]
     assert stages == 1 or ours["waits for transfers"] < theirs["waits for transfers"]
+
+
+def run_pieces(*, rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Bytes alive after every iteration of a sample in pieces, and at most in it."""
+    from benchmarks.executor import overhead, pairs, pieces
+
+    parser = argparse.ArgumentParser()
+    pairs.add_arguments(parser)
+    options = parser.parse_args(["--hidden", "16", "--length", "64", "--layers", "2"])
+    with overhead.processes() as device:
+        iteration, found = pieces.iterations(options, device), []
+        iteration(pieces.pieces_of(16, 4))
+        gc.freeze()  # collections are quick then
+        with LiveStorages() as live:
+            for _ in range(200):
+                iteration(pieces.pieces_of(16, 4))
+                gc.collect()
+                found.append((live.bytes, live.peak_bytes))
+                live.peak_bytes = live.bytes
+    return found
+
+
+def test_memory_of_sliced_iterations_is_flat():
+    after = run_ranks(run_pieces, 1)[0]
+    assert after[0][0] < after[0][1] and set(after[1:]) == {after[1]}

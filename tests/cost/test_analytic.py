@@ -81,7 +81,7 @@ def test_costs_never_fall_as_micro_batches_grow() -> None:
         values = (
             AnalyticCostModel(shape, A100_RATES, max_size=64, max_length=1024)
             .tables(tensor_parallel=2, recompute=Recompute.NONE)
-            .values[: Row.ENCODER_WEIGHT]
+            .values[: Row.ENCODER_WEIGHT]  # a half's share of what launches alone decide may fall
         )
         for axis in (1, 2, 3):
             assert (np.diff(values, axis=axis) >= 0).all()

@@ -32,6 +32,19 @@ def test_bytes_equal_megatrons(tmp_path: Path, vocabulary_size: int) -> None:
     ]
 
 
+def test_reading(tmp_path: Path) -> None:
+    """Tokens are not to be changed; samples are counted from 0; a split may be empty."""
+    write_samples(tmp_path / "split", SAMPLES, 100)
+    reader = IndexedReader(tmp_path / "split")
+    with pytest.raises(ValueError, match="read-only"):
+        reader[0][0][0] = 5
+    for sample in (-1, 3):
+        with pytest.raises(DataError, match=rf"expected a sample in 0…2, got {sample}"):
+            reader[sample]
+    write_samples(tmp_path / "empty", [], 100)
+    assert len(IndexedReader(tmp_path / "empty")) == 0
+
+
 ids = st.lists(st.integers(0, 69_999), min_size=1, max_size=12)
 
 
@@ -45,24 +58,6 @@ def test_values_equal_megatrons(tmp_path: Path, samples: Any) -> None:
         read_input, read_target = reader[at]
         assert read_input.tolist() == theirs[2 * at].tolist() == input_ids
         assert read_target.tolist() == theirs[2 * at + 1].tolist() == target_ids
-
-
-def test_empty_split(tmp_path: Path) -> None:
-    write_samples(tmp_path / "split", [], 100)
-    assert len(IndexedReader(tmp_path / "split")) == 0
-
-
-def test_tokens_are_read_only(tmp_path: Path) -> None:
-    write_samples(tmp_path / "split", SAMPLES, 100)
-    with pytest.raises(ValueError, match="read-only"):
-        IndexedReader(tmp_path / "split")[0][0][0] = 5
-
-
-@pytest.mark.parametrize("sample", [-1, 3])
-def test_no_such_sample(tmp_path: Path, sample: int) -> None:
-    write_samples(tmp_path / "split", SAMPLES, 100)
-    with pytest.raises(DataError, match=rf"expected a sample in 0…2, got {sample}"):
-        IndexedReader(tmp_path / "split")[sample]
 
 
 @pytest.mark.parametrize(

@@ -76,26 +76,17 @@ def test_resumes_where_it_is_told(collator: Collator) -> None:
                 assert torch.equal(one.labels, other.labels)
 
 
-def test_an_iteration_without_micro_batches(collator: Collator) -> None:
-    with PlannedIterator(stage_entry, collator) as iterator:
-        assert next(iterator).micro_batches == ()
-
-
 def test_stays_so_far_ahead(collator: Collator, recorder: Recorder) -> None:
     """With two ready, the thread waits; taking one lets it prepare one more."""
     with PlannedIterator(recorder, collator, ahead=2) as iterator:
+        time.sleep(0.02)
+        assert recorder.fetched == [], "before the first is asked for"
         assert iterator.await_next() is None
         recorder.await_calls(2)
         next(iterator)
         recorder.await_calls(3)
         time.sleep(0.05)
         assert recorder.fetched == [0, 1, 2]
-
-
-def test_nothing_is_fetched_before_the_first_next(collator: Collator, recorder: Recorder) -> None:
-    with PlannedIterator(recorder, collator):
-        time.sleep(0.02)
-        assert recorder.fetched == []
 
 
 def test_nothing_is_fetched_beyond_the_last(collator: Collator, recorder: Recorder) -> None:
@@ -136,14 +127,13 @@ def test_errors_keep_their_type_and_come_when_due(collator: Collator) -> None:
                 next(iterator)
 
 
-def test_errors_of_collation(collator: Collator) -> None:
+def test_plans_that_cannot_be_collated(collator: Collator) -> None:
+    with PlannedIterator(stage_entry, collator) as iterator:
+        assert next(iterator).micro_batches == (), "one without any can"
     entry = stage_entry(0, micro_batch([0], Shape(1, 2, 8)))
     with PlannedIterator(lambda _: entry, collator) as iterator:
         with pytest.raises(PlanError, match="sample 0 needs 3"):
             next(iterator)
-
-
-def test_plan_of_another_iteration(collator: Collator) -> None:
     with PlannedIterator(lambda _: plan(7), collator) as iterator:
         with pytest.raises(DataError, match="expected the plan of iteration 0, got that of iteration 7"):
             next(iterator)

@@ -28,12 +28,7 @@ def test_opens_a_split(folder: Path) -> None:
     assert [(given.tolist(), wanted.tolist()) for given, wanted in map(reader.__getitem__, range(4))] == SAMPLES
     assert len(open_split(folder, "valid")) == 0
     assert read_meta(folder).tasks == ("even", "odd")
-
-
-def test_meta_reads_as_text(folder: Path) -> None:
-    text = meta_path(folder).read_text()
-    assert json.loads(text)["format"] == "dynapipe-dataset/2"
-    assert text.count("\n") > 10
+    assert meta_path(folder).read_text().count("\n") > 10, "for people to read"
 
 
 @pytest.mark.parametrize(
@@ -54,9 +49,13 @@ def test_meta_is_strict(folder: Path, changes: dict[str, object], message: str) 
     assert message in str(caught.value)
 
 
-def test_meta_that_is_not_json(folder: Path) -> None:
+def test_what_is_no_manifest(folder: Path) -> None:
     meta_path(folder).write_bytes(b"{")
     with pytest.raises(DataError, match=r"manifest\.json: expected dynapipe-dataset/2: Input data was truncated"):
+        read_meta(folder)
+    meta_path(folder).unlink()
+    os.mkfifo(meta_path(folder))
+    with pytest.raises(DataError, match="expected a regular file, found a pipe"):
         read_meta(folder)
 
 
@@ -77,13 +76,6 @@ def test_meta_and_split_disagree(folder: Path) -> None:
 def test_unknown_split(folder: Path) -> None:
     with pytest.raises(DataError, match=r"expected a split of train, valid, test, got 'dev'"):
         open_split(folder, "dev")
-
-
-def test_a_meta_without_an_end_is_not_read(folder: Path) -> None:
-    meta_path(folder).unlink()
-    os.mkfifo(meta_path(folder))
-    with pytest.raises(DataError, match="expected a regular file, found a pipe"):
-        read_meta(folder)
 
 
 def test_version_1_is_still_read(folder: Path) -> None:

@@ -22,11 +22,18 @@ def tensors(batch) -> dict[str, torch.Tensor | None]:
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-@pytest.mark.parametrize("required", [ALL, RequiredFields(labels=True), RequiredFields()])
-def test_one_buffer_holds_the_same(required, tmp_path):
-    collate = collator_of(write_dataset(tmp_path), required)
-    batch = collate(0, micro_batch([0, 1], Shape(2, 8, 8)), ModelFamily.T5)
+PADDED, PACKED = micro_batch([0, 1], Shape(2, 8, 8)), micro_batch([0, 1], Shape(1, 8, 8), layout=BatchLayout.PACKED)
+
+
+@pytest.mark.parametrize(
+    ("required", "plan"),
+    [(ALL, PADDED), (ALL, PACKED), (RequiredFields(labels=True), PADDED), (RequiredFields(), PADDED)],
+)
+def test_one_buffer_holds_the_same(required, plan, tmp_path):
+    batch = collator_of(write_dataset(tmp_path), required)(0, plan, ModelFamily.T5)
     made = in_one_buffer(batch, pin=False)
+    if plan is PACKED:
+        assert made.input_segments.lengths == batch.input_segments.lengths
     before, after = tensors(batch), tensors(made)
     assert before.keys() == after.keys() and before
     for name, tensor in before.items():
@@ -34,16 +41,6 @@ def test_one_buffer_holds_the_same(required, tmp_path):
         assert after[name].data_ptr() % 16 == after[name].untyped_storage().data_ptr() % 16, name
     assert len({tensor.untyped_storage().data_ptr() for tensor in after.values()}) == 1
     assert (made.index, made.family, made.shape) == (batch.index, batch.family, batch.shape)
-
-
-def test_packed_rows_too(tmp_path):
-    collate = collator_of(write_dataset(tmp_path), ALL)
-    packed = micro_batch([0, 1], Shape(1, 8, 8), layout=BatchLayout.PACKED)
-    batch = collate(0, packed, ModelFamily.T5)
-    made = in_one_buffer(batch, pin=False)
-    assert made.input_segments is not None and made.input_segments.lengths == batch.input_segments.lengths
-    for name, tensor in tensors(batch).items():
-        assert torch.equal(tensor, tensors(made)[name]), name
 
 
 def test_the_iterator_prepares_what_it_yields(tmp_path):

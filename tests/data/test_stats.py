@@ -95,14 +95,3 @@ def test_command_prepare_truncates_long_text(tmp_path: Path, capsys: pytest.Capt
     assert "were truncated" in captured.err and "1 sample was left out: empty" in captured.err
     found = [dataset_statistics(tmp_path / "data", split).total for split in ("train", "valid", "test")]
     assert max(total.input.max for total in found) == 2048 and sum(total.samples for total in found) == 102
-
-
-def test_prepare_says_that_it_replaces_another_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = []
-    for count in (20, 20, 30):
-        text = tmp_path / "rows.jsonl"
-        text.write_text("".join(f'{{"task": "t", "input": "word {n}", "target": "yes {n}"}}\n' for n in range(count)))
-        command = ["data", "prepare", str(text), "--output", str(tmp_path / "data"), "--vocabulary-size", "270"]
-        assert main(command) == 0
-        said.append("replaced another dataset" in capsys.readouterr().err)
-    assert said == [False, False, True]

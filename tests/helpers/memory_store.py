@@ -61,7 +61,8 @@ class MemoryStore:
     def read_progress(self, topics: Sequence[str]) -> dict[str, int]:
         with self._changed:
             self._check_open()
-            return {topic: self._progress[topic] for topic in topics if topic in self._progress}
+            held = dict.fromkeys(self._values, 1) | self._progress
+            return {topic: held[topic] for topic in topics if topic in held}
 
     def wait_progress(self, goals: Mapping[str, int], *, timeout_s: float, what: str) -> dict[str, int]:
 

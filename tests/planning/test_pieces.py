@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cli.plan import _replicas
+from megatron_dynapipe.cli.show import _text
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape, TableCostModel
 from megatron_dynapipe.cost.packed import packed_layer_costs
 from megatron_dynapipe.cost.pieces import piece_costs, prefix_curvatures
@@ -150,6 +151,14 @@ def test_plans_with_pieces_are_verified_whole(changes: dict[str, object]) -> Non
     assert planned.totals.real_tokens == sum(LENGTHS)
     assert decode_plan(encode(planned)) == planned
     assert plan(**({"slices": 900} | changes)) == planned, "planning is a pure function"
+
+
+def test_show_says_where_pieces_run() -> None:
+    planned = plan()
+    for replica in range(len(planned.replicas)):
+        for sample, chain in chains(planned.replicas[replica].micro_batches).items():
+            first, *_ = chain
+            assert f"# sample {sample} in {len(chain)} pieces: forward F{first} → F" in _text(planned, replica)
 
 
 def test_auto_cuts_where_that_is_faster() -> None:

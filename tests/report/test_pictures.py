@@ -39,6 +39,12 @@ def test_panels_have_one_time_scale(tmp_path, monkeypatch):
     assert [axis.get_xlim()[1] for axis in drawn] == [300e-6, 300e-6]
 
 
+def test_pieces_of_a_sample_have_a_stripe_on_every_stage(tmp_path):
+    text = draw([Panel("planned", TIMELINE, [(0, 1), (1, 2)])], tmp_path / "cut.svg").read_text()
+    assert "<!-- pieces of one sample (a colour each) -->" in text
+    assert text.count(timeline.CHAINS[1]) == 3 * 2 * 2 and text.count(timeline.CHAINS[0]) > 3 * 2 * 2  # and the legend
+
+
 def test_png_shows_both_colours(tmp_path):
     pixels = imread(draw([Panel("planned", TIMELINE)], tmp_path / "planned.png"))[:, :, :3]
     blue = (pixels[:, :, 2] - pixels[:, :, 0] > 0.2).mean()

@@ -8,12 +8,15 @@ from tests.helpers.memory_store import MemoryStore
 
 
 def test_nothing_is_published_again_while_the_store_is_there() -> None:
-    own = Republisher(MemoryStore(), "dynapipe:topic")
+    store = MemoryStore()
+    own = Republisher(store, "dynapipe:topic")
+    store.put("dynapipe:key", b"value")
     own.keep("dynapipe:key", b"value")
     assert own.restore() == 0
 
 
-def test_a_store_that_was_out_of_reach_gets_everything_once() -> None:
+def test_a_store_that_came_back_empty_or_whose_keys_have_expired_gets_everything_once() -> None:
+    """By hand: the clock of a shared server jumped ahead; planners waited for measured passes that nobody sent."""
     store = MemoryStore()
     own = Republisher(store, "dynapipe:topic")
     own.keep("dynapipe:old", b"forgotten")
@@ -21,7 +24,6 @@ def test_a_store_that_was_out_of_reach_gets_everything_once() -> None:
     own.keep("dynapipe:key", b"value")
     own.keep_progress("dynapipe:topic", 3)
     own.keep_progress("dynapipe:topic", 4)
-    store.interruptions += 1
     assert own.restore() == 2
     assert own.restore() == 0
     assert store.read_progress(["dynapipe:topic"]) == {"dynapipe:topic": 4}

@@ -5,6 +5,7 @@ this rank: the error would never be printed, and NCCL's watchdog would end the p
 """
 
 import contextlib
+import multiprocessing
 import os
 import re
 import sys
@@ -148,6 +149,8 @@ def abort() -> None:
 def leave(status: int) -> None:
     """End a process of torchrun's at once: threads and kernels of aborted groups can hold up the interpreter's end."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        for helper in multiprocessing.active_children():  # Megatron's checkpoint writer has one, which would stay
+            helper.terminate()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

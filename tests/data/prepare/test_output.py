@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.data.prepare import run
+from megatron_dynapipe.data.prepare import PrepareSettings, prepare_dataset, run
 from megatron_dynapipe.errors import DataError
 from tests.data.prepare.test_run import files, prepare, text_samples
 
@@ -99,9 +99,13 @@ def test_a_folder_where_datasets_are_made_is_not_emptied(tmp_path: Path) -> None
 
 
 def test_a_dataset_is_replaced(tmp_path: Path, made: dict[str, bytes]) -> None:
-    """Also one of version 1, and an empty folder; the manifest of what was there is in the note."""
+    """Also one of version 1, and an empty folder; what was there is in the note."""
     folder = write(tmp_path / "data", made)
-    assert prepare(folder, text_samples(30)).split_samples["train"] == 26
+    settings = PrepareSettings(source="test", vocabulary_size=300)
+    prepared = prepare_dataset(text_samples(30), folder, settings)
+    assert prepared.meta.split_samples["train"] == 26
+    assert prepared.notes == (f"replaced another dataset in {folder}: 40 samples of test",)
+    assert prepare_dataset(text_samples(30), folder, settings).notes == (), "it is there already"
     old = msgspec.json.decode((folder / "manifest.json").read_bytes())
     for name in ("read", "skipped", "truncated", "rates", "loss", "lengths", "content_hash", "recipe", "files"):
         del old[name]

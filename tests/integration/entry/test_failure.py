@@ -141,8 +141,12 @@ def test_a_process_of_torchrun_leaves_at_once(monkeypatch):
     failure.leave(1)
     assert left == []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    helper = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    helper.start()
     failure.leave(1)
     assert left == [1]
+    helper.join(30)
+    assert helper.exitcode == -signal.SIGTERM, "a process that this one has started does not stay"
 
 
 def end_well(rank: int, world_size: int, error: str) -> dict[str, object]:

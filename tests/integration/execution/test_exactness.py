@@ -200,7 +200,7 @@ DIVIDED = {
         family="t5", tensor=2, stages=2, replicas=2, divided=2, distributed_optimizer=True, overlap=True
     ),
 }
-HALVES = {
+HALVED = {
     "gpt 1x2x1, layers 2.5+1.5, recompute mixed *": Layout(family="gpt", stages=2, split=(2.5, 1.5), recompute=MIXED),
     "gpt 2x2x1, layers 1.5+2.5, sequence parallel, rotary positions, untied, recompute mixed": Layout(
         family="gpt", tensor=2, stages=2, split=(1.5, 2.5), sequence=True, positions="rope", tied=False, recompute=MIXED
@@ -211,6 +211,7 @@ HALVES = {
     "gpt 1x2x2, layers 2.5+1.5, distributed optimizer, overlapped": Layout(
         family="gpt", stages=2, replicas=2, split=(2.5, 1.5), distributed_optimizer=True, overlap=True
     ),
+    "gpt 1x2x1, layers 2.5+1.5, divided": Layout(family="gpt", stages=2, split=(2.5, 1.5), divided=1),
     "gpt 1x3x1, layers 1.5+2+0.5, packed, full": Layout(
         family="gpt", stages=3, split=(1.5, 2, 0.5), rows="packed", recompute=("full",)
     ),
@@ -255,7 +256,7 @@ HALF = {
 }
 
 
-@pytest.mark.parametrize("layout", table(LAYOUTS | PACKED | SLICED | DIVIDED | HALVES))
+@pytest.mark.parametrize("layout", table(LAYOUTS | PACKED | SLICED | DIVIDED | HALVED))
 def test_a_layout_trains_as_one_process_with_samples_one_by_one(layout):
     expected = reference(layout.model)
     results = on_ranks("trainer.train", layout)

@@ -142,7 +142,6 @@ def test_passes_that_may_be_asked_for_again_come_back_into_an_empty_store() -> N
     for iteration in range(16):
         publisher.add(entry(iteration), ITERATION)
     empty = MemoryStore()
-    empty.interruptions = 1
     told._store = empty
     assert rule.version(15) == 2 and rule.measured_until(3) == 16
     assert told.restore() == 2

@@ -1,0 +1,106 @@
+"""A sample that does not fit a device whole, trained in pieces: planned and measured.
+
+    export OMP_NUM_THREADS=1
+    megatron-dynapipe profile --model gpt --output long.json --recompute full --vocabulary 512 --max-positions 32768 \
+        --budget-minutes 3 -- --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32768 \
+        --max-position-embeddings 32768 --global-batch-size 1 --attention-dropout 0 --hidden-dropout 0 \
+        --dynapipe-device cpu --calculate-per-token-loss --train-iters 1 --lr 1 --eval-interval 1
+    python -m benchmarks.executor.long_sample --cost-model long.json [--length 32768] [--share 0.85]
+
+One process trains a GPT on one sample under full recomputation, first whole, whose peak of activations is measured.
+Then a plan is made within `share` of that peak, which has to cut the sample, and run. Printed are both peaks, the
+limit, and what the planner says of the sample whole.
+"""
+
+from megatron_dynapipe import cpu
+
+ON_CPU = cpu.enable()
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+
+from benchmarks.common import wall_clock  # noqa: E402
+from benchmarks.executor import overhead, pieces  # noqa: E402
+from benchmarks.executor.pairs import add_arguments  # noqa: E402
+from megatron_dynapipe.cost import TableCostModel  # noqa: E402
+from megatron_dynapipe.data.segments import CutSegment  # noqa: E402
+from megatron_dynapipe.errors import InfeasibleError  # noqa: E402
+from megatron_dynapipe.plan.iteration import MicroBatch  # noqa: E402
+from megatron_dynapipe.planning.planner import Planner  # noqa: E402
+from megatron_dynapipe.planning.samples import batch_of_positions  # noqa: E402
+from megatron_dynapipe.planning.settings import PlannerSettings  # noqa: E402
+from megatron_dynapipe.runtime.memory import LiveStorages  # noqa: E402
+from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute  # noqa: E402
+
+
+def planner(options: argparse.Namespace, limit_bytes: int, slices: str) -> Planner:
+    settings = PlannerSettings(
+        family=ModelFamily.GPT,
+        encoder_layers=options.layers,
+        hidden_size=options.hidden,
+        memory_limit_bytes=limit_bytes,
+        model_state_bytes=(0,),  # what is compared are activations
+        element_bytes=4,
+        recompute=(Recompute.FULL,),
+        micro_batch_layouts=tuple(BatchLayout),
+        slices=slices,
+    )
+    return Planner(settings, TableCostModel.load(options.cost_model))
+
+
+def row_of(micro_batch: MicroBatch) -> tuple[int, pieces.Cuts]:
+    (piece,), (tokens,) = micro_batch.pieces, micro_batch.input_lengths
+    return piece.end - piece.start, {0: CutSegment(0, piece.start, piece.end < tokens - 1)}
+
+
+def peak_mb(iteration: pieces.Iteration, rows: Sequence[tuple[int, pieces.Cuts]]) -> tuple[float, float]:
+    """Peak of what is alive besides the model in an iteration, in MB, and its seconds."""
+    with LiveStorages() as live:
+        seconds = wall_clock(lambda: iteration(rows))
+    return live.peak_bytes / BYTES_PER_MB, seconds
+
+
+def compare(options: argparse.Namespace, device: torch.device) -> dict[str, object]:
+    iteration = pieces.iterations(options, device, recompute=True)
+    whole_mb, whole_s = peak_mb(iteration, [(options.length, {})])
+    limit_mb = options.share * whole_mb
+    batch, limit_bytes = batch_of_positions([options.length], 0), int(limit_mb * BYTES_PER_MB)
+    try:
+        planner(options, limit_bytes, "off").plan(batch, 0)
+        said = "fits"
+    except InfeasibleError as error:
+        said = error.message
+    (share,) = planner(options, limit_bytes, "auto").plan(batch, 0).replicas
+    rows = sorted((row_of(each) for each in share.micro_batches), key=lambda row: row[1][0].start)
+    in_pieces_mb, in_pieces_s = peak_mb(iteration, rows)
+    return {
+        "whole_mb": whole_mb,
+        "whole_s": whole_s,
+        "limit_mb": limit_mb,
+        "whole": said,
+        "pieces": [length for length, _ in rows],
+        "planned_mb": max(each.peak_bytes[0] for each in share.micro_batches) / BYTES_PER_MB,
+        "pieces_mb": in_pieces_mb,
+        "pieces_s": in_pieces_s,
+        "fits": in_pieces_mb <= limit_mb,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser, length=32768, hidden=64, layers=2)
+    parser.add_argument("--cost-model", type=Path, required=True)
+    parser.add_argument("--share", type=float, default=0.85)
+    options = parser.parse_args()
+    os.environ |= pieces.ALONE
+    with overhead.processes() as device:
+        print(json.dumps(vars(options) | {"cost_model": str(options.cost_model)} | compare(options, device)))
+
+
+if __name__ == "__main__":
+    main()
