@@ -18,8 +18,8 @@ from megatron_dynapipe.integration.flags import layer_split, machine
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts, slices, split_backward
 from megatron_dynapipe.integration.flags.checks import maximum_lengths, recompute_modes
 from megatron_dynapipe.integration.flags.command_line import REPORT_FOLDER
+from megatron_dynapipe.integration.flags.resume_record import CheckpointConfig
 from megatron_dynapipe.integration.flags.run_config import ParallelConfig, RunConfig, TrainingConfig
-from megatron_dynapipe.integration.flags.run_record import CheckpointConfig
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention
