@@ -201,8 +201,8 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
         "--dynapipe-attention",
         choices=("megatron", "sdpa"),
         default="sdpa",
-        help="core attention of --transformer-impl local: Megatron's unfused one, or one over PyTorch's"
-        " scaled_dot_product_attention (default)",
+        help="core attention of the layers: Megatron's (unfused in local layers, Transformer Engine's in its own), or"
+        " one over PyTorch's scaled_dot_product_attention, which takes packed rows (default)",
     )
     add(
         "--dynapipe-activation",

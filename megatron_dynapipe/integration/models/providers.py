@@ -22,7 +22,7 @@ from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.norms import local_norm
-from megatron_dynapipe.integration.models.specs import TENorm, local_layer, with_halves
+from megatron_dynapipe.integration.models.specs import TENorm, engine_layer, local_layer, with_halves
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, share_weights
 
 ModelProvider = Callable[..., Any]
@@ -122,7 +122,9 @@ def gpt_provider(model: ModelConfig, layout: PipelineLayout | None = None) -> Mo
 def gpt_layer(model: ModelConfig) -> ModuleSpec:
     """One layer of a GPT."""
     if model.transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
+        return engine_layer(
+            get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm), model.attention
+        )
     layer = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
     return local_layer(layer, _norm(model), model.attention)
 
