@@ -1,5 +1,7 @@
 """Packages that an extra of this one brings: planning needs none of them, and says which extra where one is missing."""
 
+import importlib.util
+
 from megatron_dynapipe.errors import InstallationError
 
 DISTRIBUTION = "megatron-dynapipe"
@@ -29,3 +31,13 @@ def missing(error: ModuleNotFoundError) -> InstallationError | None:
         f"expected the package {package}, which the extra [{extra}] brings, found none",
         hint=f"pip install '{DISTRIBUTION}[{extra}]'",
     )
+
+
+def require(package: str) -> None:
+    """Refuse to begin without a package that is used at the end; raises InstallationError, naming its extra."""
+    try:
+        found = importlib.util.find_spec(package)
+    except ValueError:  # it is in `sys.modules`, and is nothing
+        found = None
+    if found is None and (error := missing(ModuleNotFoundError(name=package))) is not None:
+        raise error

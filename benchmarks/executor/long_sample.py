@@ -5,7 +5,7 @@
         --budget-minutes 3 -- --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32768 \
         --max-position-embeddings 32768 --global-batch-size 1 --attention-dropout 0 --hidden-dropout 0 \
         --dynapipe-device cpu --calculate-per-token-loss --train-iters 1 --lr 1 --eval-interval 1
-    python -m benchmarks.executor.long_sample --cost-model long.json [--length 32768] [--share 0.85]
+    python -m benchmarks.executor.long_sample --cost-model long.json [--length 32768] [--share 0.9]
 
 One process trains a GPT on one sample under full recomputation, first whole, whose peak of activations is measured.
 Then a plan is made within `share` of that peak, which has to cut the sample, and run. Printed are both peaks, the
@@ -31,6 +31,7 @@ from megatron_dynapipe.cost import TableCostModel  # noqa: E402
 from megatron_dynapipe.data.segments import CutSegment  # noqa: E402
 from megatron_dynapipe.errors import InfeasibleError  # noqa: E402
 from megatron_dynapipe.plan.iteration import MicroBatch  # noqa: E402
+from megatron_dynapipe.plan.memory import peak_bytes  # noqa: E402
 from megatron_dynapipe.planning.planner import Planner  # noqa: E402
 from megatron_dynapipe.planning.samples import batch_of_positions  # noqa: E402
 from megatron_dynapipe.planning.settings import PlannerSettings  # noqa: E402
@@ -75,7 +76,8 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[str, obje
         said = "fits"
     except InfeasibleError as error:
         said = error.message
-    (share,) = planner(options, limit_bytes, "auto").plan(batch, 0).replicas
+    plan = planner(options, limit_bytes, "auto").plan(batch, 0)
+    (share,) = plan.replicas
     rows = sorted((row_of(each) for each in share.micro_batches), key=lambda row: row[1][0].start)
     in_pieces_mb, in_pieces_s = peak_mb(iteration, rows)
     return {
@@ -84,7 +86,7 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[str, obje
         "limit_mb": limit_mb,
         "whole": said,
         "pieces": [length for length, _ in rows],
-        "planned_mb": max(each.peak_bytes[0] for each in share.micro_batches) / BYTES_PER_MB,
+        "planned_mb": peak_bytes(plan, share, 0) / BYTES_PER_MB,
         "pieces_mb": in_pieces_mb,
         "pieces_s": in_pieces_s,
         "fits": in_pieces_mb <= limit_mb,
@@ -95,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, length=32768, hidden=64, layers=2)
     parser.add_argument("--cost-model", type=Path, required=True)
-    parser.add_argument("--share", type=float, default=0.85)
+    parser.add_argument("--share", type=float, default=0.9)
     options = parser.parse_args()
     os.environ |= pieces.ALONE
     with overhead.processes() as device:

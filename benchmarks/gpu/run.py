@@ -8,8 +8,10 @@ of all figures with their provenance; exit status 1 if a check failed.
 """
 
 import argparse
+import importlib.util
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -27,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is sta
 
 from benchmarks.common import DEMO_DATA, ROOT, torchrun
 from benchmarks.gpu.machine import Budget, NotRunError, ProcessFailedError, free_port, provenance, run
+from megatron_dynapipe.integration.entry.bootstrap import environment
 from tests.helpers.layouts.compare import deviation
 
 EXACT = 1e-4
@@ -36,6 +39,8 @@ RATIO = 1.02
 """Of iteration times, executor to Megatron's own schedule."""
 VARYING_RATIO = 0.95
 """The same on varying shapes, to `variable_seq_lengths`."""
+LEARNED = "learned_absolute"
+"""Megatron's default for positions."""
 LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 
 Figures = dict[str, float | int | str]
@@ -79,6 +84,15 @@ SPREAD: dict[str, Layout] = {
 }
 """Layouts with a rank on each GPU."""
 SMALL_SPREAD = ("t5, 2 stages", "gpt, 2 stages of 2 chunks")
+PARTS: dict[str, Layout] = {
+    "t5: relative positions in packed rows, by flex_attention": {
+        "family": "t5",
+        "positions": "relative",
+        "rows": "packed",
+    },
+    "gpt: long samples in slices": {"family": "gpt", "rows": "planned", "slices": 16},
+}
+"""Two stages on one device, in bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +121,7 @@ class Case:
         reference: bool = False,
         spread: bool = False,
         soak: int = 0,
+        lists: bool = False,
     ) -> list[Any]:
         """What every rank of a layout learned, in fresh processes: all on one device, or each on its own."""
         log = Path(tempfile.mkdtemp(dir=self.folder)) / "rank"
@@ -115,9 +130,14 @@ class Case:
         words += ["--reference"] if reference else []
         words += ["--spread"] if spread else []
         words += ["--soak", str(soak)] if soak else []
+        words += ["--lists"] if lists else []
         files = [log.with_suffix(f".{rank}.pt") for rank in range(ranks)]
         common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         common |= {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+        if self.device == "cuda":  # as a run sets it: one hardware queue with tensor parallelism
+            major, _ = torch.cuda.get_device_capability()
+            tensor = layout.get("tensor", 1)
+            common |= environment(tensor_parallel=tensor, capability=major, environ=os.environ)
         run(
             [[*words, "--output", str(file)] for file in files],
             self.budget,
@@ -147,12 +167,12 @@ def one_rank(case: Case, reference: Callable[[str], Any], family: str) -> Figure
     return within({"gradients": (gradients, EXACT), "losses": (losses, EXACT)})
 
 
-def entry(case: Case, family: str, ranks: int) -> Figures:
+def entry(case: Case, family: str, ranks: int, extra: str = "") -> Figures:
     """Stages through the entry script and Megatron's loop: the losses it logs, against the same run on the CPU."""
     flags = (
         f"--dynapipe-config configs/demo_{family}.yaml --pipeline-model-parallel-size {ranks}"
         f" --train-iters {case.steps} --eval-iters 0 --global-batch-size 16 --lr-warmup-fraction 0"
-        " --use-cpu-initialization --no-bias-gelu-fusion --dynapipe-calibrate 0"
+        f" --use-cpu-initialization --dynapipe-calibrate 0 {extra}"
     )
     losses = {}
     for device in dict.fromkeys((case.device, "cpu")):
@@ -166,10 +186,11 @@ def entry(case: Case, family: str, ranks: int) -> Figures:
     return within({"losses": (apart, 10 * EXACT)}) | {"iterations": len(losses["cpu"])}
 
 
-def stages(case: Case, reference: Callable[[str], Any], bounds: Callable[[str], Bounds], wanted: Layout) -> Figures:
+def stages(case: Case, reference: Callable[..., Any], bounds: Callable[..., Bounds], wanted: Layout) -> Figures:
     """Several stages on one GPU, through the host, within bounds of the reference."""
-    gradients, losses = deviation(case.train(wanted, ranks=wanted["stages"]), reference(wanted["family"]))
-    most = bounds(wanted["family"])
+    model = wanted["family"], *([wanted["positions"]] if "positions" in wanted else [])
+    gradients, losses = deviation(case.train(wanted, ranks=wanted["stages"]), reference(*model))
+    most = bounds(*model)
     return within({"gradients": (gradients, most[0]), "losses": (losses, most[1])})
 
 
@@ -192,18 +213,35 @@ def soak(case: Case) -> Figures:
     return within({name: (float(more), 0.0) for name, more in grown.items()}) | {"reserved_mb": reserved}
 
 
+def large_messages(case: Case) -> Figures:
+    """The lists of a T5 of four stages as a job of tensor 2 runs them, with passes of one product each."""
+    ranks = 4 if case.small else 8
+    need_devices(case, ranks)
+    wanted = {"family": "t5", "tensor": ranks // 4, "stages": 4, "transfers": "cuda"}
+    found = case.train(wanted, ranks=ranks, spread=True, lists=True)
+    return {name: max(one[name] for one in found) for name in ("largest_message_mb", "messages", "seconds")}
+
+
+def engine(case: Case) -> Figures:
+    """Layers of Transformer Engine around PyTorch's attention, with weights of the same seed, in fp32."""
+    if case.device == "cpu" or importlib.util.find_spec("transformer_engine") is None:
+        raise NotRunError("no GPU" if case.device == "cpu" else "Transformer Engine is not installed")
+    return entry(case, "t5", 1, "--transformer-impl transformer_engine")
+
+
 def need_devices(case: Case, ranks: int) -> None:
     """Raise NotRunError where ranks would have to share a GPU, which NCCL refuses."""
     if case.device == "cuda" and torch.cuda.device_count() < ranks:
         raise NotRunError(f"{ranks} GPUs are needed, each with one rank over NCCL; found {torch.cuda.device_count()}")
 
 
-def bf16_bounds(case: Case, reference: Callable[[str], Any], family: str) -> Bounds:
+def bf16_bounds(case: Case, reference: Callable[..., Any], family: str, positions: str = LEARNED) -> Bounds:
     """Twice as far from the reference, at most, as one process is that gets the same samples in two orders; losses are
     allowed one rounding besides."""
     orders = [list(range(12)), list(reversed(range(12)))]
-    alone = [case.train({"family": family, "dtype": "bf16", "samples": order}) for order in orders]
-    gradients, losses = zip(*(deviation(found, reference(family)) for found in alone), strict=True)
+    model = {"family": family, "positions": positions, "dtype": "bf16"}
+    alone = [case.train({**model, "samples": order}) for order in orders]
+    gradients, losses = zip(*(deviation(found, reference(family, positions)) for found in alone), strict=True)
     return 2 * max(gradients), max(2 * max(losses), BF16_ROUNDING)
 
 
@@ -272,8 +310,8 @@ def checks(case: Case) -> Iterator[tuple[str, Callable[[], Figures]]]:
     """What is checked, in order: what says most comes first, if time runs out."""
 
     @cache
-    def reference(family: str) -> Any:
-        return case.train({"family": family}, device="cpu", reference=True)[0]
+    def reference(family: str, positions: str = LEARNED) -> Any:
+        return case.train({"family": family, "positions": positions}, device="cpu", reference=True)[0]
 
     yield "tests marked gpu", partial(gpu_tests, case)
     for family in case.families:
@@ -289,18 +327,22 @@ def checks(case: Case) -> Iterator[tuple[str, Callable[[], Figures]]]:
     if not case.small:
         mixed = {"family": "t5", "stages": 1, "rows": "mixed"}
         yield "t5: packed and padded rows, fp32", partial(stages, case, reference, lambda _: (EXACT, EXACT), mixed)
+    for name, wanted in PARTS.items():
+        yield name, partial(stages, case, reference, noise, {**wanted, "stages": 2, "dtype": "bf16"})
     two = {"family": "t5", "stages": 2}
     yield "t5: 2 stages on one device, fp32", partial(stages, case, reference, lambda _: (EXACT, EXACT), two)
     for name, wanted in SPREAD.items():
         if not case.small or name in SMALL_SPREAD:
             yield f"over NCCL: {name}", partial(spread, case, reference, wanted)
     yield "over NCCL: soak", partial(soak, case)
+    yield "over NCCL: lists of a t5, tensor 2, 4 stages, messages above NCCL's buffers", partial(large_messages, case)
     yield "executor against Megatron, 1 stage", partial(overhead, case, "overhead", 1, RATIO)
     yield "executor against Megatron, 2 stages", partial(overhead, case, "overhead", 2, RATIO)
     yield "executor against variable_seq_lengths", partial(overhead, case, "messages", 2, VARYING_RATIO)
     for family in case.families:
         yield f"{family}: entry script against the CPU", partial(entry, case, family, 1)
     yield "t5: entry script, 2 stages on one device, against the CPU", partial(entry, case, "t5", 2)
+    yield "t5: entry script, Transformer Engine's layers, against the CPU", partial(engine, case)
     for family in case.families:
         yield f"{family}: throughput of real training", partial(throughput, case, family)
     yield "compute-sanitizer", partial(sanitizer, case)

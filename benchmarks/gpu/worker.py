@@ -19,6 +19,7 @@ PARSER.add_argument("--layout", type=json.loads, required=True, help="fields of 
 PARSER.add_argument("--reference", action="store_true", help="samples one by one, by plain autograd")
 PARSER.add_argument("--spread", action="store_true", help="every rank on a device of its own, over NCCL")
 PARSER.add_argument("--soak", type=int, default=0, metavar="N", help="N iterations of changing shapes, memory watched")
+PARSER.add_argument("--lists", action="store_true", help="a plan's lists with large messages, and no model")
 PARSER.add_argument("--steps", type=int, default=5)
 PARSER.add_argument("--output", type=Path, required=True)
 OPTIONS = PARSER.parse_args()
@@ -30,7 +31,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megatron_dynapipe.integration.execution import transport  # noqa: E402
-from tests.helpers.layouts import probes, reference, trainer  # noqa: E402
+from tests.helpers.layouts import lists, probes, reference, trainer  # noqa: E402
 from tests.helpers.layouts.layout import Layout  # noqa: E402
 
 
@@ -48,7 +49,9 @@ def main() -> None:
         else:
             backend = "nccl" if OPTIONS.device == "cuda" and alone else "gloo"
             where = {"device": OPTIONS.device, "backend": backend}
-            if OPTIONS.soak:
+            if OPTIONS.lists:
+                found = lists.run(layout, steps=OPTIONS.steps, **where)
+            elif OPTIONS.soak:
                 found = probes.count_tensors(layout, iterations=OPTIONS.soak, **where)
             else:
                 found = trainer.train(layout, steps=OPTIONS.steps, **where)

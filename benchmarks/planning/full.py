@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--split", choices=("equal", "auto"), default="equal", help="layers per stage")
     parser.add_argument("--layout", choices=("auto", "padded", "packed"), default="auto", help="of micro-batches")
     parser.add_argument("--slices", default="auto", help="auto, off or N: long samples of GPT cut into pieces")
+    parser.add_argument("--split-backward", default="off", help="auto, on or off: backward passes in halves")
     parser.add_argument("--evaluations", type=int, help="of the search; default: the planner's")
     parser.add_argument("--markdown", action="store_true", help="print rows of the README's tables")
     args = parser.parse_args()
@@ -106,6 +107,7 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
         command = arguments("plan", model, layout, files["plan"])
         command += ["--layout", args.layout]
         command += ["--slices", args.slices if model == "gpt" else "off"]
+        command += ["--split-backward", args.split_backward]
         if args.evaluations is not None:
             command += ["--search-evaluations", str(args.evaluations)]
         if args.split == "auto":

@@ -24,11 +24,22 @@ sample of as many positions does, and 2 g · start · (end - start) in every tab
 a table's column of one sample, g from its longest feasible length, half of it and the shortest. A layer also keeps
 the gradients of keys and values of a piece that another follows, and under full recomputation the keys and values of
 every piece.
+
+Layers per stage may end in .5: that stage has the attention of its last layer (a T5 decoder's both), the next begins
+with its MLP. Attention's share of a layer's time is its share of the micro-batch's floating-point operations: h hidden,
+c heads x channels, f ffn, x input and y target positions, m of earlier pieces: attention x (8 h c + 4 c (x + m)), MLP
+4 x h f; a decoder's y (12 h c + 4 c (y + x)) + 4 x h c and 4 y h f. Attention stores 13 of 34 parts, under full
+recomputation each half what the layer does; either's peak is the layer's; parameters are as 4 h c (a decoder's 8 h c)
+to 2 h f.
+
+Divided backward passes: BI3 and BW3 in place of B3, BI first; the gradient leaves after BI. BW takes the layers'
+forward time by their linears' share of FLOPs, BI the rest, the head included. Stored activations stay until BW.
 """
 
 import argparse
 import bisect
 import gzip
+import itertools
 import json
 import math
 import sys
@@ -124,7 +135,8 @@ class Cost:
 
 
 def layer_costs(cost, a, mb):
-    """[(forward, backward, stored, peak, kind)] per layer in model order for one micro-batch."""
+    """[(forward, backward, stored, peak, kind)] per layer in model order for one micro-batch; the last adds its head's
+    forward and backward."""
     charged = packed_charge(cost, a, mb) if mb.get("layout") == "packed" else padded_charge(cost, a, mb)
     kinds = ["encoder"] * (a.layers or a.encoder_layers) + (["decoder"] * a.decoder_layers if a.model == "t5" else [])
     of = {
@@ -142,13 +154,8 @@ def layer_costs(cost, a, mb):
         kept = kept_mb(cost, a, mb)
         of["encoder"] = (forward, backward, stored + kept, peak + kept, kind)
     layers = [of[k] for k in kinds]
-    last = layers[-1]
-    layers[-1] = (
-        last[0] + charged("time_ms", "postprocess.forward"),
-        last[1] + charged("time_ms", "postprocess.backward"),
-        *last[2:],
-    )
-    return layers
+    head = (charged("time_ms", "postprocess.forward"), charged("time_ms", "postprocess.backward"))
+    return [*layers[:-1], (*layers[-1], *head)]
 
 
 def kept_mb(cost, a, mb):
@@ -183,12 +190,46 @@ def padded_charge(cost, a, mb):
     return lambda table, part: cost(a.tp, mb["recompute"], table, part, size, *at[part.split(".")[0]])
 
 
-def stage_costs(layers, split, mb, hidden):
+def attention_shares(cost, mb):
+    """{kind: attention's share of a layer's operations}, over a micro-batch."""
+    size, e, d = mb["shape"]
+    model = cost.data["model"]
+    h, c, f = model["hidden"], model["heads"] * model["kv_channels"], model["ffn"]
+    own = mb["positions"] if mb.get("layout") == "packed" else [(e, d)] * size
+    before = mb.get("before") or [0] * len(own)
+    encoder = sum(x * (8 * h * c + 4 * c * (x + m)) for (x, _), m in zip(own, before, strict=True))
+    decoder = sum(y * (12 * h * c + 4 * c * (y + x)) + 4 * x * h * c for x, y in own)
+    mlps = [sum(4 * one[i] * h * f for one in own) for i in (0, 1)]
+    return {"e": encoder / (encoder + mlps[0] or 1), "d": decoder / (decoder + mlps[1] or 1)}
+
+
+def halves(layer, share, recompute):
+    """A layer's attention and its MLP."""
+    forward, backward, stored, peak, kind = layer
+    kept = (stored, stored) if recompute == "full" else (stored * 13 / 34, stored * 21 / 34)
+    parts = share[kind], 1 - share[kind]
+    return [(forward * part, backward * part, kept[i], peak, kind) for i, part in enumerate(parts)]
+
+
+def parts_of(layers, split, cut):
+    """What every stage holds; cut(i) gives both halves of layer i."""
     out, start = [], 0
+    for n in split:
+        end = start + n
+        first = [cut(int(start))[1]] if start % 1 else []
+        last = [cut(int(end))[0]] if end % 1 else []
+        out.append(first + layers[math.ceil(start) : int(end)] + last)
+        start = end
+    return out
+
+
+def stage_costs(layers, split, mb, hidden, share=None):
+    out = []
     size, e, d = mb["shape"]
     me, md = 2 * size * e * hidden / 1e6, 2 * size * d * hidden / 1e6
-    for n in split:
-        part = layers[start : start + n]
+    head = layers[-1][5:] or (0.0, 0.0)
+    layers = [layer[:5] for layer in layers]
+    for part in parts_of(layers, split, lambda i: halves(layers[i], share, mb["recompute"])):
         stored = peak = 0.0
         for layer in part:
             peak = max(peak, stored + layer[3])
@@ -203,8 +244,40 @@ def stage_costs(layers, split, mb, hidden):
                 me + (md if part[0][4] == "d" else 0),
             )
         )
-        start += n
-    return out
+    forward, backward, *rest = out[-1]
+    return [*out[:-1], (forward + head[0], backward + head[1], *rest)]
+
+
+def second_halves(cost, a, split, mb):
+    """What second halves of divided backward passes take by stage: forward time by the linears' share of FLOPs."""
+    size, e, d = mb["shape"]
+    model = cost.data["model"]
+    h, c, f = model["hidden"], model["heads"] * model["kv_channels"], model["ffn"]
+    own = mb["positions"] if mb.get("layout") == "packed" else [(e, d)] * size
+    before = mb.get("before") or [0] * len(own)
+    charged = packed_charge(cost, a, mb) if mb.get("layout") == "packed" else padded_charge(cost, a, mb)
+    kinds = ["encoder"] * (a.layers or a.encoder_layers) + (["decoder"] * a.decoder_layers if a.model == "t5" else [])
+    attention = {
+        "encoder": sum(8 * x * h * c for x, _ in own),
+        "decoder": sum((12 * y + 4 * x) * h * c for x, y in own),
+    }
+    mlp = {"encoder": sum(4 * x * h * f for x, _ in own), "decoder": sum(4 * y * h * f for _, y in own)}
+    inner = {
+        "encoder": sum(4 * c * x * (x + p) for (x, _), p in zip(own, before, strict=True)),
+        "decoder": sum(4 * c * y * (y + x) for x, y in own),
+    }
+    ends = {}  # of a layer's two halves
+    for kind in set(kinds):
+        time = charged("time_ms", kind + ".forward") / max(attention[kind] + mlp[kind] + inner[kind], 1)
+        ends[kind] = (time * attention[kind], time * mlp[kind])
+    halves = [half for kind in kinds for half in ends[kind]]
+    starts = [round(2 * sum(split[:s])) for s in range(len(split) + 1)]
+    return [sum(halves[first:end]) for first, end in itertools.pairwise(starts)]
+
+
+def split_op(text):
+    op = text.rstrip("0123456789")
+    return op, int(text[len(op) :])
 
 
 def transfer_ms(mb, a, i, j):
@@ -219,17 +292,21 @@ def model_state(cost, a, split, recompute):
     factor = 2 + 6 / a.dp
     n_enc = a.layers or a.encoder_layers
     layers = [state["encoder"]] * n_enc + [state.get("decoder", 0)] * (a.decoder_layers or 0)
-    layers[0] += state["embedding"]
-    if a.decoder_layers:
-        layers[n_enc] += state["embedding"]
-    out, start = [], 0
-    for n in split:
-        out.append(factor * sum(layers[start : start + n]))
-        start += n
-    return out
+    model = cost.data["model"]
+    c, f = model["heads"] * model["kv_channels"], model["ffn"]
+    extra = [0.0] * len(layers)
+    for first in (0, n_enc) if a.decoder_layers else (0,):
+        extra[first] = state["embedding"]
+
+    def cut(i):
+        attention = layers[i] * (4 * c / (4 * c + 2 * f) if i < n_enc else 8 * c / (8 * c + 2 * f))
+        return attention + extra[i], layers[i] - attention
+
+    whole = [layer + more for layer, more in zip(layers, extra, strict=True)]
+    return [factor * sum(part) for part in parts_of(whole, split, cut)]
 
 
-def replay(a, costs, stages, state):
+def replay(a, costs, weights, stages, state):
     """Makespan (ms) and peak memory (MB) per stage of one replica, or None where it cannot progress."""
     pp = len(stages)
     pos, free, mem, peak = [0] * pp, [0.0] * pp, list(state), list(state)
@@ -239,7 +316,7 @@ def replay(a, costs, stages, state):
         moved = False
         for s in range(pp):
             while pos[s] < len(stages[s]):
-                op, k = stages[s][pos[s]][0], int(stages[s][pos[s]][1:])
+                op, k = split_op(stages[s][pos[s]])
                 if op == "F":
                     if s == 0:
                         ready = 0.0
@@ -250,6 +327,11 @@ def replay(a, costs, stages, state):
                     end = max(free[s], ready) + costs[k][s][0]
                     peak[s] = max(peak[s], mem[s] + costs[k][s][3])
                     mem[s] += costs[k][s][2]
+                elif op == "BW":
+                    if ("B", k, s) not in done:
+                        break
+                    end = free[s] + weights[k][s]
+                    mem[s] -= costs[k][s][2]
                 else:
                     if ("F", k, s) not in done:
                         break
@@ -259,10 +341,10 @@ def replay(a, costs, stages, state):
                         ready = done["B", k, s + 1] + transfer_ms(costs[k][s + 1][5], a, s, s + 1)
                     else:
                         break
-                    end = max(free[s], ready) + costs[k][s][1]
+                    end = max(free[s], ready) + costs[k][s][1] - (weights[k][s] if op == "BI" else 0)
                     peak[s] = max(peak[s], mem[s])
-                    mem[s] -= costs[k][s][2]
-                done[op, k, s] = free[s] = end
+                    mem[s] -= costs[k][s][2] if op == "B" else 0
+                done["B" if op == "BI" else op, k, s] = free[s] = end
                 pos[s] += 1
                 left -= 1
                 moved = True
@@ -322,7 +404,8 @@ def out_of_order(held, stages):
     for ops in stages:
         at = {op: n for n, op in enumerate(ops)}
         for chain in chains:
-            forwards, backwards = ([at[f"{op}{k}"] for k in chain] for op in "FB")
+            forwards = [at[f"F{k}"] for k in chain]
+            backwards = [at.get(f"B{k}", at.get(f"BI{k}")) for k in chain]
             if forwards != sorted(forwards) or backwards != sorted(backwards, reverse=True):
                 return True
     return False
@@ -347,27 +430,31 @@ def check_and_score(a, cost, batch, plan):
     for r in plan["replicas"]:
         mbs, split = r["micro_batches"], r["layers_per_stage"]
         total_layers = (a.layers or 0) + (a.encoder_layers or 0) + (a.decoder_layers or 0)
-        if len(split) != a.pp or sum(split) != total_layers or (a.split == "equal" and len(set(split)) != 1):
+        uneven = a.split == "equal" and len(set(split)) != 1
+        if len(split) != a.pp or sum(split) != total_layers or uneven or any(n <= 0 or n % 0.5 for n in split):
             return {"error": f"layer split {split}"}
         for mb in mbs:
             if (wrong := misfit(a, batch, mb)) is not None:
                 return {"error": wrong}
         held = [[entry for row in entries_of(a, batch, mb) for entry in row] for mb in mbs]
         used += [entry for entries in held for entry in entries]
-        passes = {f"{o}{k}" for o in "FB" for k in range(len(mbs))}
         for s, ops in enumerate(r["stages"]):
+            divided = {k for op, k in map(split_op, ops) if op == "BI"}
+            passes = {f"{o}{k}" for k in range(len(mbs)) for o in (("F", "BI", "BW") if k in divided else ("F", "B"))}
+            if any(mbs[k]["recompute"] == "full" for k in divided):
+                return {"error": f"stage {s} divides a backward pass under full recomputation"}
             if len(ops) != len(passes) or set(ops) != passes:
                 return {"error": f"stage {s} runs the wrong passes"}
         if out_of_order(held, r["stages"]):
             return {"error": "pieces of a sample out of order"}
-        costs = [stage_costs(layer_costs(cost, a, mb), split, mb, a.hidden) for mb in mbs]
+        costs = [stage_costs(layer_costs(cost, a, mb), split, mb, a.hidden, attention_shares(cost, mb)) for mb in mbs]
         if any(math.isinf(v) for c in costs for st in c for v in st):
             return {"error": "a micro-batch outside the measured, feasible grid"}
         state = [
             max(x)
             for x in zip(*(model_state(cost, a, split, rc) for rc in {mb["recompute"] for mb in mbs}), strict=True)
         ]
-        out = replay(a, costs, r["stages"], state)
+        out = replay(a, costs, [second_halves(cost, a, split, mb) for mb in mbs], r["stages"], state)
         if out is None:
             return {"error": "passes cannot progress"}
         worst, peak_all = max(worst, out[0]), max(peak_all, max(out[1]))

@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Predict every batch under every method; 1 if there is a plan for none of them."""
     import msgspec
 
+    from megatron_dynapipe.extras import require
     from megatron_dynapipe.outputs import GENERATOR, check_replaceable, marked
     from megatron_dynapipe.planning.methods import METHODS
     from megatron_dynapipe.report.comparison import draw_comparison, geometric_means
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         if args.output.suffix not in CHARTS:
             raise ConfigError(f"expected a chart of {', '.join(CHARTS)}, got --output {args.output}")
         check_replaceable(args.output, mine=marked(GENERATOR))
+        require("matplotlib")  # before minutes of planning
     cost_model, settings = costs_and_settings(args, args.schedule)
     batches = chosen_batches(args)
     described = describe_cluster(args, settings)

@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layer-split",
         default="equal",
         metavar="SPLIT",
-        help="layers per stage: equal, auto (evened by their costs), or numbers like 9,8,8,7 (default: equal)",
+        help="layers per stage: equal, auto (evened by their costs), or numbers like 9,8.5,8,6.5, of which .5 is the"
+        " attention of a layer whose MLP the next stage begins with (default: equal)",
     )
     parser.add_argument(
         "--split-from",
@@ -358,7 +359,7 @@ def _layers_per_stage(split: str, layers: int, stages: int) -> "Split | None":
         return None
     if split == "auto":
         return even_split(layers, stages)
-    return parse_split(split, expected="--layer-split equal, auto or numbers like 9,8,8,7")
+    return parse_split(split, expected="--layer-split equal, auto or numbers like 9,8.5,8,6.5")
 
 
 def _recompute(modes: str) -> tuple[Recompute, ...]:

@@ -2,7 +2,9 @@
 
 Rates of known devices: products and memory traffic are the data sheet's dense half-precision peak and bandwidth
 (NVIDIA), times the shares of them that `A100_RATES` is of an A100's: 0.7 of 312 TFLOP/s and 0.52 of 1,555 GB/s.
-Overheads are those of launching a layer's kernels, which depends on the host more than on the device.
+Links carry two thirds of the data sheet's figure: all-reduces between A100s reach 200 of 300 GB/s (nccl-tests #149).
+Overheads are those of launching a layer's kernels, which depends on the host more than on the device: no figures of
+newer hosts are published, and a run measures its own (`--dynapipe-calibrate`, `--dynapipe-recalibrate`).
 """
 
 import hashlib
@@ -353,6 +355,6 @@ def rates_of(name: str) -> DeviceRates | None:
                 A100_RATES,
                 flops_per_second=tflops * 1e12 * _PRODUCTS,
                 bytes_per_second=memory * 1e9 * _TRAFFIC,
-                link_bytes_per_second=links * 1e9 * 2 / 3,  # as an A100's 200 of 300 GB/s
+                link_bytes_per_second=links * 1e9 * 2 / 3,
             )
     return None

@@ -1,5 +1,6 @@
 """Planning a divided model's micro-batches by the measured costs of its segments."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.modules.inputs import Batch, batch_rows, has_rows
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
-from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, TransferRules
+from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules, cuda_rules
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.samples import batch_of_positions
 from megatron_dynapipe.planning.schedules import ScheduleSettings
@@ -61,7 +62,7 @@ class ModulePlanner:
             schedule=schedule,
         )
         if transfers is None:
-            transfers = CUDA_RULES if torch.cuda.is_available() else GLOO_RULES
+            transfers = cuda_rules(os.environ) if torch.cuda.is_available() else GLOO_RULES
         settings = msgspec.structs.replace(settings, transfers=transfers)
         self.planner = Planner(settings, costs.of_stages(stage_of))
         self._alone = self.planner if replicas == 1 else _for_one_replica(self.planner)

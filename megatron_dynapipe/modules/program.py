@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_dynapipe.modules.record import CHANGES, Result, is_in_place, is_module, name_of
 from megatron_dynapipe.modules.symbols import Evaluate
@@ -160,22 +160,26 @@ def _call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[[Mapping[fx.
         return lambda _: getattr(module, attribute)
     spec, given = node.meta["spec"], node.args
     if node.op == "output":
-        return lambda values: tree_unflatten(_valued(given[0], values), spec)[0]
+        return lambda values: tree_unflatten(_taken(given[0], values), spec)[0]
     target: Any = resolve(name_of(node)) if is_module(node) else node.target
-    context = nullcontext if node.meta["grad"] else torch.no_grad
-    is_changed = name_of(node) in CHANGES
+    is_flat, is_simple = (
+        spec in (None, tree_flatten((given, {}))[1]),
+        not any(isinstance(g, slice | tuple) for g in given),
+    )
+    grad, is_changed = node.meta["grad"], name_of(node) in CHANGES
 
     def call(values: Mapping[fx.Node, Any]) -> Any:
-        leaves = _valued(given, values)
-        args, kwargs = (leaves, {}) if spec is None else tree_unflatten(leaves, spec)
-        with context():
+        leaves = [values[g] if isinstance(g, fx.Node) else g for g in given] if is_simple else _taken(given, values)
+        args, kwargs = (leaves, {}) if is_flat else tree_unflatten(leaves, spec)
+        with nullcontext() if grad else torch.no_grad():
             result = target(*args, **kwargs)
         return args[0] if is_changed else result
 
     return call
 
 
-def _valued(given: Any, values: Mapping[fx.Node, Any]) -> Any:
+def _taken(given: Any, values: Mapping[fx.Node, Any]) -> Any:
+    """Values of the nodes inside slices and tuples, too."""
     return map_arg(given, values.__getitem__)
 
 

@@ -4,7 +4,7 @@ On gloo a started transfer holds up nobody. On a GPU a started receive is a kern
 what is queued behind a waiting kernel may wait with it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 import msgspec
@@ -45,4 +45,20 @@ GLOO_RULES = TransferRules()
 """A started transfer holds up nobody."""
 
 CUDA_RULES = TransferRules(receive_ahead=0, ordered_starts=True)
-"""Of training on GPUs: no receive waits on the device beside a pass, and plans count on one hardware queue alone."""
+"""Of GPUs with one hardware queue: no receive waits on the device beside a pass, and starts wait for one another."""
+
+MANY_QUEUES_RULES = TransferRules(receive_ahead=1)
+"""Of GPUs on which every stream has a hardware queue of its own: a receive starts one pass ahead of its own."""
+
+_QUEUES, _ENOUGH = "CUDA_DEVICE_MAX_CONNECTIONS", 16
+"""A rank has at most eight streams for channels, beside those of computing, of other groups and of copies."""
+
+
+def cuda_rules(environ: Mapping[str, str]) -> TransferRules:
+    """The rules of training on GPUs, by the hardware queues that the environment gives a process.
+
+    Runs set one with tensor parallelism below Blackwell, as Megatron asserts, and else 32. Where nothing is set there
+    are 8, which streams share.
+    """
+    queues = environ.get(_QUEUES, "")
+    return MANY_QUEUES_RULES if queues.isdecimal() and int(queues) >= _ENOUGH else CUDA_RULES

@@ -197,6 +197,7 @@ class Planner:
         element_bytes, multiple = s.element_bytes, LENGTH_MULTIPLE * s.tensor_parallel
         limits = [s.slices] if isinstance(s.slices, int) else piece_limits(samples, problem, needed=partitioned is None)
         best: CutBatch | None = None
+        longer = 0
         for most in limits:
             cut = cut_batch(samples, problem, most, multiple, recompute=s.recompute, element_bytes=element_bytes)
             if cut is None:
@@ -206,10 +207,11 @@ class Planner:
             found = self._schedule(cut.problem, cut.partitioned, searchable=True, chosen=quick)
             if found is None:
                 continue
-            if best is not None and found.makespan_ns > best.begun_ns * (1 + LEAST_GAIN):
-                break  # smaller pieces take longer still
             if best is None or found.makespan_ns < best.begun_ns:
                 best = replace(cut, begun_ns=found.makespan_ns)
+            longer = longer + 1 if found.makespan_ns > best.begun_ns * (1 + LEAST_GAIN) else 0
+            if longer == 2:
+                break  # smaller pieces take longer still
         if best is None or partitioned is None:
             return best
         whole = self._schedule(problem, partitioned, searchable=True, chosen=quick)

@@ -33,11 +33,14 @@ def message_bytes(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
 
 
 def views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-    """A message's tensors in a buffer uint8[at least its bytes]."""
+    """A message's tensors in a buffer uint8[at least its bytes].
+
+    As `data`, each counts its own changes: a module that works in place on one must not spoil another for autograd.
+    """
     sizes = _bytes(shapes, dtypes)
     starts, _ = layout(sizes)
     each = zip(starts, sizes, shapes, dtypes, strict=True)
-    return [buffer[start : start + size].view(dtype).view(*shape) for start, size, shape, dtype in each]
+    return [buffer[start : start + size].view(dtype).view(*shape).data for start, size, shape, dtype in each]
 
 
 class ReceiveBuffers:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
-from megatron_dynapipe.integration.flags.run_record import NAME
+from megatron_dynapipe.integration.flags.resume_record import NAME
 from tests.elastic.agents import DEADLINE_S, Nodes
 from tests.helpers.entry_scripts import COMMON, ROOT, SMALL
 from tests.helpers.random_dataset import make_dataset

@@ -20,7 +20,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.plan.instructions import SENT_BUFFER, Backward, Buffer, Channel, Forward, Load, SendStart
+from megatron_dynapipe.plan.instructions import (
+    SENT_BUFFER,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Buffer,
+    Channel,
+    Forward,
+    Load,
+    SendStart,
+)
 from megatron_dynapipe.plan.iteration import IterationPlan, StagePlan
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.runtime import PipelineExecutor, ScatterGatherTransport, TorchTransport, Transport
@@ -318,7 +328,7 @@ class Job:
         }
 
         def make(kind: Buffer) -> Callable[[Any, Any], None]:
-            def handle(run: Forward | Backward, buffers: Any) -> None:
+            def handle(run: Forward | Backward | BackwardInput, buffers: Any) -> None:
                 device.compute("compute")
                 if self.tensor > 1:
                     stage = ("tensor", mine.stage, replica)
@@ -334,7 +344,12 @@ class Job:
             device.compute("copy to the device")
             buffers.put(Buffer.DATA, run.micro_batch, 0, None)
 
-        return {Load: load, Forward: make(Buffer.OUTPUT), Backward: make(Buffer.INPUT_GRAD)}
+        def weights(_run: BackwardWeight, _buffers: Any) -> None:
+            device.compute("compute")
+
+        backward = make(Buffer.INPUT_GRAD)
+        passes = {Forward: make(Buffer.OUTPUT), Backward: backward, BackwardInput: backward, BackwardWeight: weights}
+        return {Load: load, **passes}
 
 
 def check(plan: IterationPlan, job: Job, *, one_queue: bool = True) -> int:

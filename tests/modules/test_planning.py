@@ -362,5 +362,6 @@ def test_transfers_are_planned_for_the_device_there_is(
     has_gpu: bool, rules: TransferRules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert planner_of().planner.settings.transfers == rules
     assert planner_of(transfers=GLOO_RULES).planner.settings.transfers == GLOO_RULES

@@ -45,7 +45,7 @@ def layer_tables(draw: st.DrawFn, family: ModelFamily) -> LayerTables:
 def bound_attention(values: IntArray) -> None:
     """Attention takes no longer than its layer; halves are absent where it is."""
     for kind in ("ENCODER", "DECODER"):
-        for half in ("ATTENTION_FORWARD", "ATTENTION_BACKWARD", "ATTENTION_STORED", "MLP_STORED"):
+        for half in ("ATTENTION_FORWARD", "ATTENTION_BACKWARD", "ATTENTION_STORED", "ATTENTION_WEIGHT", "MLP_STORED"):
             row, layer = Row[f"{kind}_{half}"], Row[f"{kind}_{half.split('_')[1]}"]
             values[row] = np.minimum(values[row], values[layer])
 

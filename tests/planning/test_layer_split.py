@@ -3,12 +3,13 @@
 import logging
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import LayerState, LayerTables, Network, Row
+from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, LayerState, LayerTables, ModelShape, Network, Row
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.planner import Planner
@@ -176,6 +177,24 @@ def test_a_start_whose_model_state_is_too_much() -> None:
 def test_no_split_fits() -> None:
     with pytest.raises(PlanningError, match=r"none of 1 batches can be planned with layers per stage of \(4, 4\) or"):
         chosen(Costs(GPT), (4, 4), *ALIKE, memory_limit_bytes=2 * STATE * 8)
+
+
+def test_a_layer_is_divided_where_that_evens_stages() -> None:
+    """Three layers on two stages; attention is about a third of each."""
+    shape = ModelShape(family=GPT, hidden=512, heads=8, kv_channels=64, ffn=2048, vocabulary=512)
+    rates = msgspec.structs.replace(A100_RATES, layer_overhead_us=0.0)
+    costs = AnalyticCostModel(shape, rates, max_size=16, max_length=512)
+    settings = PlannerSettings(
+        family=GPT,
+        encoder_layers=3,
+        hidden_size=512,
+        pipeline_parallel=2,
+        layers_per_stage=(2, 1),
+        memory_limit_bytes=10**10,
+        recompute=(Recompute.NONE,),
+        network=Network(inter_node_latency_us=0.0),
+    )
+    assert choose_layer_split(settings, costs, [batch_of(*[(400, 0)] * 16)]) == (1.5, 1.5)
 
 
 def test_chunks_of_a_stage_are_evened_together() -> None:

@@ -24,7 +24,7 @@ def packed_problems(draw: st.DrawFn) -> BatchProblem:
     modes = []
     for tables in problem.modes:
         separate = tables.values.copy()
-        whole = separate[: Row.ENCODED_STORED + 1]
+        whole = separate[: Row.ENCODER_ATTENTION_FORWARD]
         whole[random.random(whole.shape) < draw(st.sampled_from([0, 0.2]))] = ABSENT
         bound_attention(separate)
         packed = None

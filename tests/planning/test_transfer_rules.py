@@ -12,7 +12,13 @@ from megatron_dynapipe.errors import PlanError, StallError
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.instructions import Backward, Forward, RecvStart, RecvWait
 from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, TransferRules
+from megatron_dynapipe.plan.transfer_rules import (
+    CUDA_RULES,
+    GLOO_RULES,
+    MANY_QUEUES_RULES,
+    TransferRules,
+    cuda_rules,
+)
 from megatron_dynapipe.plan.verify import verify, verify_lists
 from megatron_dynapipe.plan.verify_buffers import Dimensions
 from megatron_dynapipe.planning.lowering import Topology, lower
@@ -190,3 +196,11 @@ def test_a_planner_takes_the_rules_of_a_device_unless_it_has_its_own() -> None:
     assert ruled.settings.transfers == CUDA_RULES and ruled.cost_model is plain.cost_model
     own = planner(ModelFamily.GPT, transfers=TransferRules(receive_ahead=3))
     assert own.under(CUDA_RULES) is own
+
+
+@pytest.mark.parametrize(
+    ("queues", "rules"), [(None, CUDA_RULES), ("1", CUDA_RULES), ("8", CUDA_RULES), ("32", MANY_QUEUES_RULES)]
+)
+def test_rules_by_hardware_queues(queues, rules):
+    """Tensor-parallel size 1 and Blackwell have 32, in which no start waits for another stream's."""
+    assert cuda_rules({} if queues is None else {"CUDA_DEVICE_MAX_CONNECTIONS": queues}) == rules

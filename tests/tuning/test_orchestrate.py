@@ -203,4 +203,4 @@ def test_clusters_that_cannot_be(change):
 
 
 def test_order_of_passes():
-    assert one_f_one_b_codes(3, 2).tolist() == [[0, 2, 1, 4, 3, 5], [0, 1, 2, 3, 4, 5]]
+    assert one_f_one_b_codes(3, 2).tolist() == [[0, 4, 1, 8, 5, 9], [0, 1, 4, 5, 8, 9]]

@@ -17,7 +17,7 @@ _ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourcePart:
     """One file or table of a source.
 
     Attributes:
@@ -33,7 +33,7 @@ class Part:
     path: Path | None = None
 
 
-Source = Sequence[Part]
+Source = Sequence[SourcePart]
 """The rows of an entry, part after part."""
 
 
@@ -44,7 +44,7 @@ def rows_source(rows: Sequence[Any]) -> Source:
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             yield rows_as_block(rows[first : first + _ROWS_AT_ONCE], "sample", first)
 
-    return [Part(blocks, lambda: msgspec.json.encode(rows).decode())]
+    return [SourcePart(blocks, lambda: msgspec.json.encode(rows).decode())]
 
 
 def open_sources(mixture: Mixture, root: Path, *, hub_root: Path | None = None) -> list[Source]:
@@ -72,21 +72,21 @@ def _open(spec: TaskSpec, root: Path, hub_root: Path | None) -> Source:
     return [_file(path) for path in files_of_source(given, root)]
 
 
-def _file(path: Path) -> Part:
+def _file(path: Path) -> SourcePart:
     def fingerprint() -> str:
         """Name, size and contents; of a very large file blocks of it and its time of change."""
         digest, stat = file_digest(path), path.stat()
         return f"{path.name} {digest}" + (f"\0{stat.st_mtime_ns}" if stat.st_size > WHOLE_BYTES else "")
 
-    return Part(partial(file_blocks, path), fingerprint, path.stat().st_size, path)
+    return SourcePart(partial(file_blocks, path), fingerprint, path.stat().st_size, path)
 
 
-def _table(name: str, rows: Any) -> Part:
+def _table(name: str, rows: Any) -> SourcePart:
     def fingerprint() -> str:
         files = [file_digest(Path(each["filename"])) for each in rows.cache_files]
         return "\0".join([f"{name} {len(rows)} {','.join(rows.column_names)}", *(files or [str(rows._fingerprint)])])
 
-    return Part(partial(hub_blocks, name, rows), fingerprint)
+    return SourcePart(partial(hub_blocks, name, rows), fingerprint)
 
 
 def _is_saved(folder: Path) -> bool:

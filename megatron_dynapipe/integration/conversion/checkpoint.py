@@ -15,7 +15,7 @@ from megatron_dynapipe.digests import check_digests, write_digests
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.conversion.families import Flags
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
-from megatron_dynapipe.integration.flags.run_record import newest
+from megatron_dynapipe.integration.flags.resume_record import newest
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 from megatron_dynapipe.units import ModelFamily

@@ -17,7 +17,7 @@ from megatron_dynapipe.integration.conversion import checkpoint
 from megatron_dynapipe.integration.conversion.families import Flags, family, flags, read_config
 from megatron_dynapipe.integration.conversion.names import entries
 from megatron_dynapipe.integration.conversion.tensors import Entry
-from megatron_dynapipe.integration.flags.run_record import named
+from megatron_dynapipe.integration.flags.resume_record import named
 from megatron_dynapipe.outputs import fresh_folder
 from megatron_dynapipe.units import ModelFamily
 

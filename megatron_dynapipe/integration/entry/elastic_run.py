@@ -154,7 +154,7 @@ def delete_unfinished(folder: Path) -> None:
     Args:
         folder: of emergency checkpoints. Where its tracker cannot be read, nothing is deleted.
     """
-    from megatron_dynapipe.integration.flags.run_record import checkpoint_of, last_iteration
+    from megatron_dynapipe.integration.flags.resume_record import checkpoint_of, last_iteration
 
     begun, complete = last_iteration(folder, SAVING), last_iteration(folder)
     path = checkpoint_of(folder, begun)

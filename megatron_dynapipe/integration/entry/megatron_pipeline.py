@@ -10,6 +10,7 @@ batch's lengths, so all ranks come to the same one, and no store or planner proc
 loop plans ahead instead, in a process of its own (`session`).
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +37,7 @@ from megatron_dynapipe.integration.models.specs import packing_obstacle
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
-from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
+from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -201,6 +202,7 @@ class MegatronPipeline:
             warm_up=lambda: self.warm_up(plan),
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
+            has_idle_replica=not all(replica.micro_batches for replica in plan.replicas),
         )
         if not forward_only:
             self.iteration += 1
@@ -258,7 +260,7 @@ class MegatronPipeline:
 
     @planner.setter
     def planner(self, planner: Planner) -> None:
-        self._planner = planner.under(CUDA_RULES if self._device.type == "cuda" else GLOO_RULES)
+        self._planner = planner.under(cuda_rules(os.environ) if self._device.type == "cuda" else GLOO_RULES)
 
     def _check(self) -> None:
         settings = self.planner.settings
@@ -296,7 +298,7 @@ class MegatronPipeline:
         config, models = self._config, self._models
         gpt = self._family is ModelFamily.GPT
         made = partial(gpt_batch, explicit_mask=takes_mask(models)) if gpt else t5_batch
-        self._make_batch = partial(made, row_format=RowFormat.of(config))
+        self._make_batch = partial(made, row_format=RowFormat.of(models))
         self._step_function = gpt_step if gpt else t5_step
         config.finalize_model_grads_func = finalize_model_grads
         if self._optimizer is not None:

@@ -27,9 +27,9 @@ from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import megatron_layout
 from megatron_dynapipe.integration.flags.plan_inputs import Progress, chosen_layer_split, plan_inputs
-from megatron_dynapipe.integration.flags.preflight import check_run
+from megatron_dynapipe.integration.flags.preflight import check_data, check_run
+from megatron_dynapipe.integration.flags.resume_record import loaded, resumed
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.flags.run_record import loaded, resumed
 from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
     gpt_provider,
@@ -125,6 +125,7 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
             args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
         measures = run.cost_model is None and run.calibrate_s > 0
         if measures:
+            from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.timeout_s)
             run = replace(run, cost_model=calibration.measured_costs(run, flags))
         if run.plans_layer_split:
             run = _plan_layer_split(run)
@@ -136,6 +137,11 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
         return args, run
 
     return launch.start_together(check, timeout_s=float(config.value_of(flags, "dynapipe-timeout-s", "300")))
+
+
+def _data_checked(run: RunConfig) -> str:
+    check_data(run, plan_inputs(run))
+    return "done"
 
 
 def _preflight(run: RunConfig) -> None:

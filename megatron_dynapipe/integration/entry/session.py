@@ -37,15 +37,14 @@ from megatron_dynapipe.integration.execution.task_losses import named_losses
 from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
 from megatron_dynapipe.integration.flags.plan_inputs import Progress, plan_inputs
+from megatron_dynapipe.integration.flags.resume_record import CheckpointRecords, checkpoint_records
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.flags.run_record import CheckpointRecords, checkpoint_records
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.integration.supply.recorder import Place, Recorder, Reports
-from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.runtime import Trace, platform_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -158,6 +157,7 @@ class Session:
             warm_up=lambda: self._warm_up(models, forward_step_func, item),
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
+            has_idle_replica=0 in item.entry.totals.micro_batches,
         )
         if self._run.checks_losses and not self._run.in_checkout:
             check_losses(losses)
@@ -169,7 +169,7 @@ class Session:
         self._trained, self._trace = item, result.trace
         self._recorder.add(item, result.trace, losses)
         self._move_bar()
-        count_flops(item)
+        count_flops(item, self._device)
         self._iterators["train"].prepare()
         return losses
 
@@ -240,7 +240,7 @@ class Session:
         return (
             f" micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
             f" predicted (ms): {self._predicted()} |"
-            f" measured (ms): {_span_ms(self._trace.events()):.1f} |"
+            f" measured (ms): {self._trace.span_ns() / NS_PER_MS:.1f} |"
             f" plan wait (ms): {self._trained.waited_seconds * 1e3:.1f} |{cut}"
         )
 
@@ -249,7 +249,8 @@ class Session:
         assert self._trained is not None
         if self._is_computed and self._recorder.cost_version(self._trained.entry.iteration) == 0:
             return "not calibrated"
-        return f"{_span_ms(self._trained.entry.stage_plan.predicted):.1f}"
+        events = self._trained.entry.stage_plan.predicted
+        return f"{(events[-1].end_ns - events[0].start_ns if events else 0) / NS_PER_MS:.1f}"
 
     def print_report(self) -> None:
         """At the run's end: gather every rank's records and print the summary, on rank 0."""
@@ -341,10 +342,6 @@ class Session:
             held[stage] = max(held[stage], size)
         planner = msgspec.structs.replace(inputs.planner, model_state_bytes=tuple(held))
         return msgspec.structs.replace(inputs, planner=planner)
-
-
-def _span_ms(events: Sequence[Event]) -> float:
-    return (events[-1].end_ns - events[0].start_ns) / NS_PER_MS if events else 0.0
 
 
 def _maximum(inputs: PlanInputs) -> Shape:

@@ -37,11 +37,9 @@ def run_iteration(
     warm_up: Callable[[], None] = lambda: None,
     forward_only: bool = False,
     force_all_reduce: bool = False,
+    has_idle_replica: bool = False,
 ) -> tuple[StepTotals, list[dict[str, torch.Tensor]]]:
-    """Run a stage's plan and hand the gradients to Megatron's finalisation; with the last stage's loss reports.
-
-    A replica without micro-batches takes part in the reductions with zeros. All ranks have agreed on the iteration
-    before: passes communicate among tensor-parallel ranks and replicas.
+    """Run a plan that all ranks have agreed on, and Megatron's finalisation; with the last stage's loss reports.
 
     Args:
         runner: of this rank.
@@ -53,24 +51,28 @@ def run_iteration(
         warm_up: runs the models before the first training step on a GPU (`warm_up`).
         forward_only: an evaluation.
         force_all_reduce: whole gradients on every replica, also with the distributed optimizer.
+        has_idle_replica: some replica has no micro-batches, so that collectives among them run outside of passes.
     """
     if not forward_only:
         runner.warm_up(warm_up)
-    config = get_model_config(models[0])
+    config, instructions = get_model_config(models[0]), plan.instructions
     reduction = _GradientReduction(
         config,
         models,
-        plan.instructions,
+        instructions,
         is_first_stage=runner.stage == 0,
         forward_only=forward_only,
         force_all_reduce=force_all_reduce,
+        at_end=has_idle_replica,
     )
+    gathers = _ParameterGathers(config, models, instructions, at_once=has_idle_replica, forward_only=forward_only)
     stage = MegatronStage(
         models,
         forward_step,
         load,
         is_last=runner.stage == runner.stages - 1,
         prepare=prepare,
+        before_forward=gathers.before_forward,
         before_backward=reduction.before_backward,
         after_weights=reduction.after_weights,
         divided={(i.micro_batch, i.chunk) for i in plan.instructions if isinstance(i, BackwardInput)},
@@ -79,25 +81,21 @@ def run_iteration(
         plan=plan,
         model=stage,
         forward_only=forward_only,
-        around=_passes(config, models, plan.instructions, reduction),
+        around=_passes(config, models, gathers, reduction),
         finish=lambda _: stage.finalize(force_all_reduce=force_all_reduce),
     )
     with _timed(config.timers, "forward-backward", barrier=config.barrier_with_L1_time):
-        totals = runner.run(step)
-    return totals, stage.reports()
+        return runner.run(step), stage.reports()
 
 
 @contextlib.contextmanager
 def _passes(
-    config: Any,
-    models: Sequence[torch.nn.Module],
-    instructions: Sequence[Instruction],
-    reduction: "_GradientReduction",
+    config: Any, models: Sequence[torch.nn.Module], gathers: "_ParameterGathers", reduction: "_GradientReduction"
 ) -> Iterator[None]:
     """While a list runs."""
     clear_kept_keys(models)
     with reduction, without_timers(config):
-        gather_parameters(models, instructions)
+        gathers.begin()
         yield
 
 
@@ -105,8 +103,9 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
     """Holds back Megatron's overlapped gradient reduction until each chunk's last backward of the iteration.
 
     The last backward is known from the plan: during it the hooks reduce; or after it, where it is the second half of a
-    divided one. Chunks for which they do not are reduced once all passes are done: those of a replica without
-    micro-batches, and with `grad_sync_func` (aligned reduction) all but the first stage's, as in Megatron's schedules.
+    divided one. Chunks for which they do not are reduced once all passes are done: all of them where some replica has
+    no micro-batches (`at_end`), and with `grad_sync_func` (aligned reduction) all but the first stage's, as in
+    Megatron's schedules.
     """
 
     def __init__(
@@ -118,13 +117,14 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
         is_first_stage: bool,
         forward_only: bool,
         force_all_reduce: bool,
+        at_end: bool,
     ) -> None:
         self._models = models
         self._force_all_reduce = force_all_reduce
         self._overlaps = config.no_sync_func is not None and not forward_only
         self._no_sync = _per_chunk(config.no_sync_func, len(models))
         self._last = {i.chunk: i for i in instructions if isinstance(i, Backward | BackwardWeight)}
-        self._reduces_in_backward = config.grad_sync_func is None or is_first_stage
+        self._reduces_in_backward = (config.grad_sync_func is None or is_first_stage) and not at_end
         self._held: dict[int, AbstractContextManager[Any]] = {}
 
     def __enter__(self) -> Self:
@@ -191,24 +191,53 @@ def _timed(timers: Any, name: str, *, barrier: bool) -> Iterator[None]:
         timers(name).stop()
 
 
-def gather_parameters(models: Sequence[torch.nn.Module], instructions: Sequence[Instruction]) -> None:
-    """Join the parameter gathers of the chunks that run no forward pass in this list, in the other replicas' order.
+class _ParameterGathers:
+    """Joins the all-gathers of parameters that Megatron's hooks do not start in time, or not at all.
 
-    With `--overlap-param-gather` a rank joins the all-gather of a bucket of parameters when the first module that uses
-    it runs. A replica without micro-batches would never join, and the others would wait for it.
-
-    Args:
-        models: this rank's model chunks, wrapped in Megatron's `DistributedDataParallel`.
-        instructions: of this rank.
+    With `--overlap-param-gather` a rank joins the all-gather of a bucket when the first module that uses it runs, and
+    starts the next bucket's. A replica without micro-batches would never join, so that where there is one
+    (`at_once`) all join all of them before their passes, in one order. And hooks start no bucket ahead where gathers
+    are aligned over stages (`--align-param-gather`, the default with virtual stages): Megatron's schedules do, by
+    `param_sync_func`. Here the next chunk's are started before each chunk's first forward pass: with one hardware queue
+    any earlier start would stand before it.
     """
-    run = {instruction.chunk for instruction in instructions if isinstance(instruction, Forward)}
-    for chunk, model in enumerate(models):
-        if chunk not in run and _gathers_in_forward_passes(model):
-            groups: list[Any] = getattr(model, "bucket_groups")  # noqa: B009  (not an attribute nn.Module knows)
-            for group in reversed(
-                groups
-            ):  # buckets are filled from the model's end; a forward pass begins at its start
-                group.finish_param_sync()
+
+    def __init__(
+        self,
+        config: Any,
+        models: Sequence[torch.nn.Module],
+        instructions: Sequence[Instruction],
+        *,
+        at_once: bool,
+        forward_only: bool,
+    ) -> None:
+        self._models = models
+        run = {instruction.chunk for instruction in instructions if isinstance(instruction, Forward)}
+        self._at_once = [chunk for chunk in range(len(models)) if at_once or chunk not in run]
+        ahead = config.param_sync_func is not None and not forward_only and not self._at_once
+        self._starts = _per_chunk(config.param_sync_func if ahead else None, len(models))
+        self._started = 0
+
+    def begin(self) -> None:
+        """Join, or start, what comes before the passes."""
+        for chunk in self._at_once:
+            model: Any = self._models[chunk]
+            if _gathers_in_forward_passes(model):
+                # Buckets are filled from the model's end; a forward pass begins at its start.
+                for group in reversed(model.bucket_groups):
+                    group.finish_param_sync()
+        self._start_up_to(0)
+
+    def before_forward(self, instruction: Forward) -> None:
+        """Start the gathers of the chunk that runs next."""
+        self._start_up_to(instruction.chunk + 1)
+
+    def _start_up_to(self, chunk: int) -> None:
+        while self._started < min(chunk + 1, len(self._models)):
+            start, model = self._starts[self._started], self._models[self._started]
+            if start is not None and _gathers_in_forward_passes(model):
+                start(model.parameters())
+            self._started += 1
 
 
 def _gathers_in_forward_passes(model: torch.nn.Module) -> bool:

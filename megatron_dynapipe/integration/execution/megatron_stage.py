@@ -14,7 +14,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.divided_linears import weight_halves
 from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
-from megatron_dynapipe.plan.instructions import Backward, BackwardWeight, Pass
+from megatron_dynapipe.plan.instructions import Backward, BackwardWeight, Forward, Pass
 
 DeviceBatch = Mapping[str, Any]
 """What a step function takes from its iterator for one micro-batch."""
@@ -36,6 +36,7 @@ class MegatronStage:
         load: makes a micro-batch's device tensors.
         is_last: whether this rank's last chunk ends the pipeline.
         prepare: called with the micro-batch before each of its passes (`MicroBatchContext.begin`).
+        before_forward: called with each forward pass before it runs (gathers of parameters).
         before_backward: called with each whole backward pass before it runs, and `after_weights` with each second half
             of a divided one after it (overlapped gradient reduction).
         divided: (micro-batch, chunk) of the backward passes that run in halves.
@@ -49,6 +50,7 @@ class MegatronStage:
         *,
         is_last: bool,
         prepare: PrepareMicroBatch = lambda _: None,
+        before_forward: Callable[[Forward], None] = lambda _: None,
         before_backward: Callable[[Backward], None] = lambda _: None,
         after_weights: Callable[[BackwardWeight], None] = lambda _: None,
         divided: Collection[tuple[int, int]] = (),
@@ -57,7 +59,7 @@ class MegatronStage:
         self._models, self._config = models, get_model_config(models[0])
         self._forward_step = forward_step
         self._is_last = is_last
-        self._prepare = prepare
+        self._prepare, self._before_forward = prepare, before_forward
         self._before_backward, self._after_weights = before_backward, after_weights
         self._divided, self._halves = divided, weight_halves(models)
         self._halves.clear()
@@ -68,12 +70,14 @@ class MegatronStage:
         self._tokens = torch.zeros([], dtype=torch.int, device=self._device)
 
     def begin_pass(self, instruction: Pass) -> None:
-        """Set recomputation and the random state; let the last backward pass reduce gradients."""
+        """Set recomputation and the random state; start the collectives among replicas that are due."""
         self._prepare(instruction.micro_batch)
         key = instruction.micro_batch, instruction.chunk
         self._halves.key = key if key in self._divided else None
         if isinstance(instruction, Backward):
             self._before_backward(instruction)
+        elif isinstance(instruction, Forward):
+            self._before_forward(instruction)
 
     def add_weight_gradients(self, micro_batch: int, chunk: int) -> None:
         """The second half of a divided backward pass."""

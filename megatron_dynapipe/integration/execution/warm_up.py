@@ -1,27 +1,36 @@
-"""A forward and a backward pass of a small micro-batch under each mode of recomputation, before any list is run.
+"""Passes of small micro-batches of every kind, before any list is run.
 
 CUDA loads a kernel when it is first used, cuBLAS picks one, compiled functions are compiled: each may wait for the
 device. Inside a list the device may stand at a receive, whose sender may wait likewise. Here nothing is pending.
+
+Functions compiled by `torch.compile` (Megatron's fused bias-GELU and SwiGLU among them) are compiled for one shape,
+then once more with the dimensions left open that were found to differ; a dimension of 1 and gradients on or off are
+told apart. So two lengths, one row and several, padded and packed, training and evaluation leave nothing to compile.
 """
 
+import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.utils import get_model_config
+from torch._dynamo import config as dynamo
 
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
+from megatron_dynapipe.data.segments import RowSegments
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep, MegatronStage
 from megatron_dynapipe.integration.hooks.timers import without_timers
-from megatron_dynapipe.plan.instructions import Backward, Buffer, Forward, Load
+from megatron_dynapipe.plan.instructions import Backward, Buffer, Forward, Load, TensorShape
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.runtime import BufferTable, Handlers, PassContext, pass_handlers
-from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, Shape
+from megatron_dynapipe.runtime import BufferTable, PassContext, pass_handlers
+from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute, Shape, round_up
 
 LENGTH = 8 * LENGTH_MULTIPLE
-"""Positions of the micro-batch, where samples may be as long."""
+"""Positions of the longer micro-batches, where samples may be as long."""
 
 
 def warm_up(
@@ -36,7 +45,7 @@ def warm_up(
     longest: Shape,
     dtype: torch.dtype,
 ) -> None:
-    """Run every chunk of this rank's stage once under every mode that plans may choose; gradients are zero after it.
+    """Run every chunk of this rank's stage under every mode that plans may choose; gradients are zero after it.
 
     All ranks of a stage call it; stages do not talk to each other.
 
@@ -51,56 +60,92 @@ def warm_up(
         longest: the longest samples' shape.
         dtype: of the states between stages.
     """
-    shape = Shape(1, min(LENGTH, longest.input_length), min(LENGTH, longest.target_length))
-    device = next(models[0].parameters()).device
-    boundaries = BoundarySettings(
-        tensors=boundary_tensors(settings.layout),
-        hidden_size=settings.hidden_size,
-        sequence_parallel=settings.tensor_parallel if settings.sequence_parallel else 1,
-    ).shapes([shape])[0]
+    _prepare_compiler()
+    micro_batches = _micro_batches(settings, longest, required)
     config, stages = get_model_config(models[0]), settings.pipeline_parallel
-    host = _micro_batch(settings.family, shape, required)
-    for mode in settings.recompute:
+    device = next(models[0].parameters()).device
+    runs = [(mode, False) for mode in settings.recompute] + [(settings.recompute[0], True)]
+    for (mode, forward_only), host in itertools.product(runs, micro_batches):
         prepare(mode)
-        model = MegatronStage(models, forward_step, lambda _: make_batch(host), is_last=stage == stages - 1)
-        handlers = pass_handlers(PassContext(model=model, stage=stage, stages=stages, chunks=len(models)))
-        with ExitStack() as unreduced, without_timers(config):
+        model = MegatronStage(models, forward_step, partial(_load, make_batch, host), is_last=stage == stages - 1)
+        context = PassContext(model=model, stage=stage, stages=stages, chunks=len(models), forward_only=forward_only)
+        boundaries = _boundaries(settings, host.shape)
+        with ExitStack() as resources, without_timers(config):
             for chunk_model in models:
-                unreduced.enter_context(_wrapped(chunk_model).no_sync())
+                resources.enter_context(_wrapped(chunk_model).no_sync())
+                chunk_model.train(not forward_only)
+                resources.callback(chunk_model.train)
             for chunk in range(len(models)):
                 virtual = chunk * stages + stage
                 received = boundaries[virtual - 1] if virtual else ()
                 states = [torch.zeros(each, dtype=dtype, device=device) for each in received]
-                _run(handlers, chunk, states, sends=virtual + 1 < settings.layout.virtual_stages)
+                _run(context, chunk, states, sends=virtual + 1 < settings.layout.virtual_stages)
     for chunk_model in models:
         _wrapped(chunk_model).zero_grad_buffer()
 
 
-def _run(handlers: Handlers, chunk: int, received: Sequence[torch.Tensor], *, sends: bool) -> None:
-    buffers = BufferTable()
+def _load(make_batch: Callable[[HostMicroBatch], DeviceBatch], host: HostMicroBatch, _index: int) -> DeviceBatch:
+    return make_batch(host)
+
+
+def _prepare_compiler() -> None:
+    """Room for all kinds of micro-batches, above which functions would run uncompiled; no timing of kernels."""
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILATIONS)
+    if torch.cuda.is_available() and not dynamo.disable:
+        importlib.import_module("torch._inductor.config").triton.autotune_pointwise = False  # it waits for the device
+
+
+_RECOMPILATIONS = 64
+
+
+def _boundaries(settings: PlannerSettings, shape: Shape) -> Sequence[Sequence[TensorShape]]:
+    return BoundarySettings(
+        tensors=boundary_tensors(settings.layout),
+        hidden_size=settings.hidden_size,
+        sequence_parallel=settings.tensor_parallel if settings.sequence_parallel else 1,
+    ).shapes([shape])[0]
+
+
+def _run(context: PassContext, chunk: int, received: Sequence[torch.Tensor], *, sends: bool) -> None:
+    handlers, buffers = pass_handlers(context), BufferTable()
     handlers[Load](Load(0), buffers)
     if received:
         buffers.put(Buffer.INPUT, 0, chunk, received)
     handlers[Forward](Forward(0, chunk), buffers)
+    if context.forward_only:
+        return
     if sends:
         outputs = buffers.tensors(Buffer.OUTPUT, 0, chunk)
         buffers.put(Buffer.OUTPUT_GRAD, 0, chunk, [torch.zeros_like(output) for output in outputs])
     handlers[Backward](Backward(0, chunk), buffers)
 
 
-def _micro_batch(family: ModelFamily, shape: Shape, required: RequiredFields) -> HostMicroBatch:
-    """One sample of padding tokens that fills its row; every label counts."""
+def _micro_batches(settings: PlannerSettings, longest: Shape, required: RequiredFields) -> list[HostMicroBatch]:
+    """Of two lengths, as far as samples are as long: one padded row and two, and a packed one."""
+    made = []
+    longer = [min(LENGTH, length) for length in longest[1:]]
+    for lengths in (longer, [round_up(length // 2) for length in longer]):
+        for rows, layout in ((1, BatchLayout.PADDED), (2, BatchLayout.PADDED), (1, BatchLayout.PACKED)):
+            if layout in settings.micro_batch_layouts:
+                packed = layout is BatchLayout.PACKED
+                made.append(_micro_batch(settings.family, Shape(rows, *lengths), required, packed=packed))
+    return made
+
+
+def _micro_batch(family: ModelFamily, shape: Shape, required: RequiredFields, *, packed: bool) -> HostMicroBatch:
+    """Samples of padding tokens that fill their rows, in a packed row one; every label counts."""
     t5 = family is ModelFamily.T5
-    row = torch.zeros(1, shape.input_length, dtype=torch.int64)
-    targets = torch.zeros(1, shape.target_length, dtype=torch.int64) if t5 else row
+    size, inputs, outputs = shape
+    row = torch.zeros(size, inputs, dtype=torch.int64)
+    targets = torch.zeros(size, outputs, dtype=torch.int64) if t5 else row
     return HostMicroBatch(
         index=0,
         family=family,
         shape=shape,
-        input_lengths=torch.tensor([shape.input_length], dtype=torch.int32),
-        decoder_lengths=torch.tensor([shape.target_length], dtype=torch.int32) if t5 else None,
-        input_segments=None,
-        decoder_segments=None,
+        input_lengths=torch.full((size,), inputs, dtype=torch.int32),
+        decoder_lengths=torch.full((size,), outputs, dtype=torch.int32) if t5 else None,
+        input_segments=RowSegments.of([0, inputs], inputs) if packed else None,
+        decoder_segments=RowSegments.of([0, outputs], outputs) if packed and t5 else None,
         tokens=row if required.tokens else None,
         decoder_tokens=targets if t5 and required.decoder_tokens else None,
         labels=targets if required.labels else None,

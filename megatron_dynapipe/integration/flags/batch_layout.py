@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
+from megatron_dynapipe.integration.models.relative_attention import has_triton
+from megatron_dynapipe.integration.models.specs import CoreAttention
 from megatron_dynapipe.planning.problem import SplitBackward
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily
 
 FLAG, SLICES_FLAG = "--dynapipe-layout", "--dynapipe-slices"
 SPLIT_BACKWARD_FLAG = "--dynapipe-split-backward"
-MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8
-"""Head sizes of `torch.nn.attention.varlen.varlen_attn`."""
-
 
 Slices = int | Literal["auto", "off"]
 """Whether long samples are cut, as `PlannerSettings.slices`."""
@@ -71,6 +73,24 @@ def batch_layouts(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool
     return Layouts(allowed=(BatchLayout.PADDED, BatchLayout.PACKED))
 
 
+def core_attention(args: argparse.Namespace) -> CoreAttention:
+    """The core attention that a run's layers have: Transformer Engine's where ours lacks what the model asks for."""
+    special = (
+        getattr(args, "window_size", None) is not None,
+        getattr(args, "softmax_type", "vanilla") != "vanilla",
+        bool(getattr(args, "multi_latent_attention", False)),
+        bool(args.use_dynapipe),  # a patched checkout builds its layers itself
+    )
+    if args.transformer_impl != "local" and any(special):
+        return CoreAttention.MEGATRON
+    return CoreAttention(args.dynapipe_attention)
+
+
+def _engine_attention(args: argparse.Namespace) -> bool:
+    """Whether attention is Transformer Engine's."""
+    return args.transformer_impl != "local" and core_attention(args) is CoreAttention.MEGATRON
+
+
 def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> Slices:
     """Whether plans may cut long samples: "auto", "off", or the most positions of a piece.
 
@@ -91,7 +111,11 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
         (
             (family is ModelFamily.T5, "every position of a T5's encoder attends to all of them"),
             (bool(args.use_dynapipe), "a patched checkout's layers keep no keys of earlier pieces"),
-            (args.transformer_impl != "local", "layers of Transformer Engine keep no keys of earlier pieces"),
+            (_engine_attention(args), "Transformer Engine's attention keeps no keys of earlier pieces"),
+            (
+                getattr(args, "expert_model_parallel_size", 1) > 1,
+                "replicas that share experts run in step, and pieces of one sample would be on one of them",
+            ),
             (args.dynapipe_attention == "megatron", "Megatron's local attention keeps no keys of earlier pieces"),
             (
                 BatchLayout.PACKED not in layouts.allowed,
@@ -130,7 +154,7 @@ def split_backward(args: argparse.Namespace) -> SplitBackward:
 
 def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:
     """The parts of a model that cannot take packed rows."""
-    engine, patched = args.transformer_impl != "local", bool(args.use_dynapipe)
+    engine, patched = _engine_attention(args), bool(args.use_dynapipe)
     relative = args.position_embedding_type == "relative"
     return (
         (
@@ -154,21 +178,25 @@ def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bo
 
 def _packs_slowly(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:
     """What packed rows can do, but not in one kernel: each length for itself, or waiting for the device."""
-    engine = args.transformer_impl != "local"
+    engine = _engine_attention(args)
     head = args.kv_channels or args.hidden_size // args.num_attention_heads
     kernel = not on_cpu and not engine
     unfused = engine and args.position_embedding_type == "rope" and not getattr(args, "apply_rope_fusion", True)
     return (
         (unfused, "unfused rotary positions of Transformer Engine read offsets on the host in every layer"),
-        (engine, f"attention of Transformer Engine over packed rows has not been run yet; {FLAG} packed takes it"),
+        (engine, f"Transformer Engine's attention over packed rows has not been run yet; {FLAG} packed takes it"),
         (kernel and not _is_half(args), "PyTorch's attention over packed rows is for fp16 and bf16"),
+        (
+            kernel and torch.cuda.get_device_capability() < LEAST_CAPABILITY,
+            "PyTorch's attention over packed rows needs compute capability 8.0",
+        ),
         (
             kernel and (head > MAX_HEAD_SIZE or head % HEAD_SIZE_MULTIPLE > 0),
             f"PyTorch's attention over packed rows has no heads of {head} channels",
         ),
         (
-            kernel and family is ModelFamily.T5 and args.position_embedding_type == "relative",
-            "PyTorch's attention over packed rows has no biases, which relative positions are",
+            kernel and family is ModelFamily.T5 and args.position_embedding_type == "relative" and not has_triton(),
+            "PyTorch's attention over packed rows with biases, which relative positions are, needs Triton",
         ),
     )
 

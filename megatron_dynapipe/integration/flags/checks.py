@@ -139,14 +139,19 @@ def _expert_refusals(args: argparse.Namespace, *, is_t5: bool) -> Iterator[tuple
         "--num-experts with biases",
         "Megatron's local experts do not train with biases; add --disable-bias-linear",
     )
-    dispatcher = args.moe_token_dispatcher_type
+    dispatcher, shared = args.moe_token_dispatcher_type, args.expert_model_parallel_size > 1
     yield (
         dispatcher not in ("allgather", "alltoall"),
         f"--moe-token-dispatcher-type {dispatcher}",
-        "its buffers are made once, and micro-batches have many lengths; use alltoall or allgather",
+        "its buffers are made once, and micro-batches have many lengths; use alltoall",
     )
     yield (
-        args.expert_model_parallel_size > 1 and args.tokens_per_global_batch is not None,
+        shared and dispatcher == "allgather",
+        "--moe-token-dispatcher-type allgather with --expert-model-parallel-size",
+        "it gathers as many positions from every replica, and theirs differ; use alltoall",
+    )
+    yield (
+        shared and args.tokens_per_global_batch is not None,
         "--tokens-per-global-batch with --expert-model-parallel-size",
         "replicas that share experts run in step, for which they need as many samples each",
     )

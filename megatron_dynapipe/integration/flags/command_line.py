@@ -182,8 +182,9 @@ def _add_plan_flags(add: Callable[..., Any]) -> None:
     add(
         "--dynapipe-layers-per-stage",
         metavar="N,N,…|auto|equal",
-        help="layers of each (virtual) stage in model order, a T5's encoder layers first; auto: planned from costs and"
-        " lengths, unless other flags split the layers or stages have several chunks (default: equal)",
+        help="layers of each (virtual) stage in model order, a T5's encoder layers first, in multiples of 0.5: a stage"
+        " that ends at .5 has the attention of its last layer, and the next begins with its MLP; auto: planned from"
+        " costs and lengths, unless other flags split the layers or stages have several chunks (default: equal)",
     )
     add(
         "--dynapipe-scatter-gather",
@@ -200,8 +201,8 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
         "--dynapipe-attention",
         choices=("megatron", "sdpa"),
         default="sdpa",
-        help="core attention of --transformer-impl local: Megatron's unfused one, or one over PyTorch's"
-        " scaled_dot_product_attention (default)",
+        help="core attention of the layers: Megatron's (unfused in local layers, Transformer Engine's in its own), or"
+        " one over PyTorch's scaled_dot_product_attention, which takes packed rows (default)",
     )
     add(
         "--dynapipe-activation",

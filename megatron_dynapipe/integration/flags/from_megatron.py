@@ -15,14 +15,13 @@ from megatron_dynapipe.cost import Experts, ScatterGather
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import layer_split, machine
-from megatron_dynapipe.integration.flags.batch_layout import batch_layouts, slices, split_backward
+from megatron_dynapipe.integration.flags.batch_layout import batch_layouts, core_attention, slices, split_backward
 from megatron_dynapipe.integration.flags.checks import maximum_lengths, recompute_modes
 from megatron_dynapipe.integration.flags.command_line import REPORT_FOLDER
+from megatron_dynapipe.integration.flags.resume_record import CheckpointConfig
 from megatron_dynapipe.integration.flags.run_config import ParallelConfig, RunConfig, TrainingConfig
-from megatron_dynapipe.integration.flags.run_record import CheckpointConfig
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.positions import Positions
-from megatron_dynapipe.integration.models.specs import CoreAttention
 from megatron_dynapipe.sampling import LastBatch, LongSamples, SamplerSettings, TruncationSide
 from megatron_dynapipe.service.settings import SplitSettings
 from megatron_dynapipe.service.source import split_sampler
@@ -112,7 +111,7 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
         max_positions=args.max_position_embeddings,
         longest=max(args.seq_length, args.decoder_seq_length or 0),
         transformer_impl=args.transformer_impl,
-        attention=CoreAttention(args.dynapipe_attention),
+        attention=core_attention(args),
         positions=Positions(
             kind=args.position_embedding_type,
             rotary_percent=args.rotary_percent,

@@ -1,5 +1,6 @@
 """From a run's configuration to the planner's inputs: model, layout, memory, splits, costs."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.positions import LEARNED, RELATIVE, ROTARY
 from megatron_dynapipe.integration.models.specs import CoreAttention
-from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
+from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
 from megatron_dynapipe.planning.layer_split import BATCHES, choose_layer_split
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs, SplitSettings
@@ -91,9 +92,9 @@ def _planner(run: RunConfig, layers_per_stage: Split | None) -> PlannerSettings:
         micro_batch_layouts=run.layouts.allowed,
         slices=run.slices,
         lockstep=parallel.experts > 1 and parallel.data > 1,
-        split_backward="off" if model.experts else run.split_backward,
+        split_backward=run.split_backward,
         element_bytes=model.state_dtype.itemsize,
-        transfers=GLOO_RULES if run.on_cpu else CUDA_RULES,
+        transfers=GLOO_RULES if run.on_cpu else cuda_rules(os.environ),
         sequence_parallel=model.sequence_parallel,
     )
 

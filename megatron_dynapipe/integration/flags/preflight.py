@@ -14,8 +14,8 @@ from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.flags.plan_inputs import describe_costs
+from megatron_dynapipe.integration.flags.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.flags.run_record import check_resumed, record_of
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler, long_by_task, read_task_ids
 from megatron_dynapipe.service.settings import PlanInputs
@@ -23,19 +23,31 @@ from megatron_dynapipe.service.source import split_sampler
 from megatron_dynapipe.units import ModelFamily
 
 
+def check_data(run: RunConfig, inputs: PlanInputs) -> None:
+    """Refuse what no costs are needed to refuse, before layers are measured.
+
+    Raises:
+        ConfigError: the report folder cannot be written, or the checkpoint to resume is of another model or vocabulary.
+        DataError: the dataset is damaged, of another tokenizer or vocabulary, or has samples that cannot be trained on.
+    """
+    _check_report_folder(run.report_folder)
+    check_tokenizer(run.data, read_meta(run.data))
+    _check_vocabulary(run.data, run.model.vocabulary)
+    check_resumed(run.checkpoints, record_of(run, inputs))
+    for split in inputs.splits:
+        split_sampler(run.data, split)
+
+
 def check_run(run: RunConfig, inputs: PlanInputs) -> None:
     """Refuse a run that cannot train; print what costs assume, the layouts, and samples left out or repeated.
 
     Raises:
-        ConfigError: the report folder cannot be written, or the model or a sample does not fit the memory limit.
-        ConfigError: the checkpoint to resume is of another model or vocabulary.
+        ConfigError: the model or a sample does not fit the memory limit.
         CostModelError: the cost model is of another model, or does not reach as far as the data.
-        DataError: the dataset is damaged, of another tokenizer or vocabulary, or has samples that cannot be trained on.
+        ConfigError, DataError: as `check_data`.
     """
-    _check_report_folder(run.report_folder)
+    check_data(run, inputs)
     meta = read_meta(run.data)
-    check_tokenizer(run.data, meta)
-    _check_vocabulary(run.data, run.model.vocabulary)
     notes = [f"cost model: {describe_costs(run, inputs.costs)}", f"layout of micro-batches: {run.layouts}"]
     if run.cluster is not None:
         notes.insert(0, f"cluster: {machine.describe(run.cluster)}")

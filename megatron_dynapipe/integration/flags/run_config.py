@@ -10,7 +10,7 @@ from megatron_dynapipe.config import Cluster
 from megatron_dynapipe.cost import PipelineLayout, ScatterGather, Split
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags.batch_layout import Layouts, Slices
-from megatron_dynapipe.integration.flags.run_record import CheckpointConfig
+from megatron_dynapipe.integration.flags.resume_record import CheckpointConfig
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.planning.problem import SplitBackward

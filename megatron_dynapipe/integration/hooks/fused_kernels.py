@@ -38,15 +38,29 @@ class WeightGradients:
         """Add gradientᵀ × inputs to an fp32 buffer; inputs [n, i], gradient [n, o], buffer [o, i]."""
         if inputs.dtype == buffer.dtype:
             buffer.addmm_(gradient.t(), inputs)
-        elif buffer.is_cuda:
+        elif _product_adds_up(buffer.device, inputs.dtype):
             torch.addmm(buffer, gradient.t(), inputs, out_dtype=buffer.dtype, out=buffer)
-        else:  # no product of half-precision numbers into fp32 on a CPU
+        else:
             buffer.add_(gradient.t().matmul(inputs))
 
     @staticmethod
     def wgrad_gemm_accum_fp16(inputs: Tensor, gradient: Tensor, buffer: Tensor) -> None:
         """The same to a buffer of the inputs' type, fp16 or bf16."""
         buffer.addmm_(gradient.t(), inputs)
+
+
+@functools.cache
+def _product_adds_up(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of half-precision numbers can be added to an fp32 buffer in one kernel: not on a CPU."""
+    if device.type == "cpu":
+        return False
+    half, buffer = torch.zeros(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    try:
+        torch.addmm(buffer, half, half, out_dtype=buffer.dtype, out=buffer)
+    except (RuntimeError, TypeError) as error:
+        print(f"weight gradients are not added up by their products, which PyTorch refuses here: {error}", flush=True)
+        return False
+    return True
 
 
 def fuse_adam(optimizer: Any) -> None:

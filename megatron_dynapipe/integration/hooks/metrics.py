@@ -68,7 +68,7 @@ class MetricsWriter:
             wandb.log(metrics, iteration)
 
 
-def count_flops(item: PlannedIteration) -> None:
+def count_flops(item: PlannedIteration, device: torch.device) -> None:
     """Tell Megatron the real lengths of this rank's samples, from which it computes FLOPs per second.
 
     Its formula is that of decoder-only models, so a T5's stay as Megatron counts them, from nominal lengths. Every
@@ -83,4 +83,6 @@ def count_flops(item: PlannedIteration) -> None:
         for place, tokens in enumerate(batch.input_lengths)
         if not batch.pieces or batch.pieces[place].start == 0  # else it is counted with its first piece
     ]
-    update(torch.tensor([0, *lengths] if lengths else [0, 0], dtype=torch.int32).cumsum(0, dtype=torch.int32))
+    ends = torch.tensor([0, *lengths] if lengths else [0, 0], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    # Megatron copies it to the device: from memory that is not pinned, that waits for the device's work.
+    update(ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends)

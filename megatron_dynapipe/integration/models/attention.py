@@ -5,8 +5,9 @@ refuses additive biases and packed rows. PyTorch picks a kernel that keeps no sc
 the inputs; sliding windows and attention sinks stay with Transformer Engine.
 
 On CUDA, causal attention without a mask runs in FlashAttention, one with a mask or a bias in the memory-efficient
-kernel. cuDNN's is switched off, for all of the process: it builds an execution plan for every new shape, which takes
-tens of milliseconds, and here shapes change all the time.
+kernel; packed rows run in FlashAttention, with biases in a kernel that PyTorch compiles (`relative_attention`). cuDNN's
+is switched off, for all of the process: it builds an execution plan for every new shape, which takes tens of
+milliseconds, and here shapes change all the time.
 """
 
 import contextlib
@@ -27,12 +28,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.kept_keys import KeptKeys
 from megatron_dynapipe.integration.models.packed_attention import (
+    activate_flash_3,
     attend_by_sample,
     attend_in_kernel,
     attend_pieces_in_kernel,
+    has_kernel,
     kernel_takes,
 )
 from megatron_dynapipe.integration.models.packed_rows import PackedRow
+from megatron_dynapipe.integration.models.relative_attention import attend_with_biases, biases_take_kernel
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -112,6 +116,8 @@ class SdpaCoreAttention(MegatronModule):
             [queries, b, heads × head size].
         """
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
+        if query.is_cuda and not self.dropout:
+            activate_flash_3(query.device)
         if packed_seq_params is not None:
             rows = [tensor.squeeze(1) if tensor.dim() == 4 else tensor for tensor in (query, key, value)]
             return self._attend_packed(rows[0], rows[1], rows[2], packed_seq_params, attention_bias, causal=causal)
@@ -151,12 +157,15 @@ class SdpaCoreAttention(MegatronModule):
         cut = row if isinstance(row, PackedRow) and row.cuts else None
         if cut is not None:
             key, value = self.kept_keys.keep(key, value, cut.starts(), cut.cuts)
-        takes = partial(kernel_takes, query.dtype, query.size(2), on_cuda=query.is_cuda)
+        takes = partial(kernel_takes, query.dtype, query.size(2), on_cuda=has_kernel(query.device))
         if takes(dropout=self.training and self.dropout > 0, biased=bias is not None):
             if cut is not None:
                 attended = attend_pieces_in_kernel(query, key, value, cut, self.kept_keys, scale=self.softmax_scale)
             else:
                 attended = attend_in_kernel(query, key, value, row, causal=causal, scale=self.softmax_scale)
+        elif bias is not None and cut is None and self._biases_take_kernel(query, row):
+            assert isinstance(row, PackedRow), "just looked at"
+            attended = attend_with_biases(query, key, value, row, bias, causal=causal, scale=self.softmax_scale)
         else:
             if bias is not None and causal:
                 bias = bias.masked_fill(_later_keys(bias.size(2), bias.size(3), bias.device), -math.inf)
@@ -166,6 +175,10 @@ class SdpaCoreAttention(MegatronModule):
                 query, key, value, row, attend, bias, causal=causal, kept=self.kept_keys, scale=scale
             )
         return attended.flatten(1)[:, None]
+
+    def _biases_take_kernel(self, query: Tensor, row: PackedSeqParams) -> bool:
+        own = isinstance(row, PackedRow) and row.positions is not None
+        return own and biases_take_kernel(query.device, dropout=self.training and self.dropout > 0)
 
     def _randomness(self) -> contextlib.AbstractContextManager[Any]:
         """Heads on different tensor-parallel ranks drop different weights, as in Megatron."""

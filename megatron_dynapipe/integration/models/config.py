@@ -32,7 +32,7 @@ class ModelConfig:
         max_positions: positions that can be embedded.
         longest: positions of the longest sequence of either stack.
         transformer_impl: Megatron's name of the kind of layers.
-        attention: the core attention of local layers.
+        attention: the core attention of the layers.
         positions: how layers come to know positions.
         rope_scaling: factor of LLaMA's scaling of rotary frequencies; None for none.
         tied: whether the head's weight is the word embeddings'.
@@ -84,7 +84,7 @@ class ModelConfig:
     @property
     def row_format(self) -> RowFormat:
         """The form in which layers take packed rows."""
-        return RowFormat.TRANSFORMER_ENGINE if self.transformer_engine else RowFormat.LOCAL
+        return RowFormat.TRANSFORMER_ENGINE if self.t5.engine_attention else RowFormat.LOCAL
 
     @property
     def takes_mask(self) -> bool:

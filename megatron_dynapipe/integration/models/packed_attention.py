@@ -3,10 +3,11 @@
     row of queries   a a a b b c c c c        on CUDA, one kernel over all segments: `varlen_attn` (FlashAttention)
     row of keys      A A B B B B C            elsewhere, SDPA over samples of like lengths, padded inside attention
 
-A segment may have queries without keys (the tail of a T5's decoder row where its encoder row has none): they attend to
-nothing and come out as zeros.
+Queries without keys attend to nothing and come out as zeros; `packed_rows.attention_row` makes no such segments.
 """
 
+import functools
+import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
 from megatron_dynapipe.errors import PlanError
@@ -24,9 +26,31 @@ from megatron_dynapipe.integration.models.segment_groups import SegmentGroup, gr
 KERNEL_TYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8
 """Head sizes that FlashAttention has."""
+LEAST_CAPABILITY, HOPPER = (8, 0), 9
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(query [n, queries, heads, channels], key and value [n, keys, groups, channels], bias) → like the query."""
+
+
+@functools.cache
+def has_kernel(device: torch.device) -> bool:
+    """Whether a device can run FlashAttention, which PyTorch has from compute capability 8.0 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+@functools.cache
+def activate_flash_3(device: torch.device) -> bool:
+    """Let PyTorch run FlashAttention 3 where the device is a Hopper and its package is installed; whether it does.
+
+    PyTorch's dispatcher then calls it for all of FlashAttention's calls, packed rows and causal attention, and raises
+    for those that it does not take: on other devices, or with dropout.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
+        return False
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return False
+    activate_flash_attention_impl("FA3")
+    return True
 
 
 def kernel_takes(dtype: torch.dtype, head_size: int, *, on_cuda: bool, dropout: bool, biased: bool) -> bool:

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
@@ -29,9 +30,11 @@ class RowFormat(enum.StrEnum):
     TRANSFORMER_ENGINE = "thd"
 
     @classmethod
-    def of(cls, options: Any) -> "RowFormat":
-        """That of a model's layers, by the `transformer_impl` of Megatron's arguments or configuration."""
-        return cls.LOCAL if options.transformer_impl == "local" else cls.TRANSFORMER_ENGINE
+    def of(cls, models: Sequence[nn.Module]) -> "RowFormat":
+        """That of built models: by their core attention."""
+        cores = [each.core_attention for model in models for each in model.modules() if isinstance(each, Attention)]
+        engine = any(type(core).__name__ == "TEDotProductAttention" for core in cores)
+        return cls.TRANSFORMER_ENGINE if engine else cls.LOCAL
 
 
 @dataclass(eq=False)
@@ -42,11 +45,13 @@ class PackedRow(AttentionRows):
         lengths_q, lengths_kv: positions of every segment of queries and of keys; some may be 0. Keys of earlier pieces
             are not among them, but counted by Megatron's own attributes.
         cuts: the segments that are pieces of samples.
+        kept: what attention makes of the row once for all layers.
     """
 
     lengths_q: tuple[int, ...] = ()
     lengths_kv: tuple[int, ...] = ()
     cuts: Mapping[int, CutSegment] = field(default_factory=dict)
+    kept: dict[str, object] = field(default_factory=dict)
     _groups: SegmentGroups | None = None
     _picked: Tensor | None = None
     _masks: dict[int, Tensor] = field(default_factory=dict)
@@ -104,15 +109,26 @@ def self_row(segments: DeviceSegments, row_format: RowFormat, cross: PackedRow |
 def attention_row(
     queries: DeviceSegments, keys: DeviceSegments, row_format: RowFormat, cross: PackedRow | None = None
 ) -> PackedRow:
-    """What attention of one row's segments to those of another takes, segment i to segment i."""
+    """What attention of one row's segments to those of another takes, segment i to segment i.
+
+    The tail of the queries' row joins the last sample where the keys' row has no tail. Queries without keys come out of
+    FlashAttention as zeros, but of cuDNN before 9.25 as NaN, which no mask of the loss takes out again
+    (cudnn-frontend #943, #944). Nothing looks at what a tail makes.
+    """
+    lengths_q, lengths_kv = queries.host.lengths, keys.host.lengths
+    offsets_q = queries.offsets
+    offsets_kv = keys.offsets if keys.key_offsets is None else keys.key_offsets
+    if lengths_q[-1] and not lengths_kv[-1]:
+        lengths_q, lengths_kv = (*lengths_q[:-2], sum(lengths_q[-2:])), lengths_kv[:-1]
+        offsets_q, offsets_kv = torch.cat([offsets_q[:-2], offsets_q[-1:]]), offsets_kv[:-1]
     return PackedRow(
         qkv_format=row_format.value,
-        cu_seqlens_q=queries.offsets,
-        cu_seqlens_kv=keys.offsets if keys.key_offsets is None else keys.key_offsets,
-        max_seqlen_q=queries.host.longest,
+        cu_seqlens_q=offsets_q,
+        cu_seqlens_kv=offsets_kv,
+        max_seqlen_q=max(lengths_q),
         max_seqlen_kv=keys.host.most_keys,
-        lengths_q=queries.host.lengths,
-        lengths_kv=keys.host.lengths,
+        lengths_q=lengths_q,
+        lengths_kv=lengths_kv,
         cuts=queries.host.cuts,
         positions=queries.positions,
         cross=cross,

@@ -22,7 +22,7 @@ from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.norms import local_norm
-from megatron_dynapipe.integration.models.specs import TENorm, local_layer, with_halves
+from megatron_dynapipe.integration.models.specs import TENorm, engine_layer, local_layer, with_halves
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, share_weights
 
 ModelProvider = Callable[..., Any]
@@ -123,9 +123,10 @@ def gpt_layer(model: ModelConfig) -> ModuleSpec:
     """One layer of a GPT."""
     experts = model.experts.count if model.experts else None
     if model.transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(
+        layer = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=model.qk_layernorm, num_experts=experts, moe_grouped_gemm=False
         )
+        return engine_layer(layer, model.attention)
     layer = get_gpt_layer_local_spec(
         qk_layernorm=model.qk_layernorm,
         normalization=model.normalization,

@@ -31,10 +31,11 @@ _OF_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": Identi
 
 
 class CoreAttention(enum.StrEnum):
-    """Which core attention the layers of `--transformer-impl local` have."""
+    """Which core attention layers have."""
 
     MEGATRON = "megatron"
-    """Megatron's `DotProductAttention`: unfused; no relative positions."""
+    """That of Megatron's layers: Transformer Engine's in its layers, in local ones the unfused `DotProductAttention`,
+    which has no relative positions."""
     SDPA = "sdpa"
     """Ours, over PyTorch's `scaled_dot_product_attention`."""
 
@@ -45,20 +46,26 @@ class CoreAttention(enum.StrEnum):
 
 
 def t5_layer(
-    config: TransformerConfig, attention: CoreAttention | None, *, decoder: bool, biases_hide: bool = False
+    config: TransformerConfig,
+    attention: CoreAttention,
+    *,
+    decoder: bool,
+    engine: bool = False,
+    biases_hide: bool = False,
 ) -> tuple[ModuleSpec, Any]:
     """One layer of a T5's encoder or decoder, and the class of the norm after the last one.
 
     Args:
         config: the model's configuration.
-        attention: the core attention of a local layer; None for layers of Transformer Engine.
+        attention: the layer's core attention.
         decoder: of the decoder.
+        engine: of Transformer Engine's modules, instead of Megatron's local ones.
         biases_hide: later keys are hidden by biases, so that self-attention need not hide them itself.
 
     Raises:
         ConfigError: Transformer Engine is asked for and not installed.
     """
-    if attention is not None:
+    if not engine:
         made = t5_spec.decoder_model_with_local_spec() if decoder else t5_spec.encoder_model_with_local_spec()
         norm = local_norm(normalization=config.normalization, sequence_parallel=config.sequence_parallel)
         local = local_layer(made, norm, attention)
@@ -68,9 +75,24 @@ def t5_layer(
             "--transformer-impl transformer_engine needs Transformer Engine, which is not installed",
             hint="install it, or use --transformer-impl local",
         )
-    if decoder:
-        return t5_spec.decoder_model_with_transformer_engine_default_spec(), t5_spec.TENorm
-    return t5_spec.encoder_model_with_transformer_engine_default_spec(), t5_spec.TENorm
+    kind = "decoder" if decoder else "encoder"
+    layer = engine_layer(getattr(t5_spec, f"{kind}_model_with_transformer_engine_default_spec")(), attention)
+    return (_without_causality(layer) if biases_hide else layer), t5_spec.TENorm
+
+
+def engine_layer(layer: ModuleSpec, attention: CoreAttention) -> ModuleSpec:
+    """Megatron's layer of Transformer Engine's modules, with this core attention."""
+    if attention is CoreAttention.MEGATRON:
+        return layer
+
+    def attending(part: Any) -> Any:
+        if part is IdentityOp:
+            return part
+        return replace(part, submodules=replace(part.submodules, core_attention=attention.module))
+
+    parts: Any = layer.submodules
+    changes = {"self_attention": attending(parts.self_attention), "cross_attention": attending(parts.cross_attention)}
+    return replace(layer, submodules=replace(parts, **changes))
 
 
 def _without_causality(layer: ModuleSpec) -> ModuleSpec:

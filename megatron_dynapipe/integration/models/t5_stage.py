@@ -73,7 +73,7 @@ class T5Options:
 
     Attributes:
         transformer_engine: layers of Transformer Engine, instead of Megatron's local ones.
-        attention: the core attention of local layers.
+        attention: the core attention of the layers.
         positions: how layers come to know positions.
         tied: whether the head's weight is the word embeddings'.
     """
@@ -86,11 +86,16 @@ class T5Options:
     @property
     def biases_hide(self) -> bool:
         """Whether relative biases say which keys are forbidden; Transformer Engine's kernels are told otherwise."""
-        return self.positions.kind == RELATIVE and not self.transformer_engine
+        return self.positions.kind == RELATIVE and not self.engine_attention
+
+    @property
+    def engine_attention(self) -> bool:
+        """Whether attention is Transformer Engine's."""
+        return self.transformer_engine and self.attention is CoreAttention.MEGATRON
 
     def masks(self, dtype: torch.dtype) -> Masks:
         """The form of the layers' masks; `dtype` is that of attention scores."""
-        if self.transformer_engine:
+        if self.engine_attention:
             return NoMasks()
         return SdpaMasks(dtype) if self.attention is CoreAttention.SDPA else MegatronMasks()
 
@@ -285,9 +290,10 @@ class T5Stage(LanguageModule):
             layers, parts, depth = held.decoder, held.decoder_parts, held.decoder_layers
         if not layers:
             return None
-        attention = None if self.options.transformer_engine else self.options.attention
-        hide = decoder and self.options.biases_hide
-        layer, norm = t5_layer(self.config, attention, decoder=decoder, biases_hide=hide)
+        options, hide = self.options, decoder and self.options.biases_hide
+        layer, norm = t5_layer(
+            self.config, options.attention, decoder=decoder, engine=options.transformer_engine, biases_hide=hide
+        )
         return T5Stack(
             self.config,
             layer=layer,

@@ -21,7 +21,7 @@ import torch
 
 from megatron_dynapipe.cost.division import Division, Kind, Rates
 from megatron_dynapipe.cost.surface import nonnegative_least_squares
-from megatron_dynapipe.integration.profiling.layers import Part, Point
+from megatron_dynapipe.integration.profiling.layers import MeasuredModule, Point
 from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, measured_by_ranks
 from megatron_dynapipe.units import Recompute, round_up
 
@@ -106,10 +106,10 @@ class DivisionProfiler:
         most = min(POSITIONS, self.scope.most_positions)
         return [(min(max(most // sum(each), 1), within.size), *each) for each in lengths]
 
-    def _at(self, part: Part, point: Point) -> Values | None:
+    def _at(self, part: MeasuredModule, point: Point) -> Values | None:
         return self.scope.measure(part, point)
 
-    def _frozen(self, part: Part, point: Point) -> Values | None:
+    def _frozen(self, part: MeasuredModule, point: Point) -> Values | None:
         with _frozen(part.module):
             return self.scope.measure(replace(part, alone=None), point)
 

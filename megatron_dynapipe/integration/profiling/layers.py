@@ -48,7 +48,7 @@ CHAINED_ON_CUDA = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MeasuredModule:
     """Something to measure.
 
     Attributes:
@@ -67,12 +67,12 @@ class Part:
     prepare: Callable[[Point], Forward]
     prepare_row: Callable[[Lengths, Lengths], Forward] | None = None
     layers: int = 1
-    alone: "Part | None" = None
-    mlp: "Part | None" = None
+    alone: "MeasuredModule | None" = None
+    mlp: "MeasuredModule | None" = None
     prepare_piece: Callable[[Point], Forward] | None = None
 
     @property
-    def from_most_layers(self) -> "tuple[Part, ...]":
+    def from_most_layers(self) -> "tuple[MeasuredModule, ...]":
         """The part, and the one with a single layer where there is one."""
         return (self,) if self.alone is None else (self, self.alone)
 
@@ -89,7 +89,7 @@ class Part:
 
 def build_parts(
     model: ModelConfig, device: torch.device, *, chained: int | None = None, tensor_parallel: int = 1
-) -> Mapping[str, Part]:
+) -> Mapping[str, MeasuredModule]:
     """The parts of a model by name, in training mode on `device`.
 
     Args:
@@ -149,7 +149,7 @@ def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = No
 
 def _t5_parts(
     model: ModelConfig, config: TransformerConfig, groups: ProcessGroupCollection, chained: int, make: "_Inputs"
-) -> list[Part]:
+) -> list[MeasuredModule]:
     """Stages of a T5: inner ones of three and three, with `chained` layers and nothing else, and the whole of 1 + 1."""
     inner, whole = T5Split.of(3 * chained, 3 * chained, 6), T5Split.of(1, 1, 1)
     build = partial(
@@ -185,22 +185,22 @@ def _t5_parts(
         return forward
 
     return [
-        Part(
+        MeasuredModule(
             name="encoder",
             module=encoder,
             prepare=run_encoder,
             prepare_row=_encoder_row(encoder, make),
             layers=chained,
         ),
-        Part(
+        MeasuredModule(
             name="decoder",
             module=decoder,
             prepare=run_decoder,
             prepare_row=_decoder_row(decoder, make),
             layers=chained,
         ),
-        Part(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
-        Part(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
+        MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
+        MeasuredModule(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
     ]
 
 
@@ -236,7 +236,7 @@ def _decoder_row(decoder: T5Stage, make: "_Inputs") -> Callable[[Lengths, Length
 
 def _gpt_parts(
     model: ModelConfig, config: TransformerConfig, groups: ProcessGroupCollection, chained: int, make: "_Inputs"
-) -> list[Part]:
+) -> list[MeasuredModule]:
     """A GPT of `chained` layers without its ends, and its ends with a layer that is not run."""
     provide = partial(gpt_provider(model), pg_collection=groups)
     layer: GPTModel = provide(config=_of_layers(config, chained), pre_process=False, post_process=False)
@@ -276,7 +276,7 @@ def _gpt_parts(
         return run_segments(make.row((own,), {0: CutSegment(0, before, followed=False)}))
 
     return [
-        Part(
+        MeasuredModule(
             name="encoder",
             module=layer,
             prepare=run_layer,
@@ -284,8 +284,8 @@ def _gpt_parts(
             layers=chained,
             prepare_piece=run_piece if model.cuts_samples else None,
         ),
-        Part(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
-        Part(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
+        MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
+        MeasuredModule(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
     ]
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.integration.profiling.layers import Forward, Part, Point
+from megatron_dynapipe.integration.profiling.layers import Forward, MeasuredModule, Point
 from megatron_dynapipe.runtime.memory import PassMemory, pass_memory
 from megatron_dynapipe.runtime.platform import CpuPlatform, DevicePlatform, Mark, platform_of
 from megatron_dynapipe.units import Recompute, Shape
@@ -73,7 +73,7 @@ class Scope:
         hurried: as in `measure`.
     """
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, MeasuredModule]
     modes: Sequence[Recompute]
     within: Shape
     most_positions: int
@@ -81,7 +81,7 @@ class Scope:
     shared: bool = False
     hurried: bool = False
 
-    def measure(self, part: Part, point: Point) -> Values | None:
+    def measure(self, part: MeasuredModule, point: Point) -> Values | None:
         """`measure` the part, with a single layer where several do not fit; None where memory runs out."""
         run = partial(measure, point=point, platform=self.platform, shared=self.shared, hurried=self.hurried)
         return largest_that_fits(part, run, shared=self.shared)
@@ -102,7 +102,9 @@ def clock_of(device: torch.device, *, shared: bool) -> DevicePlatform:
     return ThreadClock() if alone else platform_of(device)
 
 
-def measure(part: Part, point: Point, platform: DevicePlatform, *, shared: bool, hurried: bool = False) -> Values:
+def measure(
+    part: MeasuredModule, point: Point, platform: DevicePlatform, *, shared: bool, hurried: bool = False
+) -> Values:
     """Measure a part at a point, in the recompute mode it is set to.
 
     Args:
@@ -226,7 +228,7 @@ def measured_by_ranks(
     return [Values(*row[1:]) if row[0] else None for row in rows]
 
 
-def largest_that_fits(part: Part, run: Callable[[Part], Values], *, shared: bool) -> Values | None:
+def largest_that_fits(part: MeasuredModule, run: Callable[[MeasuredModule], Values], *, shared: bool) -> Values | None:
     """What measuring the part gives; with a single layer where several do not fit on a rank that shares it."""
     for each in part.from_most_layers:
         try:

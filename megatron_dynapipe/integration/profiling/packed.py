@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_dynapipe.cost.tabulate import FEWEST_ROWS as FEWEST_TO_FIT
 from megatron_dynapipe.cost.tabulate import PartTables, RowSample, fit_part, row_terms
-from megatron_dynapipe.integration.profiling.layers import Forward, Lengths, Part
+from megatron_dynapipe.integration.profiling.layers import Forward, Lengths, MeasuredModule
 from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, communicable, measured_by_ranks
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute, Shape, round_up
 
@@ -177,10 +177,10 @@ class PackedProfiler:
         return tables
 
 
-def _of_row(part: Part, row: Row) -> Part:
+def _of_row(part: MeasuredModule, row: Row) -> MeasuredModule:
     """The part with the forward of a packed row, whatever the point."""
 
-    def forward(of: Part, _point: object) -> Forward:
+    def forward(of: MeasuredModule, _point: object) -> Forward:
         if of.prepare_row is not None:
             return of.prepare_row(*row)
         return of.prepare((1, round_up(sum(row.inputs))))

@@ -25,7 +25,7 @@ from megatron_dynapipe.cost.format import (
 )
 from megatron_dynapipe.cost.tabulate import LONGEST_ROW, fitted_entry
 from megatron_dynapipe.integration.profiling.division import Prefix
-from megatron_dynapipe.integration.profiling.layers import Part
+from megatron_dynapipe.integration.profiling.layers import MeasuredModule
 from megatron_dynapipe.integration.profiling.packed import Tables as PackedTables
 from megatron_dynapipe.integration.profiling.profiler import Measurement
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup
@@ -42,7 +42,7 @@ Provenance = dict[str, str | int | float | bool]
 
 def cost_file(
     setup: ProfileSetup,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, MeasuredModule],
     measurements: Sequence[Measurement],
     *,
     modes: Sequence[Recompute],
@@ -122,7 +122,7 @@ def describe(setup: ProfileSetup) -> Provenance:
     """Machine and versions of the measurement; the same on all ranks."""
     model, cuda = setup.model, setup.device.type == "cuda"
     device = torch.cuda.get_device_name(setup.device) if cuda else _processor()
-    attention = setup.args.attention_backend.name if model.transformer_engine else model.attention.value
+    attention = setup.args.attention_backend.name if model.t5.engine_attention else model.attention.value
     return {
         "device": device,
         "dtype": str(model.dtype).removeprefix("torch."),

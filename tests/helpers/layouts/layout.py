@@ -43,6 +43,7 @@ class Layout:
     distributed_optimizer: bool = False
     overlap: bool = False
     gather: bool = False  # parameters in the forward pass, with the distributed optimizer
+    bucket_size: int = 20_000  # parameters of a bucket, at least
     dropout: float = 0.0
     learning_rate: float = 1e-2
     loss_scale: float | None = None  # of fp16, to begin with

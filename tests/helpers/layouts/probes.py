@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.mlp import MLP
 
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, global_batch
@@ -112,6 +113,27 @@ def warmed(layout: Layout, *, warm: bool) -> dict[str, object]:
         pipeline._state.begin = begin
     losses = [pipeline.step(trainer.batch).loss for _ in range(3)]
     return {"losses": losses, "modes": modes, "weights": trainer.weights()}
+
+
+def activations(layout: Layout) -> list[list[tuple[bool, list[int]]]]:
+    """Whether gradients are wanted, and the shape, of every call of an activation: in the warm-up, and after it."""
+    trainer = Trainer(layout)
+    calls: list[tuple[bool, list[int]]] = []
+
+    def activation(states: torch.Tensor) -> torch.Tensor:
+        calls.append((torch.is_grad_enabled(), list(states.shape)))
+        return torch.nn.functional.gelu(states)
+
+    for module in (module for chunk in trainer.chunks for module in chunk.modules() if isinstance(module, MLP)):
+        module.activation_func = activation
+    settings = trainer.pipeline.planner.settings
+    trainer.pipeline.planner.settings = msgspec.structs.replace(settings, micro_batch_layouts=tuple(BatchLayout))
+    trainer.pipeline.warm_up(trainer.pipeline.plan(trainer.batch))
+    trainer.pipeline.planner.settings = settings
+    warm = calls.copy()
+    trainer.pipeline.step(trainer.batch)
+    trainer.pipeline.evaluate(trainer.batch)
+    return [warm, calls[len(warm) :]]
 
 
 def refused(layout: Layout, *, wanted: str) -> str:

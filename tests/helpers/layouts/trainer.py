@@ -37,7 +37,7 @@ class Trainer:
             overlap_param_gather=layout.gather,
             use_distributed_optimizer=layout.distributed_optimizer,
             grad_reduce_in_fp32=layout.dtype != "fp32",
-            bucket_size=20_000,
+            bucket_size=layout.bucket_size,
         )
         self.models = [
             DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=index > 0)

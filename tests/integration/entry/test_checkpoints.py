@@ -25,11 +25,11 @@ DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 # model, optimizer, ranks and flags that save, ranks and flags that resume
 CASES = {
     "t5, one rank to two stages": ("t5", "", (1, ""), (2, "--pipeline-model-parallel-size 2")),
-    "t5, two stages to layers 3 + 1": (
+    "t5, two stages to layers 2.5 + 1.5": (
         "t5",
         "",
         (2, "--pipeline-model-parallel-size 2"),
-        (2, "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage 3,1"),
+        (2, "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage 2.5,1.5"),
     ),
     "t5, relative, one rank to two stages of two chunks": (
         "t5, relative positions, untied",
@@ -63,10 +63,10 @@ CASES = {
     ),
     "gpt, one rank to two stages of two chunks": ("gpt", "", (1, ""), (2, INTERLEAVED)),
     "gpt, two chunks to two replicas, distributed optimizer": ("gpt", DISTRIBUTED, (2, INTERLEAVED), (2, "")),
-    "gpt, rotary, layers 3 + 1 to sequence parallelism": (
+    "gpt, rotary, layers 2.5 + 1.5 to sequence parallelism": (
         "gpt, rotary positions",
         DISTRIBUTED,
-        (2, "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage 3,1"),
+        (2, "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage 2.5,1.5"),
         (2, SEQUENCE_PARALLEL),
     ),
 }
@@ -80,7 +80,7 @@ def data(tmp_path_factory) -> Path:
 DAILY = (
     "t5, relative, one rank to two stages of two chunks",
     "gpt, two chunks to two replicas, distributed optimizer",
-    "gpt, rotary, layers 3 + 1 to sequence parallelism",
+    "gpt, rotary, layers 2.5 + 1.5 to sequence parallelism",
 )
 ROWS = [pytest.param(*row, id=name, marks=[] if name in DAILY else pytest.mark.slow) for name, row in CASES.items()]
 

@@ -20,12 +20,11 @@ LAYOUTS = {
     "two replicas that have all": (2, "--moe-token-dispatcher-type allgather"),
     "two replicas of two stages, recomputed": (
         4,
-        f"{SHARED} --pipeline-model-parallel-size 2 --dynapipe-recompute full",
+        f"{SHARED} --pipeline-model-parallel-size 2 --dynapipe-limit-rc-type full",
     ),
-    "two replicas of two chunks, packed, allgather": (
+    "two replicas of two chunks, packed": (
         4,
-        "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather --pipeline-model-parallel-size 2"
-        " --num-virtual-stages-per-pipeline-rank 2 --dynapipe-layout packed",
+        f"{SHARED} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --dynapipe-layout packed",
     ),
     "tensor-parallel ranks that share them": (
         2,

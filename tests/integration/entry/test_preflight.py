@@ -31,6 +31,7 @@ def refused(family: str, flags: str, data: Path, tmp_path: Path) -> str:
     """What a rank says of a run that must not reach Megatron's initialisation."""
     (run,) = train(family, data, f"--train-iters 2 {flags}", ranks=1, report=tmp_path / "report", status=2)
     assert "Traceback" not in run["stderr"] and "time to initialize megatron" not in run["stdout"]
+    assert "measuring the model's layers" not in run["stdout"]
     return run["stderr"].partition("error: ")[2]
 
 
@@ -44,6 +45,7 @@ def refused(family: str, flags: str, data: Path, tmp_path: Path) -> str:
             "--dynapipe-report-dir /proc/nowhere",
             "expected a report folder that can be written",
         ),
+        ("gpt", "--dynapipe-calibrate 60 --seq-length 8", "--dynapipe-long-samples"),
     ],
 )
 def test_what_cannot_train_is_refused_before_megatron_starts(family, flags, said, data, tmp_path):
@@ -57,10 +59,16 @@ def test_a_run_without_an_interval_of_evaluations_is_refused(data, tmp_path, mon
     assert "expected --eval-interval N, got none" in refused("gpt", "", data, tmp_path)
 
 
-def test_costs_of_another_kind_of_model_are_refused(data, tmp_path):
-    (tmp_path / "costs.json").write_bytes(encode_file(gpt_file()))
-    told = refused("t5", f"--dynapipe-cost-model {tmp_path / 'costs.json'}", data, tmp_path)
-    assert "expected a cost model of a t5 model" in told
+@pytest.mark.parametrize(
+    ("family", "model", "said"),
+    [
+        ("t5", {}, "expected a cost model of a t5 model"),
+        ("gpt", {"heads": msgspec.Raw(b"7")}, "was measured on another model: this one has heads 4 in place of the"),
+    ],
+)
+def test_costs_of_another_model_are_refused(family, model, said, data, tmp_path):
+    (tmp_path / "costs.json").write_bytes(encode_file(msgspec.structs.replace(gpt_file(), model=model)))
+    assert said in refused(family, f"--dynapipe-cost-model {tmp_path / 'costs.json'}", data, tmp_path)
 
 
 def test_token_ids_beyond_the_models_vocabulary_are_refused(data, other_vocabulary, tmp_path):

@@ -29,10 +29,22 @@ def args(**changes: object) -> Namespace:
 
 
 def test_padded_and_packed_where_nothing_is_in_the_way() -> None:
-    for changes in ({}, {"kv_channels": 256}):
+    relative = {"position_embedding_type": "relative"}
+    for changes in ({}, {"kv_channels": 256}, relative, OURS, OURS | relative):
         found = batch_layouts(args(**changes), ModelFamily.T5, on_cpu=False)
         assert found.allowed == BOTH and not found.reason
         assert str(found) == "padded or packed, whichever a plan finds faster"
+
+
+@pytest.fixture(autouse=True)
+def a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+
+
+def test_old_devices_pad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 0))
+    found = batch_layouts(args(bf16=False, fp16=True), ModelFamily.GPT, on_cpu=False)
+    assert found.allowed == PADDED and "needs compute capability 8.0" in found.reason
 
 
 @pytest.mark.parametrize(("asked", "allowed"), [("padded", PADDED), ("packed", (BatchLayout.PACKED,))])
@@ -41,9 +53,11 @@ def test_one_layout_alone(asked: str, allowed: tuple[BatchLayout, ...]) -> None:
     assert found.allowed == allowed and str(found) == asked
 
 
-ENGINE = {"transformer_impl": "transformer_engine"}
+OURS = {"transformer_impl": "transformer_engine"}
+ENGINE = OURS | {"dynapipe_attention": "megatron"}
 IMPOSSIBLE = {
     "Megatron's attention": ({"dynapipe_attention": "megatron"}, "Megatron's local attention takes no packed rows"),
+    "windows of Transformer Engine": (OURS | {"window_size": (8, 0)}, "sliding windows take no packed rows"),
     "multi-latent attention": ({"multi_latent_attention": True}, "multi-latent attention rotates by places in the row"),
     "mrope": ({"position_embedding_type": "mrope"}, "multimodal rotary positions are given for whole rows"),
     "fused qkv": ({"fused_single_qkv_rope": True}, "--fused-single-qkv-rope takes no packed rows"),
@@ -62,7 +76,6 @@ SLOW = {
     "fp32": ({"bf16": False}, "is for fp16 and bf16"),
     "wide heads": ({"kv_channels": 288}, "has no heads of 288 channels"),
     "odd heads": ({"hidden_size": 960}, "has no heads of 60 channels"),
-    "relative positions": ({"position_embedding_type": "relative"}, "has no biases, which relative positions are"),
 }
 
 

@@ -59,6 +59,18 @@ def test_a_weight_gradient_is_added_to_its_buffer(inputs: torch.dtype, buffer: t
     torch.testing.assert_close(into.double(), expected, rtol=2e-2 if inputs != torch.float32 else 1e-5, atol=1e-1)
 
 
+def test_where_a_product_cannot_add_up_gradients_are_added_after_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("torch.addmm", refuse)
+    assert not fused_kernels._product_adds_up(torch.device("meta"), torch.bfloat16)
+    assert "PyTorch refuses here: no such kernel" in capsys.readouterr().out
+    fused_kernels._product_adds_up.cache_clear()
+
+
 def switch(*, rank: int, world_size: int) -> dict[str, object]:
     import megatron.core.optimizer as made
     from megatron.core.tensor_parallel import layers

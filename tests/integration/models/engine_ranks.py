@@ -1,6 +1,7 @@
 """What the rank of the Transformer Engine tests runs: its attention as its source has it, by plain formulas."""
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.execution import step_functions
-from megatron_dynapipe.integration.models import t5_stage
+from megatron_dynapipe.integration.models import specs, t5_stage
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.padded_rows import decoder_rows, encoder_rows
-from megatron_dynapipe.integration.models.positions import StackPositions
+from megatron_dynapipe.integration.models.positions import Positions, StackPositions
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
+from megatron_dynapipe.integration.models.t5_stage import T5Options
 from megatron_dynapipe.units import Shape
 from tests.helpers.layouts.compare import assert_close
 from tests.integration.models.t5_ranks import batch_of, build, config, entries, options_of, start
@@ -76,9 +78,9 @@ class EngineAttention(torch.nn.Module):
         return torch.arange(rows.size(0)) < offsets.diff()[:, None]
 
 
-def engine_layer(model_config: Any, attention: Any, *, decoder: bool, biases_hide: bool) -> Any:
+def engine_layer(model_config: Any, attention: Any, *, decoder: bool, engine: bool, biases_hide: bool) -> Any:
     """A local layer with that attention and the mask types of Transformer Engine's."""
-    assert attention is None and not biases_hide
+    assert engine and attention is CoreAttention.MEGATRON and not biases_hide
     layer, norm = t5_layer(model_config, CoreAttention.SDPA, decoder=decoder)
     parts: Any = layer.submodules
 
@@ -105,7 +107,12 @@ def compare(positions: str, changes: dict[str, Any]) -> list[tuple[str, str]]:
     masked, options = batch_of(SHAPE, 1), options_of(positions)
     local = build(split, 0, config(2, split), options)
     with patch.object(t5_stage, "t5_layer", engine_layer):
-        engine = build(split, 0, config(2, split, **changes), replace(options, transformer_engine=True))
+        engine = build(
+            split,
+            0,
+            config(2, split, **changes),
+            replace(options, transformer_engine=True, attention=CoreAttention.MEGATRON),
+        )
     engine.load_state_dict(local.state_dict())
     rows = replace(
         masked, encoder_mask=None, decoder_mask=None, cross_mask=None, **step_functions._rows(SHAPE, *LENGTHS)
@@ -161,3 +168,34 @@ def biases_in_one_piece(rank: int, world_size: int) -> list[bool]:
     given = positions.of(torch.zeros(6, 1, 8), None, 6).arguments["attention_bias"]
     assert torch.equal(given, made)
     return [made.is_contiguous(), given.is_contiguous()]
+
+
+class EngineLinear(torch.nn.Linear):
+    """Stands for Transformer Engine's linear layers with norms."""
+
+
+def our_attention_in_its_layers(rank: int, world_size: int) -> dict[str, object]:
+    """Which modules a T5's layers of Transformer Engine have, and how rows are given to them."""
+    split = T5Split.of(2, 2, 1)
+    start(split)
+    made: dict[str, object] = {}
+
+    def spec(decoder: bool) -> Any:
+        layer, _ = engine_layer(
+            config(2, split), CoreAttention.MEGATRON, decoder=decoder, engine=True, biases_hide=False
+        )
+        return layer
+
+    names = {"HAVE_TE": True, "TENorm": EngineLinear}
+    for kind in ("encoder", "decoder"):
+        names[f"{kind}_model_with_transformer_engine_default_spec"] = partial(spec, kind == "decoder")
+    with patch.multiple(specs.t5_spec, create=True, **names), patch.object(specs, "HAVE_TRANSFORMER_ENGINE", True):
+        for attention in CoreAttention:
+            for decoder in (False, True):
+                layer, norm = t5_layer(config(2, split), attention, decoder=decoder, engine=True)
+                parts = [layer.submodules.self_attention] + [layer.submodules.cross_attention] * decoder
+                cores = {part.submodules.core_attention.__name__ for part in parts}
+                made[f"{attention} {decoder}"] = [norm.__name__, *cores, parts[0].params["attn_mask_type"].name]
+            options = T5Options(transformer_engine=True, attention=attention, positions=Positions(kind="relative"))
+            made[f"{attention} hides"] = [options.biases_hide, type(options.masks(torch.float32)).__name__]
+    return made

@@ -72,13 +72,16 @@ def compare(queries: list[int], keys: list[int], causal: bool, groups: int, bias
     kind = AttnMaskType.causal if causal else AttnMaskType.padding
     attention = SdpaCoreAttention(config(num_query_groups=groups), 1, kind, "self")
     row, tensors = row_of(queries, keys), inputs(queries, keys, groups)
-    bias = torch.randn(1, HEADS, max(queries), max(keys)) if biased else None
+    longest = max(queries)
+    table = torch.randn(HEADS, 2 * longest - 1) if biased else None
+    distances = torch.arange(longest)[None] - torch.arange(longest)[:, None] + longest - 1
     plain = PackedSeqParams(qkv_format="thd", cu_seqlens_q=row.cu_seqlens_q, cu_seqlens_kv=row.cu_seqlens_kv)
 
     def packed(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         if how == "thd":  # as Megatron's attention hands them over
             query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
             return attention(query, key, value, None, packed_seq_params=plain, attention_bias=bias)
+        return attention(query, key, value, None, packed_seq_params=row, attention_bias=bias)
         if how == "kernel":
             with (
                 patch.object(attention_module, "kernel_takes", lambda *_, **__: True),
@@ -88,23 +91,30 @@ def compare(queries: list[int], keys: list[int], causal: bool, groups: int, bias
         return attention(query, key, value, None, packed_seq_params=row, attention_bias=bias)
 
     def one_by_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        parts = query.split(queries), key.split(keys), value.split(keys)
+        parts = query.split(row.lengths_q), key.split(row.lengths_kv), value.split(row.lengths_kv)
         results = []
         for q, k, v in zip(*parts, strict=True):
             corner = None if bias is None else bias[:, :, : len(q), : len(k)]
-            alone = attention(q, k, v, None, attention_bias=corner) if len(k) else q.flatten(2) * 0
-            results.append(alone)
+            results.append(attention(q, k, v, None, attention_bias=corner))
         return torch.cat(results)
 
     found = []
     for attend in (packed, one_by_one):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-        leaf = None if bias is None else bias.clone().requires_grad_()
-        result = attend(*leaves, leaf)
+        leaf = None if table is None else table.clone().requires_grad_()
+        result = attend(*leaves, None if leaf is None else leaf[:, distances][None])
         result.backward(tensors[3])
         found.append([result.detach(), *(x.grad for x in (*leaves, leaf) if x is not None)])
     assert [x.shape for x in found[0]] == [x.shape for x in found[1]]
     return [(a - b).abs().max().item() for a, b in zip(*found, strict=True)]
+
+
+def tails(rank: int, world_size: int, cases: list[tuple[list[int], list[int]]]) -> list[list[list[int]]]:
+    """The segments that attention of queries to keys takes, as offsets."""
+    rows = [row_of(*case) for case in cases]
+    for row in rows:
+        assert row.lengths_q == tuple(row.cu_seqlens_q.diff().tolist()) and row.max_seqlen_q == max(row.lengths_q)
+    return [[row.cu_seqlens_q.tolist(), row.cu_seqlens_kv.tolist()] for row in rows]
 
 
 def refuse(rank: int, world_size: int) -> str:

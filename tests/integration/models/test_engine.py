@@ -29,3 +29,14 @@ def test_the_first_backward_adds_to_gradients_too():
 
 def test_biases_lie_in_one_piece():
     assert run_ranks(f"{RANKS}:biases_in_one_piece", 1)[0] == [False, True]
+
+
+def test_its_layers_keep_their_modules_around_our_attention():
+    assert run_ranks(f"{RANKS}:our_attention_in_its_layers", 1)[0] == {
+        "megatron False": ["EngineLinear", "EngineAttention", "padding"],
+        "megatron True": ["EngineLinear", "EngineAttention", "causal"],
+        "megatron hides": [False, "NoMasks"],
+        "sdpa False": ["EngineLinear", "SdpaCoreAttention", "padding"],
+        "sdpa True": ["EngineLinear", "SdpaCoreAttention", "causal"],
+        "sdpa hides": [True, "SdpaMasks"],
+    }

@@ -10,6 +10,7 @@ RANKS = "tests.integration.models.packed_ranks"
 
 
 ROW = [3, 1, 7, 3, 1, 1]
+LONG = [100, 200, 3, 77, 128, 4]
 CASES = {
     # queries and keys of each segment (the last is the tail), causal, groups, biases, how
     "of a decoder": (ROW, ROW, True, 4, False, "samples"),
@@ -37,6 +38,55 @@ def test_samples_of_a_row_attend_as_if_alone(name):
     assert max(differences()[name]) < 1e-5
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("lengths", "groups"), [(ROW, 4), (LONG, 2)])
+def test_relative_biases_in_one_kernel(lengths, groups, causal, monkeypatch):
+    """`flex_attention` as it runs without being compiled: the attention sample by sample, gradients of biases too."""
+    import torch
+    from torch.nn.attention import flex_attention
+
+    from megatron_dynapipe.integration.models.packed_attention import attend_by_sample
+    from megatron_dynapipe.integration.models.relative_attention import attend_with_biases
+    from tests.integration.models.packed_ranks import inputs, row_of
+
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # compiled, it has no backward on a CPU
+    row, longest = row_of(lengths, lengths), max(lengths)
+    *tensors, gradient = (tensor.squeeze(1) for tensor in inputs(lengths, lengths, groups))
+    distances = torch.arange(longest)[None] - torch.arange(longest)[:, None] + longest - 1
+
+    def one(query, key, value, mask):
+        given = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(*given, attn_mask=mask, scale=0.3, enable_gqa=groups < query.size(2)).transpose(1, 2)
+
+    def by_sample(query, key, value, bias):
+        hidden = torch.ones(longest, longest, dtype=torch.bool).triu(1) & causal
+        return attend_by_sample(query, key, value, row, one, bias.masked_fill(hidden, -torch.inf), causal=causal)
+
+    def in_kernel(query, key, value, bias):
+        return attend_with_biases(query, key, value, row, bias, causal=causal, scale=0.3)
+
+    found = []
+    for attend in (in_kernel, by_sample):
+        leaves = [tensor.clone().requires_grad_() for tensor in (*tensors, torch.arange(4 * 2 * longest - 4.0).sin())]
+        table = leaves[3].view(4, -1)
+        result = attend(*leaves[:3], table[:, distances][None])
+        result.backward(gradient.view_as(result))
+        found.append([result.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_queries_are_without_keys():
+    """cuDNN before 9.25 gives NaN for them, and NaN times a mask's zero is NaN."""
+    cases = [([3, 2, 3], [4, 4, 0]), ([3, 2, 0], [4, 4, 0]), ([3, 2, 3], [4, 4, 1])]
+    assert run_ranks(f"{RANKS}:tails", 1, {"cases": cases})[0] == [
+        [[0, 3, 8], [0, 4, 8]],
+        [[0, 3, 5, 5], [0, 4, 8, 8]],
+        [[0, 3, 5, 8], [0, 4, 8, 9]],
+    ]
+
+
 def test_segments_that_do_not_cover_the_row_are_refused():
     message = run_ranks(f"{RANKS}:refuse", 1)[0]
     assert message == "expected segments of 9 queries and 9 keys, got 8 and 9"
@@ -58,7 +108,7 @@ def test_what_the_kernel_takes():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[5] == "samples" and not case[4]])
 def test_the_kernel_attends_as_samples_one_by_one_do(name):
-    """In bf16, whose rounding the bound is of; segments without queries or without keys too."""
+    """In bf16, whose rounding the bound is of; segments without queries too."""
     import torch
 
     from megatron_dynapipe.integration.models.packed_attention import attend_by_sample, attend_in_kernel

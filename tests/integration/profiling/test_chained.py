@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_dynapipe.integration.profiling.layers import Forward, Part
+from megatron_dynapipe.integration.profiling.layers import Forward, MeasuredModule
 from megatron_dynapipe.integration.profiling.measure import Values, largest_that_fits
 from tests.helpers.processes import run_ranks
 from tests.integration.profiling.chained_ranks import compare
@@ -34,10 +34,10 @@ def test_one_layer_is_measured_where_several_do_not_fit() -> None:
     def prepare(point: object) -> Forward:
         raise AssertionError("not run")
 
-    one = Part(name="encoder", module=torch.nn.Identity(), prepare=prepare)
+    one = MeasuredModule(name="encoder", module=torch.nn.Identity(), prepare=prepare)
     part = replace(one, layers=4, alone=one)
 
-    def run(each: Part, *, most: int) -> Values:
+    def run(each: MeasuredModule, *, most: int) -> Values:
         if each.layers > most:
             raise torch.OutOfMemoryError("too much")
         return Values(each.layers, 0, 0, 0)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.integration.profiling import measure as module
-from megatron_dynapipe.integration.profiling.layers import Forward, Part, Point
+from megatron_dynapipe.integration.profiling.layers import Forward, MeasuredModule, Point
 from megatron_dynapipe.integration.profiling.measure import ThreadClock, clock_of, measure
 from megatron_dynapipe.runtime.memory import PassMemory
 from megatron_dynapipe.runtime.platform import CpuPlatform, Mark
@@ -25,8 +25,8 @@ class Counted:
         self.layer = torch.nn.Linear(size, size)
         self.forwards = self.kept = self.most = 0
 
-    def part(self) -> Part:
-        return Part(name="encoder", module=self.layer, prepare=self.prepare)
+    def part(self) -> MeasuredModule:
+        return MeasuredModule(name="encoder", module=self.layer, prepare=self.prepare)
 
     def prepare(self, point: Point) -> Forward:
         def forward() -> torch.Tensor:

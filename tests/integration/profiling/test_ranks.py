@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.integration.profiling.layers import Forward, Part
+from megatron_dynapipe.integration.profiling.layers import Forward, MeasuredModule
 from megatron_dynapipe.integration.profiling.measure import Values, at_once, largest_that_fits, measured_by_ranks
 from tests.helpers.processes import run_ranks
 
@@ -15,7 +15,7 @@ def _prepare(point: object) -> Forward:
     raise AssertionError("not run")
 
 
-PART = Part(name="encoder", module=torch.nn.Identity(), prepare=_prepare)
+PART = MeasuredModule(name="encoder", module=torch.nn.Identity(), prepare=_prepare)
 
 
 def plain(values: Values | None) -> tuple[int, ...] | None:
@@ -28,7 +28,7 @@ def in_turns(rank: int, world_size: int) -> dict[str, object]:
     dist.init_process_group("gloo")
     ran = []
 
-    def run(part: Part, *, point: int) -> Values:
+    def run(part: MeasuredModule, *, point: int) -> Values:
         ran.append(point)
         if point == 5:
             raise torch.OutOfMemoryError("too much")
@@ -48,7 +48,7 @@ def in_turns(rank: int, world_size: int) -> dict[str, object]:
 def together(rank: int, world_size: int, too_large_for: int) -> list[object]:
     dist.init_process_group("gloo")
 
-    def run(part: Part) -> Values:
+    def run(part: MeasuredModule) -> Values:
         if rank == too_large_for:
             raise torch.OutOfMemoryError("too much")
         return Values(2 * rank, 4, 10 * (rank + 1), 100 - rank)

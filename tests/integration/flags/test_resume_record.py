@@ -7,16 +7,16 @@ import pytest
 
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
-from megatron_dynapipe.integration.flags.run_record import (
+from megatron_dynapipe.integration.flags.resume_record import (
     NAME,
     CheckpointConfig,
     CheckpointRecords,
-    RunRecord,
+    ResumeRecord,
     check_resumed,
     loaded,
 )
 
-RECORD = RunRecord(
+RECORD = ResumeRecord(
     model={"hidden_size": "32", "vocabulary size": "4096"},
     tokenizer="t",
     dataset={"train.bin": "d"},
@@ -33,7 +33,7 @@ def save(checkpoints: Path, iteration: int) -> Path:
     return folder
 
 
-def resume(checkpoints: Path, record: RunRecord, **changes: object) -> str | None:
+def resume(checkpoints: Path, record: ResumeRecord, **changes: object) -> str | None:
     return check_resumed(config(checkpoints, **changes), record)
 
 

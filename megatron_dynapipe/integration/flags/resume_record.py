@@ -69,7 +69,7 @@ class CheckpointConfig:
         return self.non_persistent_folder or checkpoints / "non_persistent"
 
 
-class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A run, as far as a checkpoint of it depends on it; every value is text.
 
     Attributes:
@@ -87,14 +87,14 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, str]
 
 
-def record_of(run: "RunConfig", inputs: PlanInputs) -> RunRecord:
+def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
     """The record of a run that is about to start; raises DataError where its dataset cannot be read."""
     meta = read_meta(run.data)
     model = {**run.checkpoints.weights, "family": run.family.value, "vocabulary size": str(meta.vocabulary_size)}
     splits = [split.name for split in inputs.splits]
     files = {name: file.quick for name, file in meta.files.items() if name.partition(".")[0] in splits}
     fields = settings_fields(inputs).items()
-    return RunRecord(
+    return ResumeRecord(
         model=model,
         tokenizer=_tokenizer_digest(run.checkpoints.tokenizer),
         dataset=files or check_files(run.data, splits, {}),
@@ -138,7 +138,7 @@ class CheckpointRecords:
         record: of this run.
     """
 
-    def __init__(self, checkpoints: Path, record: RunRecord) -> None:
+    def __init__(self, checkpoints: Path, record: ResumeRecord) -> None:
         self._checkpoints = checkpoints
         self._record = record
         self._known = self._last_save()
@@ -225,7 +225,7 @@ def resumed(checkpoints: CheckpointConfig) -> Path | None:
     return checkpoint_of(own, found)
 
 
-def check_resumed(checkpoints: CheckpointConfig, record: RunRecord) -> str | None:
+def check_resumed(checkpoints: CheckpointConfig, record: ResumeRecord) -> str | None:
     """Compare a run with the checkpoint that it resumes; what to tell the user, if anything.
 
     Raises:
@@ -255,11 +255,11 @@ def check_resumed(checkpoints: CheckpointConfig, record: RunRecord) -> str | Non
     return f"resuming {folder} with other settings: {named(found)}" if found else None
 
 
-def _read_record(path: Path) -> RunRecord | None:
+def _read_record(path: Path) -> ResumeRecord | None:
     if not path.exists():
         return None
     try:
-        return msgspec.json.decode(read_bounded(path, most_bytes=10_000_000), type=RunRecord)
+        return msgspec.json.decode(read_bounded(path, most_bytes=10_000_000), type=ResumeRecord)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"cannot read what the checkpoint says of its run, {path}: {error}",

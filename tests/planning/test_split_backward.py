@@ -1,0 +1,66 @@
+"""Plans with divided backward passes: where they are, what they gain, and that nothing else changes without them."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
+from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward
+from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import ModelFamily, Recompute
+
+SHAPE = ModelShape(family=ModelFamily.GPT, hidden=1024, heads=16, kv_channels=64, ffn=4096, vocabulary=32768)
+COSTS = AnalyticCostModel(SHAPE, A100_RATES, max_size=64, max_length=1024)
+LENGTHS = [40 + 37 * i % 700 for i in range(48)]
+
+
+def plan(split_backward="auto", *, forward_only=False, **changes):
+    settings = PlannerSettings(
+        family=ModelFamily.GPT,
+        encoder_layers=8,
+        hidden_size=1024,
+        memory_limit_bytes=changes.pop("memory_limit_bytes", 4 * 10**9),
+        split_backward=split_backward,
+        **({"pipeline_parallel": 4} | changes),
+    )
+    lengths = np.array(LENGTHS, np.int32)
+    batch = GlobalBatch(
+        iteration=0, sample_ids=np.arange(len(LENGTHS)), input_lengths=lengths, target_lengths=np.zeros_like(lengths)
+    )
+    return Planner(settings, COSTS).plan(batch, 0, forward_only=forward_only)
+
+
+def passes(planned, kind):
+    lists = (stage.instructions for replica in planned.replicas for stage in replica.stages)
+    return [(i.micro_batch, i.chunk) for instructions in lists for i in instructions if isinstance(i, kind)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"pipeline_parallel": 2, "chunks": 2}, {"data_parallel": 2}])
+def test_auto_divides_some_passes_and_gains(changes):
+    whole, found = plan("off", **changes), plan(**changes)
+    assert not passes(whole, BackwardInput)
+    assert sorted(passes(found, BackwardInput)) == sorted(passes(found, BackwardWeight)) != []
+    assert passes(found, Backward), "those that gain nothing stay whole"
+    assert max(r.predicted_ns for r in found.replicas) < max(r.predicted_ns for r in whole.replicas)
+    assert plan(**changes) == found
+
+
+def test_on_divides_all_that_can_be():
+    found = plan("on", pipeline_parallel=1, recompute=(Recompute.NONE, Recompute.SELECTIVE))
+    assert not passes(found, Backward)
+    assert len(passes(found, BackwardInput)) == len(passes(found, Forward))
+    assert not passes(plan("auto", pipeline_parallel=1), BackwardInput)
+
+
+def test_full_recomputation_and_evaluations_stay_whole():
+    assert not passes(plan("on", recompute=(Recompute.FULL,)), BackwardInput)
+    assert not passes(plan("on", forward_only=True), BackwardInput)
+    found = plan("on", recompute=(Recompute.NONE,))
+    (replica,) = found.replicas
+    full = tuple(msgspec.structs.replace(each, recompute=Recompute.FULL) for each in replica.micro_batches)
+    with pytest.raises(PlanError, match="expected the whole backward pass of a micro-batch that is recomputed in full"):
+        verify(msgspec.structs.replace(found, replicas=(msgspec.structs.replace(replica, micro_batches=full),)))
