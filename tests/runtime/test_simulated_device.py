@@ -37,7 +37,9 @@ def plans(request):
     return [made.plan(given, 0), made.plan(given, 0, forward_only=True)]
 
 
-@pytest.mark.parametrize("job", [Job(), Job(tensor=2), Job(tensor=2, is_sharded=lambda *_: True)], ids=str)
+@pytest.mark.parametrize(
+    "job", [Job(), Job(tensor=2), Job(tensor=2, is_sharded=lambda *_: True)], ids=("plain", "tensor", "sharded")
+)
 def test_devices_work_off_what_is_launched(plans, job):
     for plan in plans:
         assert check(plan, job) == check(plan, job, one_queue=False) > 50

@@ -131,7 +131,7 @@ def _expert_refusals(args: argparse.Namespace, *, is_t5: bool) -> Iterator[tuple
     )
     yield (
         balancing != "none",
-        f"--moe-router-load-balancing-type {balancing}",
+        f"--num-experts with --moe-router-load-balancing-type {balancing}",
         "it balances within a micro-batch, so that gradients would depend on the plan; give none",
     )
     yield (
