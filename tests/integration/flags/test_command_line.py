@@ -147,7 +147,7 @@ VALUES = [
     ("--train-samples 50", "training.iterations", "3"),
     ("--train-epochs 3", "training.iterations", "12"),
     ("--train-iters 2 --tokens-per-global-batch 512", "training.sampler.tokens_per_iteration", "512"),
-    ("--train-iters 2", "state", "StateBytes(gradient=4, optimizer=8, optimizer_shards=1)"),
+    ("--train-iters 2", "state", "StateBytes(gradient=4, optimizer=8, optimizer_shards=1, expert_shards=1)"),
     ("--train-iters 2 --bf16", "state", "StateBytes(gradient=4, optimizer=12, optimizer_shards=1)"),
     (
         "--train-iters 2 --bf16 --grad-reduce-in-bf16 --optimizer sgd",

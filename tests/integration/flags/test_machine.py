@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import torch
 
+from megatron_dynapipe import config
 from megatron_dynapipe.config import read_cluster
 from megatron_dynapipe.cost.format import INTER_NODE, INTRA_NODE, Link, encode_file
 from megatron_dynapipe.errors import ConfigError
@@ -46,14 +47,14 @@ def test_the_ranks_own_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None and found.memory_limit_bytes == 127 * 10**9
     said = machine.describe(found)
     assert said.startswith("memory and links of h200_141gb.yaml (found by the device's name, NVIDIA H200; ")
-    assert (found.links[INTRA_NODE].gbps, found.links[INTER_NODE].latency_us) == (3600, 20)
+    assert (found.links[INTRA_NODE].gbps, found.links[INTER_NODE].latency_us) == (3040, 20)
     assert machine.cluster_of("none", device=device) is None
     assert machine.cluster_of("auto", device=torch.device("cpu")) is None
     assert asked == [3]
 
 
 def test_memory_is_divided_over_the_ranks_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = CLUSTERS / "h100_80gb.yaml"
+    path = config.CLUSTERS / "h100_80gb.yaml"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     found = read_cluster(path, "NVIDIA H100 80GB HBM3")
