@@ -148,11 +148,11 @@ VALUES = [
     ("--train-epochs 3", "training.iterations", "12"),
     ("--train-iters 2 --tokens-per-global-batch 512", "training.sampler.tokens_per_iteration", "512"),
     ("--train-iters 2", "state", "StateBytes(gradient=4, optimizer=8, optimizer_shards=1, expert_shards=1)"),
-    ("--train-iters 2 --bf16", "state", "StateBytes(gradient=4, optimizer=12, optimizer_shards=1)"),
+    ("--train-iters 2 --bf16", "state", "StateBytes(gradient=4, optimizer=12, optimizer_shards=1, expert_shards=1)"),
     (
         "--train-iters 2 --bf16 --grad-reduce-in-bf16 --optimizer sgd",
         "state",
-        "StateBytes(gradient=2, optimizer=8, optimizer_shards=1)",
+        "StateBytes(gradient=2, optimizer=8, optimizer_shards=1, expert_shards=1)",
     ),
     ("--train-iters 2 --bf16", "model.gradient_dtype", "torch.float32"),
     ("--train-iters 2 --bf16 --grad-reduce-in-bf16", "model.gradient_dtype", "torch.bfloat16"),
