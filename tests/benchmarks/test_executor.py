@@ -70,4 +70,5 @@ def run_pieces(*, rank: int, world_size: int) -> list[tuple[int, int]]:
 
 def test_memory_of_sliced_iterations_is_flat():
     after = run_ranks(run_pieces, 1)[0]
-    assert after[0][0] < after[0][1] and set(after[1:]) == {after[1]}
+    assert len({peak for _, peak in after[1:]}) == 1
+    assert all(live <= 64 for live, _ in after), "a scalar may live until the next collection"

@@ -55,7 +55,7 @@ def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureF
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:4] == ["data", "tensor", "pipeline", "chunks"]
     assert " plans in " in lines[3]
-    assert lines[4].startswith("cluster: h100_80gb: 8 devices per node with 200 MB each, 3600 Gbit/s and 10 µs")
+    assert lines[4].startswith("cluster: h100_80gb: 8 devices per node with 200 MB each, 3040 Gbit/s and 10 µs")
     assert any(line.startswith("cannot be used: 1·4·1: ") or ", 1·4·1: " in line for line in lines[4:])
 
 

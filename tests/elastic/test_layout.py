@@ -69,7 +69,7 @@ def test_ranks_that_no_layout_has_a_use_for_stand_by() -> None:
 
 def test_too_few_ranks_are_told_how_many_are_needed() -> None:
     needed = {}
-    for limit_mb in (8, 16, 32, 64):
+    for limit_mb in (8, 12, 16, 20, 24, 28, 32, 40, 48, 64):
         try:
             needed[limit_mb] = chosen(1, memory_limit_bytes=limit_mb * 10**6)
         except ConfigError:

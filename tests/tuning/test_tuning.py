@@ -187,9 +187,9 @@ def test_bounds_hold_whatever_was_measured(
 @pytest.mark.parametrize(
     ("seed", "lengths", "said"),
     [
-        (4, [16, 459, 429], "sample 1 of padded shape 1x464 lies outside the cost model's lengths"),
-        (10, [279, 6, 482, 453], "every sample fits alone, but no schedule of their micro-batches fits the memory"),
-        (12, [373, 16, 272], "sample 0 of padded shape 1x376 lies outside the cost model's lengths"),
+        (86, [18, 68, 226], "sample 1 of padded shape 1x72 lies outside the cost model's lengths"),
+        (28, [130, 361, 209, 418], "every sample fits alone, but no schedule of their micro-batches fits the memory"),
+        (13, [485, 213, 260], "sample 0 of padded shape 1x488 lies outside the cost model's lengths"),
     ],
 )
 def test_sizes_that_were_not_measured_are_no_bug_of_the_planner(seed: int, lengths: list[int], said: str) -> None:

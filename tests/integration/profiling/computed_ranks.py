@@ -18,7 +18,7 @@ from megatron_dynapipe.cost.analytic import layer_costs
 from megatron_dynapipe.cost.work import LayerWork
 from megatron_dynapipe.integration.flags.plan_inputs import model_shape
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
-from megatron_dynapipe.integration.profiling.layers import Part, Point, build_parts
+from megatron_dynapipe.integration.profiling.layers import MeasuredModule, Point, build_parts
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 from megatron_dynapipe.runtime.memory import pass_memory
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -73,7 +73,7 @@ def _parameters(setup: ProfileSetup, *, pipeline_parallel: int = 1, tensor_paral
     return int(computed), sum(parameter.numel() for parameter in built.parameters())
 
 
-def _layer(kind: str, shape: ModelShape, part: Part) -> Pairs:
+def _layer(kind: str, shape: ModelShape, part: MeasuredModule) -> Pairs:
     work, found = LayerWork(shape=shape, element_bytes=4), {}
     b, s, t = (torch.tensor(float(n)).numpy() for n in (SIZE, INPUTS, TARGETS))
     computed = work.decoder(b, t, s) if kind == "decoder" else work.encoder(b, s)
@@ -86,7 +86,7 @@ def _layer(kind: str, shape: ModelShape, part: Part) -> Pairs:
     return found
 
 
-def _of_second(part: Part, point: Point, count: Any) -> float:
+def _of_second(part: MeasuredModule, point: Point, count: Any) -> float:
     """Of one of two layers: what both need besides, such as a stage's biases, counts once."""
     assert part.alone is not None
     return float(count(part.prepare(point)) - count(part.alone.prepare(point)))
