@@ -71,6 +71,8 @@ bool PackedCosts::add(size_t mode, size_t sample, int64_t positions, int64_t (&t
         for (int row = 0; row < kEncoderRows; ++row) terms[kRows + row] += extra[row];
         for (int row = kEncoderForward; row <= kEncoderStored; ++row)  // all of it is attention's
             terms[kRows + kEncoderAttentionForward + row] += extra[row];
+        // But what is kept counts for an MLP by itself too: where nobody measured, stored bytes are shared out by a rule.
+        terms[kRows + kEncoderMlpStored] += extra[kEncoderStored];
     }
     return true;
 }
