@@ -206,12 +206,12 @@ def _planned(plan: Any, stage: int, element_bytes: int) -> tuple[int, int]:
 
     Messages under way: those received ahead of their pass, and gradients sent that are not yet known to have arrived.
     """
-    from megatron_dynapipe.plan.instructions import Backward, Buffer, Forward, Free, Payload, RecvStart, SendStart
+    from megatron_dynapipe.plan.instructions import Buffer, Free, Pass, Payload, RecvStart, SendStart
     from megatron_dynapipe.plan.memory import high_water_marks
 
     replica = plan.replicas[0]
     instructions = replica.stages[stage].instructions
-    steps = [step for step, each in enumerate(instructions) if isinstance(each, Forward | Backward)]
+    steps = [step for step, each in enumerate(instructions) if isinstance(each, Pass)]
     highs = dict(zip(steps, high_water_marks(plan, replica, stage, steps), strict=True))
     under_way: dict[tuple[Any, int, int], int] = {}
     most = (plan.model_state_bytes[stage], 0)
@@ -220,7 +220,7 @@ def _planned(plan: Any, stage: int, element_bytes: int) -> tuple[int, int]:
             case RecvStart() | SendStart() if isinstance(each, RecvStart) or each.payload is Payload.GRADIENT:
                 size = sum(math.prod(shape) for shape in each.shapes) * element_bytes
                 under_way[type(each), each.micro_batch, each.chunk] = size
-            case Forward() | Backward():
+            case _ if isinstance(each, Pass):
                 under_way.pop((RecvStart, each.micro_batch, each.chunk), None)
                 most = max(most, (highs[step], sum(under_way.values())), key=sum)
             case Free() if each.buffer is Buffer.INPUT_GRAD:

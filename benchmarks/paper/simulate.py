@@ -61,7 +61,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     method: str
     layout: Layout | None = None
-    layers_per_stage: tuple[int, ...] | None = None
+    layers_per_stage: tuple[int | float, ...] | None = None
     tokens_per_second: float | None = None
     padding_efficiency: float | None = None
     peak_memory_mb: float | None = None

@@ -75,7 +75,7 @@ class Job:
 
     def _run(self, number: int) -> dict[str, Any]:
         """Train one global batch; the weights change, the batch does not."""
-        from megatron_dynapipe.plan.instructions import Backward, Forward
+        from megatron_dynapipe.plan.instructions import Pass
 
         samples = self.samples(number)
         planning = time.thread_time_ns()  # the planner has one thread, and others may be on its core
@@ -83,7 +83,7 @@ class Job:
         planning = time.thread_time_ns() - planning
         result, figures = self.timed(lambda: self._pipeline.step(samples, plan))
         events = result.trace.events()
-        busy = sum(e.end_ns - e.start_ns for e in events if isinstance(e.instruction, Forward | Backward))
+        busy = sum(e.end_ns - e.start_ns for e in events if isinstance(e.instruction, Pass))
         totals = plan.totals
         return figures | {
             "idle": [1 - each / (figures["ms"] * 1e6) for each in self.gathered(busy)],

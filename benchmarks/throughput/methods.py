@@ -38,7 +38,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ranks: int
     tensor_parallel: int
     pipeline_parallel: int
-    layers_per_stage: list[int] | None = None
+    layers_per_stage: list[int | float] | None = None
     jobs_per_device: int = 1
     port: int = 0
 

@@ -8,9 +8,13 @@ def build(setup: Any) -> tuple[Any, Any]:
     """The stage of this rank, wrapped by Megatron, and its optimizer."""
     from megatron.core import parallel_state
 
+    from megatron_dynapipe.integration.flags.from_megatron import run_config
     from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 
-    provide = gpt_provider(setup.model) if setup.split is None else t5_provider(setup.model, setup.split)
+    if setup.split is None:
+        provide = gpt_provider(setup.model, run_config(setup.args, setup.family).divided_layout)
+    else:
+        provide = t5_provider(setup.model, setup.split)
     module = provide(
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
     ).to(device=setup.device, dtype=setup.model.dtype)

@@ -114,14 +114,14 @@ def train(
     return found
 
 
-def chosen_split(case: Case, methods: Sequence[str], spec: Spec) -> list[int] | None:
+def chosen_split(case: Case, methods: Sequence[str], spec: Spec) -> list[int | float] | None:
     """The planned layer split, where there are several stages and a method takes it."""
     method = next((each for each in methods if EVERY[each].plans_split), None)
     if method is None or case.layout.pipeline == 1:
         return None
     say(f"{case}: choosing a layer split")
     with started(msgspec.structs.replace(spec, method=method)) as chooser:
-        found: list[int] = chooser.ask({"split": True})["layers_per_stage"]
+        found: list[int | float] = chooser.ask({"split": True})["layers_per_stage"]
         return found
 
 

@@ -69,7 +69,7 @@ def prepared(
     *,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
-    layers_per_stage: Sequence[int] | None = None,
+    layers_per_stage: Sequence[float] | None = None,
     vocabulary: int | None = None,
 ) -> Iterator[ProfileSetup]:
     """Parse a run's flags, make process groups over the ranks there are, seed; undone at the block's end.
