@@ -56,7 +56,7 @@ class Pieces:
         return np.where(self.is_piece == 1, np.searchsorted(cut, self.sample), -1)
 
 
-def cut(lengths: IntArray, most: int, multiple: int, tables: LayerTables) -> Pieces:
+def cut(lengths: IntArray, most: int, multiple: int, tables: LayerTables, *, strict: bool = False) -> Pieces:
     """Samples longer than `most` positions in as few pieces of equal time as have at most about as many.
 
     Args:
@@ -64,12 +64,15 @@ def cut(lengths: IntArray, most: int, multiple: int, tables: LayerTables) -> Pie
         most: positions of a piece.
         multiple: pieces but the last are multiples of it.
         tables: one layer's costs, for the time that attending to earlier pieces takes.
+        strict: no piece has more, where equal times would need it in equal pieces; or `multiple` where that is more.
     """
     rows: list[tuple[int, int, int, int]] = []
     balance = _linear_share(tables)
     for sample, length in enumerate(lengths.tolist()):
-        ends = [0, *_inner_ends(length, -(-length // most), multiple, balance), length]
-        rows += [(sample, start, end, length) for start, end in pairwise(sorted(set(ends)))]
+        ends = {0, *_inner_ends(length, -(-length // most), multiple, balance), length}
+        if strict and max(end - start for start, end in pairwise(sorted(ends))) > most:
+            ends = {*range(0, length, max(most // multiple, 1) * multiple), length}
+        rows += [(sample, start, end, length) for start, end in pairwise(sorted(ends))]
     sample_of, start, end, whole = np.array(rows, np.int64).T
     return Pieces(sample=sample_of, start=start, end=end, length=whole)
 
@@ -146,6 +149,7 @@ def cut_batch(
     *,
     recompute: tuple[Recompute, ...],
     element_bytes: int,
+    strict: bool = False,
 ) -> CutBatch | None:
     """The batch with samples of more than `most` positions cut; None where there are none.
 
@@ -156,12 +160,13 @@ def cut_batch(
         problem: of planning them whole.
         most: as `cut`.
         multiple: as `cut`.
+        strict: as `cut`.
         recompute: the problem's modes.
         element_bytes: of an element of keys and values.
     """
     ids, counts = np.unique(samples.ids, return_counts=True)
     once = counts[np.searchsorted(ids, samples.ids)] == 1
-    pieces = cut(np.where(once, samples.input_positions, 1), most, multiple, problem.modes[0])
+    pieces = cut(np.where(once, samples.input_positions, 1), most, multiple, problem.modes[0], strict=strict)
     own = np.where(once[pieces.sample], pieces.end - pieces.start, samples.input_positions[pieces.sample])
     is_piece = pieces.is_piece
     if not is_piece.any():

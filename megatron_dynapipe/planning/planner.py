@@ -199,7 +199,15 @@ class Planner:
         best: CutBatch | None = None
         longer = 0
         for most in limits:
-            cut = cut_batch(samples, problem, most, multiple, recompute=s.recompute, element_bytes=element_bytes)
+            cut = cut_batch(
+                samples,
+                problem,
+                most,
+                multiple,
+                recompute=s.recompute,
+                element_bytes=element_bytes,
+                strict=isinstance(s.slices, int),
+            )
             if cut is None:
                 continue
             if isinstance(s.slices, int):

@@ -70,6 +70,8 @@ def cut_samples(planned: IterationPlan) -> int:
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=8), st.integers(64, 4000), st.sampled_from([8, 16, 64]))
 def test_pieces_tile_in_equal_time(lengths: list[int], most: int, multiple: int) -> None:
     tables = COSTS.tables(tensor_parallel=1, recompute=Recompute.NONE)
+    strict = cut(np.array(lengths), most, multiple, tables, strict=True)
+    assert (strict.end - strict.start).max() <= max(most, multiple)
     pieces = cut(np.array(lengths), most, multiple, tables)
     for sample, length in enumerate(lengths):
         its = pieces.sample == sample
@@ -77,7 +79,7 @@ def test_pieces_tile_in_equal_time(lengths: list[int], most: int, multiple: int)
         assert [*starts, length] == [0, *ends]
         assert all(end % multiple == 0 for end in ends[:-1])
         own = np.diff([0, *ends])
-        assert (np.diff(own) <= multiple).all(), "later pieces attend to more, so they are no longer"
+        assert (np.diff(own) < 2 * multiple).all(), "later pieces attend to more, so they are no longer but by rounding"
         if length <= most:
             assert len(own) == 1
     assert (np.unique(pieces.chains[pieces.is_piece == 1]) == np.arange(pieces.chains.max() + 1)).all()
