@@ -168,13 +168,11 @@ def cut_batch(
     once = counts[np.searchsorted(ids, samples.ids)] == 1
     pieces = cut(np.where(once, samples.input_positions, 1), most, multiple, problem.modes[0], strict=strict)
     own = np.where(once[pieces.sample], pieces.end - pieces.start, samples.input_positions[pieces.sample])
-    is_piece = pieces.is_piece
-    if not is_piece.any():
+    if not pieces.is_piece.any():
         return None
-    taken = {name: getattr(samples, name)[pieces.sample] for name in ("ids", "input_tokens", "target_tokens")}
     entries = replace(
         samples,
-        **taken,
+        **{name: getattr(samples, name)[pieces.sample] for name in ("ids", "input_tokens", "target_tokens")},
         input_positions=own,
         target_positions=np.zeros_like(own),
         inputs=round_up_all(own),
@@ -185,7 +183,7 @@ def cut_batch(
         piece_costs(
             tables,
             mode,
-            own=own * is_piece,
+            own=own * pieces.is_piece,
             before=pieces.start,
             followed=(pieces.end < pieces.length).astype(np.int64),
             element_bytes=element_bytes,
@@ -201,5 +199,5 @@ def cut_batch(
         chains=pieces.chains.astype(np.int32),
         piece_costs=np.stack(extras),
     )
-    order = by_length(entries.inputs, entries.targets)
-    return CutBatch(samples=entries, problem=cut_problem, partitioned=OrderedPartitions(order=order, partitions=()))
+    partitioned = OrderedPartitions(order=by_length(entries.inputs, entries.targets), partitions=())
+    return CutBatch(samples=entries, problem=cut_problem, partitioned=partitioned)
