@@ -1,6 +1,6 @@
 """Replicas that run in step: equally many micro-batches, those of one position alike in time, in one order of passes.
 
-The samples of a batch, in an order in which neighbours are alike, are dealt out in rows of one for each replica. One
+The samples of a batch, in an order in which neighbours are alike, are put in rows of one for each replica. One
 replica is planned, with the longest sample of each row, and its plan serves all of them:
 
     order         900 880 | 610 600 | 300 290 | 40 30 |     rows for two replicas
