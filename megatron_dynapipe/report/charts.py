@@ -33,6 +33,9 @@ MOST_DRAWN = 12_000
 LEAST_SHARE = 1 / 5_000
 """Of the iteration: waits that are shorter would be thinner than a pixel until zoomed far in."""
 
+FAR_ABOVE = 4
+"""Times the fullest stage's memory: a limit's line there would flatten the bars."""
+
 FORWARD, BACKWARD, BUBBLE, TRANSFER = "#4f8fd0", "#e08a3c", "#a3abb5", "#8c6bb1"
 PLAN_WAIT, OTHER, BETWEEN, LIMIT = "#d9534f", "#c2a878", "#6aa57a", "#d9534f"
 
@@ -62,7 +65,10 @@ def run_charts(run: Run) -> list[Chart]:
     ]
     charts = [chart for chart in made if chart.traces or chart.table]
     for chart in charts:
-        if len(run.starts) > 1 and chart.layout.get("xaxis", {}).get("title") == ITERATION:
+        if chart.layout.get("xaxis", {}).get("title") != ITERATION:
+            continue
+        chart.layout["xaxis"] |= _whole(run.iterations[-1].iteration - run.iterations[0].iteration)
+        if len(run.starts) > 1:
             chart.layout.update(_marks(run.starts))
     return charts
 
@@ -212,15 +218,17 @@ def _memory(run: Run) -> Chart:
             traces.append(
                 {"type": "scatter", "mode": "markers", "name": name, "x": at, "y": _mb(most), "marker": marker}
             )
-    if run.run:
-        limit = run.run.memory_limit_bytes
+    note = "The most of any iteration." + ("" if counted else " Model state is not counted here.")
+    limit = run.run.memory_limit_bytes if run.run else 0
+    if limit > FAR_ABOVE * max(sum(values) for values in zip(*(values for _, values, _ in bars), strict=True)):
+        note += f" The limit, {limit / BYTES_PER_MB:,.0f} MB, is far above."
+    elif limit:
         ends = [min(at) - 0.5, max(at) + 0.5]
         traces.append(
             {"type": "scatter", "mode": "lines", "name": f"limit: {limit / BYTES_PER_MB:,.0f} MB", "x": ends,
              "y": _mb([limit, limit]), "line": {"color": LIMIT, "dash": "dash"}, "hoverinfo": "name"}
         )  # fmt: skip
     layout = {"barmode": "stack", "xaxis": {"title": "stage", **_whole(len(at))}, "yaxis": {"title": "MB"}}
-    note = "The most of any iteration." + ("" if counted else " Model state is not counted here.")
     return Chart(name="memory", title="Memory by stage", note=note, traces=traces, layout=layout)
 
 
