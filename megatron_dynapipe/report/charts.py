@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_dynapipe.plan.instructions import BackwardWeight
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import Timeline
 from megatron_dynapipe.report.records import RunRecord
@@ -77,7 +78,7 @@ def _marks(starts: Sequence[RunRecord]) -> dict[str, Any]:
     """A line and the number of ranks where each start but the first began."""
     places = [(start.first_iteration + 1, amount(start.world_size, "rank")) for start in starts[1:]]
     upright = {"yref": "paper", "y0": 0, "y1": 1, "line": {"color": BUBBLE, "dash": "dot", "width": 1}}
-    text = {"yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False, "font": {"size": 10}}
+    text = {"yref": "paper", "y": 0, "yanchor": "bottom", "xanchor": "left", "showarrow": False, "font": {"size": 10}}
     return {
         "shapes": [{"type": "line", "x0": x, "x1": x, **upright} for x, _ in places],
         "annotations": [{"x": x, "text": name, **text} for x, name in places],
@@ -286,7 +287,8 @@ def _boxes(timeline: Timeline) -> dict[str, Any]:
         shown = sorted(shown, key=lambda each: each[0].start_ns - each[0].end_ns)[:MOST_DRAWN]
     kinds: dict[str, dict[str, list[Any]]] = {}
     for event, stage in shown:
-        kind = kinds.setdefault(kind_of(event.instruction), {"stage": [], "start": [], "length": [], "text": []})
+        name = "weights" if isinstance(event.instruction, BackwardWeight) else kind_of(event.instruction)
+        kind = kinds.setdefault(name, {"stage": [], "start": [], "length": [], "text": []})
         kind["stage"].append(stage)
         kind["start"].append(round(event.start_ns / NS_PER_MS, 4))
         kind["length"].append(round((event.end_ns - event.start_ns) / NS_PER_MS, 4))

@@ -1,7 +1,7 @@
 """What a run prints at its end: padding, micro-batches, speed, how good the predictions were, waits for plans."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -10,12 +10,10 @@ from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.report.records import IterationRecord, MemoryRecord
 from megatron_dynapipe.units import NS_PER_MS, Shape, in_mb
 
-WARM_UP_ITERATIONS = 1
-"""The first iteration pays for starting up: it scales no prediction and counts in no error."""
 SCALING_ITERATIONS = 5
 """Measured iterations after warm-up that the prediction is scaled by."""
 PREFETCHED_ITERATION = 2
-"""From this iteration on, plans are expected to be there when they are wanted."""
+"""From this iteration of a start on, plans are expected to be there when they are wanted."""
 MOST_TASKS = 8
 """Named on a line; the page has all."""
 
@@ -79,6 +77,7 @@ def summarise(
     *,
     maximum: Shape,
     computed_costs: bool = False,
+    starts: Collection[int] = (),
     pictures: Sequence[Path] = (),
     memory: Sequence[MemoryRecord] = (),
 ) -> Summary:
@@ -89,6 +88,8 @@ def summarise(
         maximum: lengths that a run without planning would pad every sample to; its size is not looked at.
         computed_costs: whether the run began with costs that were computed, not measured: plans of them predict no
             time of this machine, so that these predictions are scaled.
+        starts: the first iterations of those that resumed the run. They pay for starting up, like the run's first: they
+            scale no prediction, and count in no error and no rate.
         pictures: files to name.
         memory: of all ranks.
 
@@ -98,11 +99,18 @@ def summarise(
     if not records:
         raise DataError("expected at least one iteration to sum up, got none")
     runs = joined(records)
-    scale = _scale(runs) if computed_costs else None
+    begins = {runs[0].iteration, *starts}
+    warm = [run for run in runs if run.iteration not in begins]
+    timed = warm or runs
+    scale = _scale(timed) if computed_costs else None
     predicted = {run.iteration: run.predicted_ns * _factor(run, scale) for run in runs}
-    judged = _judged(runs, scale)
-    timed = runs[WARM_UP_ITERATIONS:] or runs
-    prefetched = [run for run in runs if run.iteration - runs[0].iteration >= PREFETCHED_ITERATION] or runs
+    judged = [
+        run
+        for run in warm[0 if scale is None else SCALING_ITERATIONS :]
+        if run.predicted_ns > 0 and run.measured_ns > 0
+    ]
+    late = [run for run in warm if not any(0 < run.iteration - begin < PREFETCHED_ITERATION for begin in begins)]
+    prefetched = late or runs
     tokens = sum(run.totals.real_tokens for run in runs)
     waited, worked = sum(run.plan_wait_ns for run in prefetched), sum(run.measured_ns for run in prefetched)
     shapes = [shape for run in runs for shape in run.shapes]
@@ -211,19 +219,13 @@ def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
 
 def _scale(runs: Sequence[IterationRecord]) -> float | None:
     """Measured over predicted time in the first measured iterations that computed costs planned."""
-    first = [run for run in runs[WARM_UP_ITERATIONS:] or runs if run.predicted_ns > 0 and run.cost_model_version == 0]
+    first = [run for run in runs if run.predicted_ns > 0 and run.cost_model_version == 0]
     return median(r.measured_ns / r.predicted_ns for r in first[:SCALING_ITERATIONS]) if first else None
 
 
 def _factor(run: IterationRecord, scale: float | None) -> float:
     """Of an iteration's prediction: corrected costs are this machine's, and are not scaled."""
     return 1.0 if scale is None or run.cost_model_version else scale
-
-
-def _judged(runs: Sequence[IterationRecord], scale: float | None) -> list[IterationRecord]:
-    """The iterations whose predictions are judged: not the warm-up, nor those that the scale is of."""
-    left_out = WARM_UP_ITERATIONS + (0 if scale is None else SCALING_ITERATIONS)
-    return [run for run in runs[left_out:] if run.predicted_ns > 0 and run.measured_ns > 0]
 
 
 def _error(runs: Sequence[IterationRecord], predicted: Mapping[int, float]) -> float | None:

@@ -39,7 +39,7 @@ NOT_RUN = {
 }
 ON_ONE = ("node0:29400", "localhost:29437")
 RUN = {
-    rf"{PROGRAM} (compare --batches|orchestrate)": Runs(slow=False),
+    rf"{PROGRAM} (compare --batches|orchestrate)": Runs(swaps=(("--limit 6", "--limit 1"),), slow=False),
     rf"{PROGRAM} plan --data data/mixture": Runs(
         swaps=(("--model gpt …", DEMO), ("FILE.plan", "iteration-0.plan")), slow=False
     ),
