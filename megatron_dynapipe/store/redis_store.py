@@ -76,9 +76,11 @@ class PlanStore(Connections):
 
         Raises `StoreError` when the key holds other bytes: two writers disagree about a plan.
         """
-        if not self.put_first(key, value):
-            _, held = self._read({key: "0-0"}, f"reading back {key}").get(key, (0, b""))
-            if held != value:
+        while not self.put_first(key, value):
+            _, held = self._read({key: "0-0"}, f"reading back {key}").get(key, (0, None))
+            if held == value:
+                return
+            if held is not None:  # else it has gone meanwhile: the server has come back empty, or the key was deleted
                 raise conflict_error(key, len(held), len(value))
 
     def put_first(self, key: str, value: bytes) -> bool:

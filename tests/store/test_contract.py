@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,25 @@ def test_publishing_equal_bytes_again_does_nothing_and_other_bytes_are_refused(s
     with pytest.raises(StoreError, match=r"already holds other bytes \(4 B\) than those now published \(5 B\)"):
         store.put(key, b"other")
     assert store.wait_any([key], timeout_s=5, what="it")[1] == b"plan"
+
+
+def test_a_key_that_goes_while_it_is_compared_is_published_again(
+    server: StoreServer, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a campaign: the server came back empty between the refusal of a second entry and its reading."""
+    with open_store(server.address) as store:
+        store.put(key, b"plan")
+        first = store.put_first
+
+        def refused(*arguments: Any) -> bool:
+            monkeypatch.undo()
+            taken = first(*arguments)
+            store.delete([key])
+            return taken
+
+        monkeypatch.setattr(store, "put_first", refused)
+        store.put(key, b"plan")
+        assert store.wait_any([key], timeout_s=5, what="it")[1] == b"plan"
 
 
 def test_of_several_first_writers_one_wins(store: PlanStore, key: str) -> None:
