@@ -228,6 +228,16 @@ def _factor(run: IterationRecord, scale: float | None) -> float:
     return 1.0 if scale is None or run.cost_model_version else scale
 
 
+def _judged(warm: Sequence[IterationRecord], scale: float | None) -> list[IterationRecord]:
+    """The iterations whose predictions are judged: none that the scale is of."""
+    rest = warm if scale is None else warm[SCALING_ITERATIONS:]
+    return [run for run in rest if run.predicted_ns > 0 and run.measured_ns > 0]
+
+
+def _prefetched(warm: Sequence[IterationRecord], begins: Collection[int]) -> list[IterationRecord]:
+    return [run for run in warm if not any(0 < run.iteration - begin < PREFETCHED_ITERATION for begin in begins)]
+
+
 def _error(runs: Sequence[IterationRecord], predicted: Mapping[int, float]) -> float | None:
     errors = [abs(predicted[run.iteration] - run.measured_ns) / run.measured_ns for run in runs]
     return median(errors) if errors else None
