@@ -88,8 +88,7 @@ def summarise(
         maximum: lengths that a run without planning would pad every sample to; its size is not looked at.
         computed_costs: whether the run began with costs that were computed, not measured: plans of them predict no
             time of this machine, so that these predictions are scaled.
-        starts: the first iterations of those that resumed the run. They pay for starting up, like the run's first: they
-            scale no prediction, and count in no error and no rate.
+        starts: first iterations of the run's starts, which pay for starting up and count in no error and no rate.
         pictures: files to name.
         memory: of all ranks.
 
@@ -104,15 +103,8 @@ def summarise(
     timed = warm or runs
     scale = _scale(timed) if computed_costs else None
     predicted = {run.iteration: run.predicted_ns * _factor(run, scale) for run in runs}
-    judged = [
-        run
-        for run in warm[0 if scale is None else SCALING_ITERATIONS :]
-        if run.predicted_ns > 0 and run.measured_ns > 0
-    ]
-    late = [run for run in warm if not any(0 < run.iteration - begin < PREFETCHED_ITERATION for begin in begins)]
-    prefetched = late or runs
+    judged = _judged(warm, scale)
     tokens = sum(run.totals.real_tokens for run in runs)
-    waited, worked = sum(run.plan_wait_ns for run in prefetched), sum(run.measured_ns for run in prefetched)
     shapes = [shape for run in runs for shape in run.shapes]
     if not shapes:
         raise DataError("expected at least one micro-batch to sum up, got none")
@@ -131,7 +123,7 @@ def summarise(
         prediction_scale=scale,
         prediction_error=_error(judged, predicted),
         late_prediction_error=_error(judged[len(judged) // 2 :], predicted),
-        plan_wait_share=waited / (waited + worked),
+        plan_wait_share=_wait_share(_prefetched(warm, begins) or runs),
         pictures=tuple(pictures),
         memory=max(memory, key=lambda each: each.fragment_bytes, default=None),
     )
@@ -236,6 +228,11 @@ def _judged(warm: Sequence[IterationRecord], scale: float | None) -> list[Iterat
 
 def _prefetched(warm: Sequence[IterationRecord], begins: Collection[int]) -> list[IterationRecord]:
     return [run for run in warm if not any(0 < run.iteration - begin < PREFETCHED_ITERATION for begin in begins)]
+
+
+def _wait_share(runs: Sequence[IterationRecord]) -> float:
+    waited, whole = sum(run.plan_wait_ns for run in runs), sum(whole_ns(run) for run in runs)
+    return waited / whole
 
 
 def _error(runs: Sequence[IterationRecord], predicted: Mapping[int, float]) -> float | None:
