@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import logging
 import sys
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         cpu.quieten()
         cpu.enable("cpu")
         cpu.silence_prints()
+        logging.disable(logging.INFO)  # the writer of safetensors names a folder that is about to be renamed
         from megatron_dynapipe.integration.conversion.command import from_hugging_face, to_hugging_face
 
         if args.way == "from-hf":
