@@ -5,14 +5,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.data.meta import DatasetMeta
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command and its actions."""
     parser = subparsers.add_parser("data", help="make a tokenised dataset, or describe one")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)

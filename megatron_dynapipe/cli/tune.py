@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches, positive
 from megatron_dynapipe.cli.planning_arguments import (
     ANALYTIC,
@@ -21,7 +22,6 @@ from megatron_dynapipe.cli.planning_arguments import (
 from megatron_dynapipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.cost import CostModel
     from megatron_dynapipe.planning.settings import PlannerSettings
     from megatron_dynapipe.sampling import GlobalBatch
@@ -36,7 +36,7 @@ _TABLE = "{:>5}{:>7}{:>9}{:>7}  {:>10}{:>11}{:>10}{:>12}  {:24}{}"
 _COLUMNS = ("data", "tensor", "pipeline", "chunks", "time, ms", "reduction", "tokens/s", "memory, MB", "", "layers")
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("tune", help="which parallel layout of a cluster trains these batches fastest")
     add_shared_arguments(parser)

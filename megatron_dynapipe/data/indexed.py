@@ -16,16 +16,17 @@ import numpy.typing as npt
 
 from megatron_dynapipe.data.identity import checksums_path
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.sampling.index_file import (
+from megatron_dynapipe.sampling.lengths import (
     DTYPES,
     HEADER,
     MAGIC,
     VERSION,
+    LengthTable,
     data_path,
     index_path,
+    read_array,
     read_index,
 )
-from megatron_dynapipe.sampling.lengths import LengthTable, read_array
 
 LOOK_S = 1.0
 """Between two looks at whether a file without checksums has been changed."""

@@ -11,10 +11,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_dynapipe.data.identity import file_digest, folder_digest
-from megatron_dynapipe.data.mixture.corruption import SENTINEL
 from megatron_dynapipe.errors import DataError
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+SENTINEL = "<extra_id_{}>"
+"""A token that stands for a removed span, by its number."""
 NO_CHAT_TEMPLATE = "pass --tokenizer of a chat model, or write a Jinja template into the mixture file (docs/data.md)"
 """What to do where there is no chat template."""
 

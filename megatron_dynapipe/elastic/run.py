@@ -16,9 +16,9 @@ import torch
 
 from megatron_dynapipe.elastic.job import LEFT, SAVE_EVERY, Job, note_training
 from megatron_dynapipe.elastic.layout import announce_end
-from megatron_dynapipe.elastic.orphans import end_with_launcher
 from megatron_dynapipe.elastic.run_folder import LOCK_SHARE, RunFolder, iteration_of
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.runtime.control_group import ControlGroup
 
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)

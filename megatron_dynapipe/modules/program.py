@@ -19,8 +19,7 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron_dynapipe.modules.record import CHANGES, Result, is_in_place, is_module, name_of
-from megatron_dynapipe.modules.symbols import Evaluate
+from megatron_dynapipe.modules.record import CHANGES, Evaluate, Result, is_in_place, is_module, name_of
 from megatron_dynapipe.modules.trace import TracedForward
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson")

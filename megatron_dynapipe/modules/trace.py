@@ -27,8 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.attributes import Read, is_read_by_user
-from megatron_dynapipe.modules.record import ForwardRecorder
-from megatron_dynapipe.modules.symbols import Domain, SymbolicBatch
+from megatron_dynapipe.modules.record import Domain, ForwardRecorder, SymbolicBatch
 
 _HOST = torch.device("cpu")
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)

@@ -19,7 +19,7 @@ import msgspec
 
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.processes import ChildLog, package_path, start, terminate
-from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
+from megatron_dynapipe.service.client import PlannerFailure, publish_failure
 from megatron_dynapipe.service.settings import ServiceSettings, encode_settings
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import redis
 
 from megatron_dynapipe.errors import StoreError
-from megatron_dynapipe.store.address import StoreAddress
-from megatron_dynapipe.store.keys import PATTERN, parse_key
+from megatron_dynapipe.store.address import PATTERN, StoreAddress, parse_key
 from megatron_dynapipe.store.redis_store import PlanStore, open_store
 
 TIMEOUT_S = 10.0
@@ -112,7 +111,7 @@ def _check_unused(address: StoreAddress, report: ServerReport) -> None:
 
 
 def jobs_of(keys: Iterable[str]) -> tuple[JobReport, ...]:
-    """Sum up a store's keys (their layout: `keys.py`) by job; keys of other programs are left out."""
+    """Sum up a store's keys (their layout: `address`) by job; keys of other programs are left out."""
     plans: dict[str, list[tuple[str, int]]] = {}
     for name in map(parse_key, keys):
         if name is not None:

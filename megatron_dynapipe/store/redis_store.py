@@ -18,9 +18,8 @@ from typing import Any, cast
 from redis.exceptions import ResponseError
 
 from megatron_dynapipe.errors import StoreError, StoreTimeoutError
-from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.store.address import StoreAddress, job_prefix
 from megatron_dynapipe.store.connection import REPLY_BYTES, Command, Connections
-from megatron_dynapipe.store.keys import job_prefix
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dynapipe import megatron_version, planning
-from megatron_dynapipe.cli import checks, main
-from megatron_dynapipe.cli.checks import Check
+from megatron_dynapipe.cli import doctor as checks
+from megatron_dynapipe.cli import main
+from megatron_dynapipe.cli.doctor import Check
 from megatron_dynapipe.errors import StoreError
 
 

@@ -9,7 +9,7 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import segment_settings
 from megatron_dynapipe.tuning import Status, StepRates, tune_segments
-from megatron_dynapipe.tuning.step_costs import step_ns
+from megatron_dynapipe.tuning.evaluate import step_ns
 from megatron_dynapipe.units import Recompute
 from tests.modules.test_planning import costs_of
 from tests.planning.planner_cases import batch_of

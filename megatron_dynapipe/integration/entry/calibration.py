@@ -28,8 +28,8 @@ from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.repredict import repredicted_ns
 from megatron_dynapipe.processes import ChildLog, package_path, start_guarded
+from megatron_dynapipe.service.loop import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs
-from megatron_dynapipe.service.source import split_sampler
 from megatron_dynapipe.units import NS_PER_MS
 
 START_S = 120.0

@@ -19,8 +19,8 @@ from megatron_dynapipe.integration.models.specs import CoreAttention
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
 from megatron_dynapipe.planning.layer_split import BATCHES, choose_layer_split
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.service.loop import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs, SplitSettings
-from megatron_dynapipe.service.source import split_sampler
 
 _MOST_BY_TOKENS = 4096
 """Samples of a micro-batch at most, where an iteration holds any number of them."""
