@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
 def _profile(args: argparse.Namespace) -> "tuple[LayerProfile, Mapping[str, Link]]":
     """The layers, and the links that were measured with them."""
     from megatron_dynapipe.cost.segments import SegmentCosts
-    from megatron_dynapipe.tuning import LayerProfile, read_graph_profile
+    from megatron_dynapipe.tuning import LayerProfile
+    from megatron_dynapipe.tuning.layer_profile import read_graph_profile
 
     if args.profile.suffix == ".json":
         if args.profile_batch_size is not None:

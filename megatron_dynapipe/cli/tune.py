@@ -74,8 +74,7 @@ def add_parser(subparsers: SubParsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune; 1 if no layout could be planned."""
     from megatron_dynapipe.outputs import check_replaceable, marked, write_file
-    from megatron_dynapipe.tuning import layout_file
-    from megatron_dynapipe.tuning.validate import LAYOUT_FILE_MARK
+    from megatron_dynapipe.tuning.validate import LAYOUT_FILE_MARK, layout_file
 
     complete_model(args)
     _choose_cluster(args)
@@ -148,7 +147,7 @@ def _check_validation(args: argparse.Namespace) -> None:
 
 
 def _validated(tuning: "Tuning", args: argparse.Namespace) -> "Tuning":
-    from megatron_dynapipe.tuning import train_best
+    from megatron_dynapipe.tuning.validate import train_best
 
     script, *flags = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     return train_best(
@@ -169,7 +168,8 @@ def _cost_file(args: argparse.Namespace) -> Path | None:
 
 
 def _tuned(args: argparse.Namespace, bar: "_Bar") -> "Tuning":
-    from megatron_dynapipe.tuning import StepRates, tune
+    from megatron_dynapipe.tuning import tune
+    from megatron_dynapipe.tuning.evaluate import StepRates
 
     space = _space(args)
     cost_model, rates = costs_and_rates(args, sequence_parallel=args.sequence_parallel)
@@ -191,7 +191,8 @@ def _batches(args: argparse.Namespace) -> "list[GlobalBatch]":
 
 
 def _space(args: argparse.Namespace) -> "Space":
-    from megatron_dynapipe.tuning import Space, Split
+    from megatron_dynapipe.tuning import Space
+    from megatron_dynapipe.tuning.space import Split
 
     try:
         splits = tuple(Split(name) for name in args.layer_splits.split(","))

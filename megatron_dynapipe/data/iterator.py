@@ -11,15 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from megatron_dynapipe.data.collate import Collator, HostMicroBatch
-from megatron_dynapipe.data.segments import RowSegments
 from megatron_dynapipe.errors import ConfigError, DataError, StoreTimeoutError
 from megatron_dynapipe.plan.iteration import StageEntry
 
@@ -217,45 +216,20 @@ def pinning(device: torch.device) -> Callable[[HostMicroBatch], HostMicroBatch]:
 
 def in_one_buffer(batch: HostMicroBatch, *, pin: bool) -> HostMicroBatch:
     """The same micro-batch with all its tensors in one buffer."""
-    first, second = batch.input_segments, batch.decoder_segments
-    rows = [part for row in (first, second) for part in ((row.offsets, row.positions) if row else (None, None))]
-    fields = (batch.tokens, batch.decoder_tokens, batch.labels, batch.loss_mask, batch.decoder_lengths, batch.tasks)
-    copied = gathered([batch.input_lengths, *fields, *rows], pin=pin)
-    input_lengths, tokens, decoder_tokens, labels, loss_mask, decoder_lengths, tasks, *parts = copied
-    assert input_lengths is not None, "every stage has it"
-    return replace(
-        batch,
-        input_lengths=input_lengths,
-        tokens=tokens,
-        decoder_tokens=decoder_tokens,
-        labels=labels,
-        loss_mask=loss_mask,
-        decoder_lengths=decoder_lengths,
-        tasks=tasks,
-        input_segments=_row(first, *parts[:2]),
-        decoder_segments=_row(second, *parts[2:]),
-    )
-
-
-def _row(segments: RowSegments | None, offsets: Tensor | None, positions: Tensor | None) -> RowSegments | None:
-    if segments is None or offsets is None or positions is None:
-        return None
-    return replace(segments, offsets=offsets, positions=positions)
+    rows = {name: row for name in ("input_segments", "decoder_segments") if (row := getattr(batch, name)) is not None}
+    own = {each.name: value for each in fields(batch) if isinstance(value := getattr(batch, each.name), Tensor)}
+    given = [*own.values(), *(part for row in rows.values() for part in (row.offsets, row.positions))]
+    copied = iter(gathered(given, pin=pin))
+    changed: dict[str, Any] = dict(zip(own, copied, strict=False))
+    changed |= {name: replace(row, offsets=next(copied), positions=next(copied)) for name, row in rows.items()}
+    return replace(batch, **changed)
 
 
 def gathered(tensors: Sequence[Tensor | None], *, pin: bool) -> list[Tensor | None]:
     """Copies of tensors as views of one buffer; None stays None."""
-    sizes = [0 if tensor is None else tensor.numel() * tensor.element_size() for tensor in tensors]
-    places, end = [], 0
-    for size in sizes:
-        places.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
-    copied: list[Tensor | None] = []
-    for tensor, place, size in zip(tensors, places, sizes, strict=True):
-        if tensor is None:
-            copied.append(None)
-            continue
-        view = buffer[place : place + size].view(tensor.dtype).view(tensor.shape)
-        copied.append(view.copy_(tensor))
-    return copied
+    sizes = [0 if tensor is None else -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+    places = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin).split(sizes)
+    return [
+        None if tensor is None else place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        for place, tensor in zip(places, tensors, strict=True)
+    ]

@@ -10,7 +10,8 @@ Masks depend on the key alone (and causality), never on whether the query is pad
 
 So no row forbids everything (a softmax over nothing would be NaN), no query ever looks at a padding key, and what
 padding queries compute reaches neither real positions nor the loss. The masks are views that repeat one row or one
-triangle where they can; do not write to them.
+triangle where they can; do not write to them. Lengths are int[b], real positions of each sample, at least 1; their
+device is the mask's.
 """
 
 import torch
@@ -18,33 +19,17 @@ from torch import Tensor
 
 
 def encoder_mask(input_lengths: Tensor, length: int) -> Tensor:
-    """Self-attention of the encoder: bool[b, 1, length, length].
-
-    Args:
-        input_lengths: int[b], real positions of each sample, at least 1; its device is the mask's.
-        length: positions the micro-batch is padded to.
-    """
+    """Self-attention of the encoder: bool[b, 1, length, length]."""
     return cross_mask(input_lengths, length, length)
 
 
 def cross_mask(input_lengths: Tensor, target_length: int, input_length: int) -> Tensor:
-    """Attention of the decoder to the encoder's output: bool[b, 1, target_length, input_length].
-
-    Args:
-        input_lengths: int[b], real input positions of each sample, at least 1; its device is the mask's.
-        target_length: decoder positions the micro-batch is padded to.
-        input_length: input positions the micro-batch is padded to.
-    """
+    """Attention of the decoder to the encoder's output: bool[b, 1, target_length, input_length]."""
     return _padding(input_lengths, input_length).expand(-1, -1, target_length, -1)
 
 
 def decoder_mask(decoder_lengths: Tensor, length: int) -> Tensor:
-    """Self-attention of the decoder, causal and without padding keys: bool[b, 1, length, length].
-
-    Args:
-        decoder_lengths: int[b], real decoder positions of each sample, at least 1; its device is the mask's.
-        length: positions the micro-batch is padded to.
-    """
+    """Self-attention of the decoder, causal and without padding keys: bool[b, 1, length, length]."""
     return _padding(decoder_lengths, length) | causal_mask(length, decoder_lengths.device)
 
 

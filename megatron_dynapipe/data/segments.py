@@ -72,11 +72,6 @@ class RowSegments:
     def of(cls, starts: Sequence[int], length: int, cuts: Mapping[int, CutSegment] | None = None) -> "RowSegments":
         """The segments of a row of `length` positions, from where its samples begin and where the last one ends.
 
-        Args:
-            starts: one more than there are samples or pieces.
-            length: of the row.
-            cuts: as the attribute.
-
         Raises:
             PlanError: the samples do not lie one after another within the row.
         """

@@ -113,10 +113,6 @@ class LaunchSettings:
 def launch(settings: LaunchSettings, command: Sequence[str]) -> int:
     """Run a training script on this node's ranks while the job lasts; the exit status.
 
-    Args:
-        settings: of the job and the node.
-        command: script and its arguments, the same on all nodes.
-
     Returns:
         0: the job has ended well, or this node has left it; 1: it has failed; 2: the ranks could not start.
 
@@ -152,15 +148,7 @@ def launch(settings: LaunchSettings, command: Sequence[str]) -> int:
 
 
 class Agent(LocalElasticAgent):
-    """One node's agent: its ranks save before they leave, and it knows leaving from failing.
-
-    Args:
-        settings: of the job and the node.
-        command: script and its arguments.
-        handler: of the rendezvous.
-        parameters: of the rendezvous.
-        trains_file: made by a rank after its first iteration.
-    """
+    """One node's agent: its ranks save before they leave, and it knows leaving from failing."""
 
     def __init__(
         self,

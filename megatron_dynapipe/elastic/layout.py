@@ -88,13 +88,6 @@ def choose_for_megatron(
 ) -> LayoutChoice:
     """`choose` among the layouts of a Megatron model.
 
-    Args:
-        base: the planner's settings of the model on one device.
-        space: what the job's checkpoints can be loaded under, on as many devices as ranks are there.
-        most_ranks: of the job, with all nodes there.
-        cost_model: of the model on these devices.
-        batches: by which layouts are judged.
-
     Raises:
         ConfigError: as `choose`.
     """
@@ -156,11 +149,6 @@ def agree_on_layout(
 
     A rank that the layout has no use for does not return: it stands by. Nor does any where there are too few ranks for
     a layout: they wait for more.
-
-    Args:
-        choose: called on rank 0.
-        timeout_s: for it.
-        describe: a layout in words, for the log.
 
     Raises:
         ConfigError: on every rank: no layout fits.

@@ -77,9 +77,6 @@ class ElasticRun:
         """Numbers of the iterations that are left, each to be trained before the next is asked for.
 
         After the last one the run is saved, and has ended.
-
-        Args:
-            until: iterations of the whole run.
         """
         while self.iteration < until:
             yield self.iteration

@@ -27,14 +27,7 @@ def is_read_by_user(name: str) -> bool:
 
 
 class ReadAttributes:
-    """What has been read of a model, and what it is now.
-
-    Args:
-        model: of the user; it may go.
-        skeleton: its copy, which is traced.
-        reads: attributes that tracing has read.
-        divided: names of the modules whose code was traced.
-    """
+    """What has been read of a model, and what it is now."""
 
     def __init__(self, model: nn.Module, skeleton: nn.Module, reads: Iterable[Read], divided: Iterable[str]) -> None:
         self._model, self._skeleton = weakref.ref(model), skeleton

@@ -54,14 +54,7 @@ class _Variant:
 
 
 class Variants:
-    """The traces of one model.
-
-    Args:
-        skeleton: the whole model without memory.
-        stage_of: the virtual stage of each segment.
-        mine: virtual stages of this rank.
-        resolve: this rank's module of a name.
-    """
+    """The traces of one model."""
 
     def __init__(
         self, skeleton: nn.Module, stage_of: Sequence[int], mine: Sequence[int], resolve: Callable[[str], Any]
@@ -175,10 +168,6 @@ class ModelPart(Part):
         ranks: this rank's place.
         inputs: which of a batch's entries are the model's.
         names: under which name each parameter is known among all that share it, by its own.
-
-    Attributes:
-        division: the model over virtual stages, as it was first traced.
-        stage_of: as given.
     """
 
     def __init__(

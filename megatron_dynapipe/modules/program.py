@@ -26,15 +26,7 @@ _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "
 
 
 class Division:
-    """A trace over stages.
-
-    Args:
-        trace: of the model.
-        stage_of: the stage of each segment, never falling.
-
-    Attributes:
-        boundaries: what crosses from stage v to stage v + 1, per v.
-    """
+    """A trace over stages."""
 
     def __init__(self, trace: TracedForward, stage_of: Sequence[int]) -> None:
         assert len(stage_of) == len(trace.points) + 1, "a stage for every segment"
@@ -61,12 +53,7 @@ class Division:
         return [str(node.args[1]) for node in self._programs[stage] if node.args and node.args[0] is batch]
 
     def compile(self, stage: int, resolve: Callable[[str], Any]) -> "StageFunction":
-        """What a stage runs.
-
-        Args:
-            stage: its number.
-            resolve: the module of a name; of a weight's name, the module that holds it.
-        """
+        """What a stage runs."""
         received = self._crossing[stage - 1] if stage else []
         sent = None if stage == self.stages - 1 else self._crossing[stage]
         return StageFunction(self._programs[stage], received, sent, self._inputs, resolve)

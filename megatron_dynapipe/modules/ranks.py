@@ -31,10 +31,6 @@ from megatron_dynapipe.runtime.process_groups import group_of_each
 class Ranks:
     """A rank's place, and what all ranks agree through. Every rank makes it at the same point.
 
-    Args:
-        replicas: data-parallel replicas of the pipeline.
-        timeout_s: deadline of every exchange.
-
     Attributes:
         stage, stages: this rank's place in its pipeline, and the pipeline's ranks.
         replica, replicas: which copy of the pipeline it is in, of how many.
@@ -125,12 +121,7 @@ _PATIENCE_S, _PAUSE_S = 5.0, 0.05
 
 
 class Failures:
-    """What ranks tell each other of failures.
-
-    Args:
-        control: of all ranks.
-        groups: of this rank; those of gloo are broken when it fails.
-    """
+    """What ranks tell each other of failures."""
 
     def __init__(self, control: ControlGroup, groups: Sequence[dist.ProcessGroup]) -> None:
         self._rank, self._size = control.rank, control.size

@@ -49,16 +49,7 @@ _LEAST = 2
 
 
 class SymbolicBatch:
-    """A batch as tensors without memory whose sizes are symbols; equal sizes are one symbol.
-
-    Args:
-        batch: tensors by name; other values stay as they are.
-        device: that the tensors seem to be on.
-
-    Attributes:
-        mode: the mode in which the tensors live.
-        values: the batch.
-    """
+    """A batch as tensors without memory whose sizes are symbols; equal sizes are one symbol."""
 
     def __init__(self, batch: Mapping[str, Any], device: torch.device) -> None:
         self._env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
@@ -80,12 +71,7 @@ class SymbolicBatch:
 
 
 class Domain:
-    """Batches for which a trace holds.
-
-    Args:
-        sizes: of every tensor: a symbol or a number for each dimension.
-        conditions: on the symbols.
-    """
+    """Batches for which a trace holds."""
 
     def __init__(self, sizes: Mapping[str, tuple[sympy.Expr | int, ...]], conditions: Sequence[sympy.Basic]) -> None:
         self._sizes = sizes
@@ -165,11 +151,6 @@ def is_in_place(node: fx.Node) -> bool:
 
 class ForwardRecorder(TorchFunctionMode):
     """Sees every operation while the block lasts; those inside a whole module are not recorded.
-
-    Args:
-        batch: the forward's arguments.
-        weights: parameters and buffers by name.
-        device: that all of them seem to be on.
 
     Attributes:
         graph: so far.

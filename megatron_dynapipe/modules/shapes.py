@@ -121,9 +121,6 @@ class Place(NamedTuple):
 class ShapeTracker:
     """What crosses one boundary, by the shapes of the micro-batch.
 
-    Args:
-        ranks: this rank's place.
-
     Attributes:
         learned: how many shapes of micro-batches this rank has been told of so far.
     """
@@ -208,15 +205,7 @@ def output_structure(
     received: Structure | None = None,
     autocast: torch.dtype | None = None,
 ) -> Structure:
-    """What a module returns, found on tensors without memory.
-
-    Args:
-        module: a stage's.
-        batch: its arguments by name.
-        device: where the module is.
-        received: its first argument, if it gets one of the stage before it.
-        autocast: dtype that operations are cast to, if any.
-    """
+    """What a module returns, found on tensors without memory."""
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if autocast is not None:

@@ -29,10 +29,7 @@ _MARK = "_dynapipe_shared_on"
 class SharedModule:
     """Says that a module's weights are held by several stages, each of which builds the module alike.
 
-        self.embedding = SharedModule([0, 3]).register(nn.Embedding(…))      # on stages 0 and 3
-
-    Args:
-        stages: that hold it.
+    self.embedding = SharedModule([0, 3]).register(nn.Embedding(…))      # on stages 0 and 3
     """
 
     def __init__(self, stages: Sequence[int]) -> None:

@@ -311,10 +311,6 @@ def earlier_starts(folder: Path) -> list[Path]:
 def keep_earlier(folder: Path, begun: RunRecord) -> None:
     """Make room for the records of a start: those of the starts that it goes on from stay, others are deleted.
 
-    Args:
-        folder: of the run's records; may hold none.
-        begun: the start.
-
     Raises:
         OSError: the files cannot be moved.
     """

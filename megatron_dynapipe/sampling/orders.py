@@ -111,13 +111,7 @@ class ShuffledEpochs:
 
 
 class TaskDraws:
-    """Each task as often as its rate says; memory does not grow with the number of rows.
-
-    Args:
-        seed: of every permutation.
-        tasks: where the rows of each task lie.
-        draws: of each task in an epoch, at least 1.
-    """
+    """Each task as often as its rate says; memory does not grow with the number of rows."""
 
     def __init__(self, seed: int, tasks: "TaskRows", draws: Sequence[int]) -> None:
         self._seed, self._tasks = seed, tasks

@@ -87,11 +87,7 @@ class GlobalBatch:
         return int(self.input_lengths.sum() + self.target_lengths.sum())
 
     def divided(self, tokens: int) -> list["GlobalBatch"]:
-        """Its samples, in order, as batches of about so many tokens; the batch alone where it is no larger.
-
-        Args:
-            tokens: of a batch, at least 1.
-        """
+        """Its samples, in order, as batches of about so many tokens; the batch alone where it is no larger."""
         parts = min(round(self.tokens / tokens), len(self))
         if parts <= 1:
             return [self]

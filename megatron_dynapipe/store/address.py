@@ -69,11 +69,6 @@ class StoreAddress:
         host = parts.netloc.rpartition("@")[2]
         return parts._replace(netloc=f"***@{host}" if "@" in parts.netloc else host).geturl()
 
-    @property
-    def has_password(self) -> bool:
-        """Whether the URL holds a secret."""
-        return "@" in urlsplit(self.url).netloc
-
     def __str__(self) -> str:
         return self.redacted
 
@@ -106,42 +101,21 @@ def find_address(url: str | None, file: Path | None, environ: Mapping[str, str])
 PATTERN = "dynapipe:*"
 """All keys of this package, as a server's SCAN and ACL take it."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_JOB = re.compile(rf"dynapipe:({_NAME.pattern}):(?:(error)|report:[0-9]+|{_NAME.pattern}:(.+))")
-_PLAN = re.compile(r"([a-z]+):([0-9]{1,18}):[0-9]+:[0-9]+")
-_PROGRESS = re.compile(r"([a-z]+):progress")
-_OTHER = re.compile(r"[a-z]+:[0-9]+:done|passes:[0-9]+:[0-9]+|costs:[0-9]+")
+_OWN = re.compile(
+    rf"dynapipe:(?P<job>{_NAME.pattern}):(?:(?P<error>error)|report:[0-9]+|{_NAME.pattern}:(?:"
+    r"(?P<split>[a-z]+):(?:(?P<progress>progress)|(?P<iteration>[0-9]{1,18}):[0-9]+:[0-9]+|[0-9]+:done)"
+    r"|passes:[0-9]+:[0-9]+|costs:[0-9]+))"
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyName:
-    """What a key is of.
+def parse_key(key: str) -> dict[str, str | None] | None:
+    """What a key is of; None if it is no key of ours.
 
-    Attributes:
-        job: the launch.
-        plan: of a stage's plan, the split and the iteration.
-        progress: of a topic, the split whose progress it is.
-        is_error: whether it is the job's failure.
+    Its "job" always; "error" of the job's failure; of a plan "split" and "iteration"; of a split's progress "split" and
+    "progress".
     """
-
-    job: str
-    plan: tuple[str, int] | None = None
-    progress: str | None = None
-    is_error: bool = False
-
-
-def parse_key(key: str) -> KeyName | None:
-    """What a key is of; None if it is no key of ours."""
-    found = _JOB.fullmatch(key)
-    if found is None:
-        return None
-    job, error, rest = found.groups()
-    if rest is None:
-        return KeyName(job=job, is_error=error is not None)
-    if plan := _PLAN.fullmatch(rest):
-        return KeyName(job=job, plan=(plan[1], int(plan[2])))
-    if progress := _PROGRESS.fullmatch(rest):
-        return KeyName(job=job, progress=progress[1])
-    return KeyName(job=job) if _OTHER.fullmatch(rest) else None
+    found = _OWN.fullmatch(key)
+    return None if found is None else found.groupdict()
 
 
 def job_prefix(job: str) -> str:

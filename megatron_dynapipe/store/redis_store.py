@@ -269,11 +269,6 @@ def renewed_keys(store: PlanStore, job: str, *, interval_s: float | None = None)
 
     Where that process is killed nothing is renewed any more, and the keys expire after the store's retention. After an
     error in the block they are left to expire, too: another rank may have to read what went wrong.
-
-    Args:
-        store: with the retention that is renewed.
-        job: the launch.
-        interval_s: between two renewals; None takes a share of the retention.
     """
     assert store.retention_s is not None, "nothing expires"
 

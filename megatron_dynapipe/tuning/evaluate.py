@@ -94,13 +94,7 @@ class _ThisProcess(Executor):
 
 
 class Workers:
-    """Evaluates as many plans at a time as there are processes; with one, in this process.
-
-    Args:
-        cost_model: what layers cost.
-        batches: to plan.
-        workers: processes.
-    """
+    """Evaluates as many plans at a time as there are processes; with one, in this process."""
 
     def __init__(self, cost_model: CostModel, batches: Sequence[GlobalBatch], workers: int) -> None:
         evaluator = Evaluator(cost_model, batches)
@@ -180,13 +174,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_ns(settings: PlannerSettings, state: LayerState, rates: StepRates) -> tuple[int, int]:
-    """Time of the reduction (with the all-gather of parameters) and of the optimizer step, on the slowest stage.
-
-    Args:
-        settings: layout, split, links.
-        state: parameter bytes of a layer on one tensor-parallel rank.
-        rates: gradients and memory.
-    """
+    """Time of the reduction (with the all-gather of parameters) and of the optimizer step, on the slowest stage."""
     replicas = settings.data_parallel
     parameters = int(settings.layout.parameter_bytes(state).max()) // _STORED_BYTES
     if settings.distributed_optimizer:

@@ -79,15 +79,7 @@ class _Samples:
 
 
 class Encoder:
-    """Encodes the blocks of a mixture.
-
-    Args:
-        tokenizer: folder of the tokenizer.
-        mixture: the entries to which blocks belong.
-        settings: maximum lengths, and what to do with samples that cannot be used.
-        vocabulary_size: entries of the tokenizer.
-        sentinels: its tokens that stand for removed spans.
-    """
+    """Encodes the blocks of a mixture."""
 
     def __init__(
         self,
