@@ -113,7 +113,7 @@ def check_device(name: str) -> Check:
 
 def check_megatron(name: str) -> Check:
     """Megatron with its training loop, its touched files known by their content."""
-    from megatron_dynapipe.megatron_version import PACKAGE, find_version, megatron_folders
+    from megatron_dynapipe.patching import PACKAGE, find_version, megatron_folders
 
     version = find_version()
     if version is None:
@@ -253,14 +253,8 @@ def check_memory(name: str) -> Check:
     for line in _lines(Path("/proc/meminfo")):  # counts what the kernel's caches would give back, too
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024 // _BYTES_PER_MB
-    if available < LEAST_MEMORY_MB:
-        return Check(
-            name=name,
-            status="note",
-            found=f"expected {LEAST_MEMORY_MB:,} MB free for the demo's two ranks, found {available:,} MB",
-            hint="end other programs, or give the container more memory",
-        )
-    return Check(name=name, status="ok", found=f"{available:,} MB available")
+    hint = "end other programs, or give the container more memory"
+    return _enough(name, available, LEAST_MEMORY_MB, "free for the demo's two ranks", hint)
 
 
 def check_shared_memory(name: str) -> Check:
@@ -269,14 +263,16 @@ def check_shared_memory(name: str) -> Check:
     if not folder.is_dir():
         return Check(name=name, status="note", found="there is no /dev/shm", hint="mount a tmpfs there")
     size = shutil.disk_usage(folder).free // _BYTES_PER_MB
-    if size < LEAST_SHARED_MB:
-        return Check(
-            name=name,
-            status="note",
-            found=f"expected {LEAST_SHARED_MB:,} MB free in {folder}, found {size:,} MB",
-            hint="start the container with --shm-size=8g or --ipc=host",
-        )
-    return Check(name=name, status="ok", found=f"{size:,} MB free in {folder}")
+    return _enough(
+        name, size, LEAST_SHARED_MB, f"free in {folder}", "start the container with --shm-size=8g or --ipc=host"
+    )
+
+
+def _enough(name: str, found_mb: int, least_mb: int, where: str, hint: str) -> Check:
+    if found_mb < least_mb:
+        found = f"expected {least_mb:,} MB {where}, found {found_mb:,} MB"
+        return Check(name=name, status="note", found=found, hint=hint)
+    return Check(name=name, status="ok", found=f"{found_mb:,} MB {where}")
 
 
 def check_network(name: str) -> Check:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 FORMAT = "dynapipe-tune/1"
 INTERRUPTED = 130
-_CLUSTERS = {"a100": "a100_80gb", "h100": "h100_80gb", "h200": "h200_141gb"}
-"""By a part of a device's name: what is tuned for without --cluster."""
+_CLUSTER = "h100_80gb"
+"""What is tuned for where neither --cluster nor a device's name says it."""
 _TOP = 10
 _TABLE = "{:>5}{:>7}{:>9}{:>7}  {:>10}{:>11}{:>10}{:>12}  {:24}{}"
 _COLUMNS = ("data", "tensor", "pipeline", "chunks", "time, ms", "reduction", "tokens/s", "memory, MB", "", "layers")
@@ -97,12 +97,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _choose_cluster(args: argparse.Namespace) -> None:
     """Where no cluster is named: today's, of the device that costs are of, else of H100s."""
+    from megatron_dynapipe.config import cluster_file
     from megatron_dynapipe.cost.format import read_file
 
     if args.cluster is None:
         file = _cost_file(args)
-        name = ((args.device or "") if file is None else read_file(file)[0].device).casefold()
-        args.cluster = Path(next((file for part, file in _CLUSTERS.items() if part in name), _CLUSTERS["h100"]))
+        name = (args.device or "") if file is None else read_file(file)[0].device
+        args.cluster = Path(cluster_file(name, of_kind=True) or _CLUSTER)
 
 
 def _add_validation_arguments(parser: argparse.ArgumentParser) -> None:

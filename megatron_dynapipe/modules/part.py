@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.modules.attributes import ReadAttributes
 from megatron_dynapipe.modules.boundary import Boundary, Part, Run, Specialization, signature
 from megatron_dynapipe.modules.inputs import Batch, Inputs
 from megatron_dynapipe.modules.program import Division, StageFunction
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.record import Evaluate, Result
-from megatron_dynapipe.modules.trace import containers, trace
+from megatron_dynapipe.modules.trace import ReadAttributes, containers, trace
 
 _MOST_SPECIALIZATIONS = 4096
 """Shapes whose specializations are kept."""

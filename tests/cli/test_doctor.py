@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dynapipe import megatron_version, planning
+from megatron_dynapipe import patching, planning
 from megatron_dynapipe.cli import doctor as checks
 from megatron_dynapipe.cli import main
 from megatron_dynapipe.cli.doctor import Check
@@ -90,7 +90,7 @@ def test_python_that_megatron_has_no_wheels_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_megatron_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_version, "find_version", lambda: None)
+    monkeypatch.setattr(patching, "find_version", lambda: None)
     told = checks.check_megatron("megatron-core")
     assert (told.status, told.found) == ("absent", "not installed (for training)")
     assert told.hint == "pip install 'megatron-dynapipe[train]'"
@@ -106,8 +106,8 @@ def test_megatron_of_no_known_release_is_said(monkeypatch: pytest.MonkeyPatch, t
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 21\nPATCH = 0\n")
-    monkeypatch.setattr(megatron_version, "megatron_folders", lambda: [tmp_path / "megatron"])
-    monkeypatch.setattr(megatron_version, "find_version", lambda: "0.21.0")
+    monkeypatch.setattr(patching, "megatron_folders", lambda: [tmp_path / "megatron"])
+    monkeypatch.setattr(patching, "find_version", lambda: "0.21.0")
     told = checks.check_megatron("megatron-core")
     assert told.status == "note"
     assert told.found.endswith("of no known release")
@@ -208,8 +208,8 @@ def test_a_second_megatron_on_the_path_is_said(monkeypatch, tmp_path):
     for folder in (tmp_path / "a", tmp_path / "b"):
         (folder / "megatron" / "core").mkdir(parents=True)
         (folder / "megatron" / "core" / "package_info.py").touch()
-    monkeypatch.setattr(megatron_version.sys, "path", [str(tmp_path / "a"), str(tmp_path / "b")])
-    monkeypatch.setattr(megatron_version, "find_version", lambda: "0.19.2")
+    monkeypatch.setattr(patching.sys, "path", [str(tmp_path / "a"), str(tmp_path / "b")])
+    monkeypatch.setattr(patching, "find_version", lambda: "0.19.2")
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda _: object())
     told = checks.check_megatron("megatron-core")
     assert told.status == "note"

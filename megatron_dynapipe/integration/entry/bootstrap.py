@@ -13,7 +13,7 @@ from megatron_dynapipe import config, cpu
 from megatron_dynapipe.errors import UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import elastic_run
 from megatron_dynapipe.integration.entry.failure import reported
-from megatron_dynapipe.megatron_version import INSTALL_HINT, found_version
+from megatron_dynapipe.patching import INSTALL_HINT, found_version
 from megatron_dynapipe.processes import end_with_launcher
 
 BLACKWELL = 10

@@ -14,8 +14,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_dynapipe.data.collate import HostMicroBatch
 from megatron_dynapipe.data.iterator import gathered
-from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
-from megatron_dynapipe.data.segments import RowSegments
+from megatron_dynapipe.data.segments import RowSegments, causal_mask, cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch
 from megatron_dynapipe.integration.execution.task_losses import BY_TASK, sums_by_task
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
