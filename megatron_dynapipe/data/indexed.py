@@ -1,7 +1,7 @@
 """Writing and reading (input, target) samples in Megatron's indexed-dataset format, with numpy.
 
 Each sample is one document of two sequences. The files are byte for byte those of Megatron's own
-`IndexedDatasetBuilder`; `sampling.index_file` draws the layout of the index.
+`IndexedDatasetBuilder`; `sampling.lengths` draws the layout of the index.
 """
 
 import os

@@ -172,8 +172,8 @@ def _on_device(segments: RowSegments, moved: Sequence[torch.Tensor | None]) -> D
 def copy_to(device: torch.device, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """The tensors on the device, in the order given; None stays None, and on a CPU so does everything.
 
-    In one copy, of the pinned buffer in which they lie or are gathered (`data.pinning`): a copy from other memory waits
-    for the device's work.
+    In one copy, of the pinned buffer in which they lie or are gathered: a copy from other memory waits for the device's
+    work.
     """
     if device.type == "cpu":
         return list(tensors)
