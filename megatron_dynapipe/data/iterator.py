@@ -161,7 +161,7 @@ class PlannedIterator:
         self.close()
 
     def _prepare(self) -> None:
-        """The thread: prepare one iteration after another, while there is room, until told to stop."""
+        """The thread: prepare one iteration after another, while there is room, until it is closed."""
         iteration = self._next_iteration
         try:
             while iteration != self._stop_iteration and self._wait_for_room():

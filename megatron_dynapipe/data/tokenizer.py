@@ -142,7 +142,7 @@ class FastEncoder:
             self._slow = load_tokenizer(folder)
 
     def __call__(self, texts: Sequence[str], *, is_text: bool = True) -> list[list[int]]:
-        """Ids of each text, with nothing added; what reads like a special token is only text, unless told otherwise."""
+        """Ids of each text, with nothing added; with `is_text` what reads like a special token is only text."""
         if self._slow is not None:
             encoded = self._slow(list(texts), add_special_tokens=False, split_special_tokens=is_text)
             return [list(ids) for ids in encoded["input_ids"]]

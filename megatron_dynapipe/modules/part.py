@@ -14,7 +14,7 @@ from torch import nn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.boundary import Boundary, Part, Run, Specialization, signature
 from megatron_dynapipe.modules.inputs import Batch, Inputs
-from megatron_dynapipe.modules.program import Division, StageFunction
+from megatron_dynapipe.modules.program import DividedTrace, StageFunction
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.record import Evaluate, Result
 from megatron_dynapipe.modules.trace import ReadAttributes, containers, trace
@@ -46,7 +46,7 @@ class Kind:
 class _Variant:
     """A division as this rank runs it."""
 
-    division: Division
+    division: DividedTrace
     functions: Mapping[int, StageFunction]
     sizes: Evaluate
     boundaries: Mapping[int, Evaluate]
@@ -65,7 +65,7 @@ class Variants:
         self._known: dict[Kind, list[_Variant]] = {}
         self._specializations: OrderedDict[tuple[Kind, Any], Specialization] = OrderedDict()
 
-    def add(self, kind: Kind, division: Division) -> None:
+    def add(self, kind: Kind, division: DividedTrace) -> None:
         """Use a division for the batches for which it holds."""
         functions = {stage: division.compile(stage, self._resolve) for stage in self._mine}
         near = {stage for mine in self._mine for stage in (mine - 1, mine) if 0 <= stage < division.stages - 1}
@@ -107,13 +107,13 @@ class Variants:
                 return _specialize(variant, symbols)
         return None
 
-    def _trace(self, batch: Batch, kind: Kind) -> Division:
+    def _trace(self, batch: Batch, kind: Kind) -> DividedTrace:
         known = next(iter(self._known.values()))[0].division
         points = known.trace.points
         self._skeleton.train(kind.training)
         device = torch.device(kind.device_type)
         traced = trace(self._skeleton, batch, points, device=device, autocast=kind.autocast)
-        division = Division(traced, self._stage_of)
+        division = DividedTrace(traced, self._stage_of)
         if traced.points != points or any(
             not set(division.modules(stage)) <= set(known.modules(stage)) for stage in self._mine
         ):
@@ -173,7 +173,7 @@ class ModelPart(Part):
         self,
         model: nn.Module,
         skeleton: nn.Module,
-        division: Division,
+        division: DividedTrace,
         stage_of: Sequence[int],
         example: Batch,
         *,
@@ -260,7 +260,7 @@ class ModelPart(Part):
             holder.register_buffer(last, source._buffers[last], last not in source._non_persistent_buffers_set)
 
 
-def parameter_names(model: nn.Module, division: Division, stage: int) -> list[str]:
+def parameter_names(model: nn.Module, division: DividedTrace, stage: int) -> list[str]:
     """Names of all parameters that a virtual stage uses; one that has several names there, under each."""
     known = dict(model.named_parameters(remove_duplicate=False))
     inside = [
@@ -271,14 +271,14 @@ def parameter_names(model: nn.Module, division: Division, stage: int) -> list[st
     return [*inside, *(name for name in division.weights(stage) if name in known)]
 
 
-def segment_parameters(model: nn.Module, division: Division) -> list[int]:
+def segment_parameters(model: nn.Module, division: DividedTrace) -> list[int]:
     """The number of parameters that each stage of a division uses."""
     known = dict(model.named_parameters(remove_duplicate=False))
     used = [{id(known[n]): known[n] for n in parameter_names(model, division, s)} for s in range(division.stages)]
     return [sum(parameter.numel() for parameter in each.values()) for each in used]
 
 
-def _holders(model: nn.Module, division: Division, names: Mapping[str, str]) -> dict[str, list[tuple[int, str]]]:
+def _holders(model: nn.Module, division: DividedTrace, names: Mapping[str, str]) -> dict[str, list[tuple[int, str]]]:
     held: dict[str, list[tuple[int, str]]] = {}
     for stage in range(division.stages):
         for name in dict.fromkeys(parameter_names(model, division, stage)):

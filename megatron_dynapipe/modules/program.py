@@ -25,7 +25,7 @@ from megatron_dynapipe.modules.trace import TracedForward
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson")
 
 
-class Division:
+class DividedTrace:
     """A trace over stages."""
 
     def __init__(self, trace: TracedForward, stage_of: Sequence[int]) -> None:
@@ -99,7 +99,7 @@ class StageFunction:
         received: from the stage before.
         sent: to the next stage; None on the last one, whose last node is what the model returns.
         inputs: what stands for the batch, the sizes and the device.
-        resolve: as in `Division.compile`.
+        resolve: as in `DividedTrace.compile`.
     """
 
     def __init__(

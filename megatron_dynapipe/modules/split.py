@@ -18,7 +18,7 @@ from megatron_dynapipe.cost.segments import SegmentCosts, divide_evenly, divide_
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
 from megatron_dynapipe.modules.part import ModelPart, parameter_names, segment_parameters
-from megatron_dynapipe.modules.program import Division
+from megatron_dynapipe.modules.program import DividedTrace
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.trace import TracedForward, cut_points, resolve_split_points, trace
 
@@ -105,7 +105,7 @@ class _Request:
     shared_weights: Sequence[tuple[str, str]]
 
 
-def _require_held(model: nn.Module, division: Division, shared_weights: Sequence[tuple[str, str]]) -> None:
+def _require_held(model: nn.Module, division: DividedTrace, shared_weights: Sequence[tuple[str, str]]) -> None:
     """Refuse to share a weight that no stage has."""
     held = {name for stage in range(division.stages) for name in parameter_names(model, division, stage)}
     if missing := [name for pair in shared_weights for name in pair if name not in held]:
@@ -124,7 +124,7 @@ def _part_of(
     found = cut_points(model) if points is None else resolve_split_points(model, points)
     traced = trace(skeleton, example, found)
     stage_of = _stages(skeleton, traced, ranks, request)
-    division = Division(traced, stage_of)
+    division = DividedTrace(traced, stage_of)
     _require_held(skeleton, division, request.shared_weights)
     return ModelPart(model, skeleton, division, stage_of, example, ranks=ranks, inputs=inputs, names=names)
 
@@ -161,7 +161,7 @@ def _stages(model: nn.Module, traced: TracedForward, ranks: Ranks, request: _Req
         return divide_segments(costs, traced.points, wanted, request.memory_limit_bytes)
     if segments == wanted:
         return list(range(segments))
-    return divide_evenly(segment_parameters(model, Division(traced, list(range(segments)))), wanted)
+    return divide_evenly(segment_parameters(model, DividedTrace(traced, list(range(segments)))), wanted)
 
 
 def _first_names(model: nn.Module, shared_weights: Sequence[tuple[str, str]]) -> dict[str, str]:

@@ -94,7 +94,7 @@ def _value(model: nn.Module, name: str, attribute: str) -> Any:
 
 
 def _plain(value: Any, *, nested: bool = False) -> Any:
-    """Numbers, words and collections of them; of another object, those that it holds; else NotImplemented."""
+    """Numbers, strings and collections of them; of another object, those that it holds; else NotImplemented."""
     match value:
         case tuple() | list() | set():
             found: Any = tuple(_plain(each, nested=True) for each in value)

@@ -23,7 +23,7 @@ import msgspec
 from megatron_dynapipe import config
 from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.elastic.job import LEFT, Job
-from megatron_dynapipe.elastic.layout import LayoutChoice, agree_on_layout, announce_end, choose_for_megatron
+from megatron_dynapipe.elastic.layout import ElasticLayout, agree_on_layout, announce_end, choose_for_megatron
 from megatron_dynapipe.elastic.run_folder import LOCK_SHARE, lock_folder
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.integration.entry import failure
@@ -230,7 +230,7 @@ def _saving_flags(argv: Sequence[str], job: Job) -> list[str]:
     return added
 
 
-def _choose(family: ModelFamily, argv: Sequence[str], job: Job, timeout_s: float) -> LayoutChoice:
+def _choose(family: ModelFamily, argv: Sequence[str], job: Job, timeout_s: float) -> ElasticLayout:
     saved = config.value_of(argv, "save", "")
     _lock(saved, timeout_s)
     delete_unfinished(_emergency_folder(argv, Path(saved)))
