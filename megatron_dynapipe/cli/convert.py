@@ -6,13 +6,11 @@ import logging
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_dynapipe.cli.main import SubParsers
+from megatron_dynapipe.cli import SubParsers, with_progress
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command and its two directions."""
     parser = subparsers.add_parser(
         "convert",
@@ -40,7 +38,6 @@ def add_parser(subparsers: "SubParsers") -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert; print what was written."""
     from megatron_dynapipe import cpu
-    from megatron_dynapipe.cli.progress import with_progress
     from megatron_dynapipe.outputs import check_fresh
 
     check_fresh(args.checkpoints if args.way == "from-hf" else args.target)
