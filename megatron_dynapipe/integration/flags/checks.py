@@ -37,9 +37,9 @@ def check(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Non
             hint="pass --dynapipe-data DIR; `megatron-dynapipe data demo --output DIR` makes one",
         )
     _check_ranges(args)
+    check_model(args, family)
     _check_parallel_sizes(args)
     _check_batch(args)
-    check_model(args, family)
     _check_scatter_gather(args)
     without_effect = megatron_flags.check(args, family, megatron_flags.actions())
     if without_effect and os.environ.get("RANK", "0") == "0":
