@@ -5,7 +5,6 @@ import subprocess
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import ScatterGather
@@ -15,7 +14,7 @@ from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily, Recompute
-from tests.planning.planner_cases import batch, batch_of, cost_model, planner, settings
+from tests.planning.planner_cases import batch, batch_of, cost_model, of_lengths, planner, settings
 
 FAMILIES = list(ModelFamily)
 
@@ -105,12 +104,7 @@ def test_recompute_is_chosen_where_memory_is_short() -> None:
     assert Recompute.FULL in chosen[1]
 
 
-EMPTY = GlobalBatch(
-    iteration=0,
-    sample_ids=np.zeros(0, np.int64),
-    input_lengths=np.zeros(0, np.int32),
-    target_lengths=np.zeros(0, np.int32),
-)
+EMPTY = of_lengths([])
 
 
 @pytest.mark.parametrize(

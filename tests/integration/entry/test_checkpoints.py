@@ -3,12 +3,9 @@
 Weights, optimizer and random state come from the checkpoint; the samples of an iteration are the same under any layout.
 """
 
-from pathlib import Path
-
 import pytest
 
-from tests.helpers import entry_scripts
-from tests.helpers.random_dataset import make_dataset
+from tests.helpers.entry_scripts import losses
 
 # flags of the model, for all layouts
 MODELS = {
@@ -72,11 +69,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "set")
-
-
 DAILY = (
     "t5, relative, one rank to two stages of two chunks",
     "gpt, two chunks to two replicas, distributed optimizer",
@@ -88,19 +80,11 @@ ROWS = [pytest.param(*row, id=name, marks=[] if name in DAILY else pytest.mark.s
 @pytest.mark.parametrize(("model", "optimizer", "saving", "resuming"), ROWS)
 def test_a_run_resumes_under_another_layout(data, tmp_path, model, optimizer, saving, resuming):
     common = f"{MODELS[model]} {optimizer} --train-iters 4"
-    saved = losses(model, data, f"{common} {saving[1]} --save {tmp_path} --save-interval 2", saving[0], tmp_path / "a")
-    resumed = losses(
-        model, data, f"{common} {resuming[1]} --load {tmp_path} --ckpt-step 2", resuming[0], tmp_path / "b"
-    )
+    family = model.split(",")[0]
+    flags = f"{common} {saving[1]} --save {tmp_path} --save-interval 2"
+    saved = losses(family, data, flags, ranks=saving[0], report=tmp_path / "a")
+    flags = f"{common} {resuming[1]} --load {tmp_path} --ckpt-step 2"
+    resumed = losses(family, data, flags, ranks=resuming[0], report=tmp_path / "b")
     assert saved.keys() == {"1", "2", "3", "4"} and resumed.keys() == {"3", "4"}
-    for iteration, loss in resumed.items():
-        assert loss == pytest.approx(saved[iteration], rel=1e-5)
+    assert resumed == pytest.approx({iteration: saved[iteration] for iteration in resumed}, rel=1e-5)
     assert saved["4"] < saved["1"]
-
-
-def losses(model: str, data: Path, flags: str, ranks: int, report: Path) -> dict[str, float]:
-    """By iteration, from the last stage."""
-    found: dict[str, float] = entry_scripts.train(model.split(",")[0], data, flags, ranks=ranks, report=report)[-1][
-        "losses"
-    ]
-    return found

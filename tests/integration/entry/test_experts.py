@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import entry_scripts
-from tests.helpers.random_dataset import make_dataset
+from tests.helpers.entry_scripts import losses
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none --disable-bias-linear"
 SHARED = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
@@ -37,11 +36,6 @@ ROWS = [pytest.param(*row, id=name, marks=[] if name in DAILY else pytest.mark.s
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "set")
-
-
-@pytest.fixture(scope="module")
 def one_rank(data, tmp_path_factory):
     """By the flags of the model: where one rank's weights are, and what it trains from them."""
     known: dict[str, tuple[Path, dict[str, float]]] = {}
@@ -49,8 +43,10 @@ def one_rank(data, tmp_path_factory):
     def of(model: str) -> tuple[Path, dict[str, float]]:
         if model not in known:
             folder = tmp_path_factory.mktemp("one")
-            losses(data, f"{model} --train-iters 1 --save {folder} --save-interval 1", 1, folder / "first")
-            known[model] = folder, losses(data, f"{model} {begun_from(folder)}", 1, folder / "second")
+            losses(
+                "gpt", data, f"{model} --train-iters 1 --save {folder} --save-interval 1", ranks=1, report=folder / "a"
+            )
+            known[model] = folder, losses("gpt", data, f"{model} {begun_from(folder)}", ranks=1, report=folder / "b")
         return known[model]
 
     return of
@@ -61,16 +57,10 @@ def test_a_layout_trains_what_one_rank_trains(data, one_rank, tmp_path, ranks, f
     own = flags.partition("--moe-shared-expert")
     model = f"{EXPERTS} {''.join(own[1:])}"
     folder, expected = one_rank(model)
-    found = losses(data, f"{EXPERTS} {flags} {begun_from(folder)}", ranks, tmp_path / "report")
+    found = losses("gpt", data, f"{EXPERTS} {flags} {begun_from(folder)}", ranks=ranks, report=tmp_path)
     assert found.keys() == {"1", "2", "3"} and found == pytest.approx(expected, rel=1e-5)
     assert found["3"] < found["1"]
 
 
 def begun_from(folder: Path) -> str:
     return f"--train-iters 3 --load {folder} --finetune"
-
-
-def losses(data: Path, flags: str, ranks: int, report: Path) -> dict[str, float]:
-    """By iteration, from the last stage."""
-    found: dict[str, float] = entry_scripts.train("gpt", data, flags, ranks=ranks, report=report)[-1]["losses"]
-    return found
