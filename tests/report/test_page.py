@@ -11,8 +11,7 @@ from megatron_dynapipe.errors import InstallationError
 from megatron_dynapipe.report import charts as module
 from megatron_dynapipe.report.charts import MOST_POINTS, run_charts, thinned, timeline_panels
 from megatron_dynapipe.report.page import write_page
-from megatron_dynapipe.report.run import read_run
-from megatron_dynapipe.report.starts import keep_earlier
+from megatron_dynapipe.report.run import keep_earlier, read_run
 from megatron_dynapipe.report.summary import summarise
 from tests.helpers.runs import run_record, write_run
 

@@ -23,8 +23,8 @@ from megatron_dynapipe.integration.flags.run_config import ParallelConfig, RunCo
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.sampling import LastBatch, LongSamples, SamplerSettings, TruncationSide
+from megatron_dynapipe.service.loop import split_sampler
 from megatron_dynapipe.service.settings import SplitSettings
-from megatron_dynapipe.service.source import split_sampler
 from megatron_dynapipe.store import find_address
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily
 
