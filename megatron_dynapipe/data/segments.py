@@ -152,7 +152,7 @@ def put(array: npt.NDArray[Any] | None, first: int, values: npt.ArrayLike) -> No
 
 def check_fits(index: int, plan: MicroBatch, what: str, positions: npt.NDArray[np.int32], length: int) -> None:
     """Every sample's real positions lie within the padded shape, and there is at least one."""
-    if int(positions.max()) > length or int(positions.min()) < 1:
+    if not plan.is_filler and (int(positions.max()) > length or int(positions.min()) < 1):
         at = int(np.argmax((positions > length) | (positions < 1)))
         raise PlanError(
             f"micro-batch {index} of shape {plan.shape}: expected 1…{length} {what} positions,"

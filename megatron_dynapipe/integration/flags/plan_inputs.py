@@ -91,7 +91,7 @@ def _planner(run: RunConfig, layers_per_stage: Split | None) -> PlannerSettings:
         scatter_gather=run.scatter_gather,
         micro_batch_layouts=run.layouts.allowed,
         slices=run.slices,
-        lockstep=parallel.experts > 1 and parallel.data > 1,
+        lockstep=parallel.in_step > 1 and parallel.in_step,
         split_backward=run.split_backward,
         element_bytes=model.state_dtype.itemsize,
         transfers=GLOO_RULES if run.on_cpu else cuda_rules(os.environ),
