@@ -13,7 +13,6 @@ import pytest
 
 from tests.helpers import entry_scripts
 from tests.helpers.processes import RanksFailedError, run_ranks
-from tests.helpers.random_dataset import make_dataset
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
 PLAIN = ""
@@ -60,11 +59,6 @@ LAYOUTS = {
 # fmt: on
 DAILY = ("in step, all terms, overlapped", "in step with fillers, gathered, two stages, recomputed")
 ROWS = [pytest.param(*row, id=name, marks=[] if name in DAILY else pytest.mark.slow) for name, row in LAYOUTS.items()]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "set")
 
 
 @pytest.fixture(scope="module")
