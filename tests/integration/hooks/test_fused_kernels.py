@@ -105,6 +105,7 @@ LAYOUTS = {
     "gpt, tensor 2, sequence parallel, full recomputation": Layout(
         tensor=2, sequence=True, recompute=("full",), fused=True
     ),
+    "gpt, 2 stages, 2 replicas, overlapped, divided": Layout(stages=2, replicas=2, overlap=True, divided=1, fused=True),
     "gpt, 2 chunks, untied": Layout(stages=2, chunks=2, tied=False, fused=True),
 }
 
