@@ -42,6 +42,7 @@ class BatchProblem:
         of_stages: Sequence[npt.NDArray[np.int64]] = (),
         chains: npt.NDArray[np.int32],
         extras: _Ints,
+        part_rates: _Ints,
         division: int = 0,
     ) -> None: ...
     def partition(

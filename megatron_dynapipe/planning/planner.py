@@ -205,7 +205,7 @@ class Planner:
                 multiple,
                 recompute=s.recompute,
                 element_bytes=element_bytes,
-                strict=isinstance(s.slices, int),
+                strict=isinstance(s.slices, int) or partitioned is None,  # for memory, the longest piece counts
             )
             if cut is None:
                 continue
