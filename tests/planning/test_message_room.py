@@ -51,7 +51,7 @@ def test_plans_with_room_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_room_is_sought_between_too_little_and_too_much() -> None:
-    """Messages take 40 while passes are given all memory, and 24 once they hold less at once; 30 is too much to leave."""
+    """Messages take 40 beside passes that are given all memory; leaving so much fits no schedule, leaving 20 does."""
     tried: list[int] = []
     plan = msgspec.UNSET
 
