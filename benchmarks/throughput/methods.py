@@ -51,12 +51,14 @@ class Method:
         says: what it is, for the table.
         planner: its settings, from those of a run and the longest input and target in positions.
         plans_split: whether its layer split is planned; the baselines split layers equally.
+        halves: whether a planned split may divide layers between attention and MLP.
         joins: whether samples are joined to rows in which they attend to one another: another function is trained.
     """
 
     says: str
     planner: Settings
     plans_split: bool = False
+    halves: bool = True
     joins: bool = False
 
 
@@ -146,6 +148,12 @@ ABLATIONS: dict[str, Method] = {
             run, micro_batch_layouts=(BatchLayout.PADDED, BatchLayout.PACKED), slices="off"
         ),
         plans_split=True,
+    ),
+    "whole_layers": Method(
+        says="planned, no layer divided",
+        planner=_planned(BatchLayout.PADDED, BatchLayout.PACKED),
+        plans_split=True,
+        halves=False,
     ),
     "padded_equal_split": Method(
         says="planned, padded, layers split equally", planner=_planned(BatchLayout.PADDED), plans_split=False

@@ -196,6 +196,7 @@ def test_a_layer_is_divided_where_that_evens_stages() -> None:
         network=Network(inter_node_latency_us=0.0),
     )
     assert choose_layer_split(settings, costs, [batch_of(*[(400, 0)] * 16)]) == (1.5, 1.5)
+    assert choose_layer_split(settings, costs, [batch_of(*[(400, 0)] * 16)], halves=False) == (2, 1)
 
 
 def test_chunks_of_a_stage_are_evened_together() -> None:
