@@ -3,6 +3,7 @@
 Weights, optimizer and random state come from the checkpoint; the samples of an iteration are the same under any layout.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,23 @@ def test_a_run_resumes_under_another_layout(data, tmp_path, model, optimizer, sa
     for iteration, loss in resumed.items():
         assert loss == pytest.approx(saved[iteration], rel=1e-5)
     assert saved["4"] < saved["1"]
+
+
+WHOLE = "--pipeline-model-parallel-size 2"
+HALVES = f"{WHOLE} --dynapipe-layers-per-stage 2.5,1.5"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "saving", "resuming"), [("gpt", HALVES, WHOLE), ("t5", WHOLE, HALVES)])
+def test_an_emergency_checkpoint_resumes_with_layers_divided_otherwise(data, tmp_path, model, saving, resuming):
+    """What `launch` saves: Megatron's non-persistent checkpoints, here alone."""
+    kind, folder = "--non-persistent-ckpt-type global", tmp_path / "saved"
+    flags = f"{saving} {kind} --train-iters 4 --save {folder} --save-interval 100 --non-persistent-save-interval 3"
+    saved = losses(model, data, flags, 2, tmp_path / "a")
+    shutil.rmtree(folder / "iter_0000004")
+    (folder / "latest_checkpointed_iteration.txt").unlink()
+    resumed = losses(model, data, f"{resuming} {kind} --train-iters 4 --load {folder}", 2, tmp_path / "b")
+    assert resumed == {"4": pytest.approx(saved["4"], rel=1e-5)}
 
 
 def losses(model: str, data: Path, flags: str, ranks: int, report: Path) -> dict[str, float]:
