@@ -125,7 +125,7 @@ def _explained(error: BaseException) -> BaseException:
         lacking = ConfigError(
             "the checkpoint has no shares of experts, from which aux_loss begins: it was saved without"
             " --moe-aux-loss-coeff",
-            hint="--dist-ckpt-strictness log_unexpected begins with equal shares, and warns of whatever else is missing",
+            hint="--dist-ckpt-strictness log_unexpected begins with equal shares, and warns of what else is missing",
         )
         lacking.__cause__ = error
         return lacking
