@@ -29,6 +29,7 @@ from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers import benchmark_data
 from tests.helpers.benchmark_data import A100_COSTS
+from tests.planning.planner_cases import of_lengths
 
 GPT = ModelFamily.GPT
 COSTS = TableCostModel.load(A100_COSTS["gpt"])
@@ -50,13 +51,7 @@ def settings(**changes: object) -> PlannerSettings:
 
 
 def batch(lengths: list[int]) -> GlobalBatch:
-    count = len(lengths)
-    return GlobalBatch(
-        iteration=0,
-        sample_ids=np.arange(100, 100 + count),
-        input_lengths=np.array(lengths),
-        target_lengths=np.zeros(count, np.int64),
-    )
+    return of_lengths(lengths, first=100)
 
 
 def plan(lengths: list[int] = LENGTHS, *, forward_only: bool = False, **changes: object) -> IterationPlan:

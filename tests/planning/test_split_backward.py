@@ -1,7 +1,6 @@
 """Plans with divided backward passes: where they are, what they gain, and that nothing else changes without them."""
 
 import msgspec
-import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
@@ -10,8 +9,8 @@ from megatron_dynapipe.plan.instructions import Backward, BackwardInput, Backwar
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily, Recompute
+from tests.planning.planner_cases import of_lengths
 
 SHAPE = ModelShape(family=ModelFamily.GPT, hidden=1024, heads=16, kv_channels=64, ffn=4096, vocabulary=32768)
 COSTS = AnalyticCostModel(SHAPE, A100_RATES, max_size=64, max_length=1024)
@@ -27,11 +26,7 @@ def plan(split_backward="auto", *, forward_only=False, **changes):
         split_backward=split_backward,
         **({"pipeline_parallel": 4} | changes),
     )
-    lengths = np.array(LENGTHS, np.int32)
-    batch = GlobalBatch(
-        iteration=0, sample_ids=np.arange(len(LENGTHS)), input_lengths=lengths, target_lengths=np.zeros_like(lengths)
-    )
-    return Planner(settings, COSTS).plan(batch, 0, forward_only=forward_only)
+    return Planner(settings, COSTS).plan(of_lengths(LENGTHS), 0, forward_only=forward_only)
 
 
 def passes(planned, kind):
