@@ -29,8 +29,9 @@ def main() -> None:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     stages = dist.get_world_size()
 
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=64, n_layer=4, n_head=4, bos_token_id=0)
-    base = GPT2LMHeadModel(config)  # or GPT2LMHeadModel.from_pretrained(FOLDER), with trained weights
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 64, "n_layer": 4, "n_head": 4}
+    # In place of GPT2LMHeadModel.from_pretrained(FOLDER); random weights have to be large for adapters to learn
+    base = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, initializer_range=0.3))
     adapters = LoraConfig(r=8, lora_alpha=32, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True)
     model = get_peft_model(base, adapters)
     costs = profile_module(model, get_batch, sizes=(1, 8), lengths=(8, 64), split_points=BLOCKS)
@@ -38,7 +39,7 @@ def main() -> None:
     planner = ModulePlanner(costs, part.stage_of, stages=stages, memory_limit_bytes=4 * 10**9)
     loader = DynaPipeDataLoader(Sentences(96), tokens_per_batch=1024, planner=planner, shuffle=True)
     trained = {name: weight for name, weight in part.named_parameters() if weight.requires_grad}
-    pipeline = Pipeline(part, torch.optim.AdamW(trained.values(), lr=3e-2), loss_fn, max_norm=1.0)
+    pipeline = Pipeline(part, torch.optim.AdamW(trained.values(), lr=1e-2), loss_fn, max_norm=1.0)
     for epoch in range(options.epochs):
         for iteration, (micro_batches, plan) in enumerate(loader):
             loss, _ = pipeline.run(micro_batches, plan)

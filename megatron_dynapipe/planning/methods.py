@@ -103,11 +103,12 @@ def predict(
 def _predict_dynamic_cp(
     batch: GlobalBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
 ) -> Prediction:
-    """`default_dynamic_cp` with rows of the best multiple of the longest length, on the stages of the other rows."""
+    """`default_dynamic_cp` with rows of the best of the longest length's multiples and fractions, on equal stages."""
     planner = Planner(method_settings("packed_rows", longest, settings), cost_model)
-    samples = planner.samples(batch)
-    rows = -(-int(samples.input_positions.sum() + samples.target_positions.sum()) // sum(longest))
-    run = fastest_run(planner, samples, [sum(longest) << power for power in range(rows.bit_length())])
+    samples, row = planner.samples(batch), sum(longest)
+    rows = -(-int(samples.input_positions.sum() + samples.target_positions.sum()) // row)
+    shares = [-(-row // (1 << power)) for power in range(1, settings.data_parallel.bit_length())]
+    run = fastest_run(planner, samples, [*shares, *(row << power for power in range(rows.bit_length()))])
     return Prediction(
         ms=run.makespan_ns / 1e6,
         tokens_per_second=batch.tokens / run.makespan_ns * 1e9,
