@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.modules.attributes import ReadAttributes
+from megatron_dynapipe.modules.trace import ReadAttributes
 from tests.helpers.processes import run_ranks
 from tests.modules.models import CASES
 from tests.modules.training import SIZES, train
