@@ -84,6 +84,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily) -> RunConfig:
         layouts=(layouts := batch_layouts(args, family, on_cpu=device.type == "cpu")),
         slices=slices(args, family, layouts),
         split_backward=split_backward(args),
+        expert_imbalance=args.dynapipe_expert_imbalance,
         plans_layer_split=args.dynapipe_layers_per_stage == layer_split.AUTO,
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
         metrics_interval=args.tensorboard_log_interval,
@@ -158,7 +159,14 @@ def _experts(args: argparse.Namespace) -> Experts | None:
         per_token=args.moe_router_topk,
         ffn=args.moe_ffn_hidden_size or args.ffn_hidden_size,
         shared_ffn=args.moe_shared_expert_intermediate_size or 0,
+        layers=_expert_layers(args.moe_layer_freq, args.num_layers),
     )
+
+
+def _expert_layers(frequency: int | list[int], layers: int) -> tuple[int, ...]:
+    """Those with experts, as `Experts.layers`."""
+    pattern = frequency if isinstance(frequency, list) else [layer % frequency == 0 for layer in range(layers)]
+    return () if all(pattern) else tuple(layer for layer, has in enumerate(pattern) if has)
 
 
 def parallel_config(args: argparse.Namespace, family: ModelFamily) -> ParallelConfig:

@@ -56,7 +56,6 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "its noise is drawn by micro-batch": (
             "--moe-input-jitter-eps --moe-router-force-load-balancing --moe-router-force-biased"
         ),
-        "costs know one kind of layer": ("--moe-layer-freq"),
         "planned runs have Megatron's own expert layers, one network after another": (
             "--moe-grouped-gemm --moe-use-upcycling --moe-latent-size"
             " --moe-shared-expert-overlap --moe-shared-expert-gate"

@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.data.collate import RequiredFields
@@ -87,18 +88,22 @@ def gpt_provider(model: ModelConfig, layout: PipelineLayout | None = None) -> Mo
     ) -> GPTModel:
         config = model.transformer_config(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        layer: Any = gpt_layer(model)
         norm = TENorm if model.transformer_engine else _norm(model)
         if layout is not None:
             held = layout.virtual_stage_layers[groups.pp.rank() + (vp_stage or 0) * layout.stages]
-            layer = TransformerBlockSubmodules(with_halves(layer, held.encoder_parts), layer_norm=norm)
-        elif not model.transformer_engine:
-            layers = get_num_layers_to_build(config, vp_stage, groups.pp.rank())
-            layer = TransformerBlockSubmodules([layer] * layers, layer_norm=norm)
+            specs = with_halves([gpt_layer(model, layer) for layer in held.encoder], held.encoder_parts)
+            layers: Any = TransformerBlockSubmodules(specs, layer_norm=norm)
+        elif model.transformer_engine and (model.experts is None or not model.experts.layers):
+            layers = gpt_layer(model)
+        else:
+            first = get_transformer_layer_offset(config, vp_stage, groups.pp.rank())
+            count = get_num_layers_to_build(config, vp_stage, groups.pp.rank())
+            specs = [gpt_layer(model, layer) for layer in range(first, first + count)]
+            layers = TransformerBlockSubmodules(specs, layer_norm=norm)
         scaling = {} if model.rope_scaling is None else {"rope_scaling_factor": model.rope_scaling}
         return GPTModel(
             config=config,
-            transformer_layer_spec=layer,
+            transformer_layer_spec=layers,
             vocab_size=model.vocabulary,
             max_sequence_length=model.max_positions,
             pre_process=pre_process,
@@ -119,9 +124,10 @@ def gpt_provider(model: ModelConfig, layout: PipelineLayout | None = None) -> Mo
     return provide
 
 
-def gpt_layer(model: ModelConfig) -> ModuleSpec:
-    """One layer of a GPT."""
-    experts = model.experts.count if model.experts else None
+def gpt_layer(model: ModelConfig, number: int = 0) -> ModuleSpec:
+    """The layer of a GPT with this index."""
+    sparse = model.experts is not None and (not model.experts.layers or number in model.experts.layers)
+    experts = model.experts.count if model.experts and sparse else None
     if model.transformer_engine:
         layer = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=model.qk_layernorm, num_experts=experts, moe_grouped_gemm=False

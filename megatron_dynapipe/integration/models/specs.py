@@ -132,16 +132,17 @@ def local_layer(layer: ModuleSpec, norm: Any, attention: CoreAttention) -> Modul
     )
 
 
-def with_halves(layer: ModuleSpec, parts: Parts) -> list[ModuleSpec]:
-    """Specifications of the layers of one kind on a stage.
+def with_halves(layers: Sequence[ModuleSpec], parts: Parts) -> list[ModuleSpec]:
+    """Specifications of a stage's layers of one stack, of which it may have halves at either end.
 
     Of a divided layer a stage builds all modules but those of the other half, under the names that they have in a whole
     layer.
     """
+    first, last = parts.mlp, parts.mlp + parts.whole
     return [
-        *[_without(layer, _OF_ATTENTION)] * parts.mlp,
-        *[layer] * parts.whole,
-        *[_without(layer, _OF_MLP)] * parts.attention,
+        *[_without(layer, _OF_ATTENTION) for layer in layers[:first]],
+        *layers[first:last],
+        *[_without(layer, _OF_MLP) for layer in layers[last:]],
     ]
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import msgspec
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -42,7 +43,7 @@ Point = tuple[int, ...]
 Forward = Callable[[], Tensor]
 Lengths = tuple[int, ...]
 """Positions of every sample of a packed row."""
-LAYERS = ("encoder", "decoder")
+LAYERS = ("encoder", "decoder", "expert")
 CHAINED_ON_CUDA = 4
 """Layers timed together on a GPU: of the time before its first kernel a quarter is counted into each."""
 
@@ -52,7 +53,7 @@ class MeasuredModule:
     """Something to measure.
 
     Attributes:
-        name: as in the cost model file: "encoder", "decoder", "postprocess", "embedding".
+        name: as in the cost model file: "encoder", "decoder", "expert", "postprocess", "embedding".
         module: holds its parameters.
         prepare: makes the inputs of a point and returns its forward, which may be called repeatedly.
         prepare_row: likewise of a packed row, from its samples' inputs and targets; None for parts without attention.
@@ -86,6 +87,11 @@ class MeasuredModule:
         """Number of this rank's parameters in one layer."""
         return sum(parameter.numel() for parameter in self.module.parameters()) // self.layers
 
+    @property
+    def expert_parameters(self) -> int:
+        """Of these, those of experts that ranks may share."""
+        return sum(p.numel() for name, p in self.module.named_parameters() if ".experts." in name) // self.layers
+
 
 def build_parts(
     model: ModelConfig, device: torch.device, *, chained: int | None = None, tensor_parallel: int = 1
@@ -102,6 +108,7 @@ def build_parts(
     if chained is None:
         chained = CHAINED_ON_CUDA if device.type == "cuda" else 1
     config = model.transformer_config()
+    config.moe_router_force_load_balancing = model.experts is not None  # as costs have it
     groups = ProcessGroupCollection.use_mpu_process_groups()
     build = _t5_parts if model.family is ModelFamily.T5 else _gpt_parts
     make = _Inputs(model, device, tensor_parallel)
@@ -237,10 +244,24 @@ def _decoder_row(decoder: T5Stage, make: "_Inputs") -> Callable[[Lengths, Length
 def _gpt_parts(
     model: ModelConfig, config: TransformerConfig, groups: ProcessGroupCollection, chained: int, make: "_Inputs"
 ) -> list[MeasuredModule]:
-    """A GPT of `chained` layers without its ends, and its ends with a layer that is not run."""
-    provide = partial(gpt_provider(model), pg_collection=groups)
-    layer: GPTModel = provide(config=_of_layers(config, chained), pre_process=False, post_process=False)
-    ends: GPTModel = provide(config=_of_layers(config, 1))
+    """A GPT of `chained` layers of each kind without its ends, and its ends with a layer that is not run."""
+
+    def build(of: ModelConfig, layers: int, *, ends: bool) -> GPTModel:
+        return gpt_provider(of)(ends, ends, config=_of_layers(config, layers), pg_collection=groups)
+
+    ends = build(model, 1, ends=True)
+    kinds = {"encoder": model}
+    if model.experts is not None and model.experts.layers:
+        all_experts = msgspec.structs.replace(model.experts, layers=())
+        kinds = {"encoder": replace(model, experts=None), "expert": replace(model, experts=all_experts)}
+    return [
+        *(_gpt_layers(kind, build(of, chained, ends=False), of, chained, make) for kind, of in kinds.items()),
+        MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
+        MeasuredModule(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
+    ]
+
+
+def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, make: "_Inputs") -> MeasuredModule:
     rotate_by_sample([layer])
 
     def run_layer(point: Point) -> Forward:
@@ -275,18 +296,14 @@ def _gpt_parts(
             run_segments(keep)()
         return run_segments(make.row((own,), {0: CutSegment(0, before, followed=False)}))
 
-    return [
-        MeasuredModule(
-            name="encoder",
-            module=layer,
-            prepare=run_layer,
-            prepare_row=run_row,
-            layers=chained,
-            prepare_piece=run_piece if model.cuts_samples else None,
-        ),
-        MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
-        MeasuredModule(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
-    ]
+    return MeasuredModule(
+        name=kind,
+        module=layer,
+        prepare=run_layer,
+        prepare_row=run_row,
+        layers=chained,
+        prepare_piece=run_piece if model.cuts_samples else None,
+    )
 
 
 def _of_layers(config: TransformerConfig, layers: int) -> TransformerConfig:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ _OTHER_LAYOUTS = (
     "--num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank",
     "--pipeline-model-parallel-layout",
+    "--expert-model-parallel-size",
 )
 """Flags of a run's layout that say nothing of its layers."""
 
@@ -69,6 +71,7 @@ def prepared(
     *,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
     layers_per_stage: Sequence[float] | None = None,
     vocabulary: int | None = None,
 ) -> Iterator[ProfileSetup]:
@@ -79,6 +82,7 @@ def prepared(
         family: kind of model.
         tensor_parallel: ranks that share a layer.
         pipeline_parallel: pipeline stages; the ranks left over are replicas.
+        expert_parallel: replicas that share experts.
         layers_per_stage: of each pipeline stage; None splits layers equally.
         vocabulary: tokens, for a model without a dataset; None takes the dataset's.
 
@@ -86,22 +90,21 @@ def prepared(
         ConfigError: a flag is wrong, the ranks cannot be divided so, or they would share a GPU over NCCL.
         DataError: there is no dataset to take the vocabulary from.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    ranks = tensor_parallel * pipeline_parallel
+    world, ranks = int(os.environ.get("WORLD_SIZE", "1")), tensor_parallel * pipeline_parallel
     if world % ranks:
         raise ConfigError(f"expected a number of ranks that {ranks} divides, got {world}")
-    layout = ["--tensor-model-parallel-size", str(tensor_parallel)]
-    layout += ["--pipeline-model-parallel-size", str(pipeline_parallel)]
+    sizes = {"tensor": tensor_parallel, "pipeline": pipeline_parallel, "expert": expert_parallel}
+    layout = [word for name, size in sizes.items() for word in (f"--{name}-model-parallel-size", str(size))]
     if layers_per_stage is not None:
         layout += ["--dynapipe-layers-per-stage", ",".join(map(str, layers_per_stage))]
     args = _parse(flags, family, layout, world // ranks, vocabulary)
     device = _start(args, world)
     try:
-        embeddings, split = {}, _t5_split(args, family)
-        if split is not None:
-            embeddings["get_embedding_ranks"] = split.embedding_ranks
-            embeddings["get_position_embedding_ranks"] = split.position_embedding_ranks
-        parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, **embeddings)
+        groups: dict[str, Any] = {"expert_model_parallel_size": expert_parallel}
+        if (split := _t5_split(args, family)) is not None:
+            groups["get_embedding_ranks"] = split.embedding_ranks
+            groups["get_position_embedding_ranks"] = split.position_embedding_ranks
+        parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, **groups)
         model_parallel_cuda_manual_seed(args.seed)
         fused_kernels.apply()  # layers as training has them
         yield ProfileSetup(
