@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost.division import Division, Kind, division_by_flops
+from megatron_dynapipe.cost.division import Division, Kind, Rates, division_by_flops
 from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.cost.halves import with_halves
 from megatron_dynapipe.cost.shape import ModelShape
@@ -221,8 +221,8 @@ class AnalyticCostModel:
         return self.shape.experts.per_token * self.shape.hidden * self.rates.element_bytes // shared
 
     def _division(self, recompute: Recompute) -> Mapping[Kind, Division]:
-        def of(shape: ModelShape) -> Mapping[Kind, Division]:
-            return division_by_flops(
+        def of(shape: ModelShape) -> dict[Kind, Division]:
+            found = division_by_flops(
                 shape.hidden,
                 shape.query_channels,
                 shape.mlp_width,
@@ -230,6 +230,12 @@ class AnalyticCostModel:
                 key_value_channels=shape.key_value_channels,
                 ffn_parameters=shape.mlp_parameters(1) // (2 * shape.hidden),
             )
+            if shape.experts is None or recompute is Recompute.FULL:
+                return dict(found)
+            work, one = LayerWork(shape=shape, element_bytes=1), np.ones(())
+            halves = (work.self_attention(one, one), work.feed_forward(one, one))
+            attention, mlp = (int(half.kept_bytes) for half in halves)
+            return {"encoder": msgspec.structs.replace(found["encoder"], stored=Rates(attention, 0, mlp))}
 
         if self.shape.kinds == 1:
             return of(self.shape)

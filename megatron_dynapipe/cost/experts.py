@@ -41,6 +41,7 @@ def with_expert_parallel(
         network: links between ranks.
         recompute: the tables' mode; full recomputation exchanges tokens once more.
     """
+    tables = _in_any_order(tables)
     state, ranks = tables.state, parallel.ranks
     if not state.expert_bytes or ranks == 1 or state.expert_parallel > 1:
         return tables
@@ -64,6 +65,26 @@ def with_expert_parallel(
             expert_parallel=ranks,
         ),
     )
+
+
+def _in_any_order(tables: LayerTables) -> LayerTables:
+    """The tables with peaks of expert layers that hold for a stage that ends with another, where a model has both.
+
+    Stages add the peak of their last encoder layer to what encoder layers before it keep, as if all came first.
+    """
+    if not tables.state.expert_bytes or not tables.state.decoder_bytes:
+        return tables
+
+    def covered(values: IntArray) -> IntArray:
+        result = values.copy()
+        other = values[Row.EXPERT_STORED] + values[Row.ENCODER_PEAK] - values[Row.ENCODER_STORED]
+        absent = (values[[Row.EXPERT_PEAK, Row.ENCODER_PEAK, Row.ENCODER_STORED]] == ABSENT).any(axis=0)
+        result[Row.EXPERT_PEAK] = np.where(absent, values[Row.EXPERT_PEAK], np.maximum(values[Row.EXPERT_PEAK], other))
+        return result
+
+    packed = None if tables.packed is None else replace(tables.packed, linear=covered(tables.packed.linear))
+    separate = None if tables.separate is None else covered(tables.separate)
+    return replace(tables, values=covered(tables.values), separate=separate, packed=packed)
 
 
 class _More(NamedTuple):

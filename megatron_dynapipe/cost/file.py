@@ -23,6 +23,7 @@ from megatron_dynapipe.cost.format import (
     unit_of,
 )
 from megatron_dynapipe.cost.halves import with_halves
+from megatron_dynapipe.cost.shape import Experts
 from megatron_dynapipe.cost.tables import (
     ABSENT,
     ENCODER_ROWS,
@@ -119,8 +120,9 @@ def check_measured_model(file: CostFile, model: Mapping[str, Any], *, tensor_par
         if wanted and value and value != wanted:
             differ.append(f"{name} {wanted} in place of the file's {value}")
     experts = model.get("experts")
-    if experts is not None and msgspec.json.encode(experts) != bytes(file.model.get("experts", b"")):
-        differ.append("experts in place of the file's " + ("others" if "experts" in file.model else "none"))
+    recorded = file.model.get("experts")
+    if experts is not None and (recorded is None or msgspec.json.decode(recorded, type=Experts) != experts):
+        differ.append("experts in place of the file's " + ("others" if recorded else "none"))
     if differ:
         raise CostModelError(
             f"{file.name} was measured on another model: this one has {', '.join(differ)}",
