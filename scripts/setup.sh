@@ -56,21 +56,29 @@ install_packages() {  # GROUP STEP: the packages under one heading of the lock f
         say "(a host that only plans needs none of this: \`pip install .\` brings planner and commands, without torch)"
     fi
     touch "$STATE/unpacking"  # pip takes a half-unpacked package for installed: see make_environment
-    [[ $1 != run ]] || pip_install "$(grep '^pip==' <<<"$packages")"
-    pip_install --no-deps -r <(echo "$packages") | show_progress "$(wc -l <<<"$packages")"
+    [[ $1 != run ]] || pip_install --quiet "$(grep '^pip==' <<<"$packages")"
+    pip_install --progress-bar raw --no-deps -r <(echo "$packages") | show_progress "$(wc -l <<<"$packages")"
     rm -- "$STATE/unpacking"
     mark "$STATE/packages-$1" "$inputs"
 }
 
 pip_install() {
-    PYTHONUNBUFFERED=1 "$PYTHON" -m pip install --progress-bar off "$@" ||
+    PYTHONUNBUFFERED=1 "$PYTHON" -m pip install "$@" ||
         fail "pip could not install ${*: -1}" "see its message above; a network that works is needed once. Run this again"
 }
 
-show_progress() {  # pip's output as one line for each package of TOTAL
-    local line file count=0
+show_progress() {  # pip's output as one line for each package of TOTAL, and one for each tenth of a large download
+    local line file words tenth shown=0 count=0
     while read -r line; do
         case $line in
+            Progress*)  # BYTES of BYTES
+                read -r -a words <<<"$line"
+                tenth=$((10 * words[1] / (words[3] + 1)))
+                if ((words[3] > 100000000 && tenth > shown)); then
+                    say "    $((words[1] / 1000000)) of $((words[3] / 1000000)) MB"
+                fi
+                shown=$tenth
+                ;;
             Collecting* | "Requirement already"*) count=$((count + 1)) ;;
             Processing*)
                 file=${line#Processing }

@@ -394,3 +394,20 @@ def test_what_the_demo_installs_has_whatever_it_requires() -> None:
     ]
     assert required | {canonicalize_name(Requirement(each).name) for each in own} | {"nanobind", "pip"} <= names
     assert {"pytest", "ruff", "sphinx"} <= locked("check").keys()
+
+
+def test_downloads_say_how_far_they_are() -> None:
+    """pip's raw progress comes four times a second."""
+    torch = [f"Progress {done} of 880000000" for done in (0, 30_000_000, 90_000_000, 95_000_000, 880_000_000)]
+    said = ["Collecting torch==2", "  Downloading torch-2.whl (880 MB)", *torch]
+    said += ["Collecting tiny==1", "  Downloading tiny-1.whl (9 kB)", "Progress 0 of 9000", "Progress 9000 of 9000"]
+    script = """say() { echo "$*"; }; source <(sed -n '/^show_progress()/,/^}/p' scripts/setup.sh); show_progress 2"""
+    done = subprocess.run(
+        ["bash", "-euc", script], input="\n".join(said) + "\n", cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "  1 of 2: torch-2.whl (880 MB)",
+        "    90 of 880 MB",
+        "    880 of 880 MB",
+        "  2 of 2: tiny-1.whl (9 kB)",
+    ]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.units import amount
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.main import SubParsers
@@ -155,4 +156,4 @@ def _stats(args: argparse.Namespace) -> None:
 
 def _print_made(meta: "DatasetMeta", folder: Path) -> None:
     counts = ", ".join(f"{count} {split}" for split, count in meta.split_samples.items())
-    print(f"{folder}: {len(meta.tasks)} tasks, {counts}, vocabulary {meta.vocabulary_size}")
+    print(f"{folder}: {amount(len(meta.tasks), 'task')}, {counts}, vocabulary {meta.vocabulary_size}")

@@ -19,7 +19,8 @@ from megatron_dynapipe.extras import missing
 
 PROGRAM = "megatron-dynapipe"
 
-_COSTS = "--cost-model cost-model.json --device-memory-mb 38000"
+_MEASURED = "--data data/demo --model-config configs/demo_gpt.yaml --cost-model cost-model.json --device-memory-mb 4000"
+_COMPUTED = "--data data/demo --model-config configs/llama_like_8b.yaml --cost-model analytic --cluster h100_80gb"
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "": ("doctor", "data demo --output data/demo", "report dynapipe-report"),
@@ -27,25 +28,24 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "data": ("data demo --output data/demo", "data stats data/demo"),
     "data demo": ("data demo --output data/demo",),
     "data prepare": (
-        "data prepare tasks/*.jsonl --tokenizer t5-small --output data/tasks",
-        "data prepare --mixture configs/data/flan_like.yaml --tokenizer t5-small --output data/flan --workers 8",
+        "data prepare tasks/*.jsonl --tokenizer data/demo/tokenizer --output data/tasks",
+        "data prepare --mixture mixture.yaml --tokenizer data/demo/tokenizer --output data/mixture --workers 8",
     ),
     "data verify": ("data verify data/demo",),
     "data stats": ("data stats data/demo", "data stats data/demo --split valid --json > lengths.json"),
     "plan": (
-        f"plan --data data/demo {_COSTS} --model-config configs/llama_like_8b.yaml --pipeline-parallel 4",
-        f"plan --batches batches.json {_COSTS} --model gpt --layers 32 --hidden-size 4096 --output plans",
+        f"plan {_MEASURED} --pipeline-parallel 2 --limit 4 --output plans",
+        f"plan {_COMPUTED} --pipeline-parallel 4 --limit 4 --json > planned.json",
     ),
     "compare": (
-        f"compare --data data/demo {_COSTS} --model-config config.json --pipeline-parallel 4 --output methods.png",
-        f"compare --batches batches.json {_COSTS} --model t5 --encoder-layers 24 --decoder-layers 24"
-        " --hidden-size 1024 --json > compared.json",
+        f"compare {_MEASURED} --pipeline-parallel 2 --limit 4 --output methods.png",
+        f"compare {_COMPUTED} --pipeline-parallel 4 --limit 1 --json > compared.json",
     ),
     "tune": (
-        f"tune --batches batches.json {_COSTS} --model-config configs/llama_like_8b.yaml --devices 64",
-        f"tune --data data/demo {_COSTS} --model gpt --layers 32 --hidden-size 4096 --devices 8 --json",
-        f"tune --data data/demo {_COSTS} --model-config configs/demo_gpt.yaml --devices 8 --validate 3 --"
-        " pretrain_gpt_multitask.py --dynapipe-config configs/demo_gpt.yaml",
+        f"tune {_COMPUTED} --devices 16 --limit 1",
+        f"tune {_MEASURED} --devices 4 --json > layouts.json",
+        f"tune {_MEASURED} --devices 2 --validate 2 -- pretrain_gpt_multitask.py"
+        " --dynapipe-config configs/demo_gpt.yaml --dynapipe-data data/demo",
     ),
     "orchestrate": (
         "orchestrate --profile segments.json --micro-batch-size 4 --global-batch-size 256 --devices 16",
@@ -56,8 +56,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "launch --nnodes 1:4 --rdzv-endpoint node0:29400 pretrain_gpt_multitask.py"
         " --dynapipe-config configs/demo_gpt.yaml --save checkpoints --save-interval 500",
     ),
-    "verify": ("verify plans/b0.plan",),
-    "show": ("show plans/b0.plan", "show plans/b0.plan --replica 0 --picture timeline.svg --trace timeline.json"),
+    "verify": ("verify plans/iteration-0.plan",),
+    "show": (
+        "show plans/iteration-0.plan",
+        "show plans/iteration-0.plan --replica 0 --picture timeline.svg --trace timeline.json",
+    ),
     "report": (
         "report dynapipe-report",
         "report dynapipe-report --json > run.json",
@@ -72,15 +75,14 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "cost-model diff": ("cost-model diff before.json after.json",),
     "cost-model check": ("cost-model check cost-model.json --keep 0.5",),
     "profile": (
-        "profile --model gpt --output cost-model.json --budget-minutes 5 --"
-        " --num-layers 2 --hidden-size 1024 --num-attention-heads 16",
+        "profile --model gpt --output cost-model.json --budget-minutes 1 -- --dynapipe-config configs/demo_gpt.yaml",
     ),
     "convert": (
-        "convert from-hf models/Llama-3.1-8B checkpoints/llama",
-        "convert to-hf checkpoints/run models/mine --like models/Llama-3.1-8B",
+        "convert from-hf models/Llama-3.2-1B checkpoints/llama",
+        "convert to-hf checkpoints/llama-run models/mine --like models/Llama-3.2-1B",
     ),
     "convert from-hf": ("convert from-hf models/flan-t5-large checkpoints/flan",),
-    "convert to-hf": ("convert to-hf checkpoints/run models/mine --like models/flan-t5-large",),
+    "convert to-hf": ("convert to-hf checkpoints/flan-run models/mine --like models/flan-t5-large",),
     "patch": ("patch Megatron-LM --check", "patch Megatron-LM", "patch Megatron-LM --reverse"),
 }
 """Lines without the program's name, by command."""

@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     check_replaceable(path, mine=is_page)
     found = read_run(args.folder)
     computed = found.run is not None and found.run.computed_costs
-    summary = summarise(found.iterations, maximum=found.maximum, computed_costs=computed)
+    starts = [start.first_iteration for start in found.starts]
+    summary = summarise(found.iterations, maximum=found.maximum, computed_costs=computed, starts=starts)
     page = write_page(found, summary, path, title=f"Run in {args.folder.resolve().name}")
     if args.json:
         report = {"format": FORMAT, "page": page, "summary": summary, "evaluations": found.evaluations}

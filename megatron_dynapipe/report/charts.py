@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_dynapipe.plan.instructions import BackwardWeight
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import Timeline
 from megatron_dynapipe.report.records import RunRecord
@@ -32,6 +33,9 @@ MOST_DRAWN = 12_000
 """Of one panel; the shortest are left out beyond."""
 LEAST_SHARE = 1 / 5_000
 """Of the iteration: waits that are shorter would be thinner than a pixel until zoomed far in."""
+
+FAR_ABOVE = 4
+"""Times the fullest stage's memory: a limit's line there would flatten the bars."""
 
 FORWARD, BACKWARD, BUBBLE, TRANSFER = "#4f8fd0", "#e08a3c", "#a3abb5", "#8c6bb1"
 PLAN_WAIT, OTHER, BETWEEN, LIMIT = "#d9534f", "#c2a878", "#6aa57a", "#d9534f"
@@ -62,7 +66,10 @@ def run_charts(run: Run) -> list[Chart]:
     ]
     charts = [chart for chart in made if chart.traces or chart.table]
     for chart in charts:
-        if len(run.starts) > 1 and chart.layout.get("xaxis", {}).get("title") == ITERATION:
+        if chart.layout.get("xaxis", {}).get("title") != ITERATION:
+            continue
+        chart.layout["xaxis"] |= _whole(run.iterations[-1].iteration - run.iterations[0].iteration)
+        if len(run.starts) > 1:
             chart.layout.update(_marks(run.starts))
     return charts
 
@@ -71,7 +78,7 @@ def _marks(starts: Sequence[RunRecord]) -> dict[str, Any]:
     """A line and the number of ranks where each start but the first began."""
     places = [(start.first_iteration + 1, amount(start.world_size, "rank")) for start in starts[1:]]
     upright = {"yref": "paper", "y0": 0, "y1": 1, "line": {"color": BUBBLE, "dash": "dot", "width": 1}}
-    text = {"yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False, "font": {"size": 10}}
+    text = {"yref": "paper", "y": 0, "yanchor": "bottom", "xanchor": "left", "showarrow": False, "font": {"size": 10}}
     return {
         "shapes": [{"type": "line", "x0": x, "x1": x, **upright} for x, _ in places],
         "annotations": [{"x": x, "text": name, **text} for x, name in places],
@@ -212,15 +219,17 @@ def _memory(run: Run) -> Chart:
             traces.append(
                 {"type": "scatter", "mode": "markers", "name": name, "x": at, "y": _mb(most), "marker": marker}
             )
-    if run.run:
-        limit = run.run.memory_limit_bytes
+    note = "The most of any iteration." + ("" if counted else " Model state is not counted here.")
+    limit = run.run.memory_limit_bytes if run.run else 0
+    if limit > FAR_ABOVE * max(sum(values) for values in zip(*(values for _, values, _ in bars), strict=True)):
+        note += f" The limit, {limit / BYTES_PER_MB:,.0f} MB, is far above."
+    elif limit:
         ends = [min(at) - 0.5, max(at) + 0.5]
         traces.append(
             {"type": "scatter", "mode": "lines", "name": f"limit: {limit / BYTES_PER_MB:,.0f} MB", "x": ends,
              "y": _mb([limit, limit]), "line": {"color": LIMIT, "dash": "dash"}, "hoverinfo": "name"}
         )  # fmt: skip
     layout = {"barmode": "stack", "xaxis": {"title": "stage", **_whole(len(at))}, "yaxis": {"title": "MB"}}
-    note = "The most of any iteration." + ("" if counted else " Model state is not counted here.")
     return Chart(name="memory", title="Memory by stage", note=note, traces=traces, layout=layout)
 
 
@@ -278,7 +287,8 @@ def _boxes(timeline: Timeline) -> dict[str, Any]:
         shown = sorted(shown, key=lambda each: each[0].start_ns - each[0].end_ns)[:MOST_DRAWN]
     kinds: dict[str, dict[str, list[Any]]] = {}
     for event, stage in shown:
-        kind = kinds.setdefault(kind_of(event.instruction), {"stage": [], "start": [], "length": [], "text": []})
+        name = "weights" if isinstance(event.instruction, BackwardWeight) else kind_of(event.instruction)
+        kind = kinds.setdefault(name, {"stage": [], "start": [], "length": [], "text": []})
         kind["stage"].append(stage)
         kind["start"].append(round(event.start_ns / NS_PER_MS, 4))
         kind["length"].append(round((event.end_ns - event.start_ns) / NS_PER_MS, 4))

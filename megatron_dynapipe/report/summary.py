@@ -1,7 +1,7 @@
 """What a run prints at its end: padding, micro-batches, speed, how good the predictions were, waits for plans."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -10,12 +10,10 @@ from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.report.records import IterationRecord, MemoryRecord
 from megatron_dynapipe.units import NS_PER_MS, Shape, in_mb
 
-WARM_UP_ITERATIONS = 1
-"""The first iteration pays for starting up: it scales no prediction and counts in no error."""
 SCALING_ITERATIONS = 5
 """Measured iterations after warm-up that the prediction is scaled by."""
 PREFETCHED_ITERATION = 2
-"""From this iteration on, plans are expected to be there when they are wanted."""
+"""From this iteration of a start on, plans are expected to be there when they are wanted."""
 MOST_TASKS = 8
 """Named on a line; the page has all."""
 
@@ -79,6 +77,7 @@ def summarise(
     *,
     maximum: Shape,
     computed_costs: bool = False,
+    starts: Collection[int] = (),
     pictures: Sequence[Path] = (),
     memory: Sequence[MemoryRecord] = (),
 ) -> Summary:
@@ -89,6 +88,7 @@ def summarise(
         maximum: lengths that a run without planning would pad every sample to; its size is not looked at.
         computed_costs: whether the run began with costs that were computed, not measured: plans of them predict no
             time of this machine, so that these predictions are scaled.
+        starts: first iterations of the run's starts, which pay for starting up and count in no error and no rate.
         pictures: files to name.
         memory: of all ranks.
 
@@ -98,13 +98,13 @@ def summarise(
     if not records:
         raise DataError("expected at least one iteration to sum up, got none")
     runs = joined(records)
-    scale = _scale(runs) if computed_costs else None
+    begins = {runs[0].iteration, *starts}
+    warm = [run for run in runs if run.iteration not in begins]
+    timed = warm or runs
+    scale = _scale(timed) if computed_costs else None
     predicted = {run.iteration: run.predicted_ns * _factor(run, scale) for run in runs}
-    judged = _judged(runs, scale)
-    timed = runs[WARM_UP_ITERATIONS:] or runs
-    prefetched = [run for run in runs if run.iteration - runs[0].iteration >= PREFETCHED_ITERATION] or runs
+    judged = _judged(warm, scale)
     tokens = sum(run.totals.real_tokens for run in runs)
-    waited, worked = sum(run.plan_wait_ns for run in prefetched), sum(run.measured_ns for run in prefetched)
     shapes = [shape for run in runs for shape in run.shapes]
     if not shapes:
         raise DataError("expected at least one micro-batch to sum up, got none")
@@ -123,7 +123,7 @@ def summarise(
         prediction_scale=scale,
         prediction_error=_error(judged, predicted),
         late_prediction_error=_error(judged[len(judged) // 2 :], predicted),
-        plan_wait_share=waited / (waited + worked),
+        plan_wait_share=_wait_share(_prefetched(warm, begins) or runs),
         pictures=tuple(pictures),
         memory=max(memory, key=lambda each: each.fragment_bytes, default=None),
     )
@@ -211,7 +211,7 @@ def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
 
 def _scale(runs: Sequence[IterationRecord]) -> float | None:
     """Measured over predicted time in the first measured iterations that computed costs planned."""
-    first = [run for run in runs[WARM_UP_ITERATIONS:] or runs if run.predicted_ns > 0 and run.cost_model_version == 0]
+    first = [run for run in runs if run.predicted_ns > 0 and run.cost_model_version == 0]
     return median(r.measured_ns / r.predicted_ns for r in first[:SCALING_ITERATIONS]) if first else None
 
 
@@ -220,10 +220,19 @@ def _factor(run: IterationRecord, scale: float | None) -> float:
     return 1.0 if scale is None or run.cost_model_version else scale
 
 
-def _judged(runs: Sequence[IterationRecord], scale: float | None) -> list[IterationRecord]:
-    """The iterations whose predictions are judged: not the warm-up, nor those that the scale is of."""
-    left_out = WARM_UP_ITERATIONS + (0 if scale is None else SCALING_ITERATIONS)
-    return [run for run in runs[left_out:] if run.predicted_ns > 0 and run.measured_ns > 0]
+def _judged(warm: Sequence[IterationRecord], scale: float | None) -> list[IterationRecord]:
+    """The iterations whose predictions are judged: none that the scale is of."""
+    rest = warm if scale is None else warm[SCALING_ITERATIONS:]
+    return [run for run in rest if run.predicted_ns > 0 and run.measured_ns > 0]
+
+
+def _prefetched(warm: Sequence[IterationRecord], begins: Collection[int]) -> list[IterationRecord]:
+    return [run for run in warm if not any(0 < run.iteration - begin < PREFETCHED_ITERATION for begin in begins)]
+
+
+def _wait_share(runs: Sequence[IterationRecord]) -> float:
+    waited, whole = sum(run.plan_wait_ns for run in runs), sum(whole_ns(run) for run in runs)
+    return waited / whole
 
 
 def _error(runs: Sequence[IterationRecord], predicted: Mapping[int, float]) -> float | None:

@@ -143,7 +143,7 @@ class Republisher:
         """Publish everything again if some of it is gone; how many keys. Raises StoreError."""
         with self._lock:
             values, progress = dict(self._values), dict(self._progress)
-        own = {*list(values)[-1:], *progress}  # values may be large, and none is older than the newest
+        own = {*list(values)[:1], *progress}  # values may be large; a store that was lost has lost the oldest
         if self._store.read_progress([*own, self._topic]).keys() >= own:  # never nothing: that keeps the connection
             return 0
         for key, value in values.items():

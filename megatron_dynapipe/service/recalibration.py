@@ -183,15 +183,13 @@ class Recalibrated:
 
     def _published(self, version: int, samples: list[PassSample], room_bytes: int | None) -> bytes:
         """A version's bytes: fitted here, unless another planner has published its own before."""
-        key = self._keys.costs(version)
         data = corrected_file(self._settings, self._base, samples, version, room_bytes=room_bytes)
-        if self._store.put_first(key, data):
-            logger.info("cost model version %d, from %d passes", version, len(samples))
-            limit = self._settings.memory_limit_bytes
-            if room_bytes is not None and room_bytes < limit:
-                room, planned = in_mb(room_bytes, limit)
-                logger.info("tensors can have %s of a device, not %s: plans stay within that", room, planned)
-        return self._store.wait_any([key], timeout_s=self._deadline_s, what=f"version {version} of the cost model")[1]
+        logger.info("cost model version %d, from %d passes", version, len(samples))
+        limit = self._settings.memory_limit_bytes
+        if room_bytes is not None and room_bytes < limit:
+            room, planned = in_mb(room_bytes, limit)
+            logger.info("tensors can have %s of a device, not %s: plans stay within that", room, planned)
+        return self._store.put_first(self._keys.costs(version), data)
 
     def _measured(self, version: int, rank: int) -> Measurements:
         what = f"the passes that rank {rank} measured for version {version} of the cost model"

@@ -76,15 +76,18 @@ class PlanStore(Connections):
 
         Raises `StoreError` when the key holds other bytes: two writers disagree about a plan.
         """
-        if not self.put_first(key, value):
-            _, held = self._read({key: "0-0"}, f"reading back {key}").get(key, (0, b""))
-            if held != value:
-                raise conflict_error(key, len(held), len(value))
+        held = self.put_first(key, value)
+        if held != value:
+            raise conflict_error(key, len(held), len(value))
 
-    def put_first(self, key: str, value: bytes) -> bool:
-        """Publish `value` unless the key is taken; whether it was published. The first writer wins."""
+    def put_first(self, key: str, value: bytes) -> bytes:
+        """Publish `value` unless the key is taken; what the key holds: the first writer wins."""
         check_value(key, value)
-        return self._append(f"publishing {key}", key, _ENTRY_ID, value)
+        while not self._append(f"publishing {key}", key, _ENTRY_ID, value):
+            _, held = self._read({key: "0-0"}, f"reading back {key}").get(key, (0, None))
+            if held is not None:  # else it has gone meanwhile: deleted, or the server has come back empty
+                return held
+        return value
 
     def put_all(self, items: Sequence[tuple[str, bytes]]) -> None:
         """Publish several keys as `put` does, in few requests; one after another, so that the last is last."""

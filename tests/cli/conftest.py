@@ -1,7 +1,9 @@
 """A tiny cost model and two small batches, for the commands that plan."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,12 +13,11 @@ def table(value: float, *, keys: list[str]) -> dict[str, list[list[float]]]:
     return {key: [[size, value * size * sum(map(int, key.split(",")))] for size in (1, 2, 8, 64)] for key in keys}
 
 
-@pytest.fixture
-def cost_file(tmp_path: Path) -> Path:
-    lengths = ["8", "64", "512"]
+def cost_model(*, hidden: int = 32, longest: int = 512, modes: Sequence[str] = ("none",)) -> dict[str, Any]:
+    """A decoder-only model's file; costs are the same in every recompute mode."""
+    lengths = ["8", "64", str(longest)]
     entry = {
         "tp": 1,
-        "recompute": "none",
         "model_state_mb": {"embedding": 1.0, "encoder": 2.0},
         "time_ms": {
             part: table(0.01, keys=lengths)
@@ -25,17 +26,21 @@ def cost_file(tmp_path: Path) -> Path:
         "stored_activation_mb": {"encoder": table(0.05, keys=lengths)},
         "peak_activation_mb": {"encoder": table(0.06, keys=lengths)},
     }
-    file = {
+    return {
         "format": "dynapipe-cost-model/1",
         "name": "tiny",
         "source": "test",
         "device": "none",
         "units": {},
-        "model": {"type": "decoder-only", "hidden": 32},
-        "keys": {"tp1_none": entry},
+        "model": {"type": "decoder-only", "hidden": hidden},
+        "keys": {f"tp1_{mode}": entry | {"recompute": mode} for mode in modes},
     }
+
+
+@pytest.fixture
+def cost_file(tmp_path: Path) -> Path:
     path = tmp_path / "cost.json"
-    path.write_text(json.dumps(file))
+    path.write_text(json.dumps(cost_model()))
     return path
 
 

@@ -163,11 +163,3 @@ def test_what_does_not_go_together(
 def test_no_such_dataset(tmp_path: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(of_dataset(tmp_path, cost_file)) == 2
     assert f"expected a dataset folder with a manifest.json at {tmp_path}" in capsys.readouterr().err
-
-
-def test_exits_as_plan_does(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """1 where no batch could be planned, 0 where some could."""
-    for command in ("plan", "compare"):
-        assert main(arguments(command, batches_file, cost_file)) == 0
-        assert main(arguments(command, batches_file, cost_file, "--device-memory-mb", "50")) == 1
-    assert "no plan" in capsys.readouterr().out

@@ -23,20 +23,6 @@ def batches(path: Path, *found: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b'{"format": "\xff\xfe", "batches": []}', "is not a batches file"),
-        (b"[" * 100_000, "is not a batches file"),
-        (b"", "is not a batches file"),
-    ],
-)
-def test_batches_that_are_none(tmp_path: Path, cost_file: Path, capsys: Any, content: bytes, said: str) -> None:
-    path = tmp_path / "damaged.json"
-    path.write_bytes(content)
-    assert said in refused(capsys, *arguments("plan", path, cost_file))
-
-
 @pytest.mark.parametrize("length", [-1, 0, 2**31, 2**70, 1.5])
 @pytest.mark.parametrize("command", ["plan", "compare"])
 def test_lengths_that_no_sample_has(tmp_path: Path, cost_file: Path, capsys: Any, length: float, command: str) -> None:
@@ -139,11 +125,6 @@ def test_numbers_that_no_plan_is_made_of(
     assert refused(capsys, *arguments("plan", batches_file, cost_file, *words))
 
 
-def test_a_folder_that_cannot_be_written_is_one_error(batches_file: Path, cost_file: Path, capsys: Any) -> None:
-    said = refused(capsys, *arguments("plan", batches_file, cost_file, "--output", "/proc/plans"))
-    assert "cannot write /proc/plans/b0.plan" in said
-
-
 def test_a_full_disk_behind_stdout_is_one_error(batches_file: Path, cost_file: Path) -> None:
     words = [sys.executable, "-m", "megatron_dynapipe", *arguments("plan", batches_file, cost_file)]
     with Path("/dev/full").open("w") as full:
@@ -151,9 +132,11 @@ def test_a_full_disk_behind_stdout_is_one_error(batches_file: Path, cost_file: P
     assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
 
 
-def test_a_picture_that_cannot_be_written_is_one_error(
+def test_outputs_that_cannot_be_written_are_one_error(
     tmp_path: Path, batches_file: Path, cost_file: Path, capsys: Any
 ) -> None:
+    said = refused(capsys, *arguments("plan", batches_file, cost_file, "--output", "/proc/plans"))
+    assert "cannot write /proc/plans/b0.plan" in said
     assert main(arguments("plan", batches_file, cost_file, "--output", str(tmp_path))) == 0
     for flag, name in (("--picture", "plan.png"), ("--trace", "plan.json")):
         said = refused(capsys, "show", str(tmp_path / "b0.plan"), flag, f"/proc/{name}")

@@ -87,6 +87,8 @@ STRANGERS = {
     "a page": b"<!doctype html><title>About dynapipe</title>",
     "lengths": b'{"format": "dynapipe-batches/1", "batches": []}',
     "a picture": b"\x89PNG\r\n\x1a\n" + bytes(64),
+    "another store": b"redis://:theirs@10.0.0.1:6379/0\n",
+    "more than a store": b"redis://:" + b"x" * 32 + b"@h:1/0\nmore",
 }
 """Files of a user's, some of which speak of this program."""
 

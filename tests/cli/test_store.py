@@ -82,17 +82,6 @@ def test_a_server_is_stopped_once_no_job_uses_it(
     assert process.wait(timeout=120) == 0
 
 
-@pytest.mark.parametrize(
-    "text", ["notes\n", "redis://:theirs@10.0.0.1:6379/0\n", "redis://:" + "x" * 32 + "@h:1/0\nmore"]
-)
-def test_a_file_of_the_users_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
-    file = tmp_path / "file"
-    file.write_text(text)
-    assert main.main(["store", "start", "--url-file", str(file)]) == 2
-    assert f"expected {file} to be absent or a file that this program wrote" in capsys.readouterr().err
-    assert file.read_text() == text and list(tmp_path.iterdir()) == [file]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_start_leaves_no_server(
     started: tuple[subprocess.Popen[str], str], capsys: pytest.CaptureFixture[str], number: signal.Signals

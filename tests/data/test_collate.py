@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -213,7 +214,7 @@ def test_what_counts_of_a_sequence(loss_on: str, side: str, planned: int, tokens
     collator = Collator(
         required=ALL,
         reader=reader,
-        special=Special(),
+        special=SimpleNamespace(pad_id=0, bos_id=1, eos_id=2),
         truncate=TruncationSide(side),
         loss_on=LossOn(loss_on),
         spans=TURNS,
@@ -237,13 +238,6 @@ def test_tasks_of_positions(folder: Path, family: str) -> None:
         assert rows(batch.tasks) == [[6, 6, 6, 6, 0], [5, 5, 0, 0, 0]]
     assert in_one_buffer(batch, pin=False).tasks is not None
     assert collator_of(folder, required)(0, micro_batch([0], Shape(1, 8, 8)), ModelFamily.T5).tasks is None
-
-
-@dataclasses.dataclass
-class Special:
-    pad_id: int = 0
-    bos_id: int = 1
-    eos_id: int = 2
 
 
 @pytest.mark.parametrize(

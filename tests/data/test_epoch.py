@@ -3,19 +3,11 @@
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape
-from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import LastBatch, LengthTable, LongSamples, Sampler, SamplerSettings
 from megatron_dynapipe.units import ModelFamily
-
-SHAPE = ModelShape(family=ModelFamily.T5, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=512)
-COSTS = AnalyticCostModel(SHAPE, CPU_RATES, max_size=64, max_length=64)
 
 mixtures = st.lists(st.tuples(st.integers(1, 12), st.floats(0.1, 5)), min_size=1, max_size=5)
 
@@ -80,36 +72,3 @@ def test_resumed_runs_see_what_an_uninterrupted_one_sees(
     for iteration in resumes:
         if iteration < count:
             assert Sampler(lengths, run, ids).batch(iteration).sample_ids.tolist() == batches[iteration]
-
-
-@pytest.mark.parametrize("last", list(LastBatch))
-def test_an_epoch_on_any_number_of_replicas(last: LastBatch) -> None:
-    """Samples in are samples trained and samples dropped, and the replicas together hold each batch once."""
-    lengths, ids = table([(30, 1.0), (20, 1.0)], 3)
-    run = SamplerSettings(
-        family=ModelFamily.T5,
-        seed=5,
-        samples_per_iteration=1,
-        max_input_length=60,
-        max_target_length=20,
-        tokens_per_iteration=250,
-        last_batch=last,
-        epochs=1,
-    )
-    sampler = Sampler(lengths, run, ids)
-    count = sampler.batches.count or 0
-    for replicas in (1, 2, 3):
-        settings_of_run = PlannerSettings(
-            family=ModelFamily.T5, encoder_layers=2, decoder_layers=2, hidden_size=64, data_parallel=replicas,
-            memory_limit_bytes=10**9, schedule=ScheduleSettings(search_evaluations=0),
-        )  # fmt: skip
-        planner = Planner(settings_of_run, COSTS)
-        trained = []
-        for iteration in range(count):
-            plan = planner.plan(sampler.batch(iteration), iteration)
-            trained += [
-                sample for replica in plan.replicas for each in replica.micro_batches for sample in each.sample_ids
-            ]
-        dropped = len(lengths) - sampler.batches.bounds(count - 1)[1]
-        assert (dropped > 0) == (last is LastBatch.DROP)
-        assert len(trained) == len(set(trained)) == len(lengths) - dropped

@@ -1,6 +1,5 @@
 """Length statistics, checked by eye, and the `data` command from end to end."""
 
-import gzip
 import json
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from megatron_dynapipe.data.stats import LengthStatistics, dataset_statistics, s
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.lengths import task_ids_path
 from tests.data.dataset import write_dataset
-from tests.data.prepare.test_run import SENTENCE, text_samples
+from tests.data.prepare.test_run import text_samples
 
 
 def test_percentiles_are_lengths_that_occur() -> None:
@@ -77,21 +76,3 @@ def test_command_prepare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "expected either files or --huggingface, or --mixture, got neither" in capsys.readouterr().err
     assert main([*command, "--huggingface", "name"]) == 2
     assert "expected either files or --huggingface, or --mixture, got both" in capsys.readouterr().err
-
-
-def test_command_prepare_truncates_long_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Compressed rows of many tasks, one of them with inputs of thousands of tokens, one without a target."""
-    one = text_samples(1)[0]
-    long, empty = {"input": " ".join([SENTENCE] * 200)}, {"target": ""}
-    made = [{"task": f"t{at % 50}", "input": f"{one.input} {at}", "target": one.target} for at in range(100)]
-    rows = [*made, *(row | long for row in made[::50]), made[0] | empty]
-    text = tmp_path / "rows.jsonl.gz"
-    text.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
-    command = ["data", "prepare", str(text), "--output", str(tmp_path / "data"), "--vocabulary-size", "270"]
-    command += ["--skip-empty", "--max-input-length", "2048", "--long-samples", "truncate"]
-    assert main(command) == 0
-    captured = capsys.readouterr()
-    assert "data: 50 tasks, " in captured.out
-    assert "were truncated" in captured.err and "1 sample was left out: empty" in captured.err
-    found = [dataset_statistics(tmp_path / "data", split).total for split in ("train", "valid", "test")]
-    assert max(total.input.max for total in found) == 2048 and sum(total.samples for total in found) == 102

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dynapipe.cli.main import UsageError, build_parser
-from tests.docs.workspace import MODELS, PROGRAM, ROOT, make_workspace
+from tests.docs.workspace import MODELS, PROGRAM, ROOT, make_workspace, run_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,23 +132,6 @@ def test_a_block_runs(tmp_path: Path, page: str, index: int, how: Runs) -> None:
         assert given in text, f"the block has no {given!r} any more"
         text = text.replace(given, instead, 1 if given.endswith("\n") else -1)
     run_text(f"{text}\n{how.after}", tmp_path, make_workspace(tmp_path))
-
-
-def run_text(text: str, folder: Path, environment: dict[str, str]) -> str:
-    """A shell's stdout."""
-    bash = shutil.which("bash")
-    assert bash is not None
-    done = subprocess.run(
-        [bash, "-euo", "pipefail", "-c", text],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=850,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 @pytest.mark.slow

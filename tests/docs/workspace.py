@@ -2,7 +2,9 @@
 
 import json
 import shlex
+import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,23 @@ def make_workspace(folder: Path) -> dict[str, str]:
     slurm = {"SLURM_JOB_NODELIST": "here", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "1"}
     own = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "HOME": str(folder), "OMP_NUM_THREADS": "1"}
     return {"PATH": f"{programs}:/usr/bin:/bin", "MASTER_PORT": port, "GPUS_PER_NODE": "2", **slurm, **own}
+
+
+def run_text(text: str, folder: Path, environment: dict[str, str]) -> str:
+    """Run it in a shell that stops at the first failure; its stdout."""
+    bash = shutil.which("bash")
+    assert bash is not None
+    done = subprocess.run(
+        [bash, "-euo", "pipefail", "-c", text],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=850,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 def _small_run_files(folder: Path) -> None:

@@ -19,19 +19,16 @@ class MemoryStore:
         self._closed = False
 
     def put(self, key: str, value: bytes) -> None:
-        with self._changed:
-            if not self.put_first(key, value) and self._values[key] != value:
-                raise conflict_error(key, len(self._values[key]), len(value))
+        held = self.put_first(key, value)
+        if held != value:
+            raise conflict_error(key, len(held), len(value))
 
-    def put_first(self, key: str, value: bytes) -> bool:
+    def put_first(self, key: str, value: bytes) -> bytes:
         check_value(key, value)
         with self._changed:
             self._check_open()
-            if key in self._values:
-                return False
-            self._values[key] = bytes(value)
             self._changed.notify_all()
-            return True
+            return self._values.setdefault(key, bytes(value))
 
     def put_all(self, items: Sequence[tuple[str, bytes]]) -> None:
         for key, value in items:

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.errors import PlanDecodeError
+from megatron_dynapipe.errors import PlanDecodeError, PlanError
 from megatron_dynapipe.plan import codec
+from megatron_dynapipe.plan.verify import verify
 from tests.helpers.plans import make_plan
 
 PLAN = make_plan((3, 2), 2)
@@ -52,17 +53,23 @@ def test_changed_plans_are_refused(edits: list[tuple[float, int]], end: float) -
             codec.decode_entry(bytes(data))
 
 
-@given(
-    edits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=6)), min_size=1, max_size=4),
-)
-def test_what_is_accepted_behind_a_forged_checksum_is_a_plan(edits: list[tuple[float, bytes]]) -> None:
-    payload = bytearray(ENTRY[HEADER:])
+@pytest.mark.parametrize(("whole", "decode"), [(WHOLE, codec.decode_plan), (ENTRY, codec.decode_entry)])
+@given(edits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=6)), max_size=4))
+def test_what_is_accepted_behind_a_forged_checksum_is_one(whole: bytes, decode, edits) -> None:
+    """Also: verification of a plan that decodes ends in one kind of error."""
+    payload = bytearray(whole[HEADER:])
     for place, piece in edits:
         at = int(place * len(payload))
         payload[at : at + len(piece)] = piece
-    with contextlib.suppress(PlanDecodeError):
-        entry = codec.decode_entry(signed(bytes(payload)))
-        assert codec.decode_entry(codec.encode(entry)) == entry
+    try:
+        found = decode(signed(bytes(payload)))
+    except PlanDecodeError:
+        assert payload != whole[HEADER:]
+        return
+    assert decode(codec.encode(found)) == found
+    if decode is codec.decode_plan and found != PLAN:
+        with contextlib.suppress(PlanError):
+            verify(found)
 
 
 @pytest.mark.parametrize(

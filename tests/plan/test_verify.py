@@ -224,12 +224,8 @@ def test_every_sample_is_planned_once():
         verify(plan, expected_samples=[0, 0, 1, 2, 3, 4, 5])
 
 
-def test_forms():
+def test_stages_are_in_order():
     plan = make_plan((2,), 2)
-    with pytest.raises(PlanError, match="expected model state bytes for 2 stages, got 1"):
-        verify(replace(plan, model_state_bytes=(1,)))
-    with pytest.raises(PlanError, match="expected at least one stage, and several chunks only on several stages"):
-        verify(replace(plan, pipeline_stages=1, chunks=2))
     stages = plan.replicas[0].stages
     with pytest.raises(PlanError, match=r"replica 0: expected stages 0 to 1 in order, got \[1, 0\]"):
         verify(replace(plan, replicas=(replace(plan.replicas[0], stages=stages[::-1]),)))
@@ -293,6 +289,8 @@ def test_a_t5_target_has_a_token():
         ({"iteration": -1}, "expected an iteration of 0 or more, got -1"),
         ({"memory_limit_bytes": 0}, "expected a memory limit above 0, got 0 bytes"),
         ({"model_state_bytes": (-1, 10)}, "expected model state bytes of 0 or more, got -1"),
+        ({"model_state_bytes": (1,)}, "expected model state bytes for 2 stages, got 1"),
+        ({"pipeline_stages": 1, "chunks": 2}, "expected at least one stage, and several chunks only on several stages"),
     ],
 )
 def test_numbers_of_a_plan_that_cannot_be(changes, message):

@@ -80,6 +80,14 @@ def test_waits_for_plans_count_after_the_second_iteration():
     assert summary.plan_wait_share == 5 / 25
 
 
+def test_the_first_iterations_of_a_later_start_count_in_no_rate():
+    times = {4: {"measured_ms": 900, "wait_ms": 900}, 5: {"wait_ms": 70}}
+    records = [record(i, **{"measured_ms": 20, "predicted_ms": 20} | times.get(i, {})) for i in range(8)]
+    summary = summarise(records, maximum=MAXIMUM, starts=[0, 4])
+    assert (summary.plan_wait_share, summary.prediction_error) == (0, 0)
+    assert summary.tokens_per_second == pytest.approx(6 * 60 / 0.190)
+
+
 def test_tokens_per_second_leave_the_first_iteration_out():
     summary = summarise([record(0, measured_ms=1e6), record(1, measured_ms=20, wait_ms=10)], maximum=MAXIMUM)
     assert summary.tokens_per_second == pytest.approx(60 / 0.030)

@@ -30,6 +30,18 @@ def test_a_store_that_came_back_empty_or_whose_keys_have_expired_gets_everything
     assert store.wait_any(["dynapipe:key"], timeout_s=30, what="it") == ("dynapipe:key", b"value")
 
 
+def test_what_was_published_before_a_loss_comes_back_though_newer_keys_are_there() -> None:
+    """Found by a campaign: a planner that started again waited in vain for the passes of an earlier version."""
+    store = MemoryStore()
+    own = Republisher(store, "dynapipe:topic")
+    own.keep("dynapipe:old", b"lost")
+    for key in ("dynapipe:new", "dynapipe:newer"):
+        store.put(key, b"value")
+        own.keep(key, b"value")
+    assert own.restore() == 3
+    assert store.wait_any(["dynapipe:old"], timeout_s=30, what="it") == ("dynapipe:old", b"lost")
+
+
 def test_a_rank_that_asks_for_nothing_learns_that_its_server_has_started_again() -> None:
     with StoreServer(restarts=1) as server, open_store(server.address, patience_s=30) as store:
         store.put("dynapipe:key", b"value")

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -70,11 +71,30 @@ def test_publishing_equal_bytes_again_does_nothing_and_other_bytes_are_refused(s
     assert store.wait_any([key], timeout_s=5, what="it")[1] == b"plan"
 
 
+def test_a_key_that_goes_while_it_is_compared_is_published_again(
+    server: StoreServer, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a campaign: the server came back empty between the refusal of a second entry and its reading."""
+    with open_store(server.address) as store:
+        store.put(key, b"plan")
+        append = store._append
+
+        def refused(*arguments: Any) -> bool:
+            monkeypatch.undo()
+            is_first = append(*arguments)
+            store.delete([key])
+            return is_first
+
+        monkeypatch.setattr(store, "_append", refused)
+        store.put(key, b"plan")
+        assert store.wait_any([key], timeout_s=5, what="it")[1] == b"plan"
+
+
 def test_of_several_first_writers_one_wins(store: PlanStore, key: str) -> None:
     won: list[int] = []
 
     def write(writer: int) -> None:
-        if store.put_first(key, b"%d" % writer):
+        if store.put_first(key, b"%d" % writer) == b"%d" % writer:
             won.append(writer)
 
     threads = [threading.Thread(target=write, args=(writer,)) for writer in range(8)]

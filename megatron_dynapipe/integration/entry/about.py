@@ -24,13 +24,16 @@ def about(run: RunConfig) -> dict[str, str]:
         layout += f", {parallel.chunks} chunks a rank"
     if parallel.layers_per_stage is not None:
         layout += f", layers per stage {'+'.join(map(str, parallel.layers_per_stage))}"
+    experts = f", {model.experts.count} experts, {model.experts.per_token} a token" if model.experts else ""
+    if parallel.experts > 1:
+        layout += f", experts over {parallel.experts} ranks"
     samples = meta.split_samples.get("train", 0)
     size, tokens = run.training.sampler.samples_per_iteration, run.training.sampler.tokens_per_iteration
     device = processor() if run.on_cpu else torch.cuda.get_device_name(run.device)
     return {
         "command": _command(),
-        "model": f"{run.family.value.upper()}, {stacks} layers, hidden {model.hidden}, {model.heads} heads, vocabulary"
-        f" {model.vocabulary:,}, {str(model.dtype).removeprefix('torch.')}",
+        "model": f"{run.family.value.upper()}, {stacks} layers, hidden {model.hidden}, {model.heads} heads{experts},"
+        f" vocabulary {model.vocabulary:,}, {str(model.dtype).removeprefix('torch.')}",
         "data": f"{run.data}: {amount(len(meta.tasks), 'task')}, {samples:,} training samples",
         "batch": f"{size:,} samples" if tokens is None else f"{tokens:,} tokens",
         "layout": layout,

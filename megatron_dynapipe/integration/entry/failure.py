@@ -48,21 +48,22 @@ def reported() -> Iterator[None]:
     except (ConfigError, CostModelError, DataError, UnsupportedMegatronError) as error:
         if not (launch.reports_for_all() or getattr(error, launch.REPORTED_HERE, False)):
             launch.leave_report_to_another_rank(2)
-        _report(error, "" if rank == 0 else f"[rank {rank}] ")
+        _print_report(error, "" if rank == 0 else f"[rank {rank}] ")
+        launch.write_error_file(f"none: rank {rank} printed the error above")
         sys.exit(2)
     except DynaPipeError as error:
-        _report(error, f"[rank {rank}] ")
+        _print_report(error, f"[rank {rank}] ")
+        launch.write_error_file(str(error))
         sys.exit(1)
 
 
-def _report(error: DynaPipeError, prefix: str) -> None:
+def _print_report(error: DynaPipeError, prefix: str) -> None:
     more = [f"hint: {error.hint}"] if error.hint is not None else []
     more += getattr(error, "__notes__", ())
     rest = "\n".join(more)
     if rest and not says_first(rest):
         rest = ""  # another rank has the same error
     print(f"{prefix}error: {error.message}" + f"\n{rest}" * bool(rest), file=sys.stderr, flush=True)
-    launch.write_error_file(str(error))
 
 
 @contextlib.contextmanager

@@ -101,7 +101,10 @@ def leave_report_to_another_rank(status: int) -> NoReturn:
 
 
 def write_error_file(message: str) -> None:
-    """Give torchrun the message for its summary, in the form in which it reads a worker's error file."""
+    """Give torchrun the message for its summary, in the form in which it reads a worker's error file.
+
+    Its own traceback, of the error that it ends with in any case, stays: no worker can keep it away.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}

@@ -26,6 +26,7 @@ class ParallelConfig:
     Attributes:
         data, tensor, pipeline: sizes.
         chunks: virtual stages per pipeline rank.
+        experts: ranks that share a layer's experts.
         distributed_optimizer: whether optimizer states are sharded over replicas.
         layers_per_stage: of each virtual stage in model order; None splits layers equally.
     """

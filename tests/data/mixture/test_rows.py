@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_dynapipe.data.mixture import rows as rows_module
-from megatron_dynapipe.data.mixture.rows import file_blocks, files_of_source, hub_blocks
+from megatron_dynapipe.data.mixture.rows import file_blocks, files_of_source
 from megatron_dynapipe.data.mixture.sources import open_sources
 from megatron_dynapipe.data.mixture.spec import Mixture, TaskSpec
 from megatron_dynapipe.errors import DataError
@@ -76,11 +76,6 @@ def test_every_form_gives_the_rows(tmp_path: Path, monkeypatch, name: str, block
     for block in blocks:
         assert block.first == start
         start += block.lines.count(b"\n") + 1
-
-
-def test_hub_datasets_give_the_rows() -> None:
-    blocks = list(hub_blocks("name", datasets.Dataset.from_list(ROWS)))
-    assert [json.loads(line) for block in blocks for line in block.lines.split(b"\n")] == ROWS
 
 
 def test_folders_and_patterns(tmp_path: Path) -> None:

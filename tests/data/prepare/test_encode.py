@@ -92,19 +92,6 @@ def test_conversations(tokenizer: Path) -> None:
     assert (sample, given[first:end]) == (0, "yo\n")
 
 
-@pytest.mark.parametrize(
-    ("side", "given", "wanted", "span"),
-    [("right", "<syst", "no\n", None), ("left", "tant>", "no\n", None), ("middle", "<sysnt>"[:3] + "t>", "no\n", None)],
-)
-def test_truncated_conversations(tokenizer: Path, side: str, given: str, wanted: str, span: Any) -> None:
-    task = TaskSpec(name="n", source="x", messages="m")
-    row = {"m": [{"role": role, "content": content} for role, content in TURNS]}
-    limits = {"max_input_length": 5, "long_samples": LongSamples.TRUNCATE, "truncate": TruncationSide(side)}
-    encode = encoder(tokenizer, task, **limits)
-    assert texts(tokenizer, encode, row) == [("n", given, wanted)]
-    assert not len(encode(block(row), 0).columns["spans"])
-
-
 @pytest.mark.parametrize("side", ["right", "left", "middle"])
 def test_spans_move_with_what_is_left(tokenizer: Path, side: str) -> None:
     """Half of a turn that is cut through is still learned."""

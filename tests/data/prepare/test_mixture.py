@@ -121,7 +121,9 @@ def test_samples_in_are_samples_out(
         return
     try:
         meta = prepare(folder, tokenizer, given_entries, **limits).meta
-    except DataError:  # all samples that are left belong to validation and testing
+    except DataError as error:  # all samples that are left belong to validation and testing
+        if "expected at least 1 sample for training" not in error.message:
+            raise
         return
     assert meta == read_meta(folder)
     read = sum(len(rows) for _, rows in entries)

@@ -57,12 +57,6 @@ def test_folder_holds_the_text(tmp_path: Path) -> None:
     assert Counter(found) == Counter((sample.task, sample.input, sample.target) for sample in samples)
 
 
-def test_same_text_same_bytes(tmp_path: Path) -> None:
-    prepare(tmp_path / "one")
-    prepare(tmp_path / "two")
-    assert files(tmp_path / "one") == files(tmp_path / "two")
-
-
 def test_given_tokenizer(tmp_path: Path) -> None:
     prepare(tmp_path / "one")
     prepare(tmp_path / "two", tokenizer=tmp_path / "one" / "tokenizer")

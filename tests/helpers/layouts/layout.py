@@ -109,7 +109,60 @@ def reference(model: Layout) -> dict[str, Any]:
     return found
 
 
-def table(layouts: Mapping[str, Layout]) -> list[Any]:
-    """Parameters of a test: a layout whose name ends with * runs every day, the others are slow."""
+PHRASES: dict[str, dict[str, Any]] = {
+    "two chunks": {"chunks": 2},
+    "sequence parallel": {"sequence": True},
+    "rotary positions": {"positions": "rope"},
+    "relative positions": {"positions": "relative"},
+    "no positions": {"positions": "none"},
+    "untied": {"tied": False},
+    "Megatron's attention": {"attention": "megatron"},
+    "full": {"recompute": ("full",)},
+    "selective": {"recompute": ("selective",)},
+    "recompute mixed": {"recompute": MIXED},
+    "recompute full and none": {"recompute": ("full", "none")},
+    "of MLPs": {"modules": ("mlp",)},
+    "also of MLPs": {"modules": ("core_attn", "mlp")},
+    "packed": {"rows": "packed"},
+    "rows mixed": {"rows": "mixed"},
+    "divided": {"divided": 1},
+    "every second divided": {"divided": 2},
+    "rules of CUDA": {"transfers": "cuda"},
+    "scatter-gather": {"scatter_gather": "on"},
+    "overlapped": {"overlap": True},
+    "distributed optimizer": {"distributed_optimizer": True},
+    "one replica without samples": {"idle": 1},
+    "bf16": {"dtype": "bf16"},
+    "fp16": {"dtype": "fp16", "loss_scale": 64.0},
+    "dropout": {"dropout": 0.1},
+    "fused": {"fused": True},
+}
+"""What a row of a table may say of a layout, besides numbers."""
+
+
+def named(row: str) -> Layout:
+    """The layout of "gpt 2x2x1, two chunks, layers 2.5+1.5": tensor x stages x replicas, then what else."""
+    kind, *phrases = row.removesuffix(" *").split(", ")
+    family, _, sizes = kind.partition(" ")
+    given: dict[str, Any] = dict(zip(("tensor", "stages", "replicas"), map(int, sizes.split("x")), strict=True))
+    for phrase in phrases:
+        what, _, number = phrase.rpartition(" ")
+        match what:
+            case "layers":
+                split = tuple(float(each) if "." in each else int(each) for each in number.split("+"))
+                given |= {"split": split, "depth": int(sum(split))}
+            case "depth":
+                given["depth"] = int(number)
+            case "overhead":
+                given["layer_overhead_us"] = float(number)
+            case "slices of":
+                given |= {"rows": "planned", "slices": int(number)}
+            case _:
+                given |= PHRASES[phrase]
+    return Layout(family=family, **given)
+
+
+def table(rows: Sequence[str]) -> list[Any]:
+    """Parameters of a test, as `named` reads them: a row that ends with * runs every day, the others are slow."""
     slow = pytest.mark.slow
-    return [pytest.param(row, id=name, marks=() if name.endswith("*") else slow) for name, row in layouts.items()]
+    return [pytest.param(named(row), id=row, marks=() if row.endswith("*") else slow) for row in rows]

@@ -1,5 +1,8 @@
 """What is found before Megatron is initialised: on rank 0, in one message, with exit status 2."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -156,3 +159,18 @@ def split_of_rank_0(*, rank: int, world_size: int, fails: bool) -> str:
 def test_what_rank_0_chooses_is_taken_by_all():
     assert run_ranks(split_of_rank_0, 3, {"fails": False}) == ["made by rank 0"] * 3
     assert run_ranks(split_of_rank_0, 3, {"fails": True}) == ["reports: no split", "leaves with 2", "leaves with 2"]
+
+
+def test_torchrun_prints_a_refusal_once(tmp_path):
+    """The error and its hint, once; below them what torchrun says of any rank that fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["pretrain_gpt_multitask.py", "--dynapipe-config", "configs/demo_gpt.yaml", "--dynapipe-datas", "x"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=entry_scripts.ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    lines = done.stderr.splitlines()
+    assert lines[:2] == ["error: unrecognized arguments: --dynapipe-datas x", "hint: --help lists all flags"]
+    assert "unrecognized" not in "".join(lines[1:]) and "  traceback : none: rank 0 printed the error above" in lines
+    assert done.stderr.count("Traceback") == 1, "torchrun's own, which nothing that a worker does keeps away"

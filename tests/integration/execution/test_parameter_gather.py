@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dynapipe.plan.instructions import Backward, Forward
-from tests.helpers.layouts.layout import Layout, on_ranks, table
+from tests.helpers.layouts.layout import on_ranks, table
 
-LAYOUTS = {
-    "gpt, two chunks": Layout(stages=2, chunks=2, replicas=2),
-    "t5 *": Layout(family="t5", replicas=2),
-}
+LAYOUTS = (
+    "gpt 1x2x2, two chunks",
+    "t5 1x1x2 *",
+)
 
 
 @pytest.mark.parametrize("layout", table(LAYOUTS))

@@ -3,14 +3,12 @@
 import pytest
 
 from tests.helpers.layouts.compare import assert_close, gradients_of
-from tests.helpers.layouts.layout import MIXED, Layout, on_ranks, reference, table
+from tests.helpers.layouts.layout import on_ranks, reference, table
 
-LAYOUTS = {
-    "mixed, two stages, recompute mixed": Layout(attention="megatron", stages=2, rows="mixed", recompute=MIXED),
-    "packed, two chunks, rotary positions *": Layout(
-        attention="megatron", stages=2, chunks=2, rows="packed", positions="rope"
-    ),
-}
+LAYOUTS = (
+    "gpt 1x2x1, Megatron's attention, recompute mixed, rows mixed",
+    "gpt 1x2x1, two chunks, rotary positions, Megatron's attention, packed *",
+)
 
 
 @pytest.mark.parametrize("layout", table(LAYOUTS))

@@ -48,10 +48,10 @@ def train(*, rank: int, world_size: int, layout: Layout, staged: bool) -> dict:
     return {"losses": result["losses"], "gradients": result["gradients"], "said": output.getvalue()}
 
 
-LAYOUTS = {
-    "t5": Layout(family="t5", stages=2),
-    "gpt, two chunks *": Layout(family="gpt", stages=2, chunks=2, dtype="bf16"),
-}
+LAYOUTS = (
+    "t5 1x2x1",
+    "gpt 1x2x1, two chunks, bf16 *",
+)
 
 
 @pytest.mark.parametrize("wanted", table(LAYOUTS))

@@ -97,16 +97,12 @@ def test_they_are_applied_and_reverted() -> None:
     assert run_ranks(switch, 1) == [{"during": [True] * 3, "after": [True] * 3}]
 
 
-LAYOUTS = {
-    "gpt *": Layout(fused=True),
-    "t5, 2 stages, 2 replicas, overlapped, distributed optimizer": Layout(
-        family="t5", stages=2, replicas=2, distributed_optimizer=True, overlap=True, fused=True
-    ),
-    "gpt, tensor 2, sequence parallel, full recomputation": Layout(
-        tensor=2, sequence=True, recompute=("full",), fused=True
-    ),
-    "gpt, 2 chunks, untied": Layout(stages=2, chunks=2, tied=False, fused=True),
-}
+LAYOUTS = (
+    "gpt 1x1x1, fused *",
+    "t5 1x2x2, overlapped, distributed optimizer, fused",
+    "gpt 2x1x1, sequence parallel, full, fused",
+    "gpt 1x2x1, two chunks, untied, fused",
+)
 
 
 @pytest.mark.parametrize("layout", table(LAYOUTS))

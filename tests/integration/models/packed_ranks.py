@@ -81,7 +81,6 @@ def compare(queries: list[int], keys: list[int], causal: bool, groups: int, bias
         if how == "thd":  # as Megatron's attention hands them over
             query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
             return attention(query, key, value, None, packed_seq_params=plain, attention_bias=bias)
-        return attention(query, key, value, None, packed_seq_params=row, attention_bias=bias)
         if how == "kernel":
             with (
                 patch.object(attention_module, "kernel_takes", lambda *_, **__: True),
