@@ -41,7 +41,6 @@ ROOMS = {
     "units": room(1),
     "digests": room(2),
     "extras": room(2),
-    "megatron_version": room(2),
     "cost": room(2, "numpy"),
     "plan": room(2),
     "sampling": room(2, "numpy"),

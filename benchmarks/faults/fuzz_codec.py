@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan import codec
-from megatron_dynapipe.service.failure import decode_failure
+from megatron_dynapipe.service.client import decode_failure
 from tests.helpers.plans import make_plan
 
 SPARE_BYTES = 1 << 30

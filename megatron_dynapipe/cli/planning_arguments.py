@@ -243,7 +243,7 @@ def planner_settings(
         expert_layers=experts.layers if experts else (),
         expert_parallel=args.expert_parallel,
         expert_imbalance=args.expert_imbalance,
-        lockstep=args.expert_parallel > 1,
+        lockstep=args.expert_parallel > 1 and args.expert_parallel,
         network=network_of(args, cost_model.links),
         scatter_gather=ScatterGather(args.scatter_gather),
         schedule=schedule_of(args, schedule),

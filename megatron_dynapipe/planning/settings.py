@@ -48,7 +48,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         expert_parallel: replicas that share experts.
         expert_imbalance: tokens of the busiest of them over their mean: their experts' time and memory are taken so
             many times.
-        lockstep: whether replicas run in step: as many micro-batches on each, alike in time (`planning.lockstep`).
+        lockstep: whether replicas run in step, as many micro-batches on each, alike in time: all of them, or
+            neighbours in groups of so many (`planning.lockstep`).
         slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
             of more positions than this.
         split_backward: whether backward passes are divided, so that weights' gradients fill a stage's waits: where that
@@ -79,7 +80,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     expert_layers: tuple[int, ...] = ()
     expert_parallel: _AtLeastOne = 1
     expert_imbalance: Annotated[float, msgspec.Meta(ge=1)] = IMBALANCE
-    lockstep: bool = False
+    lockstep: bool | int = False
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
     split_backward: SplitBackward = "off"
 
@@ -109,6 +110,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         if not 1 <= self.expert_imbalance < math.inf:
             raise ConfigError(f"expected an imbalance of experts of at least 1, got {self.expert_imbalance}")
+        if self.in_step < 1 or self.data_parallel % self.in_step:
+            raise ConfigError(f"expected groups in step that divide {self.data_parallel} replicas, got {self.lockstep}")
         if self.model_state_bytes is not None and len(self.model_state_bytes) != self.pipeline_parallel:
             raise ConfigError(
                 f"expected the model state of {self.pipeline_parallel} pipeline ranks,"
@@ -129,9 +132,12 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return "pieces run in packed rows, which the settings do not allow"
         if self.partition.algorithm is not PartitionAlgorithm.DP or self.schedule.method != "adaptive":
             return "the adaptive schedule alone keeps the order of pieces"
-        if self.lockstep:
-            return "replicas run in step, and pieces of one sample would be on one of them"
         return None
+
+    @property
+    def in_step(self) -> int:
+        """Neighbouring replicas that run in step, 1 for none."""
+        return self.data_parallel if self.lockstep is True else self.lockstep or 1
 
     @property
     def may_cut(self) -> bool:

@@ -149,13 +149,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def candidates(base: PlannerSettings, space: Space, cost_model: CostModel) -> list[Candidate]:
-    """Every layout, in a fixed order.
-
-    Args:
-        base: model, memory, links and choices; its layout is replaced.
-        space: what to try.
-        cost_model: asked for the tensor-parallel sizes that it knows.
-    """
+    """Every layout, in a fixed order."""
     return [
         _candidate(base, space, cost_model, data, tensor, pipeline, chunks, split, experts)
         for data, tensor, pipeline in divisions(space.devices)
@@ -209,7 +203,7 @@ def _candidate(
             pipeline_parallel=pipeline,
             chunks=chunks,
             expert_parallel=experts,
-            lockstep=experts > 1,
+            lockstep=experts > 1 and experts,
             layers_per_stage=even_split(base.encoder_layers + base.decoder_layers, pipeline * chunks),
             distributed_optimizer=data > 1 if wanted is None else wanted,
             sequence_parallel=base.sequence_parallel and tensor > 1,

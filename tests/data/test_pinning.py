@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron_dynapipe.data.collate import RequiredFields
-from megatron_dynapipe.data.iterator import PlannedIterator
-from megatron_dynapipe.data.pinning import in_one_buffer, pinning
+from megatron_dynapipe.data.iterator import PlannedIterator, in_one_buffer, pinning
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.data.dataset import collator_of, micro_batch, stage_entry, write_dataset
 

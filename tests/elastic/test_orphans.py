@@ -18,7 +18,7 @@ time.sleep(60)
 """
 RANK = """
 import sys, time
-from megatron_dynapipe.elastic.orphans import end_with_launcher
+from megatron_dynapipe.processes import end_with_launcher
 end_with_launcher()
 open(sys.argv[1] if len(sys.argv) > 1 else {ready!r}, "w").close()
 time.sleep(60)

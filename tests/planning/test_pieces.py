@@ -1,6 +1,5 @@
 """Planning with long samples cut into pieces."""
 
-import importlib.util
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,8 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
-from tests.helpers.benchmark_data import A100_COSTS, SCORER
+from tests.helpers import benchmark_data
+from tests.helpers.benchmark_data import A100_COSTS
 
 GPT = ModelFamily.GPT
 COSTS = TableCostModel.load(A100_COSTS["gpt"])
@@ -214,10 +214,6 @@ def test_a_batch_with_fewer_chains_than_replicas_is_planned_whole() -> None:
 
 
 def test_the_independent_scorer_finds_the_same_time_and_memory() -> None:
-    spec = importlib.util.spec_from_file_location("score_plans", SCORER)
-    assert spec is not None and spec.loader is not None
-    scorer = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(scorer)
     planned = plan(LENGTHS, slices=900)
     report = {
         "predicted_ms": planned.totals.predicted_ns / 1e6,
@@ -225,6 +221,7 @@ def test_the_independent_scorer_finds_the_same_time_and_memory() -> None:
     }
     asked = {"model": "gpt", "layers": 32, "encoder_layers": None, "decoder_layers": None, "hidden": 4096}
     run = SimpleNamespace(**asked, dp=1, tp=2, pp=4, memory_mb=36_000, split="equal")
+    scorer = benchmark_data.scorer()
     found = scorer.check_and_score(run, scorer.Cost(A100_COSTS["gpt"]), {"input": LENGTHS}, _from_0(report))
     assert found["said"] == pytest.approx(1.0, rel=1e-4)
     assert found["n"] == len(planned.replicas[0].micro_batches)

@@ -10,7 +10,7 @@ import pytest
 from megatron_dynapipe.cost import CPU_RATES, ModelShape
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
-from megatron_dynapipe.sampling.index_file import HEADER, MAGIC
+from megatron_dynapipe.sampling.lengths import HEADER, MAGIC
 from megatron_dynapipe.service import AnalyticCosts, PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.store import StoreAddress, StoreServer, new_job_name
 from megatron_dynapipe.units import ModelFamily

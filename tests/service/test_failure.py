@@ -4,7 +4,7 @@ import pytest
 
 from megatron_dynapipe.errors import PlannerFailedError
 from megatron_dynapipe.service import PlanClient
-from megatron_dynapipe.service.failure import PlannerFailure, decode_failure
+from megatron_dynapipe.service.client import PlannerFailure, decode_failure
 from megatron_dynapipe.service.loop import publish_failure
 from tests.helpers.memory_store import MemoryStore
 

@@ -15,8 +15,8 @@ import pytest
 
 from megatron_dynapipe.errors import PlannerFailedError
 from megatron_dynapipe.service import NodePlanners, PlanClient, PlannerProcess, ServiceSettings
+from megatron_dynapipe.service.loop import PlannedSplits
 from megatron_dynapipe.service.settings import encode_settings
-from megatron_dynapipe.service.source import PlannedSplits
 from megatron_dynapipe.store import PlanStore, StoreServer, open_store
 from tests.helpers.waiting import is_running, until
 

@@ -113,8 +113,8 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
             (bool(args.use_dynapipe), "a patched checkout's layers keep no keys of earlier pieces"),
             (_engine_attention(args), "Transformer Engine's attention keeps no keys of earlier pieces"),
             (
-                getattr(args, "expert_model_parallel_size", 1) > 1,
-                "replicas that share experts run in step, and pieces of one sample would be on one of them",
+                bool(getattr(args, "num_experts", None)) and "seq_aux_loss" in args.moe_router_load_balancing_type,
+                "seq_aux_loss is of whole samples",
             ),
             (args.dynapipe_attention == "megatron", "Megatron's local attention keeps no keys of earlier pieces"),
             (
@@ -141,7 +141,6 @@ def split_backward(args: argparse.Namespace) -> SplitBackward:
         (
             (bool(args.use_dynapipe), "a patched checkout's layers compute all gradients together"),
             (args.transformer_impl != "local", "layers of Transformer Engine compute all gradients together"),
-            (bool(getattr(args, "num_experts", None)), "experts compute all gradients together"),
             ("mlp" in (args.recompute_modules or ()), "--recompute-modules mlp computes linear layers again"),
         )
     )

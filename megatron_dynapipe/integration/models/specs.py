@@ -133,17 +133,17 @@ def local_layer(layer: ModuleSpec, norm: Any, attention: CoreAttention) -> Modul
 
 
 def with_halves(layers: Sequence[ModuleSpec], parts: Parts) -> list[ModuleSpec]:
-    """Specifications of a stage's layers of one stack, of which it may have halves at either end.
+    """Specifications of the layers of one kind on a stage, from those of whole layers.
 
     Of a divided layer a stage builds all modules but those of the other half, under the names that they have in a whole
     layer.
     """
-    first, last = parts.mlp, parts.mlp + parts.whole
-    return [
-        *[_without(layer, _OF_ATTENTION) for layer in layers[:first]],
-        *layers[first:last],
-        *[_without(layer, _OF_MLP) for layer in layers[last:]],
-    ]
+    built = list(layers)
+    if parts.mlp:
+        built[0] = _without(built[0], _OF_ATTENTION)
+    if parts.attention:
+        built[-1] = _without(built[-1], _OF_MLP)
+    return built
 
 
 def _without(layer: ModuleSpec, modules: Mapping[str, type]) -> ModuleSpec:

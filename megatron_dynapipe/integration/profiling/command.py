@@ -50,7 +50,8 @@ def profile(
     """
     started = time.monotonic()
     modes = _modes(recompute)
-    with prepared(flags, ModelFamily(family), tensor_parallel=tensor_parallel, vocabulary=vocabulary) as setup:
+    layout = {"tensor_parallel": tensor_parallel, "expert_parallel": 1}
+    with prepared(flags, ModelFamily(family), vocabulary=vocabulary, **layout) as setup:
         is_first = dist.get_rank() == 0
         provenance = describe(setup)
         scope = Scope(

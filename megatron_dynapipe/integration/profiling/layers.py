@@ -11,7 +11,6 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import msgspec
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -20,8 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
-from megatron_dynapipe.data.segments import CutSegment, RowSegments
+from megatron_dynapipe.data.segments import CutSegment, RowSegments, causal_mask, cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
@@ -246,16 +244,18 @@ def _gpt_parts(
 ) -> list[MeasuredModule]:
     """A GPT of `chained` layers of each kind without its ends, and its ends with a layer that is not run."""
 
-    def build(of: ModelConfig, layers: int, *, ends: bool) -> GPTModel:
-        return gpt_provider(of)(ends, ends, config=_of_layers(config, layers), pg_collection=groups)
+    def build(layers: int, *, ends: bool, **changes: Any) -> GPTModel:
+        own = _of_layers(config, layers)
+        for name, value in changes.items():
+            setattr(own, name, value)
+        return gpt_provider(model)(ends, ends, config=own, pg_collection=groups)
 
-    ends = build(model, 1, ends=True)
-    kinds = {"encoder": model}
+    ends = build(1, ends=True)
+    kinds: dict[str, dict[str, Any]] = {"encoder": {}}
     if model.experts is not None and model.experts.layers:
-        all_experts = msgspec.structs.replace(model.experts, layers=())
-        kinds = {"encoder": replace(model, experts=None), "expert": replace(model, experts=all_experts)}
+        kinds = {"encoder": {"num_moe_experts": None}, "expert": {"moe_layer_freq": 1}}
     return [
-        *(_gpt_layers(kind, build(of, chained, ends=False), of, chained, make) for kind, of in kinds.items()),
+        *(_gpt_layers(kind, build(chained, ends=False, **kinds[kind]), model, chained, make) for kind in kinds),
         MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
         MeasuredModule(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
     ]

@@ -31,7 +31,6 @@ _OTHER_LAYOUTS = (
     "--num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank",
     "--pipeline-model-parallel-layout",
-    "--expert-model-parallel-size",
 )
 """Flags of a run's layout that say nothing of its layers."""
 
@@ -71,7 +70,7 @@ def prepared(
     *,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
-    expert_parallel: int = 1,
+    expert_parallel: int | None = None,
     layers_per_stage: Sequence[float] | None = None,
     vocabulary: int | None = None,
 ) -> Iterator[ProfileSetup]:
@@ -82,7 +81,7 @@ def prepared(
         family: kind of model.
         tensor_parallel: ranks that share a layer.
         pipeline_parallel: pipeline stages; the ranks left over are replicas.
-        expert_parallel: replicas that share experts.
+        expert_parallel: ranks that share experts; None as the flags say.
         layers_per_stage: of each pipeline stage; None splits layers equally.
         vocabulary: tokens, for a model without a dataset; None takes the dataset's.
 
@@ -94,13 +93,14 @@ def prepared(
     if world % ranks:
         raise ConfigError(f"expected a number of ranks that {ranks} divides, got {world}")
     sizes = {"tensor": tensor_parallel, "pipeline": pipeline_parallel, "expert": expert_parallel}
-    layout = [word for name, size in sizes.items() for word in (f"--{name}-model-parallel-size", str(size))]
+    layout = [word for name, size in sizes.items() if size for word in (f"--{name}-model-parallel-size", str(size))]
     if layers_per_stage is not None:
         layout += ["--dynapipe-layers-per-stage", ",".join(map(str, layers_per_stage))]
     args = _parse(flags, family, layout, world // ranks, vocabulary)
     device = _start(args, world)
     try:
-        groups: dict[str, Any] = {"expert_model_parallel_size": expert_parallel}
+        groups: dict[str, Any] = {"expert_model_parallel_size": args.expert_model_parallel_size}
+        groups["expert_tensor_parallel_size"] = args.expert_tensor_parallel_size
         if (split := _t5_split(args, family)) is not None:
             groups["get_embedding_ranks"] = split.embedding_ranks
             groups["get_position_embedding_ranks"] = split.position_embedding_ranks
