@@ -173,7 +173,7 @@ class AnalyticCostModel:
         )
         return with_halves(with_weights(tables, recompute))
 
-    def _layers(self, layer: LayerWork, b: Floats, s: Floats, t: Floats) -> list[tuple[Row, Work]]:
+    def _layers(self, layer: LayerWork, b: Floats, s: Floats, t: Floats) -> list[tuple[Row, Workload]]:
         """Every kind of layer: the first of its rows, and its work."""
         first = Row.ENCODER_FORWARD, replace(layer, shape=self.shape.dense).encoder(b, s)
         if self.family is ModelFamily.T5:
