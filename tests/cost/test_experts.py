@@ -23,6 +23,8 @@ from megatron_dynapipe.cost.write import as_file
 from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.tuning import Space, tune
+from megatron_dynapipe.tuning.validate import layout_flags
 from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.planning.planner_cases import batch
 
@@ -81,6 +83,17 @@ def test_planned_micro_batches_cost_what_the_rules_say() -> None:
     expected = stage_costs(shared, settings.layout, *(np.array([n]) for n in micro_batch.shape))
     assert micro_batch.stored_bytes == tuple(expected.stored_bytes[0].tolist())
     assert micro_batch.peak_bytes == tuple(expected.peak_bytes[0].tolist())
+
+
+def test_tuning_tries_every_number_of_replicas_that_may_share_experts() -> None:
+    space = Space(devices=4, expert_sizes=(1, 2, 4, 8))
+    found = tune(SETTINGS, COSTS, [batch(GPT, 16)], space, top=100).layouts
+    shared = {each.expert_parallel: each for each in found if (each.data_parallel, each.pipeline_parallel) == (4, 1)}
+    assert shared.keys() == {1, 2, 4} and {each.expert_parallel for each in found if each.data_parallel == 1} == {1}
+    assert all(each.predicted_ms is not None for each in shared.values()), shared
+    assert layout_flags(shared[4], SETTINGS)["expert-model-parallel-size"] == 4
+    (none,) = tune(SETTINGS, COSTS, [batch(GPT, 16)], Space(devices=1, expert_sizes=(2,))).layouts
+    assert none.error == "1 replicas cannot share experts by 2"
 
 
 @pytest.mark.parametrize(
