@@ -190,7 +190,7 @@ def step_ns(settings: PlannerSettings, state: LayerState, rates: StepRates) -> t
         else:
             size = parameters * rates.gradient_bytes
             stepped += parameters
-        reduction += _ring_ns(settings, size, replicas, apart)
+        reduction += _ring_ns(settings, size, replicas, apart) if parameters else 0
     return math.ceil(reduction), math.ceil(stepped * _STEP_BYTES / rates.memory_bytes_per_second * 1e9)
 
 
