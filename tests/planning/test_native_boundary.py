@@ -54,6 +54,7 @@ def good() -> dict[str, Any]:
         "gbps": np.array([100.0]),
         "chains": np.zeros(0, np.int32),
         "extras": ints(),
+        "part_rates": ints(),
     }
 
 
