@@ -14,6 +14,7 @@ A key is a flag's name without its dashes. Of several files a later one wins; th
 
 import difflib
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,13 @@ MOST_BYTES = 10_000_000
 
 CLUSTERS = Path(__file__).parent / "clusters"
 """Cluster files of the package, which wheels have too; `configs/clusters` of a checkout is the same folder."""
+BY_DEVICE: tuple[tuple[str, str], ...] = (
+    # pattern of the name that CUDA gives the device, file; cards without NVSwitch between them have none
+    (r"\bH200\b(?! NVL)", "h200_141gb"),
+    (r"\bH100 80GB HBM3\b", "h100_80gb"),
+    (r"\bA100-SXM4-80GB\b", "a100_80gb"),
+    (r"\bA100-SXM4-40GB\b", "a100_40gb"),
+)
 MEMORY, DEVICES = "device-memory-mb", "devices-per-node"
 CLUSTER_KEYS = (MEMORY, *(f"{kind}-{what}" for kind in (INTRA_NODE, INTER_NODE) for what in ("gbps", "latency-us")))
 """Of a cluster file, all required; `devices-per-node` may be left out. They are named as `plan`'s flags are."""
@@ -59,6 +67,15 @@ class Cluster:
     memory_limit_bytes: int
     links: dict[str, Link]
     devices_per_node: int | None = None
+
+
+def cluster_file(device: str, *, of_kind: bool = False) -> str | None:
+    """The name of the cluster file for a device by its name; None where there is none.
+
+    With `of_kind` that of another card of its kind will do: "A100" has one.
+    """
+    kinds = tuple((rf"(?i){file.partition('_')[0]}", file) for _, file in BY_DEVICE) if of_kind else ()
+    return next((file for pattern, file in (*BY_DEVICE, *kinds) if re.search(pattern, device)), None)
 
 
 @functools.cache

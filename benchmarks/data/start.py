@@ -27,8 +27,7 @@ CASES = ("plain", "rates", "tokens")
 def write(folder: Path, samples: int, tasks: int) -> None:
     """The split's index and tasks; its tokens are a hole as long as they would be."""
     from megatron_dynapipe.data.indexed import write_index
-    from megatron_dynapipe.sampling.index_file import data_path
-    from megatron_dynapipe.sampling.lengths import task_ids_path
+    from megatron_dynapipe.sampling.lengths import data_path, task_ids_path
 
     def lengths() -> Iterator[Any]:
         for first in range(0, samples, AT_ONCE):
@@ -49,8 +48,8 @@ def write(folder: Path, samples: int, tasks: int) -> None:
 def start(folder: Path, case: str, tasks: int) -> dict[str, float]:
     """Seconds until the first batch, of the first and of a later batch, and this process's memory of its own."""
     from megatron_dynapipe.sampling import SamplerSettings
+    from megatron_dynapipe.service.loop import split_sampler
     from megatron_dynapipe.service.settings import SplitSettings
-    from megatron_dynapipe.service.source import split_sampler
     from megatron_dynapipe.units import ModelFamily
 
     settings = SamplerSettings(

@@ -27,8 +27,12 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from benchmarks.common import in_turns, interval, show_interval  # noqa: E402
-from megatron_dynapipe.data.masks import causal_mask, decoder_mask, encoder_mask  # noqa: E402
-from megatron_dynapipe.data.segments import RowSegments  # noqa: E402
+from megatron_dynapipe.data.segments import (  # noqa: E402
+    RowSegments,
+    causal_mask,
+    decoder_mask,
+    encoder_mask,
+)
 from megatron_dynapipe.integration.hooks.cross_entropy import chunked_cross_entropy  # noqa: E402
 from megatron_dynapipe.integration.hooks.fused_kernels import WeightGradients  # noqa: E402
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention  # noqa: E402

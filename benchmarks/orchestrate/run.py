@@ -17,7 +17,8 @@ import numpy as np
 from published import BY_PAPER, BY_PLANNER, Published
 
 from megatron_dynapipe.cost import Network
-from megatron_dynapipe.tuning import LayerProfile, Orchestration, Topology, orchestrate, read_graph_profile
+from megatron_dynapipe.tuning import LayerProfile, Orchestration, Topology, orchestrate
+from megatron_dynapipe.tuning.layer_profile import read_graph_profile
 from megatron_dynapipe.tuning.orchestrate import Assignment, OrchestrationProblem
 
 DEVICES = 16

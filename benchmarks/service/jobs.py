@@ -7,7 +7,7 @@ import numpy as np
 from megatron_dynapipe.cost import A100_RATES, ModelShape
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
-from megatron_dynapipe.sampling.index_file import HEADER, MAGIC
+from megatron_dynapipe.sampling.lengths import HEADER, MAGIC
 from megatron_dynapipe.service import AnalyticCosts, PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.store import StoreAddress, new_job_name
 from megatron_dynapipe.units import ModelFamily

@@ -87,7 +87,7 @@ def dataset_batches(
         long_samples=LongSamples.TRUNCATE,
         task_rates=meta.task_rates,
     )
-    sampler = Sampler(lengths, settings, read_task_ids(folder, "train", len(lengths)) if settings.needs_tasks else None)
+    sampler = Sampler(lengths, settings, read_task_ids(folder, "train", len(lengths)) if settings.task_rates else None)
     longest = sampler.longest(2)
     named = []
     for iteration in range(batches):

@@ -5,15 +5,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dynapipe.cli import SubParsers, say, with_progress
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
 from megatron_dynapipe.cli.planning_arguments import add_arguments, cluster_line, costs_and_settings, describe_cluster
-from megatron_dynapipe.cli.progress import say, with_progress
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.units import ModelFamily
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.batches import NamedBatch
-    from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.cost import CostModel
     from megatron_dynapipe.planning.methods import Longest
     from megatron_dynapipe.planning.settings import PlannerSettings
@@ -24,7 +23,7 @@ _TABLE = "  {:20}{:>10}  {:>10}  {:>11}  {:>18}  {:>13}  {:>15}"
 _COLUMNS = ("method", "time, ms", "tokens/s", "memory, MB", "padding efficiency", "micro-batches", "distinct shapes")
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "compare",

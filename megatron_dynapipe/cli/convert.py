@@ -2,16 +2,15 @@
 
 import argparse
 import contextlib
+import logging
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_dynapipe.cli.main import SubParsers
+from megatron_dynapipe.cli import SubParsers, with_progress
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command and its two directions."""
     parser = subparsers.add_parser(
         "convert",
@@ -39,7 +38,6 @@ def add_parser(subparsers: "SubParsers") -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert; print what was written."""
     from megatron_dynapipe import cpu
-    from megatron_dynapipe.cli.progress import with_progress
     from megatron_dynapipe.outputs import check_fresh
 
     check_fresh(args.checkpoints if args.way == "from-hf" else args.target)
@@ -48,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         cpu.quieten()
         cpu.enable("cpu")
         cpu.silence_prints()
+        logging.disable(logging.INFO)  # the writer of safetensors names a folder that is about to be renamed
         from megatron_dynapipe.integration.conversion.command import from_hugging_face, to_hugging_face
 
         if args.way == "from-hf":

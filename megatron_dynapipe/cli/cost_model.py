@@ -7,14 +7,15 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dynapipe.cli import SubParsers
+
 if TYPE_CHECKING:
-    from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.cost.format import CostFile
 
 _QUANTITIES = {"time_ms": "time", "stored_activation_mb": "stored memory", "peak_activation_mb": "peak memory"}
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("cost-model", help="show, compare, check cost model files")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)

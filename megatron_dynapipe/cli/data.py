@@ -5,15 +5,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import amount
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.data.meta import DatasetMeta
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command and its actions."""
     parser = subparsers.add_parser("data", help="make a tokenised dataset, or describe one")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -48,8 +48,6 @@ def _add_prepare(actions: Any) -> None:
     )
     add("--mixture", type=Path, metavar="FILE.yaml", help="tasks, their sources and how they mix")
     add("--hub-root", type=Path, metavar="DIR", help="copies of hub datasets, by their names, to read instead")
-    add("--huggingface", metavar="DATASET", help="a HuggingFace dataset (a folder, or a name) with these columns")
-    add("--huggingface-split", default="train", metavar="NAME", help="its split (%(default)s)")
     add("--output", type=Path, required=True, metavar="DIR", help="folder to write")
     add("--tokenizer", type=Path, metavar="DIR", help="a HuggingFace tokenizer; else one is trained")
     add("--pad-token", metavar="TOKEN", help="of the given tokenizer, to pad with in place of its own")
@@ -87,12 +85,10 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    given = [name for name in ("files", "huggingface", "mixture") if getattr(args, name)]
-    if len(given) != 1:
-        found = "both" if len(given) == 2 else "all" if given else "neither"
-        raise ConfigError(f"expected either files or --huggingface, or --mixture, got {found}")
+    if bool(args.files) == (args.mixture is not None):
+        raise ConfigError(f"expected either files or --mixture, got {'both' if args.files else 'neither'}")
     from megatron_dynapipe.data.mixture.sources import open_sources
-    from megatron_dynapipe.data.mixture.spec import Mixture, TaskSpec, plain_mixture, read_mixture
+    from megatron_dynapipe.data.mixture.spec import plain_mixture, read_mixture
     from megatron_dynapipe.data.prepare import PrepareSettings, prepare_mixture
     from megatron_dynapipe.sampling import LongSamples, TruncationSide
 
@@ -100,26 +96,12 @@ def _prepare(args: argparse.Namespace) -> None:
     if args.mixture:
         mixture, root = read_mixture(args.mixture), args.mixture.parent
         source = args.mixture.name
-    elif args.huggingface:
-        task = TaskSpec(task_column="task", hub=args.huggingface, hub_split=args.huggingface_split)
-        mixture, source = Mixture(tasks=(task,)), args.huggingface
     else:
         mixture = plain_mixture(tuple(args.files))
         source = ", ".join(Path(path).name for path in args.files)
-    settings = PrepareSettings(
-        source=source,
-        tokenizer=args.tokenizer,
-        pad_token=args.pad_token,
-        vocabulary_size=args.vocabulary_size,
-        valid_fraction=args.valid_fraction,
-        test_fraction=args.test_fraction,
-        max_input_length=args.max_input_length,
-        max_target_length=args.max_target_length,
-        long_samples=LongSamples(args.long_samples),
-        truncate=TruncationSide(args.truncate),
-        skip_empty=args.skip_empty,
-        workers=args.workers,
-    )
+    given = {name: getattr(args, name) for name in PrepareSettings.__dataclass_fields__ if name in args}
+    choices = {"long_samples": LongSamples(args.long_samples), "truncate": TruncationSide(args.truncate)}
+    settings = PrepareSettings(source=source, **given | choices)
     sources = open_sources(mixture, root, hub_root=args.hub_root)
     prepared = prepare_mixture(mixture, sources, args.output, settings, show_progress=True)
     if not prepared.is_new:
@@ -130,7 +112,7 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from megatron_dynapipe.data.check import problems
+    from megatron_dynapipe.data.inspect import problems
     from megatron_dynapipe.data.meta import read_meta
 
     found = 0
@@ -148,7 +130,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _stats(args: argparse.Namespace) -> None:
     import msgspec
 
-    from megatron_dynapipe.data.stats import dataset_statistics, statistics_table
+    from megatron_dynapipe.data.inspect import dataset_statistics, statistics_table
 
     statistics = dataset_statistics(args.folder, args.split)
     print(msgspec.json.encode(statistics).decode() if args.json else statistics_table(statistics))

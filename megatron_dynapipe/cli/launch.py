@@ -2,17 +2,14 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.cli.batch_arguments import positive
 from megatron_dynapipe.cli.planning_arguments import above_zero
 from megatron_dynapipe.errors import ConfigError
 
-if TYPE_CHECKING:
-    from megatron_dynapipe.cli.main import SubParsers
 
-
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("launch", help="train on nodes that come and go: torchrun, tuned and resumed")
     add = parser.add_argument

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import IO, NoReturn, Protocol, cast, override
 
 from megatron_dynapipe import __version__
+from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.extras import missing
 
@@ -110,9 +111,6 @@ COMMANDS = (
 
 EXIT_CANNOT_RUN = 2
 EXIT_INTERRUPTED = 130
-
-# The type of `subparsers` in a command's `add_parser`; argparse's own name for it is private.
-type SubParsers = "argparse._SubParsersAction[Parser]"
 
 
 class Command(Protocol):

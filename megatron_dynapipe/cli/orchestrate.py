@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.cli.batch_arguments import positive
 from megatron_dynapipe.cli.planning_arguments import above_zero, add_link_arguments, network_of
 from megatron_dynapipe.errors import ConfigError
@@ -13,7 +14,6 @@ from megatron_dynapipe.units import BYTES_PER_MB
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.cost.format import Link
     from megatron_dynapipe.tuning import LayerProfile, Orchestration
 
@@ -22,7 +22,7 @@ _ROW = "{:>5}  {:<32}{:>9}{:>14}{:>12}  {}"
 _COLUMNS = ("stage", "layers", "replicas", "samples each", "memory, MB", "devices")
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("orchestrate", help="stages with different numbers of replicas for a layer profile")
     parser.add_argument(
@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
 def _profile(args: argparse.Namespace) -> "tuple[LayerProfile, Mapping[str, Link]]":
     """The layers, and the links that were measured with them."""
     from megatron_dynapipe.cost.segments import SegmentCosts
-    from megatron_dynapipe.tuning import LayerProfile, read_graph_profile
+    from megatron_dynapipe.tuning import LayerProfile
+    from megatron_dynapipe.tuning.layer_profile import read_graph_profile
 
     if args.profile.suffix == ".json":
         if args.profile_batch_size is not None:

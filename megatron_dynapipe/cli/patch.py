@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.errors import PatchError
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.patching import Survey
 
 FORMAT = "dynapipe-patch/2"
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("patch", help="apply, check, merge or reverse the patches on a Megatron-LM checkout")
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="the folder that holds megatron/")

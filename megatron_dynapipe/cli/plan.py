@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dynapipe.cli import SubParsers, say, with_progress
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
 from megatron_dynapipe.cli.planning_arguments import (
     add_arguments,
@@ -14,13 +15,11 @@ from megatron_dynapipe.cli.planning_arguments import (
     costs_and_settings,
     describe_cluster,
 )
-from megatron_dynapipe.cli.progress import say, with_progress
 from megatron_dynapipe.errors import DataError, PlanningError
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.batches import NamedBatch
-    from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
     from megatron_dynapipe.planning.planner import Planner
 
@@ -28,7 +27,7 @@ FORMAT = "dynapipe-plan-report/1"
 PHASES = ("ordering", "partition", "schedule", "lowering", "verify")
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("plan", help="lengths, costs and a parallel layout → plans")
     add_arguments(parser)

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,8 +192,6 @@ def costs_and_rates(args: argparse.Namespace, *, sequence_parallel: bool = False
             f"expected a --device whose rates are known, got {device!r}",
             hint="A100, H100, H200, B200, V100, …; or measure costs with `megatron-dynapipe profile`",
         )
-    if shape.experts is not None:
-        print("notice: experts are predicted, and planned runs do not train them yet", file=sys.stderr)
     return AnalyticCostModel(shape, rates, sequence_parallel=sequence_parallel), rates
 
 

@@ -5,15 +5,12 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.errors import ConfigError
 
-if TYPE_CHECKING:
-    from megatron_dynapipe.cli.main import SubParsers
 
-
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "profile",

@@ -2,18 +2,15 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.cli.main import SubParsers
 
 FORMAT = "dynapipe-report/1"
 """Of `--json`: the page's path, the summary's fields, and losses by split, name and iteration."""
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("report", help="a run's records as a summary and as one HTML page")
     parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="the run's --dynapipe-report-dir")

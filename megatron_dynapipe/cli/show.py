@@ -7,17 +7,17 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.plan.iteration import IterationPlan
     from megatron_dynapipe.report.trace import Panel
 
 PICTURES = (".png", ".svg")
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("show", help="a plan as text, a timeline picture, or a Chrome/Perfetto trace")
     parser.add_argument("plan", type=Path, metavar="FILE", help="a whole iteration's plan")

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.errors import ConfigError, StoreError
 from megatron_dynapipe.outputs import check_replaceable, write_file
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.store.address import StoreAddress
     from megatron_dynapipe.store.admin import JobReport, ServerReport
 
@@ -22,7 +22,7 @@ _LOOK_S = 1.0
 _OWN_URL = re.compile(rb"redis://:[A-Za-z0-9_-]{32}@[^/@\s]+/0\n")
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command and its three actions."""
     parser = subparsers.add_parser("store", help="start, stop or inspect a plan store")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -134,7 +134,7 @@ def _fields(job: "JobReport") -> dict[str, Any]:
 
 def _error(job: "JobReport") -> str | None:
     """One line of a planner's failure, with the next step; None where none has failed."""
-    from megatron_dynapipe.service.failure import decode_failure
+    from megatron_dynapipe.service.client import decode_failure
 
     if job.failure is None:
         return None

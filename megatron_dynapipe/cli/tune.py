@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches, positive
 from megatron_dynapipe.cli.planning_arguments import (
     ANALYTIC,
@@ -21,7 +22,6 @@ from megatron_dynapipe.cli.planning_arguments import (
 from megatron_dynapipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.cost import CostModel
     from megatron_dynapipe.planning.settings import PlannerSettings
     from megatron_dynapipe.sampling import GlobalBatch
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 FORMAT = "dynapipe-tune/1"
 INTERRUPTED = 130
-_CLUSTERS = {"a100": "a100_80gb", "h100": "h100_80gb", "h200": "h200_141gb"}
-"""By a part of a device's name: what is tuned for without --cluster."""
+_CLUSTER = "h100_80gb"
+"""What is tuned for where neither --cluster nor a device's name says it."""
 _TOP = 10
 _TABLE = "{:>5}{:>7}{:>9}{:>7}  {:>10}{:>11}{:>10}{:>12}  {:24}{}"
 _COLUMNS = ("data", "tensor", "pipeline", "chunks", "time, ms", "reduction", "tokens/s", "memory, MB", "", "layers")
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("tune", help="which parallel layout of a cluster trains these batches fastest")
     add_shared_arguments(parser)
@@ -74,8 +74,7 @@ def add_parser(subparsers: "SubParsers") -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune; 1 if no layout could be planned."""
     from megatron_dynapipe.outputs import check_replaceable, marked, write_file
-    from megatron_dynapipe.tuning import layout_file
-    from megatron_dynapipe.tuning.validate import LAYOUT_FILE_MARK
+    from megatron_dynapipe.tuning.validate import LAYOUT_FILE_MARK, layout_file
 
     complete_model(args)
     _choose_cluster(args)
@@ -98,12 +97,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _choose_cluster(args: argparse.Namespace) -> None:
     """Where no cluster is named: today's, of the device that costs are of, else of H100s."""
+    from megatron_dynapipe.config import cluster_file
     from megatron_dynapipe.cost.format import read_file
 
     if args.cluster is None:
         file = _cost_file(args)
-        name = ((args.device or "") if file is None else read_file(file)[0].device).casefold()
-        args.cluster = Path(next((file for part, file in _CLUSTERS.items() if part in name), _CLUSTERS["h100"]))
+        name = (args.device or "") if file is None else read_file(file)[0].device
+        args.cluster = Path(cluster_file(name, of_kind=True) or _CLUSTER)
 
 
 def _add_validation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +148,7 @@ def _check_validation(args: argparse.Namespace) -> None:
 
 
 def _validated(tuning: "Tuning", args: argparse.Namespace) -> "Tuning":
-    from megatron_dynapipe.tuning import train_best
+    from megatron_dynapipe.tuning.validate import train_best
 
     script, *flags = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     return train_best(
@@ -169,7 +169,8 @@ def _cost_file(args: argparse.Namespace) -> Path | None:
 
 
 def _tuned(args: argparse.Namespace, bar: "_Bar") -> "Tuning":
-    from megatron_dynapipe.tuning import StepRates, tune
+    from megatron_dynapipe.tuning import tune
+    from megatron_dynapipe.tuning.evaluate import StepRates
 
     space = _space(args)
     cost_model, rates = costs_and_rates(args, sequence_parallel=args.sequence_parallel)
@@ -191,7 +192,8 @@ def _batches(args: argparse.Namespace) -> "list[GlobalBatch]":
 
 
 def _space(args: argparse.Namespace) -> "Space":
-    from megatron_dynapipe.tuning import Space, Split
+    from megatron_dynapipe.tuning import Space
+    from megatron_dynapipe.tuning.space import Split
 
     try:
         splits = tuple(Split(name) for name in args.layer_splits.split(","))

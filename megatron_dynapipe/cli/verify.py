@@ -4,15 +4,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.files import read_bounded
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.cli.main import SubParsers
     from megatron_dynapipe.plan.iteration import IterationPlan
 
 
-def add_parser(subparsers: "SubParsers") -> None:
+def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("verify", help="check that a plan file can run, or say what is wrong with it")
     parser.add_argument("plan", type=Path, metavar="FILE", help="a whole iteration's plan")

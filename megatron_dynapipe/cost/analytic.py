@@ -22,7 +22,7 @@ from megatron_dynapipe.cost.halves import with_halves
 from megatron_dynapipe.cost.shape import ModelShape
 from megatron_dynapipe.cost.tables import ABSENT, EndState, IntArray, LayerState, LayerTables, PackedTables, Row
 from megatron_dynapipe.cost.weights import with_weights
-from megatron_dynapipe.cost.work import Floats, LayerWork, Work
+from megatron_dynapipe.cost.work import Floats, LayerWork, Workload
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
 
@@ -252,7 +252,7 @@ class AnalyticCostModel:
         )
 
 
-def layer_costs(work: Work, rates: DeviceRates, recompute: Recompute) -> Floats:
+def layer_costs(work: Workload, rates: DeviceRates, recompute: Recompute) -> Floats:
     """Rows forward, backward (ns), stored, peak (bytes) of some work, over its shape."""
     forward = _time(work, rates)
     backward = _time(work, rates, backward=True)
@@ -267,13 +267,13 @@ def layer_costs(work: Work, rates: DeviceRates, recompute: Recompute) -> Floats:
     return np.stack(np.broadcast_arrays(forward * 1e9, backward * 1e9, stored, peak))
 
 
-def _outside(work: Work, rates: DeviceRates, recompute: Recompute) -> Floats:
+def _outside(work: Workload, rates: DeviceRates, recompute: Recompute) -> Floats:
     """`layer_costs` without attention's inside."""
     nothing = np.zeros_like(work.core_flops)
     return layer_costs(replace(work, core_flops=nothing, core_bytes=nothing), rates, recompute)
 
 
-def _inside(work: Work, rates: DeviceRates, recompute: Recompute) -> Floats:
+def _inside(work: Workload, rates: DeviceRates, recompute: Recompute) -> Floats:
     """Rows forward, backward (ns), stored, peak (bytes) of attention's inside alone, without its launches."""
     flops, moved = work.core_flops / rates.flops_per_second, work.core_bytes / rates.bytes_per_second
     forward, again = flops + moved, 0.0 if recompute is Recompute.NONE else flops + moved
@@ -283,13 +283,13 @@ def _inside(work: Work, rates: DeviceRates, recompute: Recompute) -> Floats:
     return np.stack(np.broadcast_arrays(forward * 1e9, backward * 1e9, stored, peak))
 
 
-def peak_basis(work: Work, recompute: Recompute) -> Floats:
+def peak_basis(work: Workload, recompute: Recompute) -> Floats:
     """Bytes of which a forward's high-water mark is a multiple; with full recomputation only one network's live."""
     divided = work.ffn_bytes if recompute is Recompute.FULL else work.split_bytes
     return divided + _PEAK_SHARED * work.shared_bytes + _PEAK_CORE[recompute] * work.core_bytes
 
 
-def _time(work: Work, rates: DeviceRates, *, backward: bool = False) -> Floats:
+def _time(work: Workload, rates: DeviceRates, *, backward: bool = False) -> Floats:
     """Seconds of a forward, or of a backward without recomputation."""
     products, traffic, overhead = 1.0, 1.0, 1.0
     if backward:

@@ -22,7 +22,7 @@ _FP32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Work:
+class Workload:
     """One part's forward of some micro-batches; arrays of one shape.
 
     Attributes:
@@ -52,9 +52,9 @@ class Work:
         """What selective recomputation keeps."""
         return self.shared_bytes + self.split_bytes
 
-    def then(self, other: "Work") -> "Work":
+    def then(self, other: "Workload") -> "Workload":
         """Both parts, one after the other in a layer, of which full recomputation keeps the first one's input."""
-        return Work(
+        return Workload(
             linear_flops=self.linear_flops + other.linear_flops,
             core_flops=self.core_flops + other.core_flops,
             shared_bytes=self.shared_bytes + other.shared_bytes,
@@ -83,15 +83,15 @@ class LayerWork:
     sequence_parallel: bool = False
     element_bytes: int = 2
 
-    def encoder(self, b: Floats, q: Floats) -> Work:
+    def encoder(self, b: Floats, q: Floats) -> Workload:
         """An encoder layer, or a decoder-only one, over q positions."""
         return self.self_attention(b, q).then(self.feed_forward(b, q))
 
-    def decoder(self, b: Floats, t: Floats, s: Floats) -> Work:
+    def decoder(self, b: Floats, t: Floats, s: Floats) -> Workload:
         """A decoder layer over t positions that attends to s positions of the encoder's output."""
         return self.decoder_attention(b, t, s).then(self.feed_forward(b, t))
 
-    def self_attention(self, b: Floats, q: Floats) -> Work:
+    def self_attention(self, b: Floats, q: Floats) -> Workload:
         """The attention half of an encoder layer, or a decoder-only one."""
         shape = self.shape
         a, g = shape.query_channels, shape.key_value_channels
@@ -101,11 +101,13 @@ class LayerWork:
         biased = bool(shape.relative_buckets) and not shape.fused
         return self._attention(b, q, q, more=b * q * (copied + turned + normed), biased=biased)
 
-    def decoder_attention(self, b: Floats, t: Floats, s: Floats) -> Work:
+    def decoder_attention(self, b: Floats, t: Floats, s: Floats) -> Workload:
         """The attention half of a decoder layer: over its own t positions, then over s of the encoder's output."""
         return self.self_attention(b, t).then(self._attention(b, t, s))
 
-    def _attention(self, b: Floats, q: Floats, k: Floats, *, more: Floats | float = 0.0, biased: bool = False) -> Work:
+    def _attention(
+        self, b: Floats, q: Floats, k: Floats, *, more: Floats | float = 0.0, biased: bool = False
+    ) -> Workload:
         """Of q positions to k, with `more` elements kept; `biased`: additive biases that no kernel takes."""
         shape = self.shape
         h, a, g = shape.hidden, shape.query_channels, shape.key_value_channels
@@ -127,7 +129,7 @@ class LayerWork:
             kernels=0.6,
         )
 
-    def feed_forward(self, b: Floats, q: Floats) -> Work:
+    def feed_forward(self, b: Floats, q: Floats) -> Workload:
         """The MLP half of a layer over q positions, on average over layers with and without experts."""
         tokens, shape = b * q, self.shape
         h, kept, shared = shape.hidden, 2.0 if not shape.gated else 3.0 if shape.fused else 5.0, 0.0
@@ -145,7 +147,7 @@ class LayerWork:
             kernels=0.4,
         )
 
-    def head(self, b: Floats, q: Floats) -> Work:
+    def head(self, b: Floats, q: Floats) -> Workload:
         """The output projection and the loss over q positions."""
         logits = b * q * self.shape.rows(self.tensor_parallel)
         return self._work(
@@ -181,11 +183,11 @@ class LayerWork:
         split: Floats | float = 0.0,
         ffn: Floats | float = 0.0,
         inputs: Floats | float = 0.0,
-    ) -> Work:
+    ) -> Workload:
         """From counts over all ranks: multiplications, elements that every rank keeps, elements that they share."""
         tp, size, like = self.tensor_parallel, self.element_bytes, np.zeros_like(linear)
         shared_ranks = tp if self.sequence_parallel else 1
-        return Work(
+        return Workload(
             linear_flops=2 * linear / tp,
             core_flops=like + 4 * pairs * self.shape.query_channels / tp,
             shared_bytes=like + shared / shared_ranks * size,

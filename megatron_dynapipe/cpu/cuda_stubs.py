@@ -30,6 +30,38 @@ def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
+def gathering_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a stub: gathers rows of which ranks have different numbers, by an exchange, as gloo gathers equal ones."""
+
+    @functools.wraps(original)
+    def gather(rows: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return original(rows, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        every = rows.new_empty(sum(sizes), *rows.shape[1:])
+        copies = torch.cat([rows] * group.size())
+        torch.distributed.all_to_all_single(every, copies, sizes, [len(rows)] * group.size(), group=group)
+        return every
+
+    return gather
+
+
+def scattering_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a stub: the reverse of `gathering_uneven`, which adds up what all ranks have of a rank's rows."""
+
+    @functools.wraps(original)
+    def scatter(rows: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return original(rows, group, input_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+        own, ranks = sizes[group.rank()], group.size()
+        every = rows.new_empty(own * ranks, *rows.shape[1:])
+        torch.distributed.all_to_all_single(every, rows.contiguous(), [own] * ranks, sizes, group=group)
+        return every.view(ranks, own, *rows.shape[1:]).sum(dim=0)
+
+    return scatter
+
+
 class Stream:
     """A queue of work that is always empty, since every operation has finished when its call returns."""
 

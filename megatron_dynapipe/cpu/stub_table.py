@@ -108,6 +108,13 @@ IN_MEGATRON: tuple[Stub, ...] = (
         stubs.always(stubs.to_host),
         "leaves the counts of experts' tokens alone that are on the host already, which collectives want as a list",
     ),
+    *(
+        Stub(owner="megatron.core.tensor_parallel.mappings", name=name, make=make, why="experts' tensor-parallel ranks")
+        for name, make in (
+            ("_gather_along_first_dim", stubs.gathering_uneven),
+            ("_reduce_scatter_along_first_dim", stubs.scattering_uneven),
+        )
+    ),
 )
 """Names of Megatron's own, replaced after those of torch: finding them imports Megatron."""
 

@@ -16,8 +16,7 @@ import msgspec
 
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import open_regular
-from megatron_dynapipe.sampling.index_file import data_path, index_path
-from megatron_dynapipe.sampling.lengths import task_ids_path
+from megatron_dynapipe.sampling.lengths import data_path, index_path, task_ids_path
 
 WHOLE_BYTES = 2_000_000_000
 """Files of at most this size are read whole: two or three seconds."""

@@ -1,7 +1,7 @@
 """Writing and reading (input, target) samples in Megatron's indexed-dataset format, with numpy.
 
 Each sample is one document of two sequences. The files are byte for byte those of Megatron's own
-`IndexedDatasetBuilder`; `sampling.index_file` draws the layout of the index.
+`IndexedDatasetBuilder`; `sampling.lengths` draws the layout of the index.
 """
 
 import os
@@ -16,16 +16,17 @@ import numpy.typing as npt
 
 from megatron_dynapipe.data.identity import checksums_path
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.sampling.index_file import (
+from megatron_dynapipe.sampling.lengths import (
     DTYPES,
     HEADER,
     MAGIC,
     VERSION,
+    LengthTable,
     data_path,
     index_path,
+    read_array,
     read_index,
 )
-from megatron_dynapipe.sampling.lengths import LengthTable, read_array
 
 LOOK_S = 1.0
 """Between two looks at whether a file without checksums has been changed."""
@@ -40,29 +41,14 @@ def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
 
 
 def write_samples(prefix: Path, samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocabulary_size: int) -> None:
-    """Write (input, target) samples as `<prefix>.bin` and `<prefix>.idx`, with their checksums.
-
-    Raises:
-        DataError: an input or a target is empty, or a token is outside the vocabulary; then nothing is written.
-    """
+    """Write (input, target) samples, none of them empty, as `<prefix>.bin` and `<prefix>.idx`, with their checksums."""
     dtype = token_dtype(vocabulary_size)
-    lengths: list[int] = []
-    tokens: list[bytes] = []
-    for sample, parts in enumerate(samples):
-        for name, ids in zip(("input", "target"), parts, strict=True):
-            if not ids:
-                raise DataError(f"expected every {name} to have at least 1 token, sample {sample} has 0")
-            if min(ids) < 0 or max(ids) >= vocabulary_size:
-                raise DataError(
-                    f"expected tokens in 0…{vocabulary_size - 1}, the {name} of sample {sample} has"
-                    f" {min(ids) if min(ids) < 0 else max(ids)}",
-                    hint="the tokenizer and the vocabulary size do not belong together",
-                )
-            lengths.append(len(ids))
-        tokens.append(np.asarray([*parts[0], *parts[1]], dtype).tobytes())
+    pairs = list(samples)
+    tokens = [np.asarray([*given, *wanted], dtype).tobytes() for given, wanted in pairs]
     data_path(prefix).write_bytes(b"".join(tokens))
     save_array(checksums_path(prefix), np.array([zlib.crc32(each) for each in tokens], np.uint32))
-    write_index(prefix, dtype, len(tokens), lambda: [np.asarray(lengths, "<i4")])
+    lengths = np.array([len(part) for pair in pairs for part in pair], "<i4")
+    write_index(prefix, dtype, len(tokens), lambda: [lengths])
 
 
 def save_array(path: Path, array: npt.NDArray[Any]) -> None:

@@ -6,6 +6,20 @@
 
 Every row has a last segment for its tail, which may be empty: then the segments of a T5's two rows match one to one.
 A segment may be a piece of a sample: its positions go on from those of the pieces before it, whose keys it attends to.
+
+Rows of padded samples have masks instead, in the form of Megatron's local layers: True where attention is forbidden.
+They depend on the key alone (and causality), never on whether the query is padding:
+
+    encoder, input of 2, s = 4        decoder, 2 positions, t = 4
+      query 0   . . x x                 query 0   . x x x
+      query 1   . . x x                 query 1   . . x x
+      padding   . . x x                 padding   . . x x
+      padding   . . x x                 padding   . . x x
+
+So no row forbids everything (a softmax over nothing would be NaN), no query ever looks at a padding key, and what
+padding queries compute reaches neither real positions nor the loss. The masks are views that repeat one row or one
+triangle where they can; do not write to them. Lengths are int[b], real positions of each sample, at least 1; their
+device is the mask's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,11 +85,6 @@ class RowSegments:
     @classmethod
     def of(cls, starts: Sequence[int], length: int, cuts: Mapping[int, CutSegment] | None = None) -> "RowSegments":
         """The segments of a row of `length` positions, from where its samples begin and where the last one ends.
-
-        Args:
-            starts: one more than there are samples or pieces.
-            length: of the row.
-            cuts: as the attribute.
 
         Raises:
             PlanError: the samples do not lie one after another within the row.
@@ -143,9 +152,39 @@ def put(array: npt.NDArray[Any] | None, first: int, values: npt.ArrayLike) -> No
 
 def check_fits(index: int, plan: MicroBatch, what: str, positions: npt.NDArray[np.int32], length: int) -> None:
     """Every sample's real positions lie within the padded shape, and there is at least one."""
-    if int(positions.max()) > length or int(positions.min()) < 1:
+    if not plan.is_filler and (int(positions.max()) > length or int(positions.min()) < 1):
         at = int(np.argmax((positions > length) | (positions < 1)))
         raise PlanError(
             f"micro-batch {index} of shape {plan.shape}: expected 1…{length} {what} positions,"
             f" sample {plan.sample_ids[at]} needs {positions[at]}"
         )
+
+
+def encoder_mask(input_lengths: Tensor, length: int) -> Tensor:
+    """Self-attention of the encoder: bool[b, 1, length, length]."""
+    return cross_mask(input_lengths, length, length)
+
+
+def cross_mask(input_lengths: Tensor, target_length: int, input_length: int) -> Tensor:
+    """Attention of the decoder to the encoder's output: bool[b, 1, target_length, input_length]."""
+    return _padding(input_lengths, input_length).expand(-1, -1, target_length, -1)
+
+
+def decoder_mask(decoder_lengths: Tensor, length: int) -> Tensor:
+    """Self-attention of the decoder, causal and without padding keys: bool[b, 1, length, length]."""
+    return _padding(decoder_lengths, length) | causal_mask(length, decoder_lengths.device)
+
+
+def causal_mask(length: int, device: torch.device | str) -> Tensor:
+    """Self-attention of a decoder-only model: bool[1, 1, length, length].
+
+    Padding stands at the end of a sequence, where causality already hides it from every real position.
+    """
+    positions = torch.arange(length, device=device)
+    return (positions[None, :] > positions[:, None])[None, None]
+
+
+def _padding(lengths: Tensor, length: int) -> Tensor:
+    """Which keys are padding: bool[b, 1, 1, length]."""
+    positions = torch.arange(length, device=lengths.device)
+    return (positions[None, :] >= lengths[:, None])[:, None, None, :]

@@ -11,10 +11,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_dynapipe.data.identity import file_digest, folder_digest
-from megatron_dynapipe.data.mixture.corruption import SENTINEL
 from megatron_dynapipe.errors import DataError
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+SENTINEL = "<extra_id_{}>"
+"""A token that stands for a removed span, by its number."""
 NO_CHAT_TEMPLATE = "pass --tokenizer of a chat model, or write a Jinja template into the mixture file (docs/data.md)"
 """What to do where there is no chat template."""
 
@@ -141,7 +142,7 @@ class FastEncoder:
             self._slow = load_tokenizer(folder)
 
     def __call__(self, texts: Sequence[str], *, is_text: bool = True) -> list[list[int]]:
-        """Ids of each text, with nothing added; what reads like a special token is only text, unless told otherwise."""
+        """Ids of each text, with nothing added; with `is_text` what reads like a special token is only text."""
         if self._slow is not None:
             encoded = self._slow(list(texts), add_special_tokens=False, split_special_tokens=is_text)
             return [list(ids) for ids in encoded["input_ids"]]

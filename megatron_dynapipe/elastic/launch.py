@@ -34,10 +34,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from megatron_dynapipe.elastic import orphans, rendezvous
+from megatron_dynapipe.elastic import rendezvous
 from megatron_dynapipe.elastic.job import CANNOT_START, LEFT, SAVE_EVERY, Job
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.processes import adopt_orphans
+from megatron_dynapipe.processes import adopt_orphans, children, end_adopted
 
 MOST_FRUITLESS = 5
 """Starts in a row that may fail before their first iteration: what they load or are given does not suit them."""
@@ -113,10 +113,6 @@ class LaunchSettings:
 def launch(settings: LaunchSettings, command: Sequence[str]) -> int:
     """Run a training script on this node's ranks while the job lasts; the exit status.
 
-    Args:
-        settings: of the job and the node.
-        command: script and its arguments, the same on all nodes.
-
     Returns:
         0: the job has ended well, or this node has left it; 1: it has failed; 2: the ranks could not start.
 
@@ -152,15 +148,7 @@ def launch(settings: LaunchSettings, command: Sequence[str]) -> int:
 
 
 class Agent(LocalElasticAgent):
-    """One node's agent: its ranks save before they leave, and it knows leaving from failing.
-
-    Args:
-        settings: of the job and the node.
-        command: script and its arguments.
-        handler: of the rendezvous.
-        parameters: of the rendezvous.
-        trains_file: made by a rank after its first iteration.
-    """
+    """One node's agent: its ranks save before they leave, and it knows leaving from failing."""
 
     def __init__(
         self,
@@ -183,7 +171,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs())
         self._settings, self._handler = settings, handler
         self._trains_file, self._fruitless = trains_file, 0
-        self._helpers = orphans.children()
+        self._helpers = children()
         self._answer_s = 2 * (parameters.get_as_int("read_timeout") or 60) + _ANSWER_S
         self._answer_due = math.inf
         threading.Thread(target=self._await_answer, name="rendezvous-answers", daemon=True).start()
@@ -247,7 +235,7 @@ class Agent(LocalElasticAgent):
         while time.monotonic() < self._answer_due:
             time.sleep(1.0)
         _say(f"the rendezvous has not answered for {self._answer_s:.0f} s: this node ends")
-        orphans.end_adopted(set())  # its ranks, too, which have lost their peers
+        end_adopted(set())  # its ranks, too, which have lost their peers
         os._exit(1)
 
     @override
@@ -258,7 +246,7 @@ class Agent(LocalElasticAgent):
                 self._ask_to_leave(self._pcontext)
             self._pcontext.close(signal.SIGTERM, timeout=_FAILED_GRACE_S)
         super()._shutdown(death_sig)
-        orphans.end_adopted(self._helpers)
+        end_adopted(self._helpers)
 
     def _ask_to_leave(self, ranks: PContext) -> None:
         """SIGTERM to the ranks alone, and time to save; torch's own goes to their helper processes too, which save."""

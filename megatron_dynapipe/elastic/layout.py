@@ -31,7 +31,7 @@ _ENDED = "run/ended"
 _POLL_S = 1.0
 
 
-class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ElasticLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A layout, or how many ranks there must be for one.
 
     Attributes:
@@ -85,15 +85,8 @@ class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def choose_for_megatron(
     base: PlannerSettings, space: Space, most_ranks: int, cost_model: CostModel, batches: Sequence[GlobalBatch]
-) -> LayoutChoice:
+) -> ElasticLayout:
     """`choose` among the layouts of a Megatron model.
-
-    Args:
-        base: the planner's settings of the model on one device.
-        space: what the job's checkpoints can be loaded under, on as many devices as ranks are there.
-        most_ranks: of the job, with all nodes there.
-        cost_model: of the model on these devices.
-        batches: by which layouts are judged.
 
     Raises:
         ConfigError: as `choose`.
@@ -109,7 +102,7 @@ def choose_for_megatron(
 
 def choose(
     ranks_there: int, most_ranks: int, best: Callable[[int], TunedLayout], *, asked: Sequence[bytes]
-) -> LayoutChoice:
+) -> ElasticLayout:
     """The layout of the most ranks that have one, or how many ranks to wait for; kept in the user's cache folder.
 
     Args:
@@ -125,7 +118,7 @@ def choose(
     digest = hashlib.blake2b(b"|".join([numbers, *asked]), digest_size=12).hexdigest()
     path = user_cache_folder() / f"layout-{digest}.json"
     with suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(read_bounded(path, most_bytes=_MOST_BYTES), type=LayoutChoice)
+        return msgspec.json.decode(read_bounded(path, most_bytes=_MOST_BYTES), type=ElasticLayout)
     choice = _search(ranks_there, most_ranks, best)
     with suppress(OSError):  # it is only a cache
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,16 +126,16 @@ def choose(
     return choice
 
 
-def _search(ranks_there: int, most_ranks: int, best: Callable[[int], TunedLayout]) -> LayoutChoice:
+def _search(ranks_there: int, most_ranks: int, best: Callable[[int], TunedLayout]) -> ElasticLayout:
     reason = ""
     for ranks in range(ranks_there, 0, -1):
         layout = best(ranks)
         if layout.predicted_ms is not None:
-            return LayoutChoice.of(layout, ranks, reason)
+            return ElasticLayout.of(layout, ranks, reason)
         reason = reason or f"{ranks} ranks: {layout.error}"
     for ranks in range(ranks_there + 1, most_ranks + 1):
         if best(ranks).predicted_ms is not None:
-            return LayoutChoice(ranks=0, needed=ranks, reason=reason)
+            return ElasticLayout(ranks=0, needed=ranks, reason=reason)
     raise ConfigError(
         f"no layout of up to {max(ranks_there, most_ranks)} ranks fits ({reason})",
         hint="`megatron-dynapipe tune` shows what is wrong with each; more nodes: --nnodes MIN:MAX",
@@ -150,17 +143,12 @@ def _search(ranks_there: int, most_ranks: int, best: Callable[[int], TunedLayout
 
 
 def agree_on_layout(
-    choose: Callable[[], LayoutChoice], *, timeout_s: float, describe: Callable[[LayoutChoice], str] = str
-) -> LayoutChoice:
+    choose: Callable[[], ElasticLayout], *, timeout_s: float, describe: Callable[[ElasticLayout], str] = str
+) -> ElasticLayout:
     """Have rank 0 choose for all ranks; afterwards WORLD_SIZE is the number of ranks that train.
 
     A rank that the layout has no use for does not return: it stands by. Nor does any where there are too few ranks for
     a layout: they wait for more.
-
-    Args:
-        choose: called on rank 0.
-        timeout_s: for it.
-        describe: a layout in words, for the log.
 
     Raises:
         ConfigError: on every rank: no layout fits.
@@ -176,7 +164,7 @@ def agree_on_layout(
             print(f"layout: {choice.ranks} ranks: {chosen}{left}", flush=True)
         return msgspec.json.encode(choice).decode()
 
-    choice = msgspec.json.decode(from_rank_0("layout", make, timeout_s=timeout_s), type=LayoutChoice)
+    choice = msgspec.json.decode(from_rank_0("layout", make, timeout_s=timeout_s), type=ElasticLayout)
     if not choice.ranks:
         _await_more_ranks(choice, job)
     if int(os.environ.get("RANK", "0")) >= choice.ranks:
@@ -185,7 +173,7 @@ def agree_on_layout(
     return choice
 
 
-def _await_more_ranks(choice: LayoutChoice, job: Job | None) -> NoReturn:
+def _await_more_ranks(choice: ElasticLayout, job: Job | None) -> NoReturn:
     """Wait until the agents start the ranks anew, with more of them."""
     here = os.environ.get("WORLD_SIZE", "1")
     needs = f"the smallest layout that fits needs {choice.needed} ranks, {here} are here ({choice.reason})"
@@ -197,7 +185,7 @@ def _await_more_ranks(choice: LayoutChoice, job: Job | None) -> NoReturn:
     raise ConfigError(f"waited {job.wait_s:.0f} s for more ranks: {needs}", hint="start `launch` on more nodes")
 
 
-def _stand_by(choice: LayoutChoice, *, timeout_s: float) -> NoReturn:
+def _stand_by(choice: ElasticLayout, *, timeout_s: float) -> NoReturn:
     """Do nothing until the agent ends this rank, or the run has ended."""
     print(f"rank {os.environ['RANK']} stands by: {choice.ranks} ranks train", flush=True)
     try:

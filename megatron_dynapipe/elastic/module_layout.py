@@ -19,7 +19,7 @@ import msgspec
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.elastic.job import CANNOT_START, Job, says_first
-from megatron_dynapipe.elastic.layout import LayoutChoice, agree_on_layout, choose
+from megatron_dynapipe.elastic.layout import ElasticLayout, agree_on_layout, choose
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError
 from megatron_dynapipe.planning.samples import batch_of_positions
 from megatron_dynapipe.tuning import TunedLayout, tune_segments
@@ -43,7 +43,7 @@ class ModuleLayout(msgspec.Struct, frozen=True, kw_only=True):
     predicted_ms: float
 
     @classmethod
-    def of(cls, choice: LayoutChoice, costs: SegmentCosts) -> Self:
+    def of(cls, choice: ElasticLayout, costs: SegmentCosts) -> Self:
         """A choice among divisions of these segments."""
         stage_of = tuple(stage for stage, count in enumerate(choice.layers_per_stage) for _ in range(int(count)))
         changes = zip(costs.points, stage_of, stage_of[1:], strict=False)
@@ -90,7 +90,7 @@ def layout_for(
         sys.excepthook = partial(_end, sys.excepthook)
     known = costs if isinstance(costs, SegmentCosts) else SegmentCosts.load(Path(costs))
 
-    def choose_for_all() -> LayoutChoice:
+    def choose_for_all() -> ElasticLayout:
         most = there if job is None else max(job.most_ranks, there)
         return choose_segments(known, lengths, there, most, memory_limit_bytes, network)
 
@@ -107,7 +107,7 @@ def choose_segments(
     most_ranks: int,
     memory_limit_bytes: int,
     network: Network | None,
-) -> LayoutChoice:
+) -> ElasticLayout:
     """`choose` among the divisions of a model of segments; raises as it does, or where there is no batch."""
     batches = [batch_of_positions(each, number) for number, each in enumerate(lengths)]
 

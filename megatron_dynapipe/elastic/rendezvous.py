@@ -196,12 +196,7 @@ def _make_key(path: Path) -> None:
 
 
 class SignedBackend(RendezvousBackend):
-    """Another backend, whose state is signed: torch unpickles it, and gets none that lacks the key's signature.
-
-    Args:
-        backend: of the rendezvous.
-        key: of the job.
-    """
+    """Another backend, whose state is signed: torch unpickles it, and gets none that lacks the key's signature."""
 
     def __init__(self, backend: RendezvousBackend, key: bytes) -> None:
         self._backend, self._key = backend, key

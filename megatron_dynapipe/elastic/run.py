@@ -16,9 +16,9 @@ import torch
 
 from megatron_dynapipe.elastic.job import LEFT, SAVE_EVERY, Job, note_training
 from megatron_dynapipe.elastic.layout import announce_end
-from megatron_dynapipe.elastic.orphans import end_with_launcher
 from megatron_dynapipe.elastic.run_folder import LOCK_SHARE, RunFolder, iteration_of
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.runtime.control_group import ControlGroup
 
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
@@ -77,9 +77,6 @@ class ElasticRun:
         """Numbers of the iterations that are left, each to be trained before the next is asked for.
 
         After the last one the run is saved, and has ended.
-
-        Args:
-            until: iterations of the whole run.
         """
         while self.iteration < until:
             yield self.iteration

@@ -42,10 +42,6 @@ def lock_folder(folder: Path, *, wait_s: float) -> None:
 
     A file system without locks is named in the log. Locking a folder twice in one process does nothing.
 
-    Args:
-        folder: is made if it does not exist.
-        wait_s: for a run that still holds it.
-
     Raises:
         ConfigError: another run holds it after `wait_s`.
         OSError: no file can be written there.
@@ -114,9 +110,6 @@ class RunFolder:
 
     Whatever moment the process is killed at, the checkpoint before or the new one is there under its name, or gets it
     back from `open`.
-
-    Args:
-        path: of the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,11 +117,7 @@ class RunFolder:
         self._record = _Record()
 
     def open(self, *, wait_s: float) -> str:
-        """Lock the folder and tidy up after a run that was killed; the name of the last checkpoint, empty without one.
-
-        Args:
-            wait_s: as `lock_folder`, whose errors it raises.
-        """
+        """Lock the folder and tidy up after a killed run; the name of the last checkpoint, empty without one."""
         lock_folder(self.path, wait_s=wait_s)
         record = self.path / RECORD
         try:

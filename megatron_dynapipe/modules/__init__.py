@@ -5,8 +5,7 @@
 `docs/your-own-model.md` shows how to use it.
 """
 
-from megatron_dynapipe.modules.collate import Pack, Pad
-from megatron_dynapipe.modules.loader import DynaPipeDataLoader
+from megatron_dynapipe.modules.loader import DynaPipeDataLoader, Pack, Pad
 from megatron_dynapipe.modules.part import ModelPart
 from megatron_dynapipe.modules.pipeline import Pipeline
 from megatron_dynapipe.modules.planner import ModulePlanner

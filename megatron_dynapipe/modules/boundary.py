@@ -222,14 +222,7 @@ def lists_without_shapes(
 def fill(
     instructions: Sequence[Instruction], specialized: Sequence[Specialization], *, stage: int, stages: int
 ) -> StagePlan:
-    """One rank's list with the shapes of these micro-batches.
-
-    Args:
-        instructions: of the rank; shapes in it are not looked at.
-        specialized: the micro-batches.
-        stage: of the rank.
-        stages: ranks of the pipeline.
-    """
+    """One rank's list with the shapes of these micro-batches."""
     filled = [
         type(each)(
             each.payload,

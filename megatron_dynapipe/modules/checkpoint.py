@@ -114,7 +114,7 @@ def _optimizer_state(part: Part, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def _renamed(key: str, saved: Mapping[str, str]) -> str:
-    """The key of a part of the optimizer's state, in which a weight's name stands between two words."""
+    """The key of a part of the optimizer's state, in which a weight's name stands between two others."""
     kind, _, rest = key.partition(".")
     name, _, word = rest.rpartition(".")
     return f"{_OPTIMIZER}{kind}.{saved.get(name, name)}.{word}"

@@ -103,9 +103,6 @@ class LossScale:
     """A `GradScaler` as the state of a loss scale on all ranks: each tells its own of an overflow on any.
 
     The scaler sees one gradient that stands for all.
-
-    Args:
-        scaler: the same on every rank.
     """
 
     def __init__(self, scaler: GradScaler) -> None:

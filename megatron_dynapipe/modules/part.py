@@ -1,17 +1,158 @@
-"""The part of a model that one rank holds."""
+"""The part of a model that one rank holds.
 
-from collections.abc import Mapping, Sequence
+Most micro-batches run by one trace; another is made where sizes lie outside what it holds for.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_dynapipe.modules.attributes import ReadAttributes
-from megatron_dynapipe.modules.boundary import Part, Specialization
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.modules.boundary import Boundary, Part, Run, Specialization, signature
 from megatron_dynapipe.modules.inputs import Batch, Inputs
-from megatron_dynapipe.modules.program import Division
+from megatron_dynapipe.modules.program import DividedTrace, StageFunction
 from megatron_dynapipe.modules.ranks import Ranks
-from megatron_dynapipe.modules.trace import containers
-from megatron_dynapipe.modules.variants import Kind, Variants
+from megatron_dynapipe.modules.record import Evaluate, Result
+from megatron_dynapipe.modules.trace import ReadAttributes, containers, trace
+
+_MOST_SPECIALIZATIONS = 4096
+"""Shapes whose specializations are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a trace depends on besides sizes."""
+
+    training: bool
+    autocast: torch.dtype | None
+    device_type: str
+    constants: str
+    attributes: str
+
+    @classmethod
+    def of(
+        cls, batch: Batch, training: bool, autocast: torch.dtype | None, device: torch.device, attributes: str = ""
+    ) -> "Kind":
+        """That of a batch."""
+        constants = {key: value for key, value in batch.items() if not isinstance(value, torch.Tensor)}
+        return cls(training, autocast, device.type, repr(constants), attributes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Variant:
+    """A division as this rank runs it."""
+
+    division: DividedTrace
+    functions: Mapping[int, StageFunction]
+    sizes: Evaluate
+    boundaries: Mapping[int, Evaluate]
+
+
+class Variants:
+    """The traces of one model."""
+
+    def __init__(
+        self, skeleton: nn.Module, stage_of: Sequence[int], mine: Sequence[int], resolve: Callable[[str], Any]
+    ) -> None:
+        self._skeleton = skeleton
+        self._stage_of = stage_of
+        self._mine = mine
+        self._resolve = resolve
+        self._known: dict[Kind, list[_Variant]] = {}
+        self._specializations: OrderedDict[tuple[Kind, Any], Specialization] = OrderedDict()
+
+    def add(self, kind: Kind, division: DividedTrace) -> None:
+        """Use a division for the batches for which it holds."""
+        functions = {stage: division.compile(stage, self._resolve) for stage in self._mine}
+        near = {stage for mine in self._mine for stage in (mine - 1, mine) if 0 <= stage < division.stages - 1}
+        variant = _Variant(
+            division=division,
+            functions=functions,
+            sizes=division.trace.domain.evaluator(division.trace.sizes),
+            boundaries={stage: division.sizes_at(stage) for stage in near},
+        )
+        self._known.setdefault(kind, []).append(variant)
+
+    def source(self, stage: int) -> str:
+        """The code of a virtual stage, as first traced."""
+        return next(iter(self._known.values()))[0].functions[stage].source
+
+    def knows(self, batch: Batch, kind: Kind) -> bool:
+        """Whether a known trace holds for a micro-batch."""
+        return (kind, signature(batch)) in self._specializations or self._bound(kind, _shapes(batch)) is not None
+
+    def specialize(self, batch: Batch, kind: Kind) -> Specialization:
+        """How a micro-batch runs; the model is traced again where no known trace holds for it."""
+        key = (kind, signature(batch))
+        if (found := self._specializations.get(key)) is not None:
+            self._specializations.move_to_end(key)
+            return found
+        shapes = _shapes(batch)
+        if (layout := self._bound(kind, shapes)) is None:
+            self.add(kind, self._trace(batch, kind))
+            layout = self._bound(kind, shapes)
+        assert layout is not None, "a trace holds for the batch that it was made with"
+        self._specializations[key] = layout
+        if len(self._specializations) > _MOST_SPECIALIZATIONS:
+            self._specializations.popitem(last=False)
+        return layout
+
+    def _bound(self, kind: Kind, shapes: Mapping[str, tuple[int, ...]]) -> Specialization | None:
+        for variant in self._known.get(kind, ()):
+            if (symbols := variant.division.trace.domain.bind(shapes)) is not None:
+                return _specialize(variant, symbols)
+        return None
+
+    def _trace(self, batch: Batch, kind: Kind) -> DividedTrace:
+        known = next(iter(self._known.values()))[0].division
+        points = known.trace.points
+        self._skeleton.train(kind.training)
+        device = torch.device(kind.device_type)
+        traced = trace(self._skeleton, batch, points, device=device, autocast=kind.autocast)
+        division = DividedTrace(traced, self._stage_of)
+        if traced.points != points or any(
+            not set(division.modules(stage)) <= set(known.modules(stage)) for stage in self._mine
+        ):
+            raise ConfigError(
+                f"expected the forward to run the same modules on each stage for every batch, in the order "
+                f"{', '.join(points)}; a batch of shapes {signature(batch)} runs others",
+                hint="give split_model an example batch like those of training",
+            )
+        return division
+
+
+def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def _specialize(variant: _Variant, symbols: Sequence[int]) -> Specialization:
+    division, sizes = variant.division, variant.sizes(symbols)
+    return Specialization(
+        boundaries={
+            stage: _boundary(division.boundaries[stage], evaluate(symbols))
+            for stage, evaluate in variant.boundaries.items()
+        },
+        runs={stage: _run(function, sizes) for stage, function in variant.functions.items()},
+        keys={stage: division.batch_keys(stage) for stage in variant.functions},
+    )
+
+
+def _boundary(results: Sequence[Result], sizes: Sequence[int]) -> Boundary:
+    remaining = iter(sizes)
+    return Boundary(
+        shapes=tuple(tuple(next(remaining) for _ in result.sizes) for result in results),
+        dtypes=tuple(result.dtype for result in results),
+        differentiable=tuple(result.requires_grad for result in results),
+    )
+
+
+def _run(function: StageFunction, sizes: Sequence[Any]) -> Run:
+    run = function.run
+    return lambda received, batch, device: run(received, batch, sizes, device)
 
 
 class ModelPart(Part):
@@ -26,17 +167,13 @@ class ModelPart(Part):
         ranks: this rank's place.
         inputs: which of a batch's entries are the model's.
         names: under which name each parameter is known among all that share it, by its own.
-
-    Attributes:
-        division: the model over virtual stages, as it was first traced.
-        stage_of: as given.
     """
 
     def __init__(
         self,
         model: nn.Module,
         skeleton: nn.Module,
-        division: Division,
+        division: DividedTrace,
         stage_of: Sequence[int],
         example: Batch,
         *,
@@ -123,7 +260,7 @@ class ModelPart(Part):
             holder.register_buffer(last, source._buffers[last], last not in source._non_persistent_buffers_set)
 
 
-def parameter_names(model: nn.Module, division: Division, stage: int) -> list[str]:
+def parameter_names(model: nn.Module, division: DividedTrace, stage: int) -> list[str]:
     """Names of all parameters that a virtual stage uses; one that has several names there, under each."""
     known = dict(model.named_parameters(remove_duplicate=False))
     inside = [
@@ -134,14 +271,14 @@ def parameter_names(model: nn.Module, division: Division, stage: int) -> list[st
     return [*inside, *(name for name in division.weights(stage) if name in known)]
 
 
-def segment_parameters(model: nn.Module, division: Division) -> list[int]:
+def segment_parameters(model: nn.Module, division: DividedTrace) -> list[int]:
     """The number of parameters that each stage of a division uses."""
     known = dict(model.named_parameters(remove_duplicate=False))
     used = [{id(known[n]): known[n] for n in parameter_names(model, division, s)} for s in range(division.stages)]
     return [sum(parameter.numel() for parameter in each.values()) for each in used]
 
 
-def _holders(model: nn.Module, division: Division, names: Mapping[str, str]) -> dict[str, list[tuple[int, str]]]:
+def _holders(model: nn.Module, division: DividedTrace, names: Mapping[str, str]) -> dict[str, list[tuple[int, str]]]:
     held: dict[str, list[tuple[int, str]]] = {}
     for stage in range(division.stages):
         for name in dict.fromkeys(parameter_names(model, division, stage)):

@@ -14,11 +14,10 @@ from megatron_dynapipe.cost.format import UNITS, Link, Table
 from megatron_dynapipe.cost.segments import Segment, SegmentCosts
 from megatron_dynapipe.modules.boundary import Specialization
 from megatron_dynapipe.modules.inputs import Inputs
-from megatron_dynapipe.modules.part import segment_parameters
-from megatron_dynapipe.modules.program import Division
+from megatron_dynapipe.modules.part import Kind, Variants, segment_parameters
+from megatron_dynapipe.modules.program import DividedTrace
 from megatron_dynapipe.modules.split import without_memory
 from megatron_dynapipe.modules.trace import cut_points, resolve_split_points, trace
-from megatron_dynapipe.modules.variants import Kind, Variants
 from megatron_dynapipe.runtime import Entry, StageGraph
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.links import measure_links
@@ -84,7 +83,7 @@ class _Segments:
         named = self._inputs.of_model(self._inputs.name(example))
         traced = trace(self._skeleton, named, points)
         segments = list(range(len(traced.points) + 1))
-        self._division = Division(traced, segments)
+        self._division = DividedTrace(traced, segments)
         self._kind = Kind.of(named, model.training, None, self.device)
         self._variants = Variants(self._skeleton, segments, segments, model.get_submodule)
         self._variants.add(self._kind, self._division)

@@ -19,23 +19,14 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron_dynapipe.modules.record import CHANGES, Result, is_in_place, is_module, name_of
-from megatron_dynapipe.modules.symbols import Evaluate
+from megatron_dynapipe.modules.record import CHANGES, Evaluate, Result, is_in_place, is_module, name_of
 from megatron_dynapipe.modules.trace import TracedForward
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson")
 
 
-class Division:
-    """A trace over stages.
-
-    Args:
-        trace: of the model.
-        stage_of: the stage of each segment, never falling.
-
-    Attributes:
-        boundaries: what crosses from stage v to stage v + 1, per v.
-    """
+class DividedTrace:
+    """A trace over stages."""
 
     def __init__(self, trace: TracedForward, stage_of: Sequence[int]) -> None:
         assert len(stage_of) == len(trace.points) + 1, "a stage for every segment"
@@ -62,12 +53,7 @@ class Division:
         return [str(node.args[1]) for node in self._programs[stage] if node.args and node.args[0] is batch]
 
     def compile(self, stage: int, resolve: Callable[[str], Any]) -> "StageFunction":
-        """What a stage runs.
-
-        Args:
-            stage: its number.
-            resolve: the module of a name; of a weight's name, the module that holds it.
-        """
+        """What a stage runs."""
         received = self._crossing[stage - 1] if stage else []
         sent = None if stage == self.stages - 1 else self._crossing[stage]
         return StageFunction(self._programs[stage], received, sent, self._inputs, resolve)
@@ -113,7 +99,7 @@ class StageFunction:
         received: from the stage before.
         sent: to the next stage; None on the last one, whose last node is what the model returns.
         inputs: what stands for the batch, the sizes and the device.
-        resolve: as in `Division.compile`.
+        resolve: as in `DividedTrace.compile`.
     """
 
     def __init__(

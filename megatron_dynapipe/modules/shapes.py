@@ -11,7 +11,7 @@ it sends, or why it cannot run.
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -23,7 +23,6 @@ from megatron_dynapipe.errors import ConfigError, ExecutionError
 from megatron_dynapipe.modules.boundary import Boundary
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.plan.instructions import TensorShape
-from megatron_dynapipe.runtime.control_group import ControlGroup
 
 _MOST_SHAPES = 4096
 
@@ -109,26 +108,14 @@ Run = Callable[[Structure | None], Structure | None]
 """From what a stage receives to what it sends; None at the pipeline's ends."""
 
 
-class Place(NamedTuple):
-    """A rank's stage, the number of stages, the rank that speaks for each of them, and the group that they are in."""
-
-    stage: int
-    stages: int
-    pipeline: Sequence[int]
-    control: ControlGroup
-
-
 class ShapeTracker:
     """What crosses one boundary, by the shapes of the micro-batch.
 
-    Args:
-        ranks: this rank's place.
-
     Attributes:
-        learned: how many shapes of micro-batches this rank has been told of so far.
+        learned: how many shapes of micro-batches this rank has learned so far.
     """
 
-    def __init__(self, ranks: Ranks | Place) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._known: OrderedDict[Hashable, tuple[Structure | None, Structure | None]] = OrderedDict()
         self.learned = 0
@@ -208,15 +195,7 @@ def output_structure(
     received: Structure | None = None,
     autocast: torch.dtype | None = None,
 ) -> Structure:
-    """What a module returns, found on tensors without memory.
-
-    Args:
-        module: a stage's.
-        batch: its arguments by name.
-        device: where the module is.
-        received: its first argument, if it gets one of the stage before it.
-        autocast: dtype that operations are cast to, if any.
-    """
+    """What a module returns, found on tensors without memory."""
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if autocast is not None:

@@ -29,10 +29,7 @@ _MARK = "_dynapipe_shared_on"
 class SharedModule:
     """Says that a module's weights are held by several stages, each of which builds the module alike.
 
-        self.embedding = SharedModule([0, 3]).register(nn.Embedding(…))      # on stages 0 and 3
-
-    Args:
-        stages: that hold it.
+    self.embedding = SharedModule([0, 3]).register(nn.Embedding(…))      # on stages 0 and 3
     """
 
     def __init__(self, stages: Sequence[int]) -> None:
@@ -186,15 +183,15 @@ class Stage(Part):
         return {name: name for name in (names[1:] if self.stage else names)}
 
     def _find_shared(self) -> dict[str, list[tuple[int, str]]]:
-        """All shared modules of the pipeline, told by every rank to all."""
+        """All shared modules of the pipeline; every rank sends all others its own."""
         mine = [(list(stages), names) for stages, names in shared_modules(self._module[0])]
         texts = self.ranks.control.gather_texts(msgspec.json.encode(mine).decode())
-        told = [
+        held_by = [
             msgspec.json.decode(texts[rank], type=list[tuple[list[int], list[str]]]) for rank in self.ranks.pipeline
         ]
         found: dict[str, list[tuple[int, str]]] = {}
-        for stages in sorted({tuple(stages) for each in told for stages, _ in each}):
-            lists = {s: [names for at, names in told[s] if tuple(at) == stages] for s in stages if s < len(told)}
+        for stages in sorted({tuple(stages) for each in held_by for stages, _ in each}):
+            lists = {s: [names for at, names in held_by[s] if tuple(at) == stages] for s in stages if s < len(held_by)}
             counts = {stage: [len(names) for names in held] for stage, held in lists.items()}
             if len(lists) < len(stages) or len({tuple(count) for count in counts.values()}) > 1:
                 raise ConfigError(

@@ -13,10 +13,9 @@ from torch.amp.grad_scaler import GradScaler
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.boundary import Part, checksum, signature
-from megatron_dynapipe.modules.failure import Failures
 from megatron_dynapipe.modules.gradients import Gradients, LossScale
 from megatron_dynapipe.modules.inputs import Batch
-from megatron_dynapipe.modules.ranks import start_agreement
+from megatron_dynapipe.modules.ranks import Failures, start_agreement
 from megatron_dynapipe.modules.runner import LossFunction, ModuleRunner, ModuleStage
 from megatron_dynapipe.plan.instructions import Instruction
 from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry

@@ -70,10 +70,6 @@ class UnevenPipeline(ModuleSteps):
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """Train one batch; the loss, sum over everything / count over everything, on every rank.
 
-        Args:
-            inputs: the whole batch, the same on every rank.
-            targets: of as many samples.
-
         Raises:
             DataError: on every rank alike: fewer samples than units, or than a stage's replicas in a unit.
             ConfigError: on every rank alike: a stage cannot run what it receives, or does not return one tensor.

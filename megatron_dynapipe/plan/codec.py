@@ -33,12 +33,12 @@ def is_plan(head: bytes) -> bool:
 
 def digest(plan: IterationPlan) -> str:
     """The plan's identity: 32 hexadecimal digits, equal exactly when the plans are equal."""
-    return _checksum(_encoder.encode(plan)).hex()
+    return _checksum(_with_fields(plan)).hex()
 
 
 def encode(value: IterationPlan | StageEntry) -> bytes:
     """Bytes of a plan or of one rank's share, for the store or a file."""
-    return _seal(_encoder.encode(value))
+    return _seal(_with_fields(value))
 
 
 def encode_entries(plan: IterationPlan) -> Sequence[tuple[int, int, bytes]]:
@@ -98,9 +98,12 @@ def _decode[T: (IterationPlan, StageEntry)](data: bytes, kind: type[T]) -> T:
 
 
 def _with_fields(record: IterationPlan | StageEntry, **fields: object) -> bytes:
-    """The payload of a record with other values, encoded ones too, in some of its fields: an array of all fields."""
-    values = (fields.get(name, getattr(record, name)) for name in record.__struct_fields__)
-    return _encoder.encode(list(values))
+    """The payload of a record with other values, encoded ones too, in some of its fields: an array of all fields.
+
+    A plan says how many replicas run in step where they do.
+    """
+    names = [name for name in record.__struct_fields__ if name != "in_step" or getattr(record, name) > 1]
+    return _encoder.encode([fields.get(name, getattr(record, name)) for name in names])
 
 
 def _raw(value: object) -> msgspec.Raw:

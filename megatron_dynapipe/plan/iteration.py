@@ -33,6 +33,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
     backward too, if the plan's `peak_covers_backward`) above what others keep. Where the samples of a packed row begin
     follows from their lengths, see `plan.packing`.
 
+    One without samples fills a position of replicas that run in step (`plan.in_step`): it has one row, and trains on
+    nothing.
+
     Where a sample is cut, `pieces` says which positions each entry of a packed row has, those of whole samples too; it
     is empty where none is cut. Lengths are still those of the whole samples. See `plan.pieces`.
     """
@@ -54,8 +57,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
             raise PlanError(
                 f"expected a packed micro-batch of 1 row, got shape {self.shape} with {self.shape.size} rows"
             )
-        samples = counts[0] if packed else self.shape.size
-        if set(counts) != {samples} or samples == 0:
+        samples = counts[0] if packed or (self.is_filler and self.shape.size == 1) else self.shape.size
+        if set(counts) != {samples} or self.shape.size < 1:
             raise PlanError(
                 f"expected {max(samples, 1)} samples with their lengths in a {self.layout} micro-batch of shape "
                 f"{self.shape}, got {counts[0]} sample ids, {counts[1]} input lengths, {counts[2]} target lengths"
@@ -76,6 +79,11 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
         if self.pieces:
             return tuple(end - start for start, end in self.pieces)
         return tuple(input_positions(family, tokens) for tokens in self.input_lengths)
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether it has no samples."""
+        return not self.sample_ids
 
     @property
     def begun(self) -> int:
@@ -151,6 +159,8 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     layouts: tuple[BatchLayout, ...] = (BatchLayout.PADDED,)
     """Layouts that the run's settings allow its micro-batches."""
     replicas: tuple[ReplicaPlan, ...]
+    in_step: int = 1
+    """Neighbouring replicas that run in step: passes of one kind in one order. See `plan.in_step`."""
 
     @property
     def shapes(self) -> frozenset[tuple[BatchLayout, Shape]]:

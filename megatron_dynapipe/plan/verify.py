@@ -1,5 +1,6 @@
 """Verification that a plan can run, of every plan before it is published.
 
+in step    replicas that share experts run the same passes in one order            in_step
 samples    every sample once, in shapes that hold it; pieces tile their samples       verify_samples, pieces
 buffers    every pass once, nothing used before it is made or after it is freed       verify_buffers
 transfers  sends and receives of equal shapes in equal order; no stall                verify_transfers
@@ -9,6 +10,7 @@ memory     what passes keep, on top of the model state, within the limit        
 from collections.abc import Callable, Collection, Sequence
 
 from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.plan.in_step import check_in_step
 from megatron_dynapipe.plan.instructions import BackwardInput, Instruction
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
 from megatron_dynapipe.plan.memory import check_memory
@@ -42,6 +44,7 @@ def verify(
         PlanError: what is wrong, naming replica, stage, step and instruction; for a stall, the cycle of waits.
     """
     _check_form(plan)
+    check_in_step(plan)
     check_samples(plan, expected_samples)
     for index, replica in enumerate(plan.replicas):
         try:

@@ -45,7 +45,10 @@ def _check_micro_batch(family: ModelFamily, where: str, micro_batch: MicroBatch,
         raise PlanError(f"{where}: shape {shape} is not of a {family} model")
     if family is ModelFamily.GPT and any(micro_batch.target_lengths):
         raise PlanError(f"{where}: expected target lengths of 0 for a gpt model, got {micro_batch.target_lengths}")
-    if micro_batch.layout is BatchLayout.PACKED:
+    if micro_batch.is_filler:
+        if min(shape[1:2]) < 1:
+            raise PlanError(f"{where}: expected positions in a micro-batch without samples, got shape {shape}")
+    elif micro_batch.layout is BatchLayout.PACKED:
         _check_row(family, where, micro_batch)
     else:
         _check_padding(family, where, micro_batch)
@@ -81,10 +84,10 @@ def _check_row(family: ModelFamily, where: str, micro_batch: MicroBatch) -> None
 
 def _check_numbers(family: ModelFamily, where: str, micro_batch: MicroBatch) -> None:
     """No number is one that ids, lengths, shapes and bytes cannot be."""
-    if (least := min(micro_batch.sample_ids)) < 0:
+    if (least := min(micro_batch.sample_ids, default=0)) < 0:
         raise PlanError(f"{where}: expected sample ids of 0 or more, got {least}")
     lengths = micro_batch.input_lengths + (micro_batch.target_lengths if family is ModelFamily.T5 else ())
-    if (least := min(lengths)) < 1:
+    if (least := min(lengths, default=1)) < 1:
         raise PlanError(f"{where}: expected lengths of 1 token or more, got {least}")
     if min(micro_batch.shape) < 0:
         raise PlanError(f"{where}: expected a shape of 1 or more, got {micro_batch.shape}")

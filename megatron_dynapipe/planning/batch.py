@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost import CostModel, TableCostModel
-from megatron_dynapipe.errors import ConfigError, CostModelError
+from megatron_dynapipe.errors import ConfigError, CostModelError, PlanningError
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.iteration import MicroBatch, StagePlan
 from megatron_dynapipe.plan.text import format_instruction
@@ -82,6 +82,12 @@ def plan_batch(
     except msgspec.ValidationError as error:
         raise ConfigError(f"expected settings of PlannerSettings: {error}") from error
     plan = planner.plan(_batch(lengths, model.family), 0)
+    if any(each.is_filler for replica in plan.replicas for each in replica.micro_batches):
+        raise PlanningError(
+            f"{len(lengths)} samples cannot be divided into equally many micro-batches on each of"
+            f" {len(plan.replicas)} replicas",
+            hint="use a global batch that the replicas divide",
+        )
     return PlannedBatch(
         micro_batches=tuple(replica.micro_batches for replica in plan.replicas),
         passes=tuple(tuple(_passes(stage) for stage in replica.stages) for replica in plan.replicas),

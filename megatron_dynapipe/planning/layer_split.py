@@ -252,6 +252,7 @@ class _Trials:
         if not planned or len(planned) < len(plans):
             return UNPLANNED, np.zeros((0, len(Row)), np.int64)
         batches = [mb for plan in planned for replica in plan.replicas for mb in replica.micro_batches]
+        batches = [mb for mb in batches if not mb.is_filler]
         return sum(plan.totals.predicted_ns for plan in planned), np.stack([self._layer_costs(mb) for mb in batches])
 
     def _fitting(self, split: Split) -> BoolArray:

@@ -1,12 +1,15 @@
-"""Replicas that run in step: equally many micro-batches, those of one position alike in time, in one order of passes.
+"""Groups of replicas that run in step: equally many micro-batches, those of one position alike in time, in one order.
 
-The samples of a batch, in an order in which neighbours are alike, are put in rows of one for each replica. One
-replica is planned, with the longest sample of each row, and its plan serves all of them:
+The samples of a batch, in an order in which neighbours are alike, are put in rows of one for each replica of a group.
+One replica of each group is planned, with the longest sample of each row, and its plan serves the group:
 
-    order         900 880 | 610 600 | 300 290 | 40 30 |     rows for two replicas
-    planned       900       610       300       40          micro-batches {0}, {1, 2, 3}
-    replica 0     {900} {610, 290, 40}                      as planned, with samples of its own
-    replica 1     {880} {600, 300, 30}
+    order         900 880 | 610 600 | 300 290 | 40    |     rows for a group of two replicas
+    planned       900       610       300       40          micro-batches {0}, {1, 2}, {3}
+    replica 0     {900} {610, 290} {40}                     as planned, with samples of its own
+    replica 1     {880} {600, 300} {}                       the last one is a filler
+
+Where the longest sample of a row is cut, all of the row are cut at the same positions; a shorter one may lack the last
+pieces.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -14,17 +17,18 @@ from typing import Any, Self
 
 import numpy as np
 
-from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.partition import candidate_orders
+from megatron_dynapipe.planning.pieces import CutBatch, Pieces, of_pieces
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray, ScheduleProblem
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.schedules import predict
 from megatron_dynapipe.planning.scheduling import ScheduledBatch
+from megatron_dynapipe.planning.settings import PlannerSettings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lockstep:
-    """Samples in rows of one for each replica, int64[rows, replicas]; the last row may lack some (`present`)."""
+    """Samples in rows of one for each replica of a group, int64[rows, replicas]; the last row may lack some."""
 
     rows: IntArray
     present: BoolArray
@@ -47,48 +51,79 @@ class Lockstep:
         return cls(rows, present)
 
     def longest(self, samples: Samples) -> Samples:
-        """What is planned: a sample for each row, as long as its longest; ids are numbers of rows."""
+        """What is planned: a sample for each row, as long as its longest.
+
+        Ids are numbers of rows. Rows that hold a sample which another holds too, of which none may be cut, have one id.
+        """
         longest = {
             field.name: value[self.rows].max(axis=1)
             for field in fields(samples)
             if isinstance(value := getattr(samples, field.name), np.ndarray)
         }
-        return Samples(**longest | {"ids": np.arange(len(self.rows))})
+        ids = np.arange(len(self.rows))
+        _, first, counts = np.unique(samples.ids, return_index=True, return_counts=True)
+        if (counts > 1).any():
+            ids[np.isin(samples.ids[self.rows], samples.ids[first[counts > 1]]).any(axis=1)] = -1
+        return Samples(**longest | {"ids": ids})
 
-    def spread(self, problem: BatchProblem, planned: ScheduledBatch) -> ScheduledBatch:
-        """The planned replica's micro-batches and order of passes for all of them.
+    def spread(
+        self,
+        samples: Samples,
+        problem: BatchProblem,
+        cut: CutBatch | None,
+        planned: ScheduledBatch,
+        settings: PlannerSettings,
+    ) -> tuple[Samples, ScheduledBatch]:
+        """The planned replicas' micro-batches and orders of passes for all of their groups, and what they are made of.
 
         Args:
-            problem: of all samples.
-            planned: of the longest ones, one replica.
-
-        Raises:
-            PlanningError: a replica has no sample for a micro-batch.
+            samples: of the batch.
+            problem: of all of them.
+            cut: where the longest ones are cut; None for nowhere.
+            planned: of the longest ones, one replica for each group.
+            settings: of the planner.
         """
-        (order,), (passes,) = planned.replicas, planned.schedules
-        count, replicas = len(planned.members), self.rows.shape[1]
+        if cut is None:
+            return samples, self._spread(problem, planned)
+        pieces, places = self._cut(samples, cut.pieces)
+        own = of_pieces(samples, problem, pieces, recompute=settings.recompute, element_bytes=settings.element_bytes)
+        return own.samples, places._spread(own.problem, planned)
+
+    def _cut(self, samples: Samples, longest: Pieces) -> tuple[Pieces, "Lockstep"]:
+        """Every sample's part of the pieces of its row's longest one, and these parts in rows."""
+        sample, start = self.rows[longest.sample], np.repeat(longest.start[:, None], self.rows.shape[1], axis=1)
+        length = samples.input_positions[sample]
+        there = self.present[longest.sample] & (start < length)
+        end = np.minimum(longest.end[:, None], length)
+        order = np.lexsort((start[there], sample[there]))  # a sample's pieces one after another
+        place = np.zeros_like(sample)
+        place[there] = np.argsort(order)
+        own = (each[there][order] for each in (sample, start, end, length))
+        return Pieces(*own), Lockstep(place, there)
+
+    def _spread(self, problem: BatchProblem, planned: ScheduledBatch) -> ScheduledBatch:
+        count, group = len(planned.members), self.rows.shape[1]
         every = [
             self.rows[members, replica][self.present[members, replica]]
-            for replica in range(replicas)
+            for replica in range(group)
             for members in planned.members
         ]
-        if not all(map(len, every)):
-            raise PlanningError(
-                f"{int(self.present.sum())} samples cannot be divided into equally many micro-batches on each of"
-                f" {replicas} replicas",
-                hint="use a global batch that the replicas divide",
-            )
-        layouts, modes = planned.layouts * replicas, np.tile(planned.modes, replicas)
+        layouts, modes = planned.layouts * group, np.tile(planned.modes, group)
         costs, _ = problem.costs_of(every, layouts, modes)
-        positions = np.arange(count * replicas).reshape(replicas, count)[:, order]
+        copies = np.arange(count * group).reshape(group, count)
+        replicas, schedules = [], []
+        for order, passes in zip(planned.replicas, planned.schedules, strict=True):
+            positions = copies[:, order]
+            replicas += list(positions)
+            schedules += [predict(_slowest(costs, positions), passes.order)] * group
         return ScheduledBatch(
             members=every,
             layouts=layouts,
             shapes=[problem.shape(*one) for one in zip(every, layouts, strict=True)],
             modes=modes,
             costs=costs,
-            replicas=list(positions),
-            schedules=[predict(_slowest(costs, positions), passes.order)] * replicas,
+            replicas=replicas,
+            schedules=schedules,
         )
 
 

@@ -29,7 +29,7 @@ _SHARES = (0.75, 0.5, 1 / 3, 0.25)
 _LEAST_PIECE = 128
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
     """Where the samples of a batch are cut: int64[pieces and whole samples] each, in the order of the batch.
 
@@ -101,6 +101,7 @@ class CutBatch:
     """A batch with pieces in place of its long samples.
 
     Attributes:
+        pieces: where the batch's samples are cut.
         samples: whole ones and pieces; ids and tokens are those of the whole samples.
         problem: of planning them.
         partitioned: where their search begins: with packed rows alone.
@@ -108,6 +109,7 @@ class CutBatch:
         gain: how much longer whole samples take at the beginning, relative to that.
     """
 
+    pieces: Pieces
     samples: Samples
     problem: BatchProblem
     partitioned: OrderedPartitions
@@ -167,9 +169,18 @@ def cut_batch(
     ids, counts = np.unique(samples.ids, return_counts=True)
     once = counts[np.searchsorted(ids, samples.ids)] == 1
     pieces = cut(np.where(once, samples.input_positions, 1), most, multiple, problem.modes[0], strict=strict)
-    own = np.where(once[pieces.sample], pieces.end - pieces.start, samples.input_positions[pieces.sample])
     if not pieces.is_piece.any():
         return None
+    kept, whole = once[pieces.sample], samples.input_positions[pieces.sample]
+    pieces = replace(pieces, end=np.where(kept, pieces.end, whole), length=np.where(kept, pieces.length, whole))
+    return of_pieces(samples, problem, pieces, recompute=recompute, element_bytes=element_bytes)
+
+
+def of_pieces(
+    samples: Samples, problem: BatchProblem, pieces: Pieces, *, recompute: tuple[Recompute, ...], element_bytes: int
+) -> CutBatch:
+    """The batch with these pieces in place of its samples; arguments as of `cut_batch`."""
+    own = pieces.end - pieces.start
     entries = replace(
         samples,
         **{name: getattr(samples, name)[pieces.sample] for name in ("ids", "input_tokens", "target_tokens")},
@@ -200,4 +211,4 @@ def cut_batch(
         piece_costs=np.stack(extras),
     )
     partitioned = OrderedPartitions(order=by_length(entries.inputs, entries.targets), partitions=())
-    return CutBatch(samples=entries, problem=cut_problem, partitioned=partitioned)
+    return CutBatch(pieces=pieces, samples=entries, problem=cut_problem, partitioned=partitioned)

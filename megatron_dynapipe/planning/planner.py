@@ -122,23 +122,22 @@ class Planner:
         seconds: dict[str, float] = {}
         with _timed(seconds, "ordering"):
             batched = self.samples(batch)
-            together = Lockstep.of(batched, self.settings.data_parallel) if self.settings.lockstep else None
+            group = self.settings.in_step
+            together = Lockstep.of(batched, group) if group > 1 else None
             samples = batched if together is None else together.longest(batched)
             orders = candidate_orders(samples.inputs, samples.targets)
         with _timed(seconds, "partition"):
             problem = self.problem(samples, forward_only=forward_only)
-            if together is not None:
-                problem = replace(problem, replicas=1)
+            problem = replace(problem, replicas=problem.replicas // group)
             partitioned = self._partition(problem, orders)
         with _timed(seconds, "schedule"):
-            entries, scheduled = self._chosen(samples, problem, orders, partitioned)
-            if scheduled is not None and together is not None:
-                entries, scheduled = (
-                    batched,
-                    together.spread(self.problem(batched, forward_only=forward_only), scheduled),
-                )
+            cut, scheduled = self._chosen(samples, problem, orders, partitioned)
+            entries = samples if cut is None else cut.samples
+            if together is not None and scheduled is not None:
+                problem = self.problem(batched, forward_only=forward_only)
+                entries, scheduled = together.spread(batched, problem, cut, scheduled, self.settings)
         if scheduled is None:
-            raise explain_infeasible(samples, problem)
+            raise explain_infeasible(batched, self.problem(batched, forward_only=forward_only))
         with _timed(seconds, "lowering"):
             plan = self._lower(entries, scheduled, iteration, forward_only)
         with _timed(seconds, "verify"):
@@ -153,8 +152,8 @@ class Planner:
 
     def _chosen(
         self, samples: Samples, problem: BatchProblem, orders: list[IntArray], partitioned: OrderedPartitions
-    ) -> tuple[Samples, ScheduledBatch | None]:
-        """The fastest schedule found, of whole samples or with pieces, and what it schedules; None where none fits."""
+    ) -> tuple[CutBatch | None, ScheduledBatch | None]:
+        """What the fastest schedule found has cut, None for whole samples, and the schedule, None where none fits."""
         begun = self._begin_pieces(samples, problem, partitioned)
         if begun is not None and begun.is_far_ahead:
             scheduled = None
@@ -165,10 +164,10 @@ class Planner:
         if begun is not None:
             cut = self._schedule(begun.problem, begun.partitioned, searchable=True)
             if cut is not None and (scheduled is None or cut.makespan_ns < scheduled.makespan_ns):
-                return begun.samples, cut
+                return begun, cut
             if scheduled is None:
                 scheduled = self._schedule_whole(problem, orders, partitioned)
-        return samples, scheduled
+        return None, scheduled
 
     def _schedule_whole(
         self, problem: BatchProblem, orders: list[IntArray], partitioned: OrderedPartitions
@@ -233,9 +232,10 @@ class Planner:
             PlanningError: fewer samples than replicas.
             DataError: a sample is empty, or longer than what it is to be padded to.
         """
-        if len(batch) < self.settings.data_parallel:
+        least = self.settings.data_parallel // self.settings.in_step
+        if len(batch) < least:
             raise PlanningError(
-                f"expected at least one sample for each of {self.settings.data_parallel} replicas, got {len(batch)}",
+                f"expected at least one sample for each of {least} replicas, got {len(batch)}",
                 hint="use larger global batches or fewer data-parallel replicas",
             )
         samples = Samples.of(batch, self.settings.family)
@@ -343,6 +343,7 @@ class Planner:
             model_state_bytes=tuple(self.model_state_bytes.tolist()),
             peak_covers_backward=self._peak_covers_backward,
             layouts=self.settings.micro_batch_layouts,
+            in_step=self.settings.in_step,
             replicas=tuple(
                 self._lower_replica(samples, scheduled, replica, forward_only)
                 for replica in range(len(scheduled.replicas))

@@ -20,7 +20,7 @@ from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Pass
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules
 from megatron_dynapipe.planning.native import core
-from megatron_dynapipe.units import BatchLayout, Shape, round_up
+from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, Shape, round_up
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -153,7 +153,9 @@ class BatchProblem:
             raise PlanningError(f"the batch cannot be planned: {error}") from error
 
     def shape(self, members: IntArray, layout: BatchLayout = BatchLayout.PADDED) -> Shape:
-        """The shape of a micro-batch of these samples."""
+        """The shape of a micro-batch of these samples; of a filler's, of none."""
+        if not len(members):
+            return Shape(1, LENGTH_MULTIPLE, LENGTH_MULTIPLE * int(self.targets.any()))
         if layout is BatchLayout.PACKED:
             both = (self.input_positions[members], self.target_positions[members])
             return Shape(1, *(round_up(int(positions.sum())) for positions in both))
@@ -162,8 +164,9 @@ class BatchProblem:
     def costs_of(
         self, members: Sequence[IntArray], layouts: Sequence[BatchLayout], modes: IntArray
     ) -> tuple["ScheduleProblem", BoolArray]:
-        """`costs` of micro-batches of either layout, given their samples."""
-        packed = np.array([layout is BatchLayout.PACKED for layout in layouts], np.bool_)
+        """`costs` of micro-batches of either layout, given their samples; fillers count as padded ones."""
+        rows_of = zip(members, layouts, strict=True)
+        packed = np.array([layout is BatchLayout.PACKED and len(samples) > 0 for samples, layout in rows_of], np.bool_)
         rows = np.zeros((_COSTS, len(members), self.layout.virtual_stages), np.int64)
         covered = np.zeros(len(members), np.bool_)
         if not packed.all():

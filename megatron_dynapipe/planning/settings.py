@@ -41,7 +41,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         partition: how micro-batches are made.
         schedule: how passes are ordered.
         transfers: when transfers are started, and what a start waits for.
-        lockstep: whether replicas run in step: as many micro-batches on each, alike in time (`planning.lockstep`).
+        lockstep: whether replicas run in step, as many micro-batches on each, alike in time: all of them, or
+            neighbours in groups of so many (`planning.lockstep`).
         slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
             of more positions than this.
         split_backward: whether backward passes are divided, so that weights' gradients fill a stage's waits: where that
@@ -69,7 +70,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     partition: PartitionSettings = PartitionSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     transfers: TransferRules = TransferRules()
-    lockstep: bool = False
+    lockstep: bool | int = False
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
     split_backward: SplitBackward = "off"
 
@@ -97,6 +98,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 + ("parts of the sequence on each" if self.sequence_parallel else "one rank"),
                 hint="leave scatter_gather at auto or off",
             )
+        if self.in_step < 1 or self.data_parallel % self.in_step:
+            raise ConfigError(f"expected groups in step that divide {self.data_parallel} replicas, got {self.lockstep}")
         if self.model_state_bytes is not None and len(self.model_state_bytes) != self.pipeline_parallel:
             raise ConfigError(
                 f"expected the model state of {self.pipeline_parallel} pipeline ranks,"
@@ -117,9 +120,12 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return "pieces run in packed rows, which the settings do not allow"
         if self.partition.algorithm is not PartitionAlgorithm.DP or self.schedule.method != "adaptive":
             return "the adaptive schedule alone keeps the order of pieces"
-        if self.lockstep:
-            return "replicas run in step, and pieces of one sample would be on one of them"
         return None
+
+    @property
+    def in_step(self) -> int:
+        """Neighbouring replicas that run in step, 1 for none."""
+        return self.data_parallel if self.lockstep is True else self.lockstep or 1
 
     @property
     def may_cut(self) -> bool:

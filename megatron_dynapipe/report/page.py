@@ -24,12 +24,6 @@ is_page = marked('<meta name="generator" content="megatron-dynapipe">')
 def write_page(run: Run, summary: Summary, path: Path, *, title: str) -> Path:
     """Write the page.
 
-    Args:
-        run: its records.
-        summary: of them.
-        path: of the page.
-        title: at its head.
-
     Raises:
         ConfigError: as `outputs.write_file`.
         InstallationError: Plotly, which the page contains, is not installed.

@@ -167,11 +167,7 @@ def _memory_line(memory: MemoryRecord) -> str:
 
 
 def evaluation_lines(evaluations: Mapping[str, Mapping[str, Mapping[int, float]]]) -> list[str]:
-    """A line for each split.
-
-    Args:
-        evaluations: `Run.evaluations`; the first name of a split is the whole, `NAME TASK` are tasks.
-    """
+    """A line for each split."""
     return [_evaluation_line(split, losses) for split, losses in evaluations.items() if any(losses.values())]
 
 

@@ -1,6 +1,20 @@
-"""The lengths of a split's samples, read without opening its text."""
+"""The lengths of a split's samples, read without opening its text: from the index (`.idx`) of Megatron's format.
+
+    9 bytes   magic "MMIDIDX\\0\\0"
+    u64       version, 1
+    u8        code of the tokens' type in the data file (`.bin`)
+    u64       n, number of sequences
+    u64       d, number of document boundaries (documents + 1)
+    int32[n]  tokens of each sequence
+    int64[n]  byte offset of each sequence in the data file
+    int64[d]  index of the first sequence of each document, and n
+
+Everything is little-endian. The layout is that of `megatron/core/datasets/indexed_dataset.py`, which opens a
+truncated data file without complaint; here sizes and offsets are checked.
+"""
 
 import io
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -10,9 +24,139 @@ import numpy.typing as npt
 
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.sampling.index_file import IndexFile, index_path, read_index
 
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, type code, number of sequences, number of document boundaries."""
+
+DTYPES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name)
+    for code, name in {
+        1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2",
+    }.items()
+}  # fmt: skip
+"""Megatron's numbers of token types; of these, datasets of text use 4 (int32) and 8 (uint16)."""
+
+_MAPPED_BYTES = 2**28
+"""A larger index stays on the disk: every process of a node shares its pages."""
 _AT_ONCE = 2**16
+_MADE_BY = "make the dataset again with `megatron-dynapipe data prepare` (or `data demo`)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class IndexFile:
+    """What the index of one split says, checked.
+
+    Attributes:
+        prefix: path of the pair of files without `.bin` and `.idx`.
+        dtype: type of a token in the data file.
+        sequence_lengths: int32[n], tokens of each sequence.
+        sequence_pointers: int64[n], byte offset of each sequence in the data file.
+        document_index: int64[d], first sequence of each document, then n.
+    """
+
+    prefix: Path
+    dtype: np.dtype[Any]
+    sequence_lengths: npt.NDArray[np.int32]
+    sequence_pointers: npt.NDArray[np.int64]
+    document_index: npt.NDArray[np.int64]
+
+
+def index_path(prefix: Path) -> Path:
+    """Path of the index file of a dataset prefix."""
+    return prefix.with_name(prefix.name + ".idx")
+
+
+def data_path(prefix: Path) -> Path:
+    """Path of the data file of a dataset prefix."""
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def read_index(prefix: Path) -> IndexFile:
+    """Read and check the index of `prefix`, and the size of its data file.
+
+    Raises:
+        DataError: a file is missing, not of this format, or of another size than the index says.
+    """
+    for path in (index_path(prefix), data_path(prefix)):
+        if not path.parent.is_dir():
+            raise DataError(f"expected a dataset folder at {path.parent}, found none", hint=_MADE_BY)
+        if not path.is_file():
+            raise DataError(f"expected the dataset file {path}, found none", hint=_MADE_BY)
+    try:
+        content: bytes | npt.NDArray[np.uint8]
+        if index_path(prefix).stat().st_size > _MAPPED_BYTES:
+            content = np.memmap(index_path(prefix), np.uint8, mode="r")
+        else:
+            content = read_bounded(index_path(prefix), most_bytes=_MAPPED_BYTES)
+    except OSError as error:
+        raise DataError(f"{index_path(prefix)}: cannot read it: {error.strerror}") from error
+    index = _parse_index(prefix, content)
+    _check_offsets(index)
+    return index
+
+
+def _parse_index(prefix: Path, content: bytes | npt.NDArray[np.uint8]) -> IndexFile:
+    """Split the bytes of an index file into its arrays; refuse any that are not exactly one index."""
+    path = index_path(prefix)
+    if len(content) < HEADER.size:
+        raise DataError(f"{path}: expected at least {HEADER.size} bytes, got {len(content)}", hint=_MADE_BY)
+    magic, version, code, sequences, boundaries = HEADER.unpack(bytes(content[: HEADER.size]))
+    if magic != MAGIC:
+        raise DataError(
+            f"{path}: expected the magic {MAGIC!r}, got {magic!r}",
+            hint="this is not a Megatron indexed dataset",
+        )
+    if version != VERSION:
+        raise DataError(f"{path}: expected index version {VERSION}, got {version}", hint=_MADE_BY)
+    if code not in DTYPES:
+        raise DataError(f"{path}: expected a token type code in 1…{max(DTYPES)}, got {code}", hint=_MADE_BY)
+    expected = HEADER.size + 12 * sequences + 8 * boundaries
+    if len(content) != expected:
+        raise DataError(
+            f"{path}: expected {expected} bytes for {sequences} sequences and {boundaries} document boundaries,"
+            f" got {len(content)}",
+            hint=_MADE_BY,
+        )
+    pointers_at = HEADER.size + 4 * sequences
+    return IndexFile(
+        prefix=prefix,
+        dtype=DTYPES[code],
+        sequence_lengths=np.frombuffer(content, "<i4", sequences, HEADER.size),
+        sequence_pointers=np.frombuffer(content, "<i8", sequences, pointers_at),
+        document_index=np.frombuffer(content, "<i8", boundaries, pointers_at + 8 * sequences),
+    )
+
+
+def _check_offsets(index: IndexFile) -> None:
+    """Sequences lie back to back in the data file, and it is as long as they are together."""
+    path, size = index_path(index.prefix), index.dtype.itemsize
+    expected = 0
+    for first in range(0, len(index.sequence_lengths), _AT_ONCE):
+        lengths = index.sequence_lengths[first : first + _AT_ONCE]
+        if int(lengths.min()) < 0:
+            at = int(np.argmin(lengths))
+            raise DataError(f"{path}: expected lengths of at least 0, sequence {first + at} has {lengths[at]}")
+        ends = expected + np.cumsum(lengths, dtype=np.int64) * size
+        starts = ends - lengths.astype(np.int64) * size
+        pointers = index.sequence_pointers[first : first + _AT_ONCE]
+        if not np.array_equal(starts, pointers):
+            at = int(np.argmax(starts != pointers))
+            raise DataError(
+                f"{path}: expected sequence {first + at} at byte {starts[at]} of the data file, the index says"
+                f" {pointers[at]}",
+                hint=_MADE_BY,
+            )
+        expected = int(ends[-1])
+    actual = data_path(index.prefix).stat().st_size
+    if actual != expected:
+        raise DataError(
+            f"{data_path(index.prefix)}: expected {expected} bytes as its index says, got {actual}",
+            hint="the file was truncated or belongs to another index; copy it again, or " + _MADE_BY,
+        )
+
+
 _HEADER_BYTES = 70_000
 """The longest header of an array file, and its magic."""
 

@@ -5,17 +5,71 @@ draws of tasks          each task as often as its rate says; any place of the st
 
 place 7 of an epoch ─► place 3 of the draws, by the epoch's permutation ─► draw 1 of task b ─► row, by the
 permutation of b's pass: all rows of a task are drawn before one is drawn again
+
+Permutations of any size are computed a place at a time by a Feistel network, which permutes the numbers of 2·h bits, at
+least as many as asked for; a place that lands outside the size is permuted again (four times on average at most):
+
+    left  ─────╮ xor ──► right'      right ──► left'         six rounds; f mixes the half, the key and the round
+    right ── f ╯
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.sampling.permutation import key_of, permuted
+_ROUNDS = 6
+_U = np.uint64
+Places = npt.NDArray[np.int64]
+
+
+def key_of(seed: int, *numbers: Places | int) -> npt.NDArray[np.uint64]:
+    """A key for every combination of numbers, which broadcast."""
+    key = _mixed(np.asarray(seed % 2**64, _U))
+    for number in numbers:
+        key = _mixed(key ^ _mixed(np.asarray(number).astype(_U) + _U(0x9E3779B97F4A7C15)))
+    return key
+
+
+def permuted(places: Places, sizes: Places | int, keys: npt.NDArray[np.uint64]) -> Places:
+    """Where each place stands in its permutation.
+
+    Args:
+        places: int64[n], each in 0 … size - 1.
+        sizes: of the permutation of each place; at least 1.
+        keys: choose the permutation of each place.
+    """
+    values = np.asarray(places).astype(_U)
+    limits = np.broadcast_to(np.asarray(sizes).astype(_U), values.shape)
+    keys = np.broadcast_to(keys, values.shape)
+    bits = np.ceil(np.log2(np.maximum(limits.astype(np.float64), 2.0))).astype(np.int64)
+    halves = np.maximum((bits + 1) // 2, 1).astype(_U)
+    found = _network(values, halves, keys)
+    while (outside := np.flatnonzero(found >= limits)).size:
+        found[outside] = _network(found[outside], halves[outside], keys[outside])
+    return found.astype(np.int64)
+
+
+def _network(
+    values: npt.NDArray[np.uint64], halves: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    masks = (_U(1) << halves) - _U(1)
+    left, right = values >> halves, values & masks
+    for round_ in range(_ROUNDS):
+        left, right = right, left ^ (_mixed(right ^ keys ^ _U(round_ * 0x9E3779B97F4A7C15 % 2**64)) & masks)
+    return (left << halves) | right
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators)."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> _U(30))) * _U(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> _U(27))) * _U(0x94D049BB133111EB)
+        return values ^ (values >> _U(31))
+
 
 _EPOCHS_KEPT = 2
 """Permutations kept in memory; an iteration that spans two epochs needs both."""
@@ -36,18 +90,11 @@ class Order(Protocol):
 
 
 class ShuffledEpochs:
-    """Each epoch is a permutation of all rows, or of as many draws of each task as its temperature says.
+    """Each epoch is a permutation of all rows."""
 
-    Args:
-        seed: of every permutation.
-        tasks: rows of each task.
-        draws: of each task in an epoch.
-    """
-
-    def __init__(self, seed: int, tasks: Sequence[Rows], draws: Sequence[int]) -> None:
-        self._seed, self._tasks, self._draws = seed, tasks, draws
-        self.per_epoch = sum(draws)
-        self._epochs: OrderedDict[int, Rows] = OrderedDict()
+    def __init__(self, seed: int, rows: int) -> None:
+        self._seed, self.per_epoch = seed, rows
+        self._epoch = lru_cache(_EPOCHS_KEPT)(self._shuffled)
 
     def rows(self, first: int, stop: int) -> Rows:
         """See `Order`."""
@@ -58,31 +105,13 @@ class ShuffledEpochs:
             first += len(pieces[-1])
         return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
-    def _epoch(self, epoch: int) -> Rows:
-        rows = self._epochs.get(epoch)
-        if rows is None:
-            random = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-            # np.resize repeats or truncates a task's shuffled rows to the task's number of draws.
-            drawn: list[Any] = [
-                np.resize(random.permutation(task_rows), count)
-                for task_rows, count in zip(self._tasks, self._draws, strict=True)
-            ]
-            rows = random.permutation(np.concatenate(drawn))
-            self._epochs[epoch] = rows
-        self._epochs.move_to_end(epoch)
-        while len(self._epochs) > _EPOCHS_KEPT:
-            self._epochs.popitem(last=False)
-        return rows
+    def _shuffled(self, epoch: int) -> Rows:
+        random = np.random.Generator(np.random.PCG64([self._seed, epoch]))
+        return random.permutation(random.permutation(self.per_epoch))
 
 
 class TaskDraws:
-    """Each task as often as its rate says; memory does not grow with the number of rows.
-
-    Args:
-        seed: of every permutation.
-        tasks: where the rows of each task lie.
-        draws: of each task in an epoch, at least 1.
-    """
+    """Each task as often as its rate says; memory does not grow with the number of rows."""
 
     def __init__(self, seed: int, tasks: "TaskRows", draws: Sequence[int]) -> None:
         self._seed, self._tasks = seed, tasks

@@ -27,8 +27,6 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         max_input_length: longest input, in tokens (decoder-only: longest input and target together).
         max_target_length: longest target, in tokens, without start and end tokens; not used for decoder-only.
         long_samples: what to do with longer ones.
-        mixture_temperature: 1 draws tasks in proportion to their size; T > 1 in proportion to size^(1/T), so that
-            small tasks are seen more often (and large ones not wholly in every epoch).
         task_rates: how often each task is drawn, by its index; empty for as often as it has samples.
         tokens_per_iteration: tokens (input and target) of one global batch at most, in place of a number of samples.
         last_batch: what becomes of an epoch's end that does not fill a batch.
@@ -41,7 +39,6 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_input_length: int
     max_target_length: int = 0
     long_samples: LongSamples = LongSamples.FAIL
-    mixture_temperature: float = 1.0
     task_rates: tuple[float, ...] = ()
     tokens_per_iteration: int | None = None
     last_batch: LastBatch = LastBatch.CONTINUE
@@ -54,7 +51,6 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             # A sequence of one token predicts nothing.
             "max_input_length": 2 if self.family is ModelFamily.GPT else 1,
             "max_target_length": 0 if self.family is ModelFamily.GPT else 1,
-            "mixture_temperature": 1.0,
         }
         for name, minimum in least.items():
             if not getattr(self, name) >= minimum:
@@ -62,13 +58,6 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for name in ("tokens_per_iteration", "epochs"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} of at least 1, got {getattr(self, name)}")
-        if self.task_rates and self.mixture_temperature != 1.0:
-            raise ConfigError("expected task_rates or a mixture_temperature, got both")
-
-    @property
-    def needs_tasks(self) -> bool:
-        """Whether the order depends on the samples' tasks."""
-        return bool(self.task_rates) or self.mixture_temperature != 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,11 +87,7 @@ class GlobalBatch:
         return int(self.input_lengths.sum() + self.target_lengths.sum())
 
     def divided(self, tokens: int) -> list["GlobalBatch"]:
-        """Its samples, in order, as batches of about so many tokens; the batch alone where it is no larger.
-
-        Args:
-            tokens: of a batch, at least 1.
-        """
+        """Its samples, in order, as batches of about so many tokens; the batch alone where it is no larger."""
         parts = min(round(self.tokens / tokens), len(self))
         if parts <= 1:
             return [self]
@@ -129,7 +114,7 @@ class Sampler:
     Args:
         lengths: tokens of every sample of the split.
         settings: what decides the order.
-        task_ids: int16[n], the task of each sample; where `settings.needs_tasks`.
+        task_ids: int16[n], the task of each sample; where `settings.task_rates`.
 
     Attributes:
         report: how many samples were longer than the maximum, and what was done with them.
@@ -152,7 +137,7 @@ class Sampler:
             max_target_length=settings.max_target_length,
             policy=settings.long_samples,
         )
-        self._order = self._order_of(self._tasks(lengths, task_ids) if settings.needs_tasks else None)
+        self._order = self._order_of(lengths, task_ids)
         self.batches = Batches(
             self._order.per_epoch,
             samples=settings.samples_per_iteration if settings.tokens_per_iteration is None else None,
@@ -164,7 +149,7 @@ class Sampler:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples drawn in one epoch; all usable ones once, unless tasks have rates or a temperature."""
+        """Samples drawn in one epoch; all usable ones once, unless tasks have rates."""
         return self._order.per_epoch
 
     def longest(self, samples: int) -> GlobalBatch:
@@ -190,34 +175,26 @@ class Sampler:
         inputs, targets = self._usable.lengths(self._usable.ids(self._order.rows(first, stop)))
         return inputs.astype(np.int64) + targets
 
-    def _tasks(self, lengths: LengthTable, task_ids: npt.NDArray[np.int16] | None) -> npt.NDArray[np.int16]:
-        """The task of each usable sample."""
+    def _order_of(self, table: LengthTable, task_ids: npt.NDArray[np.int16] | None) -> Order:
+        settings, count = self.settings, len(self._usable)
+        if not settings.task_rates:
+            is_large = count > MOST_SHUFFLED
+            rows = TaskRows.one(count)
+            return TaskDraws(settings.seed, rows, [count]) if is_large else ShuffledEpochs(settings.seed, count)
         if task_ids is None:
             raise ConfigError(
-                f"expected the samples' tasks for a mixture_temperature of {self.settings.mixture_temperature} and "
-                f"{len(self.settings.task_rates)} rates, got none",
-                hint="read them with read_task_ids, or use a mixture_temperature of 1",
+                f"expected the samples' tasks for {len(settings.task_rates)} rates, got none",
+                hint="read them with read_task_ids",
             )
-        if len(task_ids) != len(lengths):
-            raise DataError(f"expected the tasks of {len(lengths)} samples, got those of {len(task_ids)}")
-        return task_ids if self._usable.sample_ids is None else task_ids[self._usable.sample_ids]
-
-    def _order_of(self, tasks: npt.NDArray[np.int16] | None) -> Order:
-        settings, count = self.settings, len(self._usable)
-        if settings.task_rates:
-            assert tasks is not None
-            rows = TaskRows.of(tasks)
-            if int(rows.tasks.max()) >= len(settings.task_rates):
-                raise DataError(f"expected tasks below {len(settings.task_rates)}, got {rows.tasks.max()}")
-            rates = [settings.task_rates[task] for task in rows.tasks]
-            if not min(rates) > 0:
-                raise ConfigError(f"expected rates above 0 of tasks that have samples, got {min(rates)}")
-            return TaskDraws(settings.seed, rows, draws_of_rates(rows.sizes.tolist(), rates))
-        if tasks is None and count > MOST_SHUFFLED:
-            return TaskDraws(settings.seed, TaskRows.one(count), [count])
-        by_task = [np.arange(count)] if tasks is None else [np.flatnonzero(tasks == task) for task in np.unique(tasks)]
-        draws = samples_per_task([len(rows) for rows in by_task], settings.mixture_temperature)
-        return ShuffledEpochs(settings.seed, by_task, draws)
+        if len(task_ids) != len(table):
+            raise DataError(f"expected the tasks of {len(table)} samples, got those of {len(task_ids)}")
+        rows = TaskRows.of(task_ids if self._usable.sample_ids is None else task_ids[self._usable.sample_ids])
+        if int(rows.tasks.max()) >= len(settings.task_rates):
+            raise DataError(f"expected tasks below {len(settings.task_rates)}, got {rows.tasks.max()}")
+        rates = [settings.task_rates[task] for task in rows.tasks]
+        if not min(rates) > 0:
+            raise ConfigError(f"expected rates above 0 of tasks that have samples, got {min(rates)}")
+        return TaskDraws(settings.seed, rows, draws_of_rates(rows.sizes.tolist(), rates))
 
 
 def long_by_task(table: LengthTable, task_ids: npt.NDArray[np.int16], settings: SamplerSettings) -> dict[int, int]:
@@ -228,18 +205,3 @@ def long_by_task(table: LengthTable, task_ids: npt.NDArray[np.int16], settings: 
     if not is_gpt:
         long |= table.target > settings.max_target_length
     return {task: int(count) for task, count in enumerate(np.bincount(task_ids[long])) if count}
-
-
-def samples_per_task(sizes: list[int], temperature: float) -> list[int]:
-    """Assign the sum(sizes) draws of an epoch to tasks in proportion to size^(1/temperature), by largest remainders.
-
-    Temperature 1 gives every task its own size.
-    """
-    weights = np.asarray(sizes, np.float64) ** (1.0 / temperature)
-    exact = weights * (sum(sizes) / weights.sum())
-    counts = np.floor(exact + 1e-9).astype(np.int64)
-    left = sum(sizes) - int(counts.sum())
-    # Ties go to the task with the lower index.
-    largest = np.argsort(-(exact - counts), kind="stable")[:left]
-    counts[largest] += 1
-    return [int(count) for count in counts]

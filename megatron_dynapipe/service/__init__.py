@@ -4,7 +4,7 @@ from megatron_dynapipe.service.client import PlanClient
 from megatron_dynapipe.service.process import NodePlanners, PlannerProcess
 from megatron_dynapipe.service.settings import (
     AnalyticCosts,
-    CostFile,
+    MeasuredCosts,
     PlanInputs,
     ServiceSettings,
     SplitSettings,
@@ -12,7 +12,7 @@ from megatron_dynapipe.service.settings import (
 
 __all__ = [
     "AnalyticCosts",
-    "CostFile",
+    "MeasuredCosts",
     "NodePlanners",
     "PlanClient",
     "PlanInputs",

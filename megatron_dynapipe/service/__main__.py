@@ -13,11 +13,10 @@ from collections.abc import Callable
 from types import FrameType
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
-from megatron_dynapipe.service.loop import PlannerLoop
+from megatron_dynapipe.service.client import PlannerFailure, publish_failure
+from megatron_dynapipe.service.loop import PlannedSplits, PlannerLoop
 from megatron_dynapipe.service.recalibration import MemoryBoundPlanner, Recalibrated
 from megatron_dynapipe.service.settings import ServiceSettings, decode_settings
-from megatron_dynapipe.service.source import PlannedSplits
 from megatron_dynapipe.store import PlanStore
 
 _NICE = 10

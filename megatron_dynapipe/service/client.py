@@ -3,17 +3,94 @@
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, Self
 
-from megatron_dynapipe.errors import PlanError, StoreError, StoreFullError, StoreTimeoutError
+import msgspec
+
+from megatron_dynapipe.errors import (
+    DynaPipeError,
+    PlanError,
+    PlannerFailedError,
+    StoreError,
+    StoreFullError,
+    StoreTimeoutError,
+)
 from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.plan.iteration import StageEntry
-from megatron_dynapipe.service.failure import decode_failure
 from megatron_dynapipe.store import PlanKeys, PlanStore
 from megatron_dynapipe.store.redis_store import repeated
 
 logger = logging.getLogger(__name__)
+
+
+class PlannerFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What went wrong in a planner process: a line for the reader, the next step, and every detail.
+
+    Attributes:
+        planner: which of the job's planners it was.
+        doing: what it was doing, as in "planning iteration 7 of train".
+        error: type and message of the error, or how the process ended.
+        hint: the next step, if known.
+        details: the traceback, or the last lines that the process printed.
+    """
+
+    planner: int
+    doing: str
+    error: str
+    hint: str | None
+    details: str
+
+    @classmethod
+    def of(cls, error: BaseException, *, planner: int, doing: str) -> "PlannerFailure":
+        """Describe an exception that is being handled."""
+        return cls(
+            planner=planner,
+            doing=doing,
+            error=f"{type(error).__name__}: {error.message if isinstance(error, DynaPipeError) else error}",
+            hint=error.hint if isinstance(error, DynaPipeError) else None,
+            details="".join(traceback.format_exception(error)).rstrip(),
+        )
+
+    def encode(self) -> bytes:
+        """Bytes for the store's error key."""
+        return msgspec.json.encode(self)
+
+    @property
+    def summary(self) -> str:
+        """What went wrong, without the details."""
+        return f"planner {self.planner} failed while {self.doing}: {self.error}"
+
+    def to_error(self) -> PlannerFailedError:
+        """The error that every rank raises."""
+        return PlannerFailedError(
+            f"{self.summary}\n--- from its process ---\n{self.details}\n---",
+            hint=self.hint,
+        )
+
+
+def decode_failure(data: bytes) -> PlannerFailure:
+    """What `PlannerFailure.encode` wrote; whatever else lies under the error key is shown as it is."""
+    try:
+        return msgspec.json.decode(data, type=PlannerFailure)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return PlannerFailure(
+            planner=-1,
+            doing="running a version of this package that reports failures in another form",
+            error="unknown",
+            hint="install the same version on every node",
+            details=data.decode(errors="replace"),
+        )
+
+
+def publish_failure(store: PlanStore, keys: PlanKeys, failure: PlannerFailure) -> None:
+    """Publish a failure for all ranks, unless one was before; a store that is gone shows on every rank by itself."""
+    try:
+        store.put_first(keys.error, failure.encode())
+    except StoreError as error:
+        logger.warning("cannot publish what went wrong: %s", error)
+
 
 _FULL_S = 0.1
 REPUBLISH_INTERVAL_S = 5.0

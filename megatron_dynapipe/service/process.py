@@ -19,7 +19,7 @@ import msgspec
 
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.processes import ChildLog, package_path, start, terminate
-from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
+from megatron_dynapipe.service.client import PlannerFailure, publish_failure
 from megatron_dynapipe.service.settings import ServiceSettings, encode_settings
 
 logger = logging.getLogger(__name__)
@@ -123,13 +123,7 @@ class PlannerProcess:
 
 
 class NodePlanners:
-    """Context manager on one process of each node: its planners, for as long as the block lasts.
-
-    Args:
-        settings: of every planner.
-        node, nodes: this node, and how many there are.
-        log_folder: where planner p logs to `planner-p.log`.
-    """
+    """Context manager on one process of each node: its planners, for as long as the block lasts."""
 
     def __init__(self, settings: ServiceSettings, *, node: int, nodes: int, log_folder: Path) -> None:
         self._settings = settings

@@ -98,13 +98,7 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class MemoryBoundPlanner:
-    """A planner within the memory that tensors can have, and without that limit where a batch cannot be planned so.
-
-    Args:
-        settings: with the limit that the run began with.
-        costs: of both planners.
-        room_bytes: of a device that tensors can have; None for any number.
-    """
+    """A planner within the memory that tensors can have, and without that limit where a batch cannot be planned so."""
 
     def __init__(self, settings: PlannerSettings, costs: CostModel, room_bytes: int | None) -> None:
         self._planner = self._wider = Planner(settings, costs)
@@ -130,16 +124,7 @@ class MemoryBoundPlanner:
 
 
 class Recalibrated:
-    """The planner of each iteration, made from the version of the cost model that is its.
-
-    Args:
-        settings: of the plans.
-        base: version 0; every other version corrects it.
-        rule: when versions are made.
-        store: passes and versions travel through it.
-        keys: names in it.
-        deadline_s: how long one rank's passes are waited for.
-    """
+    """The planner of each iteration, made from the version of the cost model that is its."""
 
     def __init__(
         self,
@@ -205,15 +190,7 @@ def corrected_file(
     *,
     room_bytes: int | None = None,
 ) -> bytes:
-    """A cost model file of the base under the correction that explains the passes; the base itself without passes.
-
-    Args:
-        settings: of the plans.
-        base: the model to be corrected.
-        samples: the passes of all ranks.
-        version: number of the correction, for the file's provenance.
-        room_bytes: of a device that tensors can have, likewise.
-    """
+    """A cost model file of the base under the correction that explains the passes; the base itself without passes."""
     found = list(samples)
     tp = settings.tensor_parallel
     tables = {mode: base.tables(tensor_parallel=tp, recompute=mode) for mode in settings.recompute}

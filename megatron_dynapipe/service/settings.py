@@ -19,7 +19,7 @@ _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
-class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="file"):
+class MeasuredCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="file"):
     """Costs measured on a device, from a cost model file at `path`."""
 
     path: str
@@ -74,7 +74,7 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     data_folder: str
     splits: Annotated[tuple[SplitSettings, ...], msgspec.Meta(min_length=1)]
     planner: PlannerSettings
-    costs: CostFile | AnalyticCosts
+    costs: MeasuredCosts | AnalyticCosts
     recalibrate: bool = False
 
     def __post_init__(self) -> None:

@@ -1,6 +1,19 @@
-"""Where a plan store is, with a password that is never shown."""
+"""Where a plan store is, with a password that is never shown, and the names of everything in it.
+
+    dynapipe:{job}:{settings digest}:{split}:{iteration}:{replica}:{stage}     one stage's plan
+    dynapipe:{job}:{settings digest}:{split}:progress                          the iteration training is at
+    dynapipe:{job}:{settings digest}:{split}:{iteration}:done                  its plans are all there: their bytes
+    dynapipe:{job}:error                                                       the first failure of any planner
+    dynapipe:{job}:{settings digest}:passes:{version}:{rank}                   passes that a rank measured
+    dynapipe:{job}:{settings digest}:costs:{version}                           a cost model corrected by them
+    dynapipe:{job}:report:{rank}                                               a rank's records at the run's end
+
+The server drops them when the job ends (`server`), or after some time without a renewal (`renewed_keys`). A job name
+belongs to one launch: progress and errors of an earlier launch must not be met again.
+"""
 
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,11 +69,6 @@ class StoreAddress:
         host = parts.netloc.rpartition("@")[2]
         return parts._replace(netloc=f"***@{host}" if "@" in parts.netloc else host).geturl()
 
-    @property
-    def has_password(self) -> bool:
-        """Whether the URL holds a secret."""
-        return "@" in urlsplit(self.url).netloc
-
     def __str__(self) -> str:
         return self.redacted
 
@@ -88,3 +96,80 @@ def find_address(url: str | None, file: Path | None, environ: Mapping[str, str])
         return StoreAddress(url)
     given = url or environ.get(VARIABLE)
     return StoreAddress(given) if given else None
+
+
+PATTERN = "dynapipe:*"
+"""All keys of this package, as a server's SCAN and ACL take it."""
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_OWN = re.compile(
+    rf"dynapipe:(?P<job>{_NAME.pattern}):(?:(?P<error>error)|report:[0-9]+|{_NAME.pattern}:(?:"
+    r"(?P<split>[a-z]+):(?:(?P<progress>progress)|(?P<iteration>[0-9]{1,18}):[0-9]+:[0-9]+|[0-9]+:done)"
+    r"|passes:[0-9]+:[0-9]+|costs:[0-9]+))"
+)
+
+
+def parse_key(key: str) -> dict[str, str | None] | None:
+    """What a key is of; None if it is no key of ours.
+
+    Its "job" always; "error" of the job's failure; of a plan "split" and "iteration"; of a split's progress "split" and
+    "progress".
+    """
+    found = _OWN.fullmatch(key)
+    return None if found is None else found.groupdict()
+
+
+def job_prefix(job: str) -> str:
+    """What every key of a launch begins with."""
+    return f"dynapipe:{job}:"
+
+
+def new_job_name() -> str:
+    """A name no other launch has; rank 0 draws it and tells the others."""
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanKeys:
+    """Key layout of one job under one set of settings."""
+
+    job: str
+    """Name of this launch, the same on every rank and node."""
+    settings_digest: str
+    """Digest of everything a plan depends on besides lengths, so that plans of other settings are never read."""
+
+    def __post_init__(self) -> None:
+        for label, name in (("job", self.job), ("settings_digest", self.settings_digest)):
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"{label} must be 1 to 128 letters, digits, dots, dashes or underscores, got {name!r}",
+                    hint="it becomes part of every key in the plan store",
+                )
+
+    def plan(self, *, split: str, iteration: int, replica: int, stage: int) -> str:
+        """Key of what one stage of one replica runs in one iteration."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:{split}:{iteration}:{replica}:{stage}"
+
+    def progress(self, split: str) -> str:
+        """Topic under which training says which iteration of `split` it has begun."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:{split}:progress"
+
+    def done(self, split: str, iteration: int) -> str:
+        """Topic that has the bytes of an iteration's plans once all of them are published."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:{split}:{iteration}:done"
+
+    def passes(self, version: int, rank: int) -> str:
+        """Key of the passes that a rank measured for a version of the cost model."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:passes:{version}:{rank}"
+
+    def costs(self, version: int) -> str:
+        """Key of a version of the cost model, as the bytes of a file."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:costs:{version}"
+
+    @property
+    def error(self) -> str:
+        """Key of the first planner failure of this job."""
+        return f"dynapipe:{self.job}:error"
+
+    def report(self, rank: int) -> str:
+        """Key of the records that a rank hands in at the end of the run."""
+        return f"dynapipe:{self.job}:report:{rank}"

@@ -1,14 +1,13 @@
 """Looking at a plan store's server from outside a run, and stopping it."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import redis
 
 from megatron_dynapipe.errors import StoreError
-from megatron_dynapipe.store.address import StoreAddress
-from megatron_dynapipe.store.keys import PATTERN, parse_key
+from megatron_dynapipe.store.address import PATTERN, StoreAddress, parse_key
 from megatron_dynapipe.store.redis_store import PlanStore, open_store
 
 TIMEOUT_S = 10.0
@@ -78,10 +77,6 @@ def inspect_server(address: StoreAddress) -> ServerReport:
 def stop_server(address: StoreAddress, *, force: bool = False) -> None:
     """Stop the server at `address`; what it holds is lost.
 
-    Args:
-        address: of the server.
-        force: also where somebody uses it.
-
     Raises:
         StoreError: it cannot be reached or refuses, holds keys of other programs, or serves a job.
     """
@@ -112,34 +107,28 @@ def _check_unused(address: StoreAddress, report: ServerReport) -> None:
 
 
 def jobs_of(keys: Iterable[str]) -> tuple[JobReport, ...]:
-    """Sum up a store's keys (their layout: `keys.py`) by job; keys of other programs are left out."""
-    plans: dict[str, list[tuple[str, int]]] = {}
-    for name in map(parse_key, keys):
-        if name is not None:
-            plans.setdefault(name.job, []).extend([] if name.plan is None else [name.plan])
+    """Sum up a store's keys (their layout: `address`) by job; keys of other programs are left out."""
+    plans: dict[str, dict[str, list[int]]] = {}
+    for found in map(parse_key, keys):
+        if found is not None:
+            splits = plans.setdefault(str(found["job"]), {})
+            if (iteration := found["iteration"]) is not None:
+                splits.setdefault(str(found["split"]), []).append(int(iteration))
     return tuple(_job(job, plans[job]) for job in sorted(plans))
 
 
-def _job(name: str, plans: list[tuple[str, int]]) -> JobReport:
-    splits: dict[str, list[int]] = {}
-    for split, iteration in plans:
-        splits.setdefault(split, []).append(iteration)
+def _job(name: str, splits: Mapping[str, Sequence[int]]) -> JobReport:
     iterations = {split: (min(splits[split]), max(splits[split])) for split in sorted(splits)}
-    return JobReport(job=name, plans=len(plans), iterations=iterations)
+    return JobReport(job=name, plans=sum(map(len, splits.values())), iterations=iterations)
 
 
 def _with_state(job: JobReport, store: PlanStore, keys: Iterable[str]) -> JobReport:
     """A job's report with its progress and its failure, as the store has them now."""
-    topics: dict[str, str] = {}
+    own = {key: found for key in keys if (found := parse_key(key)) is not None and found["job"] == job.job}
+    topics = {key: str(found["split"]) for key, found in own.items() if found["progress"]}
     failure = None
-    for key in keys:
-        name = parse_key(key)
-        if name is None or name.job != job.job:
-            continue
-        if name.progress is not None:
-            topics[key] = name.progress
-        if name.is_error:
-            failure = store.wait_any([key], timeout_s=_FAILURE_TIMEOUT_S, what="a planner's failure")[1]
+    for key in (key for key, found in own.items() if found["error"]):
+        failure = store.wait_any([key], timeout_s=_FAILURE_TIMEOUT_S, what="a planner's failure")[1]
     training = {topics[topic]: value for topic, value in sorted(store.read_progress(list(topics)).items())}
     return dataclasses.replace(job, training=training, failure=failure)
 

@@ -277,10 +277,6 @@ def fields_of(info: str) -> dict[str, str]:
 def check_kind(address: StoreAddress, fields: Mapping[str, str]) -> None:
     """Refuse a cluster, a sentinel, and a server that is too old.
 
-    Args:
-        address: for the message.
-        fields: what the server answers to `INFO server`.
-
     Raises:
         StoreError: names what the server is, and what to give instead.
     """

@@ -18,9 +18,8 @@ from typing import Any, cast
 from redis.exceptions import ResponseError
 
 from megatron_dynapipe.errors import StoreError, StoreTimeoutError
-from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.store.address import StoreAddress, job_prefix
 from megatron_dynapipe.store.connection import REPLY_BYTES, Command, Connections
-from megatron_dynapipe.store.keys import job_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -273,11 +272,6 @@ def renewed_keys(store: PlanStore, job: str, *, interval_s: float | None = None)
 
     Where that process is killed nothing is renewed any more, and the keys expire after the store's retention. After an
     error in the block they are left to expire, too: another rank may have to read what went wrong.
-
-    Args:
-        store: with the retention that is renewed.
-        job: the launch.
-        interval_s: between two renewals; None takes a share of the retention.
     """
     assert store.retention_s is not None, "nothing expires"
 

@@ -20,8 +20,8 @@ from typing import Self
 
 from megatron_dynapipe.errors import ConfigError, StoreError
 from megatron_dynapipe.processes import ChildLog, start_guarded, terminate
+from megatron_dynapipe.store.address import PATTERN as KEYS
 from megatron_dynapipe.store.address import StoreAddress
-from megatron_dynapipe.store.keys import PATTERN as KEYS
 from megatron_dynapipe.store.redis_store import COMMANDS, open_store
 
 logger = logging.getLogger(__name__)

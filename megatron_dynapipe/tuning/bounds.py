@@ -88,13 +88,7 @@ def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBa
 
 
 def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = False) -> int:
-    """A time that the predicted time of every plan of the batch reaches.
-
-    Args:
-        settings: the layout.
-        work: `least_work` of the batch under them.
-        any_split: whichever layers the stages hold.
-    """
+    """A time that the predicted time of every plan of the batch reaches."""
     layout, links = settings.layout, settings.links
     latency = links.latency_ns.min(axis=0)
     layers = np.array([layout.encoder_layers, layout.decoder_layers, 1])
@@ -191,10 +185,6 @@ def even_work_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tu
     """Layers per virtual stage; at least one on each.
 
     A dynamic program over layers × stages; ties go to the split that is nearest to equal.
-
-    Args:
-        settings: the layout.
-        works: the least work of batches under its tensor parallelism.
     """
     encoder, decoder, head = np.sum([work.total for work in works], axis=0)
     layers = np.array([encoder] * settings.encoder_layers + [decoder] * settings.decoder_layers)

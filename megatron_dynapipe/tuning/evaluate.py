@@ -1,5 +1,20 @@
-"""Plans of candidates on batches, in this process or in several."""
+"""What a candidate's iterations take: plans of batches, in this process or in several, and what comes after them.
 
+    pipeline ─────────────────────────► │ reduce-scatter (or all-reduce) │ step │ all-gather
+    (planned: forward, backward, transfers)  per stage; the slowest stage counts
+
+Reduction and step do not overlap with the pipeline. Gradients are reduced in fp32, as Megatron does for bf16. A ring's
+messages cross the links inside a node first, then between nodes those of every device's own link, then inside the node
+again:
+
+    inside a node of l replicas      2 (l - 1) / l · bytes          at a link inside the node
+    between m nodes                  2 (m - 1) / m · bytes / l      at a link between nodes
+
+and every hop takes its link's latency. The step reads gradient, master weight and both moments, and writes all but the
+gradient and the parameter in half precision: 30 bytes a parameter.
+"""
+
+import math
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
@@ -9,8 +24,8 @@ from typing import Self, override
 
 import msgspec
 
-from megatron_dynapipe.cost import CostModel
-from megatron_dynapipe.errors import DynaPipeError, PlanningError
+from megatron_dynapipe.cost import CostModel, LayerState
+from megatron_dynapipe.errors import ConfigError, DynaPipeError, PlanningError
 from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -79,13 +94,7 @@ class _ThisProcess(Executor):
 
 
 class Workers:
-    """Evaluates as many plans at a time as there are processes; with one, in this process.
-
-    Args:
-        cost_model: what layers cost.
-        batches: to plan.
-        workers: processes.
-    """
+    """Evaluates as many plans at a time as there are processes; with one, in this process."""
 
     def __init__(self, cost_model: CostModel, batches: Sequence[GlobalBatch], workers: int) -> None:
         evaluator = Evaluator(cost_model, batches)
@@ -138,3 +147,52 @@ class Workers:
             raise PlanningError(
                 "a planning process ended", hint="is the host out of memory? try --workers 1"
             ) from error
+
+
+_STORED_BYTES = 2
+"""Of a parameter, as cost models count them."""
+_STEP_BYTES = 30
+
+
+class StepRates(msgspec.Struct, frozen=True, kw_only=True):
+    """What the reduction and the step depend on besides layout and links.
+
+    Attributes:
+        gradient_bytes: of a parameter's gradient in the reduction.
+        memory_bytes_per_second: memory traffic that a device sustains.
+    """
+
+    gradient_bytes: int = 4
+    memory_bytes_per_second: float = 8e11
+
+    def __post_init__(self) -> None:
+        if self.gradient_bytes < 1 or not self.memory_bytes_per_second > 0:
+            raise ConfigError(
+                f"expected gradients of at least 1 byte and a memory rate above 0, got {self.gradient_bytes} and"
+                f" {self.memory_bytes_per_second}"
+            )
+
+
+def step_ns(settings: PlannerSettings, state: LayerState, rates: StepRates) -> tuple[int, int]:
+    """Time of the reduction (with the all-gather of parameters) and of the optimizer step, on the slowest stage."""
+    replicas = settings.data_parallel
+    parameters = int(settings.layout.parameter_bytes(state).max()) // _STORED_BYTES
+    if settings.distributed_optimizer:
+        # Half an all-reduce of the gradients, and half a one of the parameters.
+        reduction = _ring_ns(settings, parameters * (rates.gradient_bytes + _STORED_BYTES) / 2)
+        stepped = parameters / replicas
+    else:
+        reduction = _ring_ns(settings, parameters * rates.gradient_bytes)
+        stepped = parameters
+    return math.ceil(reduction), math.ceil(stepped * _STEP_BYTES / rates.memory_bytes_per_second * 1e9)
+
+
+def _ring_ns(settings: PlannerSettings, size_bytes: float) -> float:
+    """An all-reduce of so many bytes over the replicas of a stage."""
+    network, replicas = settings.network, settings.data_parallel
+    inside = max(1, math.gcd(replicas, network.devices_per_node // settings.tensor_parallel))
+    nodes = replicas // inside
+    bits = size_bytes * 8
+    inside_ns = 2 * (inside - 1) * (bits / inside / network.intra_node_gbps + network.intra_node_latency_us * 1e3)
+    between_ns = 2 * (nodes - 1) * (bits / inside / nodes / network.inter_node_gbps)
+    return inside_ns + between_ns + 2 * (nodes - 1) * network.inter_node_latency_us * 1e3

@@ -145,13 +145,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def candidates(base: PlannerSettings, space: Space, cost_model: CostModel) -> list[Candidate]:
-    """Every layout, in a fixed order.
-
-    Args:
-        base: model, memory, links and choices; its layout is replaced.
-        space: what to try.
-        cost_model: asked for the tensor-parallel sizes that it knows.
-    """
+    """Every layout, in a fixed order."""
     return [
         _candidate(base, space, cost_model, data, tensor, pipeline, chunks, split)
         for data, tensor, pipeline in divisions(space.devices)

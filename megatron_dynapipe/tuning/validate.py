@@ -8,18 +8,16 @@ iteration is left out. With several rounds the runs take turns, and of each iter
 
 import math
 import os
-import queue
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from typing import IO
 
 import msgspec
 
@@ -45,12 +43,7 @@ type Flags = dict[str, str | int | bool]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a layout's runs took.
-
-    Attributes:
-        iterations_ms: by iteration, from the second one.
-        error: why there is no measurement.
-    """
+    """What a layout's runs took."""
 
     iterations_ms: tuple[float, ...] = ()
     error: str | None = None
@@ -149,12 +142,7 @@ def run_file(flags: Flags, comment: str) -> str:
 
 
 def layout_flags(layout: TunedLayout, settings: PlannerSettings) -> Flags:
-    """What a run needs to train under a layout.
-
-    Args:
-        layout: that was tuned.
-        settings: the planner's for it.
-    """
+    """What a run needs to train under a layout."""
     flags: Flags = {
         "tensor-model-parallel-size": layout.tensor_parallel,
         "pipeline-model-parallel-size": layout.pipeline_parallel,
@@ -204,15 +192,7 @@ def measure(
     rounds: int = 1,
     said: Said | None = None,
 ) -> list[Measured]:
-    """Run the commands in turn; what each measured.
-
-    Args:
-        commands: of `training_command`.
-        iterations: that each trains.
-        deadline_s: of one run, from its start to its end.
-        rounds: times that each is run. One that failed is not run again.
-        said: called with a line after every run.
-    """
+    """Run the commands in turn; what each measured."""
     found: list[list[tuple[float, ...]]] = [[] for _ in commands]
     errors: list[str | None] = [None] * len(commands)
     for turn in range(rounds):
@@ -235,63 +215,35 @@ def measure(
 
 def run(command: Sequence[str], *, iterations: int, deadline_s: float) -> Measured:
     """One run, whose processes are ended with it."""
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # so that its ranks, planners and store end with it
-    )
-    try:
-        times, tail, in_time = _read(process, time.monotonic() + deadline_s)
-    finally:
-        _end(process)
-    if not in_time:
+    with tempfile.TemporaryFile() as output:
+        # A session of its own, so that its ranks, planners and store end with it.
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(deadline_s)
+            status = process.returncode
+        finally:
+            _end(process)
+        output.seek(0)
+        lines = output.read().decode(errors="replace").splitlines()
+    times = {int(found[1]): float(found[2]) for line in lines if (found := _ITERATION.search(line))}
+    if status is None:
         return Measured(error=f"not done within {deadline_s:g} s: {len(times)} of {iterations} iterations were trained")
     missing = [number for number in range(2, iterations + 1) if number not in times]
     if missing:
-        lines = "\n".join(tail)
-        status = process.returncode
-        return Measured(error=f"ended with status {status} without a time of iteration {missing[0]}; it said:\n{lines}")
+        tail = "\n".join(lines[-_TAIL:])
+        return Measured(error=f"ended with status {status} without a time of iteration {missing[0]}; it said:\n{tail}")
     return Measured(iterations_ms=tuple(times[number] for number in range(2, iterations + 1)))
 
 
-def _read(process: subprocess.Popen[str], end: float) -> tuple[dict[int, float], list[str], bool]:
-    """Times by iteration, the last lines of the output, and whether it ended in time."""
-    assert process.stdout is not None
-    lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=_forward, args=(process.stdout, lines), daemon=True).start()
-    times: dict[int, float] = {}
-    tail: list[str] = []
-    while True:
-        try:
-            line = lines.get(timeout=max(0.0, end - time.monotonic()))
-        except queue.Empty:
-            return times, tail, False
-        if line is None:
-            process.wait()
-            return times, tail, True
-        if found := _ITERATION.search(line):
-            times[int(found[1])] = float(found[2])
-        tail = [*tail[-_TAIL + 1 :], line.rstrip()]
-
-
-def _forward(stream: IO[str], lines: "queue.Queue[str | None]") -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put(None)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """End what is left of a run's processes."""
     for wanted in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, wanted)
+            process.wait(_END_S)
         except ProcessLookupError:
             break
-        try:
-            process.wait(_END_S)
         except subprocess.TimeoutExpired:
             continue
     process.wait()

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dynapipe import megatron_version, planning
-from megatron_dynapipe.cli import checks, main
-from megatron_dynapipe.cli.checks import Check
+from megatron_dynapipe import patching, planning
+from megatron_dynapipe.cli import doctor as checks
+from megatron_dynapipe.cli import main
+from megatron_dynapipe.cli.doctor import Check
 from megatron_dynapipe.errors import StoreError
 
 
@@ -86,7 +87,7 @@ def test_python_that_megatron_has_no_wheels_for(monkeypatch: pytest.MonkeyPatch)
 def test_the_installed_megatron_is_known_by_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
     told = checks.check_megatron("megatron-core")
     assert told.status == "ok" and told.found.endswith("its files as released")
-    monkeypatch.setattr(megatron_version, "find_version", lambda: None)
+    monkeypatch.setattr(patching, "find_version", lambda: None)
     absent = checks.check_megatron("megatron-core")
     assert (absent.status, absent.found) == ("absent", "not installed (for training)")
     assert absent.hint == "pip install 'megatron-dynapipe[train]'"
@@ -96,8 +97,8 @@ def test_megatron_of_no_known_release_is_said(monkeypatch: pytest.MonkeyPatch, t
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 21\nPATCH = 0\n")
-    monkeypatch.setattr(megatron_version, "megatron_folders", lambda: [tmp_path / "megatron"])
-    monkeypatch.setattr(megatron_version, "find_version", lambda: "0.21.0")
+    monkeypatch.setattr(patching, "megatron_folders", lambda: [tmp_path / "megatron"])
+    monkeypatch.setattr(patching, "find_version", lambda: "0.21.0")
     told = checks.check_megatron("megatron-core")
     assert told.status == "note"
     assert told.found.endswith("of no known release")
@@ -195,8 +196,8 @@ def test_a_second_megatron_on_the_path_is_said(monkeypatch, tmp_path):
     for folder in (tmp_path / "a", tmp_path / "b"):
         (folder / "megatron" / "core").mkdir(parents=True)
         (folder / "megatron" / "core" / "package_info.py").touch()
-    monkeypatch.setattr(megatron_version.sys, "path", [str(tmp_path / "a"), str(tmp_path / "b")])
-    monkeypatch.setattr(megatron_version, "find_version", lambda: "0.19.2")
+    monkeypatch.setattr(patching.sys, "path", [str(tmp_path / "a"), str(tmp_path / "b")])
+    monkeypatch.setattr(patching, "find_version", lambda: "0.19.2")
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda _: object())
     told = checks.check_megatron("megatron-core")
     assert told.status == "note"

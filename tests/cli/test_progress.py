@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from megatron_dynapipe.cli import progress
+from megatron_dynapipe import cli
 
 
 class Terminal(io.StringIO):
@@ -15,9 +15,9 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(("stream", "has_bar"), [(Terminal, True), (io.StringIO, False)])
 def test_a_bar_is_for_terminals(monkeypatch, capsys, stream, has_bar):
     err = stream()
-    monkeypatch.setattr(progress.sys, "stderr", err)
-    monkeypatch.setattr(progress, "DELAY_S", 0.0)
-    for item in progress.with_progress([1, 2, 3], unit="batches"):
-        progress.say(f"line {item}")
+    monkeypatch.setattr(cli.sys, "stderr", err)
+    monkeypatch.setattr(cli, "_DELAY_S", 0.0)
+    for item in cli.with_progress([1, 2, 3], unit="batches"):
+        cli.say(f"line {item}")
     assert capsys.readouterr().out == "line 1\nline 2\nline 3\n"
     assert ("batches" in err.getvalue()) == has_bar

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from megatron_dynapipe.cli import main
-from megatron_dynapipe.service.failure import PlannerFailure
-from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.service.client import PlannerFailure
+from megatron_dynapipe.store.address import PlanKeys, StoreAddress
 from megatron_dynapipe.store.admin import inspect_server
-from megatron_dynapipe.store.keys import PlanKeys
 from megatron_dynapipe.store.redis_store import open_store
 from tests.helpers.waiting import until
 

@@ -1,32 +1,21 @@
 """Stage costs from the measured files equal those that the independent scorer of plans computes."""
 
-import importlib.util
 import math
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import PipelineLayout, TableCostModel, boundary_bytes, stage_costs
 from megatron_dynapipe.units import ModelFamily, Recompute
-from tests.helpers.benchmark_data import A100_COSTS, SCORER
-
-
-@pytest.fixture
-def scorer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("score_plans", SCORER)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.helpers import benchmark_data
+from tests.helpers.benchmark_data import A100_COSTS
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 8])
 @pytest.mark.parametrize(("kind", "encoder", "decoder", "hidden"), [("gpt", 32, 0, 4096), ("t5", 24, 24, 1024)])
-def test_equal_to_the_scorer(
-    scorer: ModuleType, kind: str, encoder: int, decoder: int, hidden: int, tensor_parallel: int
-) -> None:
-    path = A100_COSTS[kind]
+def test_equal_to_the_scorer(kind: str, encoder: int, decoder: int, hidden: int, tensor_parallel: int) -> None:
+    path, scorer = A100_COSTS[kind], benchmark_data.scorer()
     model, theirs = TableCostModel.load(path), scorer.Cost(path)
     layers = encoder + decoder
     split = (layers // 4 - 3, layers // 4 + 5, layers // 4 + 1, layers // 4 - 3)

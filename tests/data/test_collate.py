@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from megatron_dynapipe.data.collate import Collator, HostMicroBatch, RequiredFields
-from megatron_dynapipe.data.pinning import in_one_buffer
+from megatron_dynapipe.data.iterator import in_one_buffer
 from megatron_dynapipe.data.spans import LossOn, SpanTable
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch

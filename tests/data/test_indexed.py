@@ -60,21 +60,6 @@ def test_values_equal_megatrons(tmp_path: Path, samples: Any) -> None:
         assert read_target.tolist() == theirs[2 * at + 1].tolist() == target_ids
 
 
-@pytest.mark.parametrize(
-    ("sample", "message"),
-    [
-        (([], [1]), "expected every input to have at least 1 token, sample 0 has 0"),
-        (([1], []), "expected every target to have at least 1 token, sample 0 has 0"),
-        (([1, 100], [1]), r"expected tokens in 0…99, the input of sample 0 has 100"),
-        (([1], [-2]), r"expected tokens in 0…99, the target of sample 0 has -2"),
-    ],
-)
-def test_refused_samples(tmp_path: Path, sample: tuple[list[int], list[int]], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        write_samples(tmp_path / "split", [sample], 100)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_truncated_data_file(tmp_path: Path) -> None:
     write_samples(tmp_path / "split", SAMPLES, 100)
     data = tmp_path / "split.bin"

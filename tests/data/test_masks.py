@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
+from megatron_dynapipe.data.segments import causal_mask, cross_mask, decoder_mask, encoder_mask
 
 
 def drawn(mask: Tensor) -> list[str]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cli.main import main
-from megatron_dynapipe.data.stats import LengthStatistics, dataset_statistics, statistics_table
+from megatron_dynapipe.data.inspect import LengthStatistics, dataset_statistics, statistics_table
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.lengths import task_ids_path
 from tests.data.dataset import write_dataset
@@ -73,6 +73,6 @@ def test_command_prepare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert captured.out.endswith("data: 2 tasks, 36 train, 2 valid, 2 test, vocabulary 300\n")
     assert "1 sample was left out: empty" in captured.err
     assert main(["data", "prepare", "--output", str(tmp_path / "data")]) == 2
-    assert "expected either files or --huggingface, or --mixture, got neither" in capsys.readouterr().err
-    assert main([*command, "--huggingface", "name"]) == 2
-    assert "expected either files or --huggingface, or --mixture, got both" in capsys.readouterr().err
+    assert "expected either files or --mixture, got neither" in capsys.readouterr().err
+    assert main([*command, "--mixture", "mixture.yaml"]) == 2
+    assert "expected either files or --mixture, got both" in capsys.readouterr().err

@@ -37,9 +37,10 @@ BLOCKS: dict[str, tuple[Runs | str, ...]] = {
     # One entry per block, in order: how it runs, or why it is only parsed and what runs it instead.
     "README.md": (
         "takes minutes and sets up; continuous integration runs make test, tests/test_setup.py the set-up",
+        Runs(slow=False),
         "installs packages; tests/installed and the wheels' own run hold its outcome",
         Runs(swaps=(TWO_RANKS, ("--dynapipe-data DATASET", "--dynapipe-data data/mixture"))),
-        "Python, a part of examples/any_module.py, which tests/examples runs",
+        "Python, a part of examples/any_module.py, which tests/modules/test_example.py runs",
         Runs(),
         Runs(swaps=(IN_SECONDS,)),
         Runs(),

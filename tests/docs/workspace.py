@@ -63,6 +63,7 @@ def make_workspace(folder: Path) -> dict[str, str]:
     python = shlex.quote(sys.executable)
     lines = {
         PROGRAM: f'exec {python} -m megatron_dynapipe "$@"',
+        "python": f'exec {python} "$@"',
         "torchrun": f'exec {python} -m torch.distributed.run "$@"',
     }
     for name, line in (lines | _SLURM).items():

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.elastic import layout
-from megatron_dynapipe.elastic.layout import LayoutChoice, choose_for_megatron
+from megatron_dynapipe.elastic.layout import ElasticLayout, choose_for_megatron
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -38,7 +38,7 @@ def chosen(
     batches: Any = BATCHES,
     network: Network | None = None,
     **space: Any,
-) -> LayoutChoice:
+) -> ElasticLayout:
     base = msgspec.structs.replace(BASE, memory_limit_bytes=memory_limit_bytes)
     if network is not None:
         base = msgspec.structs.replace(base, network=network)
@@ -96,7 +96,7 @@ def test_a_choice_is_kept_and_found_again(cache: Path, monkeypatch: pytest.Monke
     (path,) = cache.iterdir()
     path.write_text("{}")
     assert chosen(2) == first, "a damaged file is replaced"
-    assert msgspec.json.decode(path.read_bytes(), type=LayoutChoice) == first
+    assert msgspec.json.decode(path.read_bytes(), type=ElasticLayout) == first
     monkeypatch.setattr(layout, "tune", lambda *_, **__: pytest.fail("it has been chosen before"))
     assert chosen(2) == first
 
@@ -112,7 +112,7 @@ def test_another_request_is_not_answered_from_the_cache(cache: Path, change: dic
 
 def test_a_choice_is_said_in_flags() -> None:
     given = {"needed": 3, "data_parallel": 1, "tensor_parallel": 1, "predicted_ms": 5.0}
-    choice = LayoutChoice(ranks=3, pipeline_parallel=3, layers_per_stage=(2, 1, 1), **given)
+    choice = ElasticLayout(ranks=3, pipeline_parallel=3, layers_per_stage=(2, 1, 1), **given)
     assert " ".join(choice.flags()) == (
         "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 3 --dynapipe-layers-per-stage 2,1,1"
     )

@@ -151,17 +151,17 @@ def test_a_field_of_the_wrong_form_is_named(position, value, message):
 def test_short_and_long_records_and_unknown_instructions_are_refused():
     fields = msgspec.to_builtins(golden_plan())
     with pytest.raises(PlanDecodeError, match="Expected `array` of at least length 11, got 10"):
-        codec.decode_plan(signed(msgspec.msgpack.encode(fields[:-1])))
-    with pytest.raises(PlanDecodeError, match="Expected `array` of at most length 11, got 12"):
+        codec.decode_plan(signed(msgspec.msgpack.encode(fields[:-2])))  # the last one says who runs in step
+    with pytest.raises(PlanDecodeError, match="Expected `array` of at most length 12, got 13"):
         codec.decode_plan(signed(msgspec.msgpack.encode([*fields, 0])))
-    fields[-1][0][1][0][1][0][0] = 99  # the opcode of the first instruction of stage 0 of replica 0
+    fields[-2][0][1][0][1][0][0] = 99  # the opcode of the first instruction of stage 0 of replica 0
     with pytest.raises(PlanDecodeError, match="Invalid value 99"):
         codec.decode_plan(signed(msgspec.msgpack.encode(fields)))
 
 
 def test_a_record_that_cannot_be_is_refused_when_decoded():
     fields = msgspec.to_builtins(golden_plan())
-    fields[-1][0][0][0][0] = [0]  # one sample id for two samples
+    fields[-2][0][0][0][0] = [0]  # one sample id for two samples
     with pytest.raises(PlanDecodeError, match=r"not a valid IterationPlan: .*got 1 sample ids"):
         codec.decode_plan(signed(msgspec.msgpack.encode(fields)))
 

@@ -1,6 +1,5 @@
 """Planning with long samples cut into pieces."""
 
-import importlib.util
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,9 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
-from tests.helpers.benchmark_data import A100_COSTS, SCORER
+from tests.helpers import benchmark_data
+from tests.helpers.benchmark_data import A100_COSTS
+from tests.planning.planner_cases import of_lengths
 
 GPT = ModelFamily.GPT
 COSTS = TableCostModel.load(A100_COSTS["gpt"])
@@ -50,13 +51,7 @@ def settings(**changes: object) -> PlannerSettings:
 
 
 def batch(lengths: list[int]) -> GlobalBatch:
-    count = len(lengths)
-    return GlobalBatch(
-        iteration=0,
-        sample_ids=np.arange(100, 100 + count),
-        input_lengths=np.array(lengths),
-        target_lengths=np.zeros(count, np.int64),
-    )
+    return of_lengths(lengths, first=100)
 
 
 def plan(lengths: list[int] = LENGTHS, *, forward_only: bool = False, **changes: object) -> IterationPlan:
@@ -224,10 +219,6 @@ def test_a_batch_with_fewer_chains_than_replicas_is_planned_whole() -> None:
     ids=["whole", "halves", "halves, all divided"],
 )
 def test_the_independent_scorer_finds_the_same_time_and_memory(changes: dict[str, Any], within: float) -> None:
-    spec = importlib.util.spec_from_file_location("score_plans", SCORER)
-    assert spec is not None and spec.loader is not None
-    scorer = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(scorer)
     planned = plan(LENGTHS, **({"slices": 900} | changes))
     report = {
         "predicted_ms": planned.totals.predicted_ns / 1e6,
@@ -235,6 +226,7 @@ def test_the_independent_scorer_finds_the_same_time_and_memory(changes: dict[str
     }
     asked = {"model": "gpt", "layers": 32, "encoder_layers": None, "decoder_layers": None, "hidden": 4096}
     run = SimpleNamespace(**asked, dp=1, tp=2, pp=4, memory_mb=36_000, split="auto")
+    scorer = benchmark_data.scorer()
     found = scorer.check_and_score(run, scorer.Cost(A100_COSTS["gpt"]), {"input": LENGTHS}, _from_0(report))
     assert found["said"] == pytest.approx(1.0, rel=within)
     assert found["n"] == len(planned.replicas[0].micro_batches)

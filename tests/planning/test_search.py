@@ -18,6 +18,7 @@ from megatron_dynapipe.planning.search import default_evaluations
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily, Recompute
+from tests.planning.planner_cases import of_lengths
 
 GB = 10**9
 
@@ -26,12 +27,7 @@ def batch(samples: int, family: ModelFamily, seed: int) -> GlobalBatch:
     random = np.random.default_rng(seed)
     lengths = np.clip(random.lognormal(4.5, 1.1, samples), 2, 2000).astype(np.int32)
     targets = np.clip(random.lognormal(3, 1, samples), 1, 300).astype(np.int32)
-    return GlobalBatch(
-        iteration=0,
-        sample_ids=np.arange(samples),
-        input_lengths=lengths,
-        target_lengths=targets if family is ModelFamily.T5 else np.zeros(samples, np.int32),
-    )
+    return of_lengths(lengths, targets if family is ModelFamily.T5 else None)
 
 
 def planner(

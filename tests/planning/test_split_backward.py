@@ -1,7 +1,6 @@
 """Plans with divided backward passes: where they are, what they gain, and that nothing else changes without them."""
 
 import msgspec
-import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape, TableCostModel
@@ -10,9 +9,9 @@ from megatron_dynapipe.plan.instructions import Backward, BackwardInput, Backwar
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
+from tests.planning.planner_cases import of_lengths
 
 SHAPE = ModelShape(family=ModelFamily.GPT, hidden=1024, heads=16, kv_channels=64, ffn=4096, vocabulary=32768)
 COSTS = AnalyticCostModel(SHAPE, A100_RATES, max_size=64, max_length=1024)
@@ -28,11 +27,7 @@ def plan(split_backward="auto", *, forward_only=False, **changes):
         split_backward=split_backward,
         **({"pipeline_parallel": 4} | changes),
     )
-    lengths = np.array(LENGTHS, np.int32)
-    batch = GlobalBatch(
-        iteration=0, sample_ids=np.arange(len(LENGTHS)), input_lengths=lengths, target_lengths=np.zeros_like(lengths)
-    )
-    return Planner(settings, COSTS).plan(batch, 0, forward_only=forward_only)
+    return Planner(settings, COSTS).plan(of_lengths(LENGTHS), 0, forward_only=forward_only)
 
 
 def passes(planned, kind):
@@ -57,10 +52,7 @@ def test_a_plan_that_division_gains_nothing_is_searched_without_it_too():
         data_parallel=2, tensor_parallel=2, pipeline_parallel=2, distributed_optimizer=True,
         micro_batch_layouts=tuple(BatchLayout), split_backward="off",
     )  # fmt: skip
-    lengths = [np.array(batch[name]) for name in ("input", "target")]
-    of = GlobalBatch(
-        iteration=0, sample_ids=np.arange(len(lengths[0])), input_lengths=lengths[0], target_lengths=lengths[1]
-    )
+    of = of_lengths(batch["input"], batch["target"])
     costs = TableCostModel.load(A100_COSTS["t5"])
     whole, found = (
         Planner(msgspec.structs.replace(settings, split_backward=how), costs).plan(of, 0) for how in ("off", "auto")

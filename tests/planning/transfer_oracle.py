@@ -34,6 +34,13 @@ class Message:
         return None if None in (self.sent, self.posted) else max(self.sent, self.posted) + self.duration
 
 
+def pass_ns(problem, instruction, stage):
+    at = instruction.micro_batch, stage
+    whole, weight = int(problem.backward_ns[at]), int(problem.weight_ns[at])
+    times = {Forward: int(problem.forward_ns[at]), Backward: whole, BackwardInput: whole - weight}
+    return times.get(type(instruction), weight)
+
+
 def run_lists(problem, lists, *, ordered_starts):
     """Per rank (pass, start, end); raises ListsStallError."""
     stages = len(lists)
@@ -51,10 +58,7 @@ def run_lists(problem, lists, *, ordered_starts):
         now = clock[rank]
         match instruction:
             case Forward() | Backward() | BackwardInput() | BackwardWeight():
-                at = instruction.micro_batch, instruction.chunk * stages + rank
-                whole, weight = int(problem.backward_ns[at]), int(problem.weight_ns[at])
-                times = {Forward: int(problem.forward_ns[at]), Backward: whole, BackwardInput: whole - weight}
-                end = now + times.get(type(instruction), weight)
+                end = now + pass_ns(problem, instruction, instruction.chunk * stages + rank)
                 events[rank].append((instruction, now, end))
                 return end
             case SendStart(payload=payload):
@@ -64,8 +68,7 @@ def run_lists(problem, lists, *, ordered_starts):
                     if before is None:
                         return None
                     now = max(now, before)
-                stage = instruction.chunk * stages + rank
-                activation = payload is Payload.ACTIVATION
+                activation, stage = payload is Payload.ACTIVATION, instruction.chunk * stages + rank
                 times = problem.forward_transfer_ns if activation else problem.backward_transfer_ns
                 sent = message(rank, payload, number)
                 sent.sent, sent.duration = now, int(times[instruction.micro_batch, stage])

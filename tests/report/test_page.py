@@ -5,16 +5,18 @@ import dataclasses
 import json
 import re
 
+import msgspec
 import pytest
 
 from megatron_dynapipe.errors import InstallationError
+from megatron_dynapipe.plan.instructions import BackwardInput, BackwardWeight, Forward
+from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report import charts as module
 from megatron_dynapipe.report.charts import MOST_POINTS, run_charts, thinned, timeline_panels
 from megatron_dynapipe.report.page import write_page
-from megatron_dynapipe.report.run import read_run
-from megatron_dynapipe.report.starts import keep_earlier
+from megatron_dynapipe.report.run import RecordedTimeline, keep_earlier, read_run
 from megatron_dynapipe.report.summary import summarise
-from tests.helpers.runs import run_record, write_run
+from tests.helpers.runs import MS, run_record, write_run
 
 
 @pytest.fixture
@@ -84,6 +86,25 @@ def test_many_tasks_are_a_table_of_extremes_with_the_whole_first(run, tasks, lin
 def test_instructions_are_said_in_full(run):
     words = timeline_panels(run.timelines)[-1]["measured"]["kinds"]
     assert "F0" in words["forward"]["text"] and "WAIT_RECV_F0<0" in words["transfer"]["text"]
+
+
+def test_weight_gradients_are_a_kind_of_their_own():
+    events = [
+        Event(each(0), at * MS, (at + 1) * MS) for at, each in enumerate((Forward, BackwardInput, BackwardWeight))
+    ]
+    timeline = RecordedTimeline(iteration=0, replica=0, planned=(events,), measured=(events,))
+    kinds = timeline_panels([timeline])[0]["planned"]["kinds"]
+    assert {kind: boxes["text"] for kind, boxes in kinds.items()} == {
+        "forward": ["F0"], "backward": ["BI0"], "weights": ["BW0"]
+    }  # fmt: skip
+
+
+def test_a_limit_far_above_is_said_and_does_not_flatten_the_bars(run):
+    (start,) = run.starts
+    for limit, is_drawn in ((start.memory_limit_bytes, True), (100 * start.memory_limit_bytes, False)):
+        changed = msgspec.structs.replace(start, memory_limit_bytes=limit)
+        (chart,) = [each for each in run_charts(dataclasses.replace(run, starts=(changed,))) if each.name == "memory"]
+        assert any("limit" in trace["name"] for trace in chart.traces) == is_drawn == ("limit" not in chart.note)
 
 
 def test_lines_are_thinned_out_to_means():

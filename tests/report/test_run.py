@@ -4,8 +4,7 @@ from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.plan.instructions import Backward, Forward, Payload, RecvWait, SendStart, SendWait
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import MOST_TIMELINES, RecordFile, StageRecord, TimelineRecord, read_records
-from megatron_dynapipe.report.run import bubble_shares, read_run, stage_medians, time_by_kind
-from megatron_dynapipe.report.starts import keep_earlier
+from megatron_dynapipe.report.run import bubble_shares, keep_earlier, read_run, stage_medians, time_by_kind
 from tests.helpers.runs import MS, run_record, write_run
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.sampling.index_file import HEADER, MAGIC, read_index
-from megatron_dynapipe.sampling.lengths import LengthTable, read_task_ids, task_ids_path
+from megatron_dynapipe.sampling.lengths import HEADER, MAGIC, LengthTable, read_index, read_task_ids, task_ids_path
 
 LENGTHS = [3, 1, 5, 2]
 

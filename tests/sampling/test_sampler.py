@@ -1,7 +1,5 @@
 """The sampler against tables small enough to check by eye, and its promises by Hypothesis."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +8,6 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.sampling import GlobalBatch, LengthTable, LongSamples, Sampler, SamplerSettings
-from megatron_dynapipe.sampling.sampler import samples_per_task
 from megatron_dynapipe.units import ModelFamily
 
 
@@ -100,8 +97,6 @@ def test_nothing_left() -> None:
             "expected max_input_length of at least 2, got 1",
         ),
         ({"max_target_length": 0}, "expected max_target_length of at least 1, got 0"),
-        ({"mixture_temperature": 0.5}, "expected mixture_temperature of at least 1.0, got 0.5"),
-        ({"mixture_temperature": float("nan")}, "expected mixture_temperature of at least 1.0, got nan"),
     ],
 )
 def test_settings_are_checked(changes: dict[str, object], message: str) -> None:
@@ -153,41 +148,11 @@ def test_seeds_and_epochs_differ() -> None:
     assert first.batch(0).sample_ids.tolist() != other.batch(0).sample_ids.tolist()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "temperature", "expected"),
-    [
-        ([5, 3], 1.0, [5, 3]),
-        ([81, 1], 2.0, [74, 8]),  # shares 9 : 1 of 82
-        ([4, 4, 1], 1e9, [3, 3, 3]),
-        ([2, 1, 1], 1e9, [2, 1, 1]),  # 4 draws over three equal shares: the first gets the one left
-    ],
-)
-def test_samples_per_task(sizes: list[int], temperature: float, expected: list[int]) -> None:
-    assert samples_per_task(sizes, temperature) == expected
-
-
-@examples(deadline=None)
-@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=30))
-def test_temperature_one_is_the_sizes(sizes: list[int]) -> None:
-    assert samples_per_task(sizes, 1.0) == sizes
-
-
-def test_mixture_repeats_small_tasks() -> None:
-    lengths, tasks = table([(1, 1)] * 82), np.array([0] * 81 + [7], np.int16)
-    sampler = Sampler(lengths, settings(samples_per_iteration=82, mixture_temperature=2.0), tasks)
-    counts = Counter(sampler.batch(0).sample_ids.tolist())
-    assert counts.pop(81) == 8
-    assert len(counts) == 74
-    assert set(counts.values()) == {1}
-
-
 def test_mixture_needs_tasks() -> None:
-    with pytest.raises(
-        ConfigError, match=r"expected the samples' tasks for a mixture_temperature of 2\.0 and 0 rates, got none"
-    ):
-        Sampler(table(PAIRS[:2]), settings(mixture_temperature=2.0))
+    with pytest.raises(ConfigError, match="expected the samples' tasks for 2 rates, got none"):
+        Sampler(table(PAIRS[:2]), settings(task_rates=(1.0, 2.0)))
     with pytest.raises(DataError, match="expected the tasks of 2 samples, got those of 1"):
-        Sampler(table(PAIRS[:2]), settings(mixture_temperature=2.0), np.zeros(1, np.int16))
+        Sampler(table(PAIRS[:2]), settings(task_rates=(1.0, 2.0)), np.zeros(1, np.int16))
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 50)), min_size=1, max_size=60), st.integers(1, 3000))

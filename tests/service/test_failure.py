@@ -1,10 +1,12 @@
 """What planners say of their errors, and what ranks make of it."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import PlannerFailedError
 from megatron_dynapipe.service import PlanClient
-from megatron_dynapipe.service.failure import PlannerFailure, decode_failure
+from megatron_dynapipe.service.client import PlannerFailure, decode_failure
 from megatron_dynapipe.service.loop import publish_failure
 from tests.helpers.memory_store import MemoryStore
 
@@ -31,3 +33,8 @@ def test_what_is_no_failure_is_shown_as_it_is(data: bytes) -> None:
     error = decode_failure(data).to_error()
     assert "reports failures in another form" in error.message and data.decode(errors="replace") in error.message
     assert error.hint == "install the same version on every node"
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_shown(data: bytes) -> None:
+    assert decode_failure(data).to_error().message

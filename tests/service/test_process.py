@@ -15,8 +15,8 @@ import pytest
 
 from megatron_dynapipe.errors import PlannerFailedError
 from megatron_dynapipe.service import NodePlanners, PlanClient, PlannerProcess, ServiceSettings
+from megatron_dynapipe.service.loop import PlannedSplits
 from megatron_dynapipe.service.settings import encode_settings
-from megatron_dynapipe.service.source import PlannedSplits
 from megatron_dynapipe.store import PlanStore, StoreServer, open_store
 from tests.helpers.waiting import is_running, until
 
@@ -44,11 +44,6 @@ def test_plans_arrive_ahead_of_training_and_are_the_same_here(settings) -> None:
             client(store, job).announce("train", iteration)
         assert client(store, job).fetch("valid", 0).forward_only
         planner.check()
-
-
-def test_it_needs_no_torch() -> None:
-    program = "import megatron_dynapipe.service.__main__, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_it_runs_below_training_and_its_password_shows_nowhere(settings, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from megatron_dynapipe.errors import ConfigError, CostModelError
-from megatron_dynapipe.service import CostFile
+from megatron_dynapipe.service import MeasuredCosts
 from megatron_dynapipe.service.settings import decode_settings, encode_settings
 
 
@@ -56,7 +56,7 @@ def test_the_digest_names_what_plans_depend_on(settings) -> None:
 
 def test_a_missing_cost_file_is_an_error() -> None:
     with pytest.raises(CostModelError, match="cannot read the cost model no-such-file"):
-        CostFile(path="no-such-file").load()
+        MeasuredCosts(path="no-such-file").load()
 
 
 @pytest.mark.parametrize("line", [b"\xff\xfe", b'{"job": "\xff"}', b"[" * 100_000, b"", b"null"])

@@ -7,9 +7,8 @@ import pytest
 import redis
 
 from megatron_dynapipe.errors import StoreError
-from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.store.address import PlanKeys, StoreAddress
 from megatron_dynapipe.store.admin import JobReport, inspect_server, jobs_of, stop_server
-from megatron_dynapipe.store.keys import PlanKeys
 from megatron_dynapipe.store.redis_store import open_store
 from megatron_dynapipe.store.server import StoreServer
 from tests.store.servers import free_port, serving

@@ -8,11 +8,10 @@ import pytest
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.tuning import (
+from megatron_dynapipe.tuning import TunedLayout, Tuning
+from megatron_dynapipe.tuning.space import Status
+from megatron_dynapipe.tuning.validate import (
     Measured,
-    Status,
-    TunedLayout,
-    Tuning,
     layout_file,
     layout_flags,
     measure,

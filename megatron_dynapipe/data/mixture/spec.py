@@ -183,13 +183,7 @@ def plain_mixture(paths: tuple[str, ...]) -> Mixture:
 
 
 def task_rates(mixture: Mixture, tasks: Sequence[Sequence[str]], samples: Mapping[str, int]) -> dict[str, float]:
-    """The rate of each task that has samples, together 1; `Mixing` says by which rule.
-
-    Args:
-        mixture: its entries' weights and the rule.
-        tasks: of each entry.
-        samples: of each task.
-    """
+    """The rate of each task that has samples, together 1; `Mixing` says by which rule."""
     mixing = mixture.mixing
     rates: dict[str, float] = {}
     for spec, names in zip(mixture.tasks, tasks, strict=False):

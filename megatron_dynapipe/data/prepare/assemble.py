@@ -21,8 +21,7 @@ from megatron_dynapipe.data.prepare.settings import PrepareSettings, Skipped
 from megatron_dynapipe.data.prepare.staging import Staging
 from megatron_dynapipe.data.tokenizer import Tokenizer, start_id
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.sampling.index_file import data_path
-from megatron_dynapipe.sampling.lengths import task_ids_path
+from megatron_dynapipe.sampling.lengths import data_path, task_ids_path
 
 _SAMPLES_AT_ONCE = 2**14
 LEFT_OUT = len(SPLITS)

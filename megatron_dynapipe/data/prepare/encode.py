@@ -1,4 +1,11 @@
-"""A block of rows → tokens, in one process: what a worker does. Imports neither torch nor, as a rule, transformers."""
+"""A block of rows → tokens, in one process: what a worker does. Imports neither torch nor, as a rule, transformers.
+
+Plain text becomes samples of the next token, for decoder-only models, or of T5's removed spans:
+
+    tokens            a b c d e f g h
+    next token        input a                 target b c d e f g h       the first token is predicted by nothing
+    span corruption   input a <0> d e <1> h   target <0> b c <1> f g     sentinels stand for removed spans
+"""
 
 import hashlib
 import itertools
@@ -12,12 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.data.indexed import token_dtype
-from megatron_dynapipe.data.mixture.corruption import LEAST_TOKENS, pieces, spans_removed
 from megatron_dynapipe.data.mixture.fields import RowError, chat_segments, read_rows, row_error, row_reader
 from megatron_dynapipe.data.mixture.rows import Block
 from megatron_dynapipe.data.mixture.spec import Mixture, Objective
 from megatron_dynapipe.data.prepare.settings import PrepareSettings, Skipped, empty, too_long
-from megatron_dynapipe.data.tokenizer import FastEncoder, chat_renderer
+from megatron_dynapipe.data.tokenizer import SENTINEL, FastEncoder, chat_renderer
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.long_samples import LongSamples, kept_ranges
 
@@ -73,15 +79,7 @@ class _Samples:
 
 
 class Encoder:
-    """Encodes the blocks of a mixture.
-
-    Args:
-        tokenizer: folder of the tokenizer.
-        mixture: the entries to which blocks belong.
-        settings: maximum lengths, and what to do with samples that cannot be used.
-        vocabulary_size: entries of the tokenizer.
-        sentinels: its tokens that stand for removed spans.
-    """
+    """Encodes the blocks of a mixture."""
 
     def __init__(
         self,
@@ -245,3 +243,52 @@ def _moved(span: tuple[int, int, int], ranges: Sequence[tuple[int, int]] | None)
 def _digest(*parts: str) -> int:
     """The first 8 bytes of a sample's digest, as a number that sorts like it."""
     return int.from_bytes(hashlib.blake2b("\0".join(parts).encode("utf-8", "replace"), digest_size=16).digest()[:8])
+
+
+NOISE = 0.15
+"""Share of the tokens that are removed, and …"""
+MEAN_SPAN = 3.0
+"""… the mean length of a removed span: those of T5."""
+LEAST_TOKENS = 2
+
+
+def pieces(tokens: Sequence[int], length: int) -> Iterator[Sequence[int]]:
+    """A text's tokens, `length` at a time; a last piece of a single token goes with the one before."""
+    first = 0
+    while first < len(tokens):
+        left = len(tokens) - first
+        size = left if left == length + 1 else min(length, left)
+        yield tokens[first : first + size]
+        first += size
+
+
+def spans_removed(tokens: Sequence[int], sentinels: Sequence[int], seed: int) -> tuple[list[int], list[int]]:
+    """Input and target of a corrupted piece of text; a function of the tokens and the seed.
+
+    Raises:
+        DataError: there are fewer sentinels than spans.
+    """
+    removed = min(max(round(len(tokens) * NOISE), 1), len(tokens) - 1)
+    spans = min(max(round(removed / MEAN_SPAN), 1), removed, len(tokens) - removed)
+    if spans > len(sentinels):
+        raise DataError(
+            f"expected a tokenizer with {spans} sentinels ({SENTINEL.format(0)}, …) for {len(tokens)} tokens, it has "
+            f"{len(sentinels)}",
+            hint="take a T5's tokenizer, train one on the mixture, or give the task a smaller length",
+        )
+    random = np.random.Generator(np.random.PCG64(seed))
+    noisy, kept = _divided(random, removed, spans), _divided(random, len(tokens) - removed, spans)
+    given: list[int] = []
+    wanted: list[int] = []
+    at = 0
+    for sentinel, keep, remove in zip(sentinels, kept, noisy, strict=False):
+        given += [*tokens[at : at + keep], sentinel]
+        wanted += [sentinel, *tokens[at + keep : at + keep + remove]]
+        at += int(keep + remove)
+    return given, wanted
+
+
+def _divided(random: np.random.Generator, total: int, parts: int) -> npt.NDArray[Any]:
+    """A number divided at random into parts of at least one."""
+    cuts = np.sort(random.choice(total - 1, parts - 1, replace=False)) + 1
+    return np.diff(np.concatenate([[0], cuts, [total]]))

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.elastic import orphans
 from megatron_dynapipe.errors import UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import elastic_run
 from megatron_dynapipe.integration.entry.failure import reported
-from megatron_dynapipe.megatron_version import INSTALL_HINT, found_version
+from megatron_dynapipe.patching import INSTALL_HINT, found_version
+from megatron_dynapipe.processes import end_with_launcher
 
 BLACKWELL = 10
 """Major compute capability from which Megatron allows several hardware queues with tensor parallelism."""
@@ -29,7 +29,7 @@ def run(main: Callable[[], None], *, device: cpu.Device | None = None) -> None:
         main: the run.
         device: to run on; that of `--dynapipe-device` if None.
     """
-    orphans.end_with_launcher()
+    end_with_launcher()
     with reported():
         wanted = device or config.value_of(sys.argv[1:], "dynapipe-device", "auto")
         prepare_environment(sys.argv[1:], wanted)  # before anything asks for a device

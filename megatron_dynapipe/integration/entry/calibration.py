@@ -28,8 +28,8 @@ from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.repredict import repredicted_ns
 from megatron_dynapipe.processes import ChildLog, package_path, start_guarded
-from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs
-from megatron_dynapipe.service.source import split_sampler
+from megatron_dynapipe.service.loop import split_sampler
+from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs
 from megatron_dynapipe.units import NS_PER_MS
 
 START_S = 120.0
@@ -66,7 +66,7 @@ def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
     return path
 
 
-def gain(inputs: PlanInputs, computed: CostFile | AnalyticCosts) -> str:
+def gain(inputs: PlanInputs, computed: MeasuredCosts | AnalyticCosts) -> str:
     """What measuring was worth on the run's first batch, for the log: its plan against one of computed costs.
 
     Both are predicted by the measured costs.

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.elastic import orphans
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.bootstrap import prepare_environment
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.integration.flags import command_line, fork
 from megatron_dynapipe.integration.hooks import active_run, compatibility, optimizer_patches
+from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.units import ModelFamily
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """
     if not args.use_dynapipe:
         return
-    orphans.end_with_launcher()
+    end_with_launcher()
     with reported():
         _check_device()
         compatibility.check_patches()

@@ -22,14 +22,14 @@ import msgspec
 
 from megatron_dynapipe import config
 from megatron_dynapipe.cost import CostModel
-from megatron_dynapipe.elastic import orphans
 from megatron_dynapipe.elastic.job import LEFT, Job
-from megatron_dynapipe.elastic.layout import LayoutChoice, agree_on_layout, announce_end, choose_for_megatron
+from megatron_dynapipe.elastic.layout import ElasticLayout, agree_on_layout, announce_end, choose_for_megatron
 from megatron_dynapipe.elastic.run_folder import LOCK_SHARE, lock_folder
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.integration.entry import failure
 from megatron_dynapipe.outputs import replace_bytes, unwritten
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tuning import Space
 from megatron_dynapipe.units import ModelFamily
@@ -64,7 +64,7 @@ def prepare(family: ModelFamily) -> None:
     job = Job.current()
     if job is None:
         return
-    orphans.end_with_launcher(signal.SIGKILL)  # SIGTERM would be a notice, and the rank would go on to save
+    end_with_launcher(signal.SIGKILL)  # SIGTERM would be a notice, and the rank would go on to save
     _take_notices()
     argv = _resumable_flags()
     argv += _saving_flags(argv, job)
@@ -230,7 +230,7 @@ def _saving_flags(argv: Sequence[str], job: Job) -> list[str]:
     return added
 
 
-def _choose(family: ModelFamily, argv: Sequence[str], job: Job, timeout_s: float) -> LayoutChoice:
+def _choose(family: ModelFamily, argv: Sequence[str], job: Job, timeout_s: float) -> ElasticLayout:
     saved = config.value_of(argv, "save", "")
     _lock(saved, timeout_s)
     delete_unfinished(_emergency_folder(argv, Path(saved)))
@@ -247,7 +247,7 @@ def _choices(family: ModelFamily, job: Job) -> tuple[PlannerSettings, Space, Cos
     """What there is to choose from, by which costs, for which batches: from the command line of one rank."""
     from megatron_dynapipe.integration.flags import command_line
     from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
-    from megatron_dynapipe.service.source import split_sampler
+    from megatron_dynapipe.service.loop import split_sampler
 
     args, run = command_line.parse(family, sys.argv[1:])
     inputs = plan_inputs(run)

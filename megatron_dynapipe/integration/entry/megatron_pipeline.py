@@ -190,7 +190,8 @@ class MegatronPipeline:
         collate = Collator(required=self._required, reader=_Reader(batch), special=self._tokens)
 
         def prepare(index: int) -> None:
-            self._state.begin(plan.iteration, index, replica.micro_batches[index].recompute)
+            planned = replica.micro_batches[index]
+            self._state.begin(plan.iteration, index, planned.recompute, planned)
 
         result, _ = run_iteration(
             self._runner,

@@ -211,7 +211,7 @@ class Session:
         def prepare(index: int) -> None:
             micro_batch = entry.micro_batches[index]
             self.shape = micro_batch.shape
-            state.begin(entry.iteration, index, micro_batch.recompute)
+            state.begin(entry.iteration, index, micro_batch.recompute, micro_batch)
 
         return prepare
 

@@ -13,6 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.divided_linears import weight_halves
+from megatron_dynapipe.integration.models.experts import finish_iteration
 from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
 from megatron_dynapipe.plan.instructions import Backward, BackwardWeight, Forward, Pass
 
@@ -135,6 +136,7 @@ class MegatronStage:
                 force_all_reduce=force_all_reduce,
             )
             reduce_shared_gradients(self._models)
+            finish_iteration(self._models, self._groups)
 
     def reports(self) -> list[dict[str, torch.Tensor]]:
         """The loss function's report of each micro-batch, on the last stage.

@@ -11,6 +11,8 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, is_graph_safe_cuda_rng_tracker
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
@@ -18,7 +20,9 @@ from torch import nn
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.checks import RECOMPUTE_MODULES
+from megatron_dynapipe.integration.models.experts import begin_micro_batch, routers_of
 from megatron_dynapipe.integration.models.packed_rows import rotate_by_sample
+from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.units import Recompute
 
 _TENSOR_PARALLEL_STATE = "model-parallel-rng"
@@ -40,13 +44,15 @@ class MicroBatchContext:
         rotate_by_sample(models)
         add_up_weight_gradients(models)
         self._recompute = RecomputeSwitch(models)
+        self._routers = routers_of(models)
         self._randomness: LayerRandomness | None = None
         if has_dropout(get_model_config(models[0])):
             self._randomness = LayerRandomness(models, seed=seed)
 
-    def begin(self, iteration: int, micro_batch: int, mode: Recompute) -> None:
-        """Set the modules for a forward or backward pass of this micro-batch."""
+    def begin(self, iteration: int, micro_batch: int, mode: Recompute, planned: MicroBatch | None = None) -> None:
+        """Set the modules for a forward or backward pass of this micro-batch; of no plan's, where they warm up."""
         self._recompute.set(mode)
+        begin_micro_batch(self._routers, planned)
         if self._randomness is not None:
             self._randomness.begin(iteration, micro_batch)
 
@@ -84,7 +90,7 @@ class RecomputeSwitch:
         blocks = [module for module in modules if isinstance(module, TransformerBlock)]
         self._configs: list[Any] = list({id(block.config): block.config for block in blocks}.values())
         self._attentions = [module for module in modules if isinstance(module, Attention)]
-        self._layers = [module for module in modules if isinstance(module, TransformerLayer)]
+        layers = [module for module in modules if isinstance(module, TransformerLayer)]
         self._mode: Recompute | None = None
         wanted = {name for config in self._configs for name in config.recompute_modules or ("core_attn",)}
         if fixed := wanted - set(RECOMPUTE_MODULES):
@@ -92,9 +98,10 @@ class RecomputeSwitch:
                 f"expected --recompute-modules among {', '.join(RECOMPUTE_MODULES)}, got {', '.join(sorted(fixed))}: "
                 "plans choose recomputation for each micro-batch, and these are fixed when the model is built"
             )
-        self._attention = "core_attn" in wanted
-        self._mlp = "mlp" in wanted
-        for layer in self._layers if self._mlp else ():
+        self._wanted = wanted
+        self._dense = [layer for layer in layers if isinstance(layer.mlp, MLP)]
+        self._of_experts = [module for module in modules if isinstance(module, MoELayer)]
+        for layer in self._dense if "mlp" in wanted else ():
             layer.mlp.register_forward_hook(_return_copied_bias)
 
     def set(self, mode: Recompute) -> None:
@@ -106,11 +113,13 @@ class RecomputeSwitch:
             config.recompute_granularity = None if mode is Recompute.NONE else mode.value
             if mode is Recompute.FULL and config.recompute_method is None:
                 config.recompute_method, config.recompute_num_layers = "uniform", 1
-        selective = mode is Recompute.SELECTIVE
+        modules = self._wanted if mode is Recompute.SELECTIVE else ()
         for attention in self._attentions:
-            attention.checkpoint_core_attention = selective and self._attention
-        for layer in self._layers:
-            layer.recompute_mlp = selective and self._mlp and not isinstance(layer.mlp, IdentityOp)
+            attention.checkpoint_core_attention = "core_attn" in modules
+        for layer in self._dense:
+            layer.recompute_mlp = "mlp" in modules
+        for layer in self._of_experts:
+            layer.moe_layer_recompute, layer.shared_experts_recompute = "moe" in modules, "shared_experts" in modules
 
 
 def _return_copied_bias(_mlp: nn.Module, _inputs: Any, output: Any) -> Any:

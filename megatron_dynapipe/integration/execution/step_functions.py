@@ -13,9 +13,8 @@ import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_dynapipe.data.collate import HostMicroBatch
-from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
-from megatron_dynapipe.data.pinning import gathered
-from megatron_dynapipe.data.segments import RowSegments
+from megatron_dynapipe.data.iterator import gathered
+from megatron_dynapipe.data.segments import RowSegments, causal_mask, cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch
 from megatron_dynapipe.integration.execution.task_losses import BY_TASK, sums_by_task
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
@@ -173,8 +172,8 @@ def _on_device(segments: RowSegments, moved: Sequence[torch.Tensor | None]) -> D
 def copy_to(device: torch.device, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """The tensors on the device, in the order given; None stays None, and on a CPU so does everything.
 
-    In one copy, of the pinned buffer in which they lie or are gathered (`data.pinning`): a copy from other memory waits
-    for the device's work.
+    In one copy, of the pinned buffer in which they lie or are gathered: a copy from other memory waits for the device's
+    work.
     """
     if device.type == "cpu":
         return list(tensors)

@@ -112,8 +112,8 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
             (family is ModelFamily.T5, "every position of a T5's encoder attends to all of them"),
             (_engine_attention(args), "Transformer Engine's attention keeps no keys of earlier pieces"),
             (
-                getattr(args, "expert_model_parallel_size", 1) > 1,
-                "replicas that share experts run in step, and pieces of one sample would be on one of them",
+                bool(getattr(args, "num_experts", None)) and "seq_aux_loss" in args.moe_router_load_balancing_type,
+                "seq_aux_loss is of whole samples",
             ),
             (
                 args.dynapipe_attention == "megatron" and not args.use_dynapipe,  # a patched checkout gets ours besides
@@ -138,7 +138,6 @@ def undivided_because(args: argparse.Namespace) -> str:
         (
             (bool(args.use_dynapipe), "a patched checkout's layers compute all gradients together"),
             (args.transformer_impl != "local", "layers of Transformer Engine compute all gradients together"),
-            (bool(getattr(args, "num_experts", None)), "experts compute all gradients together"),
             ("mlp" in (args.recompute_modules or ()), "--recompute-modules mlp computes linear layers again"),
         )
     )

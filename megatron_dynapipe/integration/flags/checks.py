@@ -19,7 +19,7 @@ from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
 
-RECOMPUTE_MODULES = ("core_attn", "mlp")
+RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
 """Of Megatron's `--recompute-modules`, those that can be switched for each micro-batch."""
 _ABOVE_ZERO = ("lookahead", "planners", "timeout_s", "device_memory_limit")
 
@@ -37,9 +37,9 @@ def check(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Non
             hint="pass --dynapipe-data DIR; `megatron-dynapipe data demo --output DIR` makes one",
         )
     _check_ranges(args)
+    check_model(args, family)
     _check_parallel_sizes(args)
     _check_batch(args)
-    check_model(args, family)
     _check_scatter_gather(args)
     without_effect = megatron_flags.check(args, family, megatron_flags.actions())
     if without_effect and os.environ.get("RANK", "0") == "0":
@@ -102,8 +102,8 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
     yield (
         bool(fixed),
         f"--recompute-modules {' '.join(fixed)}",
-        "plans choose recomputation for each micro-batch, and only core_attn and mlp can be switched after a model is"
-        " built",
+        "plans choose recomputation for each micro-batch, and after a model is built only"
+        f" {', '.join(RECOMPUTE_MODULES)} can be switched",
     )
     for name in ("squared_relu", "quick_geglu"):
         other = f"--{name.replace('_', '-')}"
@@ -121,39 +121,37 @@ def _expert_refusals(args: argparse.Namespace, *, is_t5: bool) -> Iterator[tuple
     """What mixtures of experts are refused for, as `_model_refusals`."""
     if not args.num_experts:
         return
-    balancing = args.moe_router_load_balancing_type
-    balancing = balancing if isinstance(balancing, str) else " ".join(balancing)
+    given = args.moe_router_load_balancing_type
+    balancing = set(given.split() if isinstance(given, str) else given) - {"none", "aux_loss", "seq_aux_loss"}
     yield is_t5, "--num-experts", "the stages of a T5 have plain networks"
+    yield bool(args.use_dynapipe), "--num-experts", "in a patched checkout layers are its own"
     yield (
-        bool(args.use_dynapipe),
-        "--num-experts",
-        "in a patched checkout layers are its own",
-    )
-    yield (
-        balancing != "none",
-        f"--num-experts with --moe-router-load-balancing-type {balancing}",
-        "it balances within a micro-batch, so that gradients would depend on the plan; give none",
+        bool(balancing),
+        f"--moe-router-load-balancing-type {' '.join(sorted(balancing))}",
+        "it balances by what micro-batches hold, so that gradients would depend on the plan; aux_loss, seq_aux_loss,"
+        " none and --moe-router-enable-expert-bias do not",
     )
     yield (
         bool(args.add_bias_linear),
         "--num-experts with biases",
         "Megatron's local experts do not train with biases; add --disable-bias-linear",
     )
-    dispatcher, shared = args.moe_token_dispatcher_type, args.expert_model_parallel_size > 1
+    dispatcher = args.moe_token_dispatcher_type
     yield (
         dispatcher not in ("allgather", "alltoall"),
         f"--moe-token-dispatcher-type {dispatcher}",
         "its buffers are made once, and micro-batches have many lengths; use alltoall",
     )
     yield (
-        shared and dispatcher == "allgather",
-        "--moe-token-dispatcher-type allgather with --expert-model-parallel-size",
-        "it gathers as many positions from every replica, and theirs differ; use alltoall",
+        args.tensor_model_parallel_size > 1 and not args.sequence_parallel,
+        "--num-experts with --tensor-model-parallel-size",
+        "Megatron's experts train with tensor parallelism under sequence parallelism alone; add --sequence-parallel",
     )
+    shards = args.expert_model_parallel_size
     yield (
-        shared and args.tokens_per_global_batch is not None,
-        "--tokens-per-global-batch with --expert-model-parallel-size",
-        "replicas that share experts run in step, for which they need as many samples each",
+        args.num_experts % shards > 0,
+        f"--expert-model-parallel-size {shards}",
+        f"it does not divide the {args.num_experts} experts",
     )
 
 
@@ -174,6 +172,17 @@ def _check_parallel_sizes(args: argparse.Namespace) -> None:
     if ranks % model_size:
         raise ConfigError(
             f"expected a number of ranks that tensor × pipeline × context parallel sizes divide ({model_size}), "
+            f"got {ranks}",
+            hint="change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes",
+        )
+    of_experts = (
+        args.expert_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    )
+    if ranks % of_experts:
+        raise ConfigError(
+            f"expected a number of ranks that expert × expert tensor × pipeline parallel sizes divide ({of_experts}), "
             f"got {ranks}",
             hint="change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes",
         )

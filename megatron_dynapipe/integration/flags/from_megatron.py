@@ -1,6 +1,7 @@
 """From Megatron's namespace, parsed and checked, to a run's configuration: the one place that reads it for ours."""
 
 import argparse
+import math
 import os
 from functools import partial
 from pathlib import Path
@@ -29,8 +30,8 @@ from megatron_dynapipe.integration.flags.run_config import ParallelConfig, RunCo
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.sampling import LastBatch, LongSamples, SamplerSettings, TruncationSide
+from megatron_dynapipe.service.loop import split_sampler
 from megatron_dynapipe.service.settings import SplitSettings
-from megatron_dynapipe.service.source import split_sampler
 from megatron_dynapipe.store import find_address
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily
 
@@ -146,21 +147,29 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
 def state_bytes(args: argparse.Namespace) -> StateBytes:
     """As Megatron's arguments ask: gradients in fp32 or as parameters, Adam's two moments or SGD's one."""
     is_half = args.params_dtype.itemsize < 4
+    stage_ranks = args.data_parallel_size * args.tensor_model_parallel_size
     moments = {"adam": 2, "sgd": 1}.get(args.optimizer, 2)
     return StateBytes(
         gradient=4 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype.itemsize,
         optimizer=4 * (moments + is_half),  # the master copy of half-precision parameters
         optimizer_shards=args.data_parallel_size if args.use_distributed_optimizer else 1,
-        expert_shards=(
-            max(args.data_parallel_size // args.expert_model_parallel_size, 1) if args.use_distributed_optimizer else 1
-        ),
+        expert_shards=stage_ranks // _expert_ranks(args) if args.use_distributed_optimizer else 1,
     )
+
+
+def _expert_ranks(args: argparse.Namespace) -> int:
+    """Neighbouring ranks of a stage that share experts, or tensor-parallel weights: whole replicas."""
+    sharing = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    return math.lcm(sharing, args.tensor_model_parallel_size)
 
 
 def _experts(args: argparse.Namespace) -> Experts | None:
     if not args.num_experts:
         return None
+    frequency = args.moe_layer_freq
+    share = sum(frequency) / len(frequency) if isinstance(frequency, list) else None
     return Experts(
+        layers=-(-args.num_layers // frequency) / args.num_layers if share is None else share,
         count=args.num_experts,
         per_token=args.moe_router_topk,
         ffn=args.moe_ffn_hidden_size or args.ffn_hidden_size,
@@ -179,6 +188,7 @@ def parallel_config(args: argparse.Namespace, family: ModelFamily) -> ParallelCo
         pipeline=args.pipeline_model_parallel_size,
         chunks=args.virtual_pipeline_model_parallel_size or 1,
         experts=args.expert_model_parallel_size,
+        in_step=_expert_ranks(args) // args.tensor_model_parallel_size,
         distributed_optimizer=args.use_distributed_optimizer,
         layers_per_stage=layers,
     )

@@ -5,13 +5,12 @@ limit or links of a flag or measured by the cost model's file   >   cluster file
 
 import os
 import platform
-import re
 import sys
 from pathlib import Path
 
 import torch
 
-from megatron_dynapipe.config import CLUSTERS, Cluster, read_cluster
+from megatron_dynapipe.config import CLUSTERS, Cluster, cluster_file, read_cluster
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
@@ -20,14 +19,6 @@ AUTO, NONE = "auto", "none"
 MEMORY_SHARE = 0.9
 """Share of a device's memory that plans may use where no limit is given; the rest is for the allocator's
 fragments, communication buffers and kernels' workspaces."""
-
-BY_DEVICE: tuple[tuple[str, str], ...] = (
-    # pattern of the name that CUDA gives the device, file; cards without NVSwitch between them have none
-    (r"\bH200\b(?! NVL)", "h200_141gb"),
-    (r"\bH100 80GB HBM3\b", "h100_80gb"),
-    (r"\bA100-SXM4-80GB\b", "a100_80gb"),
-    (r"\bA100-SXM4-40GB\b", "a100_40gb"),
-)
 
 
 def world_size() -> int:
@@ -97,16 +88,8 @@ def cluster_of(given: str, *, device: torch.device) -> Cluster | None:
     if given != AUTO:
         return read_cluster(Path(given))
     name = torch.cuda.get_device_name(device.index)
-    path = find(name)
-    return None if path is None else read_cluster(path, name)
-
-
-def find(device: str) -> Path | None:
-    """The cluster file for a device by its name; None where there is none."""
-    for pattern, name in BY_DEVICE:
-        if re.search(pattern, device) and (path := CLUSTERS / f"{name}.yaml").exists():
-            return path
-    return None
+    found = cluster_file(name)
+    return None if found is None else read_cluster(CLUSTERS / f"{found}.yaml", name)
 
 
 def describe(cluster: Cluster) -> str:

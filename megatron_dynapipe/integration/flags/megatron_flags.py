@@ -46,9 +46,6 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "its dataset packs sequences; plans do not": "--sft",
         "it trains on what a model generates, not on planned samples": "--perform-rl-step",
         "it keeps logits by their place in Megatron's own dataset": "--logits-save-dir --logits-load-dir",
-        "it is a mean over a micro-batch's positions and their padding, so that it depends on the plan": (
-            "--moe-aux-loss-coeff --moe-z-loss-coeff --moe-router-enable-expert-bias --moe-router-bias-update-rate"
-        ),
         "which tokens it drops, or pads, depends on the micro-batch": (
             "--moe-expert-capacity-factor --moe-expert-rank-capacity-factor --moe-pad-expert-input-to-capacity"
             " --moe-token-drop-policy"
@@ -56,22 +53,25 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "its noise is drawn by micro-batch": (
             "--moe-input-jitter-eps --moe-router-force-load-balancing --moe-router-force-biased"
         ),
-        "costs know one kind of layer": ("--moe-layer-freq"),
-        "planned runs have Megatron's own expert layers, one network after another": (
-            "--moe-grouped-gemm --moe-use-upcycling --moe-latent-size"
-            " --moe-shared-expert-overlap --moe-shared-expert-gate"
+        "it builds a dense model beside the run's, for which plans leave no room": "--moe-use-upcycling",
+        "costs know no projections around experts": "--moe-latent-size",
+        "plans know nothing of what runs beside the exchange of tokens": "--moe-shared-expert-overlap",
+        "plans choose recomputation for each micro-batch; name the module with --recompute-modules moe": (
+            "--moe-layer-recompute"
         ),
         "its loss is averaged over micro-batches": "--mtp-num-layers",
         "sums over micro-batches of different sizes cannot be compared": "--check-for-spiky-loss",
         "plans do not shard a sequence over ranks": "--context-parallel-size --hybrid-context-parallel",
-        "replicas are counted without this axis": "--tensor-parallel-num-weight-shards",
+        "replicas are counted without this axis": (
+            "--tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards"
+        ),
         "plans take the ranks of a stage to lie side by side on a node": "--use-tp-pp-dp-mapping",
         "planned passes hold back the gradient reduction of DDP, and FSDP has another": (
             "--use-megatron-fsdp --use-torch-fsdp2"
         ),
         "it brings its own schedule": "--overlap-moe-expert-parallel-comm",
         "weight gradients put off are computed by Megatron's own schedules alone, so they would be lost": (
-            "--delay-wgrad-compute --defer-embedding-wgrad-compute"
+            "--delay-wgrad-compute --defer-embedding-wgrad-compute --overlap-dispatch-backward-with-experts-wgrad"
         ),
         "its communication buffers are made once, for --seq-length, and micro-batches have many lengths": (
             "--tp-comm-overlap"
@@ -118,6 +118,9 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "Megatron's local layers do not look at it": (
             "--attention-backend --flash-attention-version --fused-residual-rmsnorm --batch-invariant-mode"
             " --use-te-activation-func"
+        ),
+        "Megatron's local experts run one after another, and these are Transformer Engine's kernels": (
+            "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --use-grouped-gemm-for-shared-expert"
         ),
     },
     T5: {

@@ -19,8 +19,8 @@ from megatron_dynapipe.integration.models.specs import CoreAttention
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
 from megatron_dynapipe.planning.layer_split import BATCHES, choose_layer_split
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.service.settings import AnalyticCosts, CostFile, PlanInputs, SplitSettings
-from megatron_dynapipe.service.source import split_sampler
+from megatron_dynapipe.service.loop import split_sampler
+from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
 
 _MOST_BY_TOKENS = 4096
 """Samples of a micro-batch at most, where an iteration holds any number of them."""
@@ -91,7 +91,7 @@ def _planner(run: RunConfig, layers_per_stage: Split | None) -> PlannerSettings:
         scatter_gather=run.scatter_gather,
         micro_batch_layouts=run.layouts.allowed,
         slices=run.slices,
-        lockstep=parallel.experts > 1 and parallel.data > 1,
+        lockstep=parallel.in_step > 1 and parallel.in_step,
         split_backward=run.split_backward,
         element_bytes=model.state_dtype.itemsize,
         transfers=GLOO_RULES if run.on_cpu else cuda_rules(os.environ),
@@ -118,12 +118,12 @@ def chosen_layer_split(run: RunConfig) -> Split:
     return choose_layer_split(_planner(run, even), _costs(run).load(), batches, to_fit=[epoch])
 
 
-def _costs(run: RunConfig) -> CostFile | AnalyticCosts:
+def _costs(run: RunConfig) -> MeasuredCosts | AnalyticCosts:
     shape, training = model_shape(run.model, on_cpu=run.on_cpu), run.training
     if run.cost_model is not None:
         measured = msgspec.structs.asdict(shape)
         check_measured_model(read_file(run.cost_model)[0], measured, tensor_parallel=run.parallel.tensor)
-        return CostFile(path=str(Path(run.cost_model).absolute()))
+        return MeasuredCosts(path=str(Path(run.cost_model).absolute()))
     by_tokens = training.sampler.tokens_per_iteration is not None
     return AnalyticCosts(
         shape=shape,
@@ -161,9 +161,9 @@ def model_shape(model: ModelConfig, *, on_cpu: bool) -> ModelShape:
     )
 
 
-def describe_costs(run: RunConfig, costs: CostFile | AnalyticCosts) -> str:
+def describe_costs(run: RunConfig, costs: MeasuredCosts | AnalyticCosts) -> str:
     """Where a run's costs come from, and what they assume, for its log."""
-    if isinstance(costs, CostFile):
+    if isinstance(costs, MeasuredCosts):
         return f"{costs.load().name}, from {costs.path}"
     return (
         f"computed from the model's shape for {_assumed_device(run)}; to predict this machine, let it be measured"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_dynapipe.cost import CostModel
-from megatron_dynapipe.data.check import check_tokenizer
+from megatron_dynapipe.data.inspect import check_tokenizer
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
@@ -18,8 +18,8 @@ from megatron_dynapipe.integration.flags.resume_record import check_resumed, rec
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler, long_by_task, read_task_ids
+from megatron_dynapipe.service.loop import split_sampler
 from megatron_dynapipe.service.settings import PlanInputs
-from megatron_dynapipe.service.source import split_sampler
 from megatron_dynapipe.units import ModelFamily
 
 

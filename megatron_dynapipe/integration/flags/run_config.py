@@ -27,6 +27,7 @@ class ParallelConfig:
         data, tensor, pipeline: sizes.
         chunks: virtual stages per pipeline rank.
         experts: ranks that share a layer's experts.
+        in_step: neighbouring replicas that share experts, and so run in step; 1 for none.
         distributed_optimizer: whether optimizer states are sharded over replicas.
         layers_per_stage: of each virtual stage in model order; None splits layers equally.
     """
@@ -36,6 +37,7 @@ class ParallelConfig:
     pipeline: int
     chunks: int
     experts: int
+    in_step: int
     distributed_optimizer: bool
     layers_per_stage: Split | None
 

@@ -45,7 +45,7 @@ class SdpaCoreAttention(MegatronModule):
     """A drop-in for Megatron's local `DotProductAttention`: the same constructor, inputs and results.
 
     Differs from it in one case: a query for which every key is forbidden. Megatron gives it the mean of all values,
-    here its result is undefined. The masks of `data.masks` have no such row.
+    here its result is undefined. The masks of `data.segments` have no such row.
 
     Args:
         config: the model's configuration.

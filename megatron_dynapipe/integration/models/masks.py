@@ -1,4 +1,4 @@
-"""Attention masks in the forms that layers expect, from those of `data.masks`: True where attention is forbidden.
+"""Attention masks in the forms that layers expect, from those of `data.segments`: True where attention is forbidden.
 
 They are made once per micro-batch and stage, for all its layers.
 """

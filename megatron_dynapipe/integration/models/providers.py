@@ -16,10 +16,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.integration.models.config import ModelConfig
+from megatron_dynapipe.integration.models.experts import with_planned_experts
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.norms import local_norm
 from megatron_dynapipe.integration.models.specs import TENorm, engine_layer, local_layer, with_halves
@@ -87,18 +89,18 @@ def gpt_provider(model: ModelConfig, layout: PipelineLayout | None = None) -> Mo
     ) -> GPTModel:
         config = model.transformer_config(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        layer: Any = gpt_layer(model)
         norm = TENorm if model.transformer_engine else _norm(model)
+        layers, stage = gpt_layers(model, config), groups.pp.rank()
         if layout is not None:
-            held = layout.virtual_stage_layers[groups.pp.rank() + (vp_stage or 0) * layout.stages]
-            layer = TransformerBlockSubmodules(with_halves(layer, held.encoder_parts), layer_norm=norm)
-        elif not model.transformer_engine:
-            layers = get_num_layers_to_build(config, vp_stage, groups.pp.rank())
-            layer = TransformerBlockSubmodules([layer] * layers, layer_norm=norm)
+            held = layout.virtual_stage_layers[stage + (vp_stage or 0) * layout.stages]
+            layers = with_halves([layers[number] for number in held.encoder], held.encoder_parts)
+        else:
+            first = get_transformer_layer_offset(config, vp_stage, stage)
+            layers = layers[first : first + get_num_layers_to_build(config, vp_stage, stage)]
         scaling = {} if model.rope_scaling is None else {"rope_scaling_factor": model.rope_scaling}
         return GPTModel(
             config=config,
-            transformer_layer_spec=layer,
+            transformer_layer_spec=TransformerBlockSubmodules(layers, layer_norm=norm),
             vocab_size=model.vocabulary,
             max_sequence_length=model.max_positions,
             pre_process=pre_process,
@@ -119,19 +121,29 @@ def gpt_provider(model: ModelConfig, layout: PipelineLayout | None = None) -> Mo
     return provide
 
 
-def gpt_layer(model: ModelConfig) -> ModuleSpec:
-    """One layer of a GPT."""
-    experts = model.experts.count if model.experts else None
+def gpt_layers(model: ModelConfig, config: TransformerConfig) -> list[ModuleSpec]:
+    """All layers of a GPT: dense ones, and those of experts that `--moe-layer-freq` says."""
+    if not config.num_moe_experts:
+        return [_layer(model)] * config.num_layers
+    frequency, dense, sparse = config.moe_layer_freq, _layer(model), with_planned_experts(_layer(model, config))
+    if isinstance(frequency, int):
+        frequency = [int(number % frequency == 0) for number in range(config.num_layers)]
+    return [sparse if of_experts else dense for of_experts in frequency]
+
+
+def _layer(model: ModelConfig, of_experts: TransformerConfig | None = None) -> ModuleSpec:
+    experts = of_experts and of_experts.num_moe_experts
+    grouped = bool(of_experts and of_experts.moe_grouped_gemm)
     if model.transformer_engine:
         layer = get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=model.qk_layernorm, num_experts=experts, moe_grouped_gemm=False
+            qk_layernorm=model.qk_layernorm, num_experts=experts, moe_grouped_gemm=grouped
         )
         return engine_layer(layer, model.attention)
     layer = get_gpt_layer_local_spec(
         qk_layernorm=model.qk_layernorm,
         normalization=model.normalization,
         num_experts=experts,
-        moe_grouped_gemm=False,
+        moe_grouped_gemm=grouped,
     )
     return local_layer(layer, _norm(model), model.attention)
 

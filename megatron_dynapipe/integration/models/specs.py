@@ -132,17 +132,18 @@ def local_layer(layer: ModuleSpec, norm: Any, attention: CoreAttention) -> Modul
     )
 
 
-def with_halves(layer: ModuleSpec, parts: Parts) -> list[ModuleSpec]:
-    """Specifications of the layers of one kind on a stage.
+def with_halves(layers: Sequence[ModuleSpec], parts: Parts) -> list[ModuleSpec]:
+    """Specifications of the layers of one kind on a stage, from those of whole layers.
 
     Of a divided layer a stage builds all modules but those of the other half, under the names that they have in a whole
     layer.
     """
-    return [
-        *[_without(layer, _OF_ATTENTION)] * parts.mlp,
-        *[layer] * parts.whole,
-        *[_without(layer, _OF_MLP)] * parts.attention,
-    ]
+    built = list(layers)
+    if parts.mlp:
+        built[0] = _without(built[0], _OF_ATTENTION)
+    if parts.attention:
+        built[-1] = _without(built[-1], _OF_MLP)
+    return built
 
 
 def _without(layer: ModuleSpec, modules: Mapping[str, type]) -> ModuleSpec:

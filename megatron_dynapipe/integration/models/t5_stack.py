@@ -48,7 +48,7 @@ class T5Stack(TransformerBlock):
     ) -> None:
         super().__init__(
             config=_without_pipeline(config, depth),
-            spec=TransformerBlockSubmodules(with_halves(layer, parts), layer_norm=layer_norm),
+            spec=TransformerBlockSubmodules(with_halves([layer] * sum(parts), parts), layer_norm=layer_norm),
             pre_process=True,  # takes its input as an argument
             post_process=depth - 1 in layers and not parts.attention,
             pg_collection=pg_collection,

@@ -19,8 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
-from megatron_dynapipe.data.segments import CutSegment, RowSegments
+from megatron_dynapipe.data.segments import CutSegment, RowSegments, causal_mask, cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,11 +98,13 @@ def prepared(
     args = _parse(flags, family, layout, world // ranks, vocabulary)
     device = _start(args, world)
     try:
-        embeddings, split = {}, _t5_split(args, family)
+        groups: dict[str, Any] = {"expert_model_parallel_size": args.expert_model_parallel_size}
+        groups["expert_tensor_parallel_size"] = args.expert_tensor_parallel_size
+        split = _t5_split(args, family)
         if split is not None:
-            embeddings["get_embedding_ranks"] = split.embedding_ranks
-            embeddings["get_position_embedding_ranks"] = split.position_embedding_ranks
-        parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, **embeddings)
+            groups["get_embedding_ranks"] = split.embedding_ranks
+            groups["get_position_embedding_ranks"] = split.position_embedding_ranks
+        parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, **groups)
         model_parallel_cuda_manual_seed(args.seed)
         fused_kernels.apply()  # layers as training has them
         yield ProfileSetup(

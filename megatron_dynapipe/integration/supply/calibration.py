@@ -130,6 +130,7 @@ def measured_passes(entry: StageEntry, events: Sequence[Event]) -> list[PassSamp
             **_row(entry.micro_batches[index], entry.family),
         )
         for (index, chunk), passes in times.items()
+        if not entry.micro_batches[index].is_filler
     ]
 
 

@@ -18,9 +18,8 @@ import msgspec
 import torch
 
 from megatron_dynapipe.data.collate import Collator, RequiredFields
-from megatron_dynapipe.data.iterator import PlannedIterator
+from megatron_dynapipe.data.iterator import PlannedIterator, pinning
 from megatron_dynapipe.data.meta import open_split, read_meta
-from megatron_dynapipe.data.pinning import pinning
 from megatron_dynapipe.data.spans import LossOn, SpanTable
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.integration.flags import machine

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.data.mixture.corruption import pieces, spans_removed
+from megatron_dynapipe.data.prepare.encode import pieces, spans_removed
 from megatron_dynapipe.errors import DataError
 
 SENTINELS = tuple(range(1000, 1100))

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_dynapipe.data import tokenizer as tokenizers
-from megatron_dynapipe.data.check import problems
+from megatron_dynapipe.data.inspect import problems
 from megatron_dynapipe.data.meta import SPLITS, read_meta
 from megatron_dynapipe.data.mixture.sources import rows_source
 from megatron_dynapipe.data.mixture.spec import Mixing, Mixture, TaskSpec

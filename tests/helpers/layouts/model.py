@@ -127,7 +127,7 @@ def gpt_layers(layout: Layout, model_config: TransformerConfig, chunk: int) -> T
             family=layout.kind, encoder_layers=layout.depth, layers_per_stage=layout.split, chunks=layout.chunks
         )
         held = pipeline.virtual_stage_layers[chunk * layout.stages + stage]
-        return TransformerBlockSubmodules(with_halves(layer, held.encoder_parts), layer_norm=norm)
+        return TransformerBlockSubmodules(with_halves([layer] * len(held.encoder), held.encoder_parts), layer_norm=norm)
     number = get_num_layers_to_build(model_config, chunk if layout.chunks > 1 else None, stage)
     return TransformerBlockSubmodules([layer] * number, layer_norm=norm)
 

@@ -1,6 +1,6 @@
 import torch
 
-from megatron_dynapipe.data.pinning import gathered
+from megatron_dynapipe.data.iterator import gathered
 from megatron_dynapipe.integration.execution.step_functions import copy_buffer, copy_to
 
 CPU = torch.device("cpu")

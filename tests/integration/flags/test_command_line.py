@@ -18,7 +18,6 @@ from megatron_dynapipe.integration.flags import command_line
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.entry_scripts import reported, train, words
 from tests.helpers.processes import run_ranks
-from tests.helpers.random_dataset import make_dataset
 
 OURS = """
 --dynapipe-activation --dynapipe-allow-other-data --dynapipe-attention --dynapipe-calibrate --dynapipe-cluster
@@ -30,11 +29,6 @@ OURS = """
 --dynapipe-unset --use-dynapipe
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "random")
 
 
 def test_our_flags_are_frozen() -> None:
@@ -72,6 +66,7 @@ def parse_each(
     return found
 
 
+EXPERTS = "--num-experts 4 --disable-bias-linear"
 REFUSED = {
     # flags of the published fork, those of Megatron that are decided on, and values out of range
     "--sort-dataset": "--sort-dataset is not taken: the order of samples follows from --seed",
@@ -100,14 +95,33 @@ REFUSED = {
     "--lr-warmup-iters 2": "expected a warm-up shorter than the 2 iterations",
     "--pretrained-checkpoint nowhere": "expected Megatron's checkpoints in --pretrained-checkpoint nowhere",
     "--train-samples 32": "expected one of --train-iters, --train-samples, got both",
-    "--num-experts 4": "--num-experts with --moe-router-load-balancing-type aux_loss cannot be used with DynaPipe",
-    "--num-experts 4 --moe-router-load-balancing-type none": "--num-experts with biases cannot be used with DynaPipe",
+    "--num-experts 4": "--num-experts with biases cannot be used with DynaPipe",
+    "--num-experts 4 --moe-router-load-balancing-type global_aux_loss": "by what micro-batches hold",
+    "--num-experts 4 --moe-router-load-balancing-type sinkhorn": "by what micro-batches hold",
+    "--num-experts 4 --moe-router-load-balancing-type aux_loss quantile_balancing": "by what micro-batches hold",
+    "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type flex": "have many lengths; use alltoall",
+    f"{EXPERTS} --tensor-model-parallel-size 2": "add --sequence-parallel",
+    f"{EXPERTS} --expert-model-parallel-size 3": "it does not divide the 4 experts",
+    f"{EXPERTS} --expert-model-parallel-size 2": "expert × expert tensor × pipeline parallel sizes divide (2)",
+    f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss --dynapipe-slices 64": "seq_aux_loss is of whole samples",
+    f"{EXPERTS} --moe-grouped-gemm": "and these are Transformer Engine's kernels",
+    f"{EXPERTS} --moe-permute-fusion": "and these are Transformer Engine's kernels",
+    f"{EXPERTS} --moe-router-fusion": "and these are Transformer Engine's kernels",
+    f"{EXPERTS} --moe-expert-capacity-factor 1.5": "which tokens it drops, or pads, depends on the micro-batch",
+    f"{EXPERTS} --moe-input-jitter-eps 0.1": "its noise is drawn by micro-batch",
+    f"{EXPERTS} --moe-shared-expert-overlap": "beside the exchange of tokens",
+    f"{EXPERTS} --overlap-moe-expert-parallel-comm": "it brings its own schedule",
+    f"{EXPERTS} --recompute-modules moe_act": "only core_attn, mlp, moe, shared_experts can be switched",
+    f"{EXPERTS} --moe-layer-recompute": "name the module with --recompute-modules moe",
+    f"{EXPERTS} --moe-use-upcycling": "it builds a dense model beside the run's",
+    f"{EXPERTS} --moe-latent-size 16": "costs know no projections around experts",
+    f"{EXPERTS} --expert-tensor-parallel-num-weight-shards 2": "replicas are counted without this axis",
     "--optimizer muon": "plans leave room for the states of adam and sgd",
     "--position-embedding-type relative": "Megatron's GPT has none; use rope or learned_absolute",
     "--position-embedding-type mrope": "samples have one position per token",
     "--window-size 8,0": "--window-size cannot be used with DynaPipe: --dynapipe-attention sdpa has no sliding windows",
     "--softmax-type learnable": "--softmax-type learnable cannot be used with DynaPipe",
-    "--recompute-modules layernorm": "only core_attn and mlp can be switched after a model is built",
+    "--recompute-modules layernorm": "only core_attn, mlp, moe, shared_experts can be switched",
     "--dynapipe-activation gelu_tanh --squared-relu": "each names the activation",
     "--dynapipe-layers-per-stage 2,2 --pipeline-model-parallel-layout Ett|ttL": "got both",
     "--pipeline-model-parallel-size 2": "expected a number of ranks that tensor × pipeline × context parallel sizes",
@@ -115,6 +129,7 @@ REFUSED = {
 REFUSED_T5 = {
     "--position-embedding-type mrope": "samples have one position per token",
     "--position-embedding-type relative --dynapipe-attention megatron": "it has no relative positions",
+    "--num-experts 4 --disable-bias-linear": "the stages of a T5 have plain networks",
     "--apply-query-key-layer-scaling": "the stages of a T5 do not scale by layer",
     "--window-size 8,0": "the stages of a T5 attend to whole samples",
     "--bf16 --fp32-residual-connection": "--fp32-residual-connection cannot be used with DynaPipe for a T5",

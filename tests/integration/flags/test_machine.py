@@ -30,12 +30,12 @@ from tests.cost.models import gpt_file
     ],
 )
 def test_a_device_finds_its_file(device: str, file: str | None) -> None:
-    found = machine.find(device)
-    assert (found and found.stem) == file
+    assert config.cluster_file(device) == file
+    assert (config.cluster_file(device, of_kind=True) is None) == ("RTX" in device)
 
 
 def test_every_file_is_some_devices() -> None:
-    assert sorted(file for _, file in machine.BY_DEVICE) == sorted(path.stem for path in CLUSTERS)
+    assert sorted(file for _, file in config.BY_DEVICE) == sorted(path.stem for path in CLUSTERS)
 
 
 def test_the_ranks_own_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

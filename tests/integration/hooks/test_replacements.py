@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from megatron_dynapipe import megatron_version
+from megatron_dynapipe import patching
 from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import checkout
 from megatron_dynapipe.integration.hooks import active_run, replacements
@@ -79,9 +79,9 @@ def test_replacements_are_installed_once_and_reverted():
 
 
 def test_a_missing_megatron_is_refused_with_what_to_install(monkeypatch):
-    monkeypatch.setattr(megatron_version, "find_version", lambda: None)
+    monkeypatch.setattr(patching, "find_version", lambda: None)
     with pytest.raises(UnsupportedMegatronError, match="found none") as told:
-        megatron_version.found_version()
+        patching.found_version()
     assert "pip install" in told.value.hint
 
 
@@ -95,7 +95,7 @@ def test_a_missing_megatron_is_refused_with_what_to_install(monkeypatch):
 )
 def test_the_version_is_read_from_the_source(text, version, tmp_path):
     (tmp_path / "package_info.py").write_text(text)
-    assert megatron_version.version_of(tmp_path / "package_info.py") == version
+    assert patching.version_of(tmp_path / "package_info.py") == version
 
 
 def test_samples_are_counted_as_planned():

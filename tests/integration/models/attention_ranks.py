@@ -11,7 +11,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dynapipe.data.masks import causal_mask, cross_mask, decoder_mask, encoder_mask
+from megatron_dynapipe.data.segments import causal_mask, cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 

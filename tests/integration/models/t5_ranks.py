@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dynapipe.data.masks import cross_mask, decoder_mask, encoder_mask
+from megatron_dynapipe.data.segments import cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.positions import Positions

@@ -4,7 +4,7 @@ from tests.helpers.processes import run_ranks
 def check(rank: int, world_size: int) -> None:
     import torch
 
-    from megatron_dynapipe.data.masks import cross_mask, decoder_mask, encoder_mask
+    from megatron_dynapipe.data.segments import cross_mask, decoder_mask, encoder_mask
     from megatron_dynapipe.integration.models.masks import MegatronMasks, SdpaMasks
 
     inputs, targets = torch.tensor([3, 1]), torch.tensor([2, 4])

@@ -1,0 +1,244 @@
+"""Megatron's layers of experts, with terms that do not depend on how samples are put into micro-batches.
+
+What Megatron takes as means over a micro-batch are sums over positions x of samples here, without padding, divided like
+the loss by the iteration's target tokens. p_x are the router's scores, E experts, of which a position has k:
+
+    z-loss        c · Σ_x logsumexp(logits_x)²
+    seq_aux_loss  c · E/k · Σ_samples s Σ_i n_si/n_s · Σ_{x in s} p_xi     n_si positions of s have expert i
+    aux_loss      c · E · Σ_i f_i · Σ_x p_xi                 f_i: share of expert i in the iteration before
+    expert bias   positions of every expert, over the iteration
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+
+from megatron_dynapipe.plan.iteration import MicroBatch
+from megatron_dynapipe.units import BatchLayout, ModelFamily
+
+_LOGGED = {"z_loss": "z_loss", "aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
+"""The terms, and Megatron's names of them in its log."""
+
+
+class PlannedRouter(TopKRouter):
+    """Megatron's router; `begin` says which of a micro-batch's positions are of which sample.
+
+    Attributes:
+        expert_shares: with `aux_loss`, float32[experts]: f_i; saved in checkpoints.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        experts = self.config.num_moe_experts
+        self._samples: Tensor | None = None
+        self._number = 0
+        self._sums: Tensor | None = None
+        if self._has("aux_loss"):
+            self.register_buffer("expert_shares", torch.full((experts,), 1 / experts, device=self.weight.device))
+
+    @property
+    def adds_terms(self) -> bool:
+        """Whether it does anything that asks for positions without padding."""
+        config = self.config
+        return bool(config.moe_z_loss_coeff or config.moe_router_enable_expert_bias or self.is_aux_loss_enabled())
+
+    def begin(self, samples: Tensor | None, number: int) -> None:
+        """The passes that follow are of a micro-batch.
+
+        Args:
+            samples: int64[positions of this rank]: the number of each one's sample, `number` for padding; None adds no
+                terms.
+            number: of samples.
+        """
+        self._samples, self._number = samples, number
+
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As Megatron's, with the positions that count."""
+        padding_mask = None if self._samples is None else self._samples == self._number
+        routed: tuple[Tensor, Tensor] = super().forward(hidden_states, padding_mask)
+        return routed
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Attach it to the logits."""
+        coefficient = self.config.moe_z_loss_coeff
+        if not coefficient or padding_mask is None or not self._is_learning:
+            return logits
+        squares = torch.logsumexp(logits.float(), dim=-1).square() * ~padding_mask
+        return self._attach(logits, "z_loss", squares.sum(), coefficient)
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if not coefficient or not with_padding_mask:
+            return probs
+        self._add(slice(len(_LOGGED) + 1, None), routing_map.sum(dim=0))
+        loss = self.config.num_moe_experts * (self.expert_shares * scores_for_aux_loss.sum(dim=0)).sum()
+        return self._attach(probs, "aux_loss", loss, coefficient)
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        coefficient = self.get_aux_loss_coeff("seq_aux_loss")
+        if not coefficient or not with_padding_mask:
+            return probs
+        assert self._samples is not None
+        empty = scores_for_aux_loss.new_zeros(self._number + 1, self.config.num_moe_experts)
+        scores = empty.index_add(0, self._samples, scores_for_aux_loss)
+        chosen = empty.index_add(0, self._samples, routing_map.to(empty.dtype))
+        chosen = reduce_from_tensor_model_parallel_region(chosen, self.tp_cp_group)
+        shares = chosen / chosen.sum(dim=1, keepdim=True).clamp(min=1)
+        return self._attach(probs, "seq_aux_loss", self.config.num_moe_experts * (shares * scores).sum(), coefficient)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Megatron's takes the mask for one of experts."""
+        if padding_mask is None or not torch.is_grad_enabled():
+            return
+        self._add(slice(len(_LOGGED), len(_LOGGED) + 1), (~padding_mask).sum())
+        if self.enable_expert_bias:
+            self.local_tokens_per_expert += (routing_map & ~padding_mask.unsqueeze(-1)).sum(dim=0)
+
+    def _maintain_float32_expert_bias(self) -> None:
+        """In half precision sums stop growing."""
+        super()._maintain_float32_expert_bias()
+        for name in ("local_tokens_per_expert", "expert_shares"):
+            buffer = getattr(self, name, None)
+            if buffer is not None and buffer.dtype != torch.float32:
+                buffer.data = buffer.data.to(torch.float32)
+
+    @property
+    def _is_learning(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    def _attach(self, activation: Tensor, name: str, loss: Tensor, coefficient: float) -> Tensor:
+        place = list(_LOGGED).index(name)
+        self._add(slice(place, place + 1), loss.detach())
+        attached: Tensor = MoEAuxLossAutoScaler.apply(activation, coefficient * loss)
+        return attached
+
+    def _add(self, where: slice, value: Tensor) -> None:
+        self.sums[where] += value
+
+    @property
+    def sums(self) -> Tensor:
+        """Of the iteration, float32: the terms, the positions, and positions of every expert."""
+        if self._sums is None:
+            length = len(_LOGGED) + 1 + self.config.num_moe_experts
+            self._sums = torch.zeros(length, device=self.weight.device)
+        return self._sums
+
+    def finish(self, sums: Tensor) -> None:
+        """End an iteration, of which all ranks together have these sums."""
+        means = sums[: len(_LOGGED)] / sums[len(_LOGGED)].clamp(min=1)
+        for mean, (name, logged) in zip(means, _LOGGED.items(), strict=True):
+            if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None and self._has(name):
+                mean = mean * calculator.get_num_microbatches()  # by which Megatron's log divides
+                get_moe_metrics_tracker().record(logged, mean, self.layer_number, self.config.num_layers)
+        if self._has("aux_loss"):
+            of_experts = sums[len(_LOGGED) + 1 :]
+            self.expert_shares.copy_(of_experts / of_experts.sum())
+        self.sums.zero_()
+
+    def _has(self, name: str) -> bool:
+        return bool(self.config.moe_z_loss_coeff if name == "z_loss" else self.get_aux_loss_coeff(name))
+
+
+def routers_of(models: Sequence[nn.Module]) -> list[PlannedRouter]:
+    """The routers of model chunks that add terms."""
+    found = [module for model in models for module in model.modules() if isinstance(module, PlannedRouter)]
+    return [router for router in found if router.adds_terms]
+
+
+def begin_micro_batch(routers: Sequence[PlannedRouter], planned: MicroBatch | None) -> None:
+    """Tell routers which positions of the micro-batch that runs next are of which sample; None adds no terms."""
+    if not routers:
+        return
+    samples, number = None, 0
+    if planned is not None:
+        rows, number = sample_numbers(planned), len(planned.sample_ids)
+        config, group = routers[0].config, routers[0].tp_group
+        if config.sequence_parallel:
+            rows = np.split(rows, group.size())[group.rank()]
+        samples = torch.from_numpy(rows.reshape(-1)).to(routers[0].weight.device, non_blocking=True)
+    for router in routers:
+        router.begin(samples, number)
+
+
+def sample_numbers(planned: MicroBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The place of each position's sample in its micro-batch, their number for padding: int64[s, b]."""
+    lengths = planned.positions(ModelFamily.GPT)
+    size, positions, _ = planned.shape
+    if planned.layout is BatchLayout.PACKED:
+        numbers = np.repeat(np.arange(len(lengths) + 1), (*lengths, positions - sum(lengths)))
+        return numbers[:, None]
+    rows = np.array((*lengths, *[0] * (size - len(lengths))))
+    return np.where(np.arange(positions)[:, None] < rows, np.arange(size), len(lengths))
+
+
+def finish_iteration(models: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
+    """Add up what the routers of all replicas have counted."""
+    routers = routers_of(models)
+    if not routers:
+        return
+    sums = torch.stack([router.sums for router in routers])
+    torch.distributed.all_reduce(sums, group=groups.tp_dp_cp)
+    for router, each in zip(routers, sums, strict=True):
+        router.finish(each)
+
+
+class UnevenAllGather(MoEAllGatherTokenDispatcher):
+    """Megatron's dispatcher of all positions to all ranks, where ranks have different numbers of them.
+
+    All pad theirs to the most of any rank, with positions that no expert gets.
+    """
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """As Megatron's, and padded."""
+        hidden_states, probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
+        most = torch.tensor(len(hidden_states), device=hidden_states.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self.tp_ep_group)
+        self._own, missing = len(hidden_states), int(most) - len(hidden_states)
+        self.routing_map: Tensor = nn.functional.pad(routing_map, (0, 0, 0, missing))
+        return nn.functional.pad(hidden_states, (0, 0, 0, missing)), nn.functional.pad(probs, (0, 0, 0, missing))
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """As Megatron's, without what was padded."""
+        combined: Tensor = super().combine_postprocess(hidden_states[: self._own])
+        return combined
+
+
+class PlannedMoELayer(MoELayer):
+    """Megatron's layer, whose ranks may have different numbers of positions."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        given = self.token_dispatcher
+        if isinstance(given, MoEAllGatherTokenDispatcher) and given.tp_size * given.ep_size > 1:
+            given.__class__ = UnevenAllGather
+
+
+def with_planned_experts(layer: ModuleSpec) -> ModuleSpec:
+    """Megatron's layer of experts with these routers and dispatchers."""
+    parts: Any = layer.submodules
+    modules = replace(parts.mlp.keywords["submodules"], router=PlannedRouter)
+    return replace(layer, submodules=replace(parts, mlp=partial(PlannedMoELayer, submodules=modules)))
