@@ -315,7 +315,7 @@ std::tuple<int64_t, std::vector<uint8_t>> run_list_schedule(const std::vector<Ma
 
 using Steps = std::vector<Integers>;
 
-std::tuple<bool, Steps, Steps> run_fast_verify(const nb::bytes& lists, int64_t chunks, int64_t micro_batches,
+std::tuple<bool, Steps, Steps, Steps> run_fast_verify(const nb::bytes& lists, int64_t chunks, int64_t micro_batches,
                                                bool forward_only, bool ordered_starts) {
     require(chunks >= 1 && chunks <= 4096, "between 1 and 4096 chunks");
     require(micro_batches >= 0 && micro_batches <= (int64_t{1} << 24) / chunks,
@@ -326,7 +326,7 @@ std::tuple<bool, Steps, Steps> run_fast_verify(const nb::bytes& lists, int64_t c
         found = fast_verify(reinterpret_cast<const uint8_t*>(lists.c_str()), lists.size(),
                             {chunks, micro_batches, forward_only, ordered_starts});
     }
-    return {found.holds, std::move(found.passes), std::move(found.sends)};
+    return {found.holds, std::move(found.passes), std::move(found.sends), std::move(found.messages)};
 }
 
 std::tuple<std::vector<std::tuple<int64_t, Integers, Integers>>, int64_t> run_orchestrate(
@@ -410,7 +410,7 @@ NB_MODULE(_native, module) {
                "memory_limit"_a, "forward_only"_a, "depth"_a.noconvert(), "rule"_a, "peak_covers_backward"_a = false,
                "See megatron_dynapipe.planning.schedules.list_scheduling; (makespan, 1 per forward of every stage).");
     module.def("fast_verify", &run_fast_verify, "lists"_a, "chunks"_a, "micro_batches"_a, "forward_only"_a, "ordered_starts"_a = false,
-               "See megatron_dynapipe.planning.native; (whether lists hold, steps of passes and of sends per stage).");
+               "See megatron_dynapipe.planning.native; (whether lists hold, steps of passes and of sends, elements of messages).");
     module.def("orchestrate", &run_orchestrate, nb::kw_only(), "units"_a, "forward"_a.noconvert(),
                "backward"_a.noconvert(), "stored"_a.noconvert(), "boundary"_a.noconvert(), "parameters"_a.noconvert(),
                "state_bytes"_a.noconvert(), "memory_limit"_a, "replicas"_a.noconvert(), "reductions"_a.noconvert(),

@@ -50,11 +50,13 @@ class Method:
     Attributes:
         planner: its settings, from those of a run and the longest input and target in positions.
         plans_split: whether its layer split is planned; the baselines split layers equally.
+        halves: whether a planned split may divide layers between attention and MLP.
         joins: whether samples are joined to rows in which they attend to one another: another function is trained.
     """
 
     planner: Settings
     plans_split: bool = False
+    halves: bool = True
     joins: bool = False
 
 
@@ -116,6 +118,7 @@ ABLATIONS: dict[str, Method] = {
         planner=lambda run, longest: msgspec.structs.replace(run, micro_batch_layouts=(*BatchLayout,), slices="off"),
         plans_split=True,
     ),
+    "whole_layers": Method(planner=_planned(*BatchLayout), plans_split=True, halves=False),
     "padded_equal_split": Method(planner=_planned(*PADDED)),
     "padded_fixed_tokens": _ablation(partition=PartitionSettings(algorithm=PartitionAlgorithm.TOKEN_BASED)),
     "padded_no_search": _ablation(schedule=ScheduleSettings(search_evaluations=0)),

@@ -18,7 +18,6 @@ from megatron_dynapipe.cost import (
     ABSENT,
     CostModel,
     LayerTables,
-    PipelineLayout,
     Row,
     Split,
     in_halves,
@@ -63,6 +62,7 @@ def choose_layer_split(
     batches: Sequence[GlobalBatch],
     *,
     to_fit: Sequence[GlobalBatch] = (),
+    halves: bool = True,
 ) -> Split:
     """The layers per stage under which the batches are predicted to run fastest.
 
@@ -74,6 +74,7 @@ def choose_layer_split(
         cost_model: what layers cost.
         batches: global batches of the lengths to come; the first few that can be planned are used.
         to_fit: more lengths that may come; they have no weight, but must go on fitting.
+        halves: whether a layer may be divided between its attention and its MLP, where their costs are known.
 
     Raises:
         PlanningError: none of the batches can be planned under the splits that were tried.
@@ -82,11 +83,12 @@ def choose_layer_split(
     best = settings.layout.layers_per_stage
     trials.require(best)
     evened = trials.evened(best)
-    steps = (1, 2) if trials.know_halves else (2,)
+    halves = halves and trials.know_halves
+    steps = (1, 2) if halves else (2,)
     if not trials.required:  # Model state alone is too much where the search begins.
         trials.require(evened)
-    starts = [best, evened, *_padded_choice(settings, cost_model, batches, to_fit)]
-    if trials.know_halves:
+    starts = [best, evened, *_padded_choice(settings, cost_model, batches, to_fit, halves)]
+    if halves:
         starts.append(trials.evened(evened, 1))
     trials.choose_batches(starts)
     best = min(starts, key=trials.predicted_ns)
@@ -105,14 +107,18 @@ def choose_layer_split(
 
 
 def _padded_choice(
-    settings: PlannerSettings, cost_model: CostModel, batches: Sequence[GlobalBatch], to_fit: Sequence[GlobalBatch]
+    settings: PlannerSettings,
+    cost_model: CostModel,
+    batches: Sequence[GlobalBatch],
+    to_fit: Sequence[GlobalBatch],
+    halves: bool,
 ) -> list[Split]:
     """The choice for padded micro-batches alone, if they are not all that is allowed: a good start for others."""
     if BatchLayout.PADDED not in settings.micro_batch_layouts or len(settings.micro_batch_layouts) == 1:
         return []
     padded = msgspec.structs.replace(settings, micro_batch_layouts=(BatchLayout.PADDED,), slices="off")
     try:
-        return [choose_layer_split(padded, cost_model, batches, to_fit=to_fit)]
+        return [choose_layer_split(padded, cost_model, batches, to_fit=to_fit, halves=halves)]
     except PlanningError:
         return []
 
@@ -211,13 +217,7 @@ class _Trials:
     def estimate_ns(self, split: Split) -> int:
         """Work of the busiest stage over the known micro-batches, and the longest warm-up and drain around it."""
         s = self._settings
-        layout = PipelineLayout(
-            family=s.family,
-            encoder_layers=s.encoder_layers,
-            decoder_layers=s.decoder_layers,
-            layers_per_stage=split,
-            chunks=s.chunks,
-        )
+        layout = replace(s.layout, layers_per_stage=split)
         times = stage_times(self._work, layout).reshape(-1, s.chunks, layout.stages).sum(axis=1)
         warmup = (times.sum(axis=1) - times.max(axis=1)).max(initial=0)
         return int(times.sum(axis=0).max() // s.data_parallel + warmup)
@@ -231,7 +231,7 @@ class _Trials:
         return np.asarray(costs[(costs != ABSENT).all(axis=1)])
 
     def _tables(self, mode: Recompute) -> LayerTables:
-        return self._cost_model.tables(tensor_parallel=self._settings.tensor_parallel, recompute=mode)
+        return self._settings.tables(self._cost_model, mode)
 
     def _layer_costs(self, micro_batch: MicroBatch) -> IntArray:
         """One layer's costs of a planned micro-batch: int64[len(Row)]."""

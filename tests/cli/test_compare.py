@@ -13,7 +13,7 @@ from megatron_dynapipe.units import ModelFamily
 from tests.helpers.planning_commands import arguments, report
 from tests.helpers.random_dataset import make_dataset
 
-METHODS = ["dynapipe", "packed_rows", "dp_balanced", "default_dynamic_cp", "verl", "slime"]
+METHODS = ["dynapipe", "packed_rows", "dp_balanced", "verl", "slime", "default_dynamic_cp"]
 METHODS += ["token_based", "uniform", "packing", "padding"]
 
 

@@ -269,6 +269,10 @@ def test_the_choice_of_training_can_be_tried() -> None:
     tuning: Tuning = tune(base(T5), cost_model(T5), [batch(T5, 12)], space, rates=RATES, top=9)
     (staged,) = [each for each in tuning.layouts if each.pipeline_parallel == 2]
     assert staged.status is Status.PLANNED and sum(staged.layers_per_stage or ()) == 8
+    chunked = Space(devices=2, splits=(Split.AUTO,), chunks=(2,))
+    tuning = tune(base(GPT), cost_model(GPT), [batch(GPT, 12)], chunked, rates=RATES, top=9)
+    (staged,) = [each for each in tuning.layouts if each.pipeline_parallel == 2]
+    assert staged.status is Status.PLANNED and len(staged.layers_per_stage or ()) == 4
 
 
 @pytest.mark.parametrize("changes", [{"top": 0}, {"workers": 0}])

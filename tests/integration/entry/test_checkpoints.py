@@ -3,6 +3,8 @@
 Weights, optimizer and random state come from the checkpoint; the samples of an iteration are the same under any layout.
 """
 
+import shutil
+
 import pytest
 
 from tests.helpers.entry_scripts import losses
@@ -57,3 +59,21 @@ def test_a_run_resumes_under_another_layout(data, tmp_path, model, optimizer, sa
     assert saved.keys() == {"1", "2", "3", "4"} and resumed.keys() == {"3", "4"}
     assert resumed == pytest.approx({iteration: saved[iteration] for iteration in resumed}, rel=1e-5)
     assert saved["4"] < saved["1"]
+
+
+WHOLE = "--pipeline-model-parallel-size 2"
+HALVES = f"{WHOLE} --dynapipe-layers-per-stage 2.5,1.5"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "saving", "resuming"), [("gpt", HALVES, WHOLE), ("t5", WHOLE, HALVES)])
+def test_an_emergency_checkpoint_resumes_with_layers_divided_otherwise(data, tmp_path, model, saving, resuming):
+    """What `launch` saves: Megatron's non-persistent checkpoints, here alone."""
+    kind, folder = "--non-persistent-ckpt-type global", tmp_path / "saved"
+    flags = f"{saving} {kind} --train-iters 4 --save {folder} --save-interval 100 --non-persistent-save-interval 3"
+    saved = losses(model, data, flags, ranks=2, report=tmp_path / "a")
+    shutil.rmtree(folder / "iter_0000004")
+    (folder / "latest_checkpointed_iteration.txt").unlink()
+    flags = f"{resuming} {kind} --train-iters 4 --load {folder}"
+    resumed = losses(model, data, flags, ranks=2, report=tmp_path / "b")
+    assert resumed == {"4": pytest.approx(saved["4"], rel=1e-5)}

@@ -88,7 +88,7 @@ def test_a_layout_trains_what_one_rank_trains(data, one_rank, tmp_path, model, r
 @pytest.mark.slow
 def test_a_run_goes_on_in_another_layout(data, tmp_path):
     """With its optimizer, and with what routers have counted."""
-    begun = f"{TERMS} {SHARED} {DISTRIBUTED}"
+    begun = f"{TERMS} {SHARED} {DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
     whole = run(data, f"{begun} --train-iters 4", 2, tmp_path / "whole")["losses"]
     save = f"--train-iters 2 --save {tmp_path / 'saved'} --save-interval 2 --lr-decay-iters 4"
     run(data, f"{begun} {save}", 2, tmp_path / "begun")

@@ -79,16 +79,20 @@ def test_packed_rows_of_samples_of_one_length_have_the_losses_of_stock_megatron(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_first", [True, False], ids=["on, then off", "off, then on"])
-@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
-def test_a_run_goes_on_with_dynapipe_switched(optimizer, on_first, start, data, tmp_path):
+@pytest.mark.parametrize(
+    ("optimizer", "ours"),
+    [("", ""), ("--use-distributed-optimizer", ""), ("", "--dynapipe-layers-per-stage 2.5,1.5")],
+    ids=["plain", "distributed optimizer", "half layers"],
+)
+def test_a_run_goes_on_with_dynapipe_switched(optimizer, ours, on_first, start, data, tmp_path):
     flags = f"{TWO} {optimizer} --train-iters 6"
     saving = f"{flags} {start} --save {tmp_path / 'saved'} --save-interval 3 --exit-interval 3"
     loading = f"{flags} --load {tmp_path / 'saved'}"
     whole = train_stock(data, f"{flags} {start}", 2)[-1]["losses"]
     if on_first:
-        train_planned(data, saving, 2, tmp_path / "report")
+        train_planned(data, f"{saving} {ours}", 2, tmp_path / "report")
         rest = train_stock(data, loading, 2, patched=True)[-1]["losses"]
     else:
         train_stock(data, saving, 2)
-        rest = train_planned(data, loading, 2, tmp_path / "report")[-1]["losses"]
+        rest = train_planned(data, f"{loading} {ours}", 2, tmp_path / "report")[-1]["losses"]
     assert rest == pytest.approx({iteration: whole[iteration] for iteration in "456"}, rel=1e-5)
