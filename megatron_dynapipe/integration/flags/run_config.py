@@ -102,6 +102,7 @@ class RunConfig:
         layouts: what micro-batches may be.
         slices: whether long samples are cut along their sequence.
         split_backward: whether backward passes are divided.
+        undivided_because: why they are not, where the model's layers cannot.
         plans_layer_split: whether the layers per stage are yet to be planned.
         report_folder: where the run's records and pictures go.
         metrics_interval: iterations between two whose numbers are given to Megatron's writers.
@@ -136,6 +137,7 @@ class RunConfig:
     layouts: Layouts
     slices: Slices
     split_backward: SplitBackward
+    undivided_because: str
     plans_layer_split: bool
     report_folder: Path
     metrics_interval: int
