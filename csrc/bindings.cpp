@@ -68,7 +68,8 @@ public:
                  int64_t bytes_per_position, const Array<bool, 1>& decoder_forward,
                  const Array<bool, 1>& decoder_backward, const Array<double, 1>& latency_ns,
                  const Array<double, 1>& gbps, int64_t receive_ahead, bool ordered_starts,
-                 std::vector<StageValues> of_stages, const Array<int32_t, 1>& chains, const Ints& extras, int64_t division)
+                 std::vector<StageValues> of_stages, const Array<int32_t, 1>& chains, const Ints& extras,
+                 const Ints& part_rates, int64_t division)
         : tables_(std::move(modes)), packed_tables_(std::move(packed)), stage_tables_(std::move(of_stages)),
           problem_{copy(inputs), copy(targets), copy(input_positions), copy(target_positions), may_pad, may_pack,
                    {}, {}, {},
@@ -77,7 +78,7 @@ public:
                    {bytes_per_position, copy_flags(decoder_forward), copy_flags(decoder_backward), copy(latency_ns),
                     copy(gbps)},
                    {in_flight.data(), in_flight.data() + in_flight.size()}, replicas, static_cast<Division>(division),
-                   copy(chains), copy(extras)} {
+                   copy(chains), copy(extras), copy(part_rates)} {
         require(division >= 0 && division < static_cast<int64_t>(Division::kDivisions), "a division that there is");
         require(in_flight.shape(1) == model_state.size(), "micro-batches in flight for every stage");
         require(encoder_layers.shape(0) == decoder_layers.shape(0), "encoder and decoder layers of the same stages");
@@ -314,7 +315,7 @@ std::tuple<int64_t, std::vector<uint8_t>> run_list_schedule(const std::vector<Ma
 
 using Steps = std::vector<Integers>;
 
-std::tuple<bool, Steps, Steps> run_fast_verify(const nb::bytes& lists, int64_t chunks, int64_t micro_batches,
+std::tuple<bool, Steps, Steps, Steps> run_fast_verify(const nb::bytes& lists, int64_t chunks, int64_t micro_batches,
                                                bool forward_only, bool ordered_starts) {
     require(chunks >= 1 && chunks <= 4096, "between 1 and 4096 chunks");
     require(micro_batches >= 0 && micro_batches <= (int64_t{1} << 24) / chunks,
@@ -325,7 +326,7 @@ std::tuple<bool, Steps, Steps> run_fast_verify(const nb::bytes& lists, int64_t c
         found = fast_verify(reinterpret_cast<const uint8_t*>(lists.c_str()), lists.size(),
                             {chunks, micro_batches, forward_only, ordered_starts});
     }
-    return {found.holds, std::move(found.passes), std::move(found.sends)};
+    return {found.holds, std::move(found.passes), std::move(found.sends), std::move(found.messages)};
 }
 
 std::tuple<std::vector<std::tuple<int64_t, Integers, Integers>>, int64_t> run_orchestrate(
@@ -384,7 +385,7 @@ NB_MODULE(_native, module) {
                       std::vector<PackedMode>, const Matrix&, const Matrix&, int64_t, const Ints&,
                       int64_t, const Matrix&, int64_t, bool, bool, int64_t, const Array<bool, 1>&,
                       const Array<bool, 1>&, const Array<double, 1>&, const Array<double, 1>&, int64_t, bool,
-                      std::vector<StageValues>, const Array<int32_t, 1>&, const Ints&, int64_t>(),
+                      std::vector<StageValues>, const Array<int32_t, 1>&, const Ints&, const Ints&, int64_t>(),
              "inputs"_a.noconvert(), "targets"_a.noconvert(), "input_positions"_a.noconvert(),
              "target_positions"_a.noconvert(), "may_pad"_a, "may_pack"_a, "modes"_a.noconvert(),
              "packed"_a.noconvert(), "encoder_layers"_a.noconvert(),
@@ -393,7 +394,7 @@ NB_MODULE(_native, module) {
              "bytes_per_position"_a, "decoder_forward"_a.noconvert(), "decoder_backward"_a.noconvert(),
              "latency_ns"_a.noconvert(), "gbps"_a.noconvert(), "receive_ahead"_a = -1, "ordered_starts"_a = false,
              "of_stages"_a = std::vector<StageValues>(), "chains"_a.noconvert(), "extras"_a.noconvert(),
-             "division"_a = 0)
+             "part_rates"_a.noconvert(), "division"_a = 0)
         .def("partition", &BatchProblem::partition, "orders"_a.noconvert(), "improve"_a,
              "The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits.")
         .def("search", &BatchProblem::run_search, "order"_a.noconvert(), "partitions"_a.noconvert(), "evaluations"_a,
@@ -409,7 +410,7 @@ NB_MODULE(_native, module) {
                "memory_limit"_a, "forward_only"_a, "depth"_a.noconvert(), "rule"_a, "peak_covers_backward"_a = false,
                "See megatron_dynapipe.planning.schedules.list_scheduling; (makespan, 1 per forward of every stage).");
     module.def("fast_verify", &run_fast_verify, "lists"_a, "chunks"_a, "micro_batches"_a, "forward_only"_a, "ordered_starts"_a = false,
-               "See megatron_dynapipe.planning.native; (whether lists hold, steps of passes and of sends per stage).");
+               "See megatron_dynapipe.planning.native; (whether lists hold, steps of passes and of sends, elements of messages).");
     module.def("orchestrate", &run_orchestrate, nb::kw_only(), "units"_a, "forward"_a.noconvert(),
                "backward"_a.noconvert(), "stored"_a.noconvert(), "boundary"_a.noconvert(), "parameters"_a.noconvert(),
                "state_bytes"_a.noconvert(), "memory_limit"_a, "replicas"_a.noconvert(), "reductions"_a.noconvert(),

@@ -17,7 +17,8 @@ enum Payload : int64_t { kActivation = 1, kGradient, kPayloads };
 // halves of a divided one used); `kNone` is what a rank never has.
 enum State : uint8_t { kNone, kAbsent, kReady, kMoving, kUsed, kFreed };
 
-constexpr int64_t kMost = int64_t{1} << 40;  // above every number in a plan
+constexpr int64_t kMost = int64_t{1} << 40;          // above every number in a plan
+constexpr int64_t kMostElements = int64_t{1} << 36;  // of a message, so that sums stay within 64 bits
 
 struct Span {
     const uint8_t* begin;
@@ -48,11 +49,16 @@ public:
         if (head < 0xcc || head > 0xcf) return fail();
         return big_endian(1 << (head - 0xcc));
     }
-    // Shapes, an array of arrays of numbers, as their bytes.
-    Span shapes() {
+    // Shapes, an array of arrays of numbers, as their bytes; adds up the tensors' elements.
+    Span shapes(int64_t& elements) {
         const uint8_t* begin = at_;
-        for (int64_t tensors = array(); ok && tensors > 0; --tensors)
-            for (int64_t sizes = array(); ok && sizes > 0; --sizes) number();
+        for (int64_t tensors = array(); ok && tensors > 0; --tensors) {
+            int64_t product = 1;
+            for (int64_t sizes = array(); ok && sizes > 0; --sizes)
+                if (__builtin_mul_overflow(product, number(), &product) || product > kMostElements) fail();
+            elements += product;
+            if (elements > kMostElements) fail();
+        }
         return {begin, at_};
     }
     bool done() const { return ok && at_ == end_; }
@@ -107,10 +113,22 @@ public:
     std::vector<int64_t> passes, send_steps;
     int64_t length = 0;
 
+    // Elements of messages while each pass runs: buffers of received ones, equal, beside what is being sent; a kept
+    // input is counted with its pass.
+    std::vector<int64_t> messages() const {
+        std::vector<int64_t> held = under_way_;
+        for (int64_t& each : held) each += most_[kActivation] * largest_[kActivation] + most_[kGradient] * largest_[kGradient];
+        return held;
+    }
+
 private:
     bool forward(int64_t row, int64_t key);
     bool backward(int64_t key, State after);
     bool transfer(int64_t kind, Reader& reader);
+    void receive(int64_t payload, int64_t elements) {
+        most_[payload] = std::max(most_[payload], ++received_[payload]);
+        largest_[payload] = std::max(largest_[payload], elements);
+    }
     bool free(int64_t buffer, int64_t row, int64_t chunk);
     // Moves a buffer from one state to the next, and from no other.
     bool advance(int64_t buffer, int64_t key, State before, State after) {
@@ -127,6 +145,9 @@ private:
     std::vector<State> buffers_[kBuffers], done_;
     std::vector<int64_t> forwards_left_, number_[kPayloads];
     bool receiving_[kPayloads] = {};
+    std::vector<int64_t> elements_[kBuffers], under_way_;  // of each buffer's message; at each pass
+    int64_t received_[kPayloads] = {}, most_[kPayloads] = {}, largest_[kPayloads] = {};  // held, at most, elements
+    int64_t sending_ = 0, kept_ = 0;
 };
 
 Walk::Walk(const ListShape& shape, int64_t stages, int64_t stage) : shape_(shape), stages_(stages), stage_(stage) {
@@ -137,6 +158,7 @@ Walk::Walk(const ListShape& shape, int64_t stages, int64_t stage) : shape_(shape
     for (int64_t buffer = kInput; buffer < kBuffers; ++buffer) {
         const bool gradient = buffer == kOutputGrad || buffer == kInputGrad;
         buffers_[buffer].assign(keys, gradient && shape.forward_only ? kNone : kAbsent);
+        elements_[buffer].assign(keys, 0);
         const bool inner = buffer == kInput || buffer == kInputGrad;  // towards the model's first layers
         if (stage != (inner ? 0 : stages - 1)) continue;
         for (size_t key = inner ? 0 : shape.chunks - 1; key < keys; key += shape.chunks) buffers_[buffer][key] = kNone;
@@ -161,7 +183,13 @@ bool Walk::step(Reader& reader) {
         else if (kind == kFree) fine = free(buffer, row, chunk);
         else if (kind == kBackwardWeight) fine = std::exchange(done_[key], kFreed) == kUsed;
         else fine = backward(key, kind == kBackward ? kFreed : kUsed);
-        if (kind != kLoad && kind != kFree) passes.push_back(length);
+        if (kind != kLoad && kind != kFree) {
+            const int64_t input = shape_.forward_only ? 0 : elements_[kInput][key];
+            if (kind == kBackward || kind == kBackwardInput) kept_ -= input;
+            passes.push_back(length);
+            under_way_.push_back(sending_ - kept_);
+            if (kind == kForward) kept_ += input;
+        }
     }
     ++length;
     return fine;
@@ -185,7 +213,8 @@ bool Walk::backward(int64_t key, State after) {
 bool Walk::transfer(int64_t kind, Reader& reader) {
     const int64_t payload = reader.number(), row = reader.number(), chunk = reader.number(), peer = reader.number();
     const bool starts = kind == kSendStart || kind == kRecvStart, sending = kind == kSendStart || kind == kSendWait;
-    const Span shapes = starts ? reader.shapes() : Span{};
+    int64_t elements = 0;
+    const Span shapes = starts ? reader.shapes(elements) : Span{};
     if (!reader.ok || payload < kActivation || payload > kGradient || row >= shape_.micro_batches ||
         chunk >= shape_.chunks)
         return false;
@@ -209,16 +238,24 @@ bool Walk::transfer(int64_t kind, Reader& reader) {
             waits.push_back({length, payload, static_cast<int64_t>(transfers.size()) - 1, true});
         number_[payload][key] = transfers.size();
         send_steps.push_back(length);
+        sending_ += elements;
     } else {
         receiving_[payload] = true;
+        receive(payload, elements);
     }
+    elements_[buffer][key] = elements;
     transfers.push_back({row, chunk * stages_ + stage_ - !downstream, length, shapes});
     return true;
 }
 
 bool Walk::free(int64_t buffer, int64_t row, int64_t chunk) {
     if (buffer < kData || buffer >= kBuffers) return false;
-    if (buffer != kData) return advance(buffer, row * shape_.chunks + chunk, kUsed, kFreed);
+    if (buffer != kData) {
+        const int64_t key = row * shape_.chunks + chunk;
+        if (buffer == kInput || buffer == kOutputGrad) --received_[buffer == kInput ? kActivation : kGradient];
+        else sending_ -= elements_[buffer][key];
+        return advance(buffer, key, kUsed, kFreed);
+    }
     return chunk == 0 && forwards_left_[row] == 0 && advance(kData, row, kReady, kFreed);
 }
 
@@ -295,6 +332,7 @@ Verified fast_verify(const uint8_t* data, size_t size, const ListShape& shape) {
     for (Walk& walk : walks) {
         verified.passes.push_back(std::move(walk.passes));
         verified.sends.push_back(std::move(walk.send_steps));
+        verified.messages.push_back(walk.messages());
     }
     return verified;
 }

@@ -17,6 +17,7 @@ struct ListShape {
 struct Verified {
     bool holds = false;
     std::vector<std::vector<int64_t>> passes, sends;
+    std::vector<std::vector<int64_t>> messages;  // elements that are held while each pass runs (plan/memory.py)
 };
 
 // `data` is one list per pipeline rank in MessagePack, as msgspec writes plan/instructions.py. Trusts nothing of it.

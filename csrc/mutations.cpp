@@ -288,7 +288,7 @@ bool Mutations::reassign(std::vector<ReplicaState>& replicas, std::vector<size_t
 bool Mutations::change_policy(ReplicaState& replica) {
     const int64_t stages = problem_.pipeline.stages;
     if (stages < 2 || problem_.pipeline.forward_only) return false;
-    if (problem_.division != Division::kOff && random_.below(4) == 0) {
+    if (may_divide_ && random_.below(4) == 0) {
         replica.policy.least_gap = (replica.policy.least_gap + 1 + random_.below(4)) % 5;
         return true;
     }

@@ -14,8 +14,8 @@ namespace dynapipe {
 
 class Mutations {
 public:
-    Mutations(const Problem& problem, BatchMaker& maker, Chains& chains, uint64_t seed)
-        : problem_(problem), maker_(maker), chains_(chains), random_(seed) {}
+    Mutations(const Problem& problem, BatchMaker& maker, Chains& chains, bool may_divide, uint64_t seed)
+        : problem_(problem), maker_(maker), chains_(chains), may_divide_(may_divide), random_(seed) {}
 
     // Makes one change and names the replicas that it touched; false where the change drawn does not apply or a
     // micro-batch would not fit, and the solution is then not to be used.
@@ -52,6 +52,7 @@ private:
     const Problem& problem_;
     BatchMaker& maker_;
     Chains& chains_;
+    const bool may_divide_;  // backward passes
     Random random_;
     bool unfit_ = false;
 };

@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kLargestShare = int64_t{1} << 40;
 constexpr int64_t kLargestRow = kLargestCoordinate;  // inputs, and targets
 
-int64_t divide(__int128 value, int64_t by) {  // rounded to the nearest, halves up
+int64_t divide(__int128 value, __int128 by) {  // rounded to the nearest, halves up
     const __int128 twice = 2 * value + by;
     const __int128 quotient = twice / (2 * by);
     return static_cast<int64_t>(quotient - (twice % (2 * by) < 0));
@@ -29,7 +29,12 @@ void sum(const int64_t (&terms)[2 * kRows], int rows, int64_t positions, int64_t
 }  // namespace
 
 PackedCosts::PackedCosts(const Problem& problem)
-    : problem_(problem), shares_(problem.modes.size(), std::vector<Shares>(problem.samples())) {}
+    : problem_(problem), shares_(problem.modes.size(), std::vector<Shares>(problem.samples())),
+      before_(problem.chains.size()) {
+    for (size_t i = 1; i < before_.size(); ++i)
+        if (problem.chains[i] >= 0 && problem.chains[i] == problem.chains[i - 1])
+            before_[i] = before_[i - 1] + problem.input_positions[i - 1];
+}
 
 bool PackedCosts::layer_costs(size_t mode, const PackedRow& row, int64_t (&out)[kRows]) {
     if (row.inputs > kLargestRow || row.targets > kLargestRow) return false;
@@ -39,7 +44,9 @@ bool PackedCosts::layer_costs(size_t mode, const PackedRow& row, int64_t (&out)[
         if (!add(mode, sample, positions, terms)) return false;
     sum(terms, problem_.rows, positions, out);
     const PackedGrid& grid = problem_.packed[mode];
-    return !grid.measured() || grid.add_linear(row.inputs, row.targets, out);
+    if (grid.measured()) return grid.add_linear(row.inputs, row.targets, out);
+    divide_parts(mode, row.samples, out);
+    return true;
 }
 
 bool PackedCosts::share(size_t mode, int32_t sample, int64_t positions, int64_t (&out)[kRows]) {
@@ -49,7 +56,10 @@ bool PackedCosts::share(size_t mode, int32_t sample, int64_t positions, int64_t 
     if (!add(mode, sample, scale, terms)) return false;
     sum(terms, problem_.rows, scale, out);
     const PackedGrid& grid = problem_.packed[mode];
-    if (!grid.measured()) return true;
+    if (!grid.measured()) {
+        divide_parts(mode, {sample}, out);
+        return true;
+    }
     int64_t linear[kRows] = {};
     if (!grid.add_linear(input * scale / own, target * scale / own, linear)) return false;
     for (int row = 0; row < problem_.rows; ++row) out[row] += divide(static_cast<__int128>(linear[row]) * own, scale);
@@ -71,10 +81,34 @@ bool PackedCosts::add(size_t mode, size_t sample, int64_t positions, int64_t (&t
         for (int row = 0; row < kEncoderRows; ++row) terms[kRows + row] += extra[row];
         for (int row = kEncoderForward; row <= kEncoderStored; ++row)  // all of it is attention's
             terms[kRows + kEncoderAttentionForward + row] += extra[row];
-        // But what is kept counts for an MLP by itself too: where nobody measured, stored bytes are shared out by a rule.
-        terms[kRows + kEncoderMlpStored] += extra[kEncoderStored];
     }
     return true;
+}
+
+// Divides the derived costs of a row with pieces, in proportion to the operations of its samples over all their keys.
+void PackedCosts::divide_parts(size_t mode, const std::vector<int32_t>& samples, int64_t (&out)[kRows]) const {
+    if (std::none_of(samples.begin(), samples.end(), [&](int32_t sample) { return problem_.is_piece(sample); })) return;
+    const int64_t* rates = problem_.part_rates.data() + mode * kPartRates;
+    if (rates[kOfForward + kMlp] == 0) return;  // nobody knows
+    __int128 positions = 0, pairs = 0;
+    for (int32_t sample : samples) {
+        const int64_t own = problem_.input_positions[sample];
+        positions += own;
+        pairs += static_cast<__int128>(own) * (own + before_[sample]);
+    }
+    const auto of = [&](int64_t value, int first, bool inner, bool mlp) {
+        const __int128 linears = rates[first + kLinear] * positions, inside = rates[first + kInner] * pairs,
+                       rest = rates[first + kMlp] * positions;
+        return divide(value * (linears + inner * inside + mlp * rest), linears + inside + rest);
+    };
+    const int64_t forward = out[kEncoderForward], stored = out[kEncoderStored];
+    out[kEncoderWeight] = of(forward, kOfForward, false, true) * rates[kWeightPerMille] / 1000;
+    out[kEncoderAttentionWeight] = of(forward, kOfForward, false, false) * rates[kWeightPerMille] / 1000;
+    out[kEncoderAttentionForward] = of(forward, kOfForward, true, false);
+    out[kEncoderAttentionBackward] = of(out[kEncoderBackward], kOfBackward, true, false);
+    const bool whole = rates[kOfStored + kMlp] == 0;  // recomputed in full, each half keeps its input
+    out[kEncoderAttentionStored] = whole ? stored : of(stored, kOfStored, true, false);
+    out[kEncoderMlpStored] = whole ? stored : stored - out[kEncoderAttentionStored];
 }
 
 const PackedCosts::Shares& PackedCosts::shares(size_t mode, size_t sample) {

@@ -5,7 +5,8 @@
 // sample, counting inputs and targets together. Between two sizes of the grid the padded cost is linear in b, so the
 // share is A / positions + B; where the next size was not measured or did not fit, it stays what it is at the last.
 // Tables that were measured on packed rows give a part that is linear in the row's positions, and attention per sample.
-// cost/packed.py states the same rules.
+// cost/packed.py states the same rules. The costs of a row with pieces are divided into parts as a whole, with what its
+// prefixes add (cost/division.py).
 #pragma once
 
 #include <cstdint>
@@ -41,12 +42,14 @@ private:
     };
 
     const Shares& shares(size_t mode, size_t sample);
+    void divide_parts(size_t mode, const std::vector<int32_t>& samples, int64_t (&out)[kRows]) const;
     bool add(size_t mode, size_t sample, int64_t positions, int64_t (&terms)[2 * kRows]);
     void derive(const Grid& grid, size_t sample, Shares& shares) const;
     void measured(const PackedGrid& grid, size_t sample, Shares& shares) const;
 
     const Problem& problem_;
     std::vector<std::vector<Shares>> shares_;  // [modes][samples]
+    std::vector<int64_t> before_;              // [samples] positions of the pieces before it, where samples are cut
 };
 
 }  // namespace dynapipe

@@ -21,6 +21,11 @@ struct Links {
     void check(size_t virtual_stages) const;
 };
 
+// Of a layer's parts (cost/division.py): by position attention's linears and the MLP, by position and key attention's inside,
+// of forward times, backward times and stored bytes; thousandths of the linears' forward that weight gradients take.
+enum PartRate { kLinear, kInner, kMlp, kWeightPerMille = 9, kPartRates };
+constexpr int kOfForward = 0, kOfBackward = 3, kOfStored = 6;
+
 enum class Division { kOff, kAuto, kOn, kDivisions };  // of backward passes: where that is faster, or all that can be
 
 struct Problem {
@@ -39,6 +44,7 @@ struct Problem {
     // Where samples are cut: a sample of the problem may be a piece of one. The pieces of a chain follow one another.
     std::vector<int32_t> chains;  // [samples] the chain that it is a piece of, -1 for a whole one; empty where none is cut
     std::vector<int64_t> extras;  // [modes][samples][kEncoderRows] what a piece costs one layer besides its share
+    std::vector<int64_t> part_rates;  // [modes][kPartRates] how the costs of a row with pieces are divided
     int rows = kWholeRows;        // of a layer's costs that are read: kRows where a layer is divided
 
     bool is_cut() const { return !chains.empty(); }

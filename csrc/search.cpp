@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "blocks.h"
 #include "chains.h"
 #include "checks.h"
 #include "jitter.h"
@@ -20,6 +21,7 @@ constexpr int64_t kBudget = 190'000;  // packed rows of a replica, on chunks, th
 constexpr int64_t kLargeBudget = 7'500'000;  // that it schedules at most, so that large batches take seconds
 constexpr int64_t kLeast = 2500, kMost = 7500;
 constexpr int64_t kGap = 2;  // of policies to begin with
+constexpr int64_t kLeastGain = 64;  // dividing passes for less than a 64th may lose to a search that does not
 constexpr int64_t kStartMargin = 32;  // starts that are longer than the best so far by more than its 32nd are dropped
 
 // All replicas of a solution and what they come to.
@@ -41,9 +43,11 @@ struct Solution {
 
 class Search {
 public:
-    Search(const Problem& problem, CostCache& costs, BatchMaker& maker, int64_t evaluations, uint64_t seed)
-        : problem_(problem), costs_(costs), maker_(maker), scheduler_(problem.pipeline), jittered_(problem.pipeline),
-          chains_(problem), mutations_(problem, maker, chains_, seed), left_(std::max<int64_t>(evaluations, 0)),
+    Search(const Problem& problem, CostCache& costs, BatchMaker& maker, Division division, int64_t evaluations,
+           uint64_t seed)
+        : problem_(problem), costs_(costs), maker_(maker), division_(division), scheduler_(problem.pipeline),
+          jittered_(problem.pipeline), chains_(problem),
+          mutations_(problem, maker, chains_, division != Division::kOff, seed), left_(std::max<int64_t>(evaluations, 0)),
           by_default_(evaluations == kDefaultEvaluations) {}
 
     Found run(const std::vector<std::vector<Run>>& partitions);
@@ -62,6 +66,7 @@ private:
     bool change(Solution& candidate, int64_t limit);
     int64_t jittered_total(ReplicaState& replica);
     void join_halves(std::vector<Pass>& order);
+    int64_t undivided(const Solution& solution);
     void robustify_policy(ReplicaState& replica);
     void robustify(Solution& solution, int64_t evaluations);
     Policy policy(int64_t extra, Rule rule) const;
@@ -69,6 +74,7 @@ private:
     const Problem& problem_;
     CostCache& costs_;
     BatchMaker& maker_;
+    const Division division_;
     ListScheduler scheduler_;
     JitteredReplay jittered_;
     Chains chains_;
@@ -99,7 +105,7 @@ int64_t Search::evaluate(const ReplicaState& replica, int64_t bound, std::vector
 // The depths that fill the pipeline, and `extra` beyond them on all stages but the last.
 Policy Search::policy(int64_t extra, Rule rule) const {
     const int64_t stages = problem_.pipeline.stages, each = problem_.pipeline.chunks > 1 ? 2 : 1;
-    Policy policy{{}, rule, problem_.division == Division::kOff ? kUndivided : kGap};
+    Policy policy{{}, rule, division_ == Division::kOff ? kUndivided : kGap};
     for (int64_t s = 0; s + 1 < stages; ++s) policy.depth.push_back(each * (stages - 1 - s) + 1 + extra);
     policy.depth.push_back(1);
     return policy;
@@ -114,50 +120,6 @@ void Search::try_policies(const MicroBatches& order, std::initializer_list<int64
             if (candidate.makespan < best.makespan) best = std::move(candidate);
         }
     }
-}
-
-// Micro-batches that follow one another: one, or those of a link (Chains).
-using Blocks = std::vector<MicroBatches>;
-
-int64_t work_of(const MicroBatches& block) {
-    int64_t work = 0;
-    for (const MicroBatch* batch : block) work += batch->work;
-    return work;
-}
-
-MicroBatches joined(const Blocks& blocks) {
-    MicroBatches order;
-    for (const MicroBatches& block : blocks) order.insert(order.end(), block.begin(), block.end());
-    return order;
-}
-
-// Every other one from the last to the first, and the others back: of blocks that come large to small,
-// small – large – small.
-Blocks hill(const Blocks& blocks) {
-    Blocks order;
-    for (size_t i = blocks.size(); i-- > 0;)
-        if (i % 2 == 0) order.push_back(blocks[i]);
-    for (size_t i = 1; i < blocks.size(); i += 2) order.push_back(blocks[i]);
-    return order;
-}
-
-// A hill of the blocks of each mode, merged evenly.
-Blocks merged_hills(const Blocks& blocks, size_t modes) {
-    std::vector<std::pair<int64_t, const MicroBatches*>> placed;  // (place in 2^20ths, block)
-    std::vector<Blocks> hills;
-    for (size_t mode = 0; mode < modes; ++mode) {
-        Blocks its;
-        for (const MicroBatches& block : blocks)
-            if (block[0]->mode == mode) its.push_back(block);
-        hills.push_back(hill(its));
-    }
-    for (const Blocks& order : hills)
-        for (size_t i = 0; i < order.size(); ++i)
-            placed.emplace_back(static_cast<int64_t>((2 * i + 1) << 20) / static_cast<int64_t>(order.size()), &order[i]);
-    std::stable_sort(placed.begin(), placed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-    Blocks order;
-    for (const auto& [place, block] : placed) order.push_back(*block);
-    return order;
 }
 
 // Padded micro-batches, small to large: orders from small to large, large to small, small – large – small, and as
@@ -249,7 +211,8 @@ int64_t Search::default_evaluations(const Solution& start) const {
     size_t most = 1;
     for (const ReplicaState& replica : start.replicas) most = std::max(most, replica.micro_batches.size());
     const int64_t rows = most * problem_.chunks();
-    const int64_t evaluations = std::min(std::clamp(kBudget / rows, kLeast, kMost), kLargeBudget / rows);
+    const int64_t large = problem_.division == Division::kOff ? kLargeBudget : kLargeBudget / 2;  // two backward passes
+    const int64_t evaluations = std::min(std::clamp(kBudget / rows, kLeast, kMost), large / rows);
     const bool both = std::any_of(problem_.layers.begin(), problem_.layers.end(),
                                   [](const StageLayers& stage) { return stage.decoder.any(); });
     return both ? evaluations * 3 / 2 : evaluations;
@@ -288,15 +251,27 @@ Found Search::run(const std::vector<std::vector<Run>>& partitions) {
     compete(solutions);
     Solution& best = solutions[0];
     if (robustifying > 0) robustify(best, robustifying);
+    found.makespan = best.slowest();
+    if (division_ == Division::kAuto) found.gain = undivided(best) - found.makespan;
     for (ReplicaState& replica : best.replicas) {
         found.orders.emplace_back();
         if (replica.micro_batches.empty()) continue;
         evaluate(replica, kUnreachable, &kinds_);
         found.orders.back() = scheduler_.order(kinds_);
-        if (problem_.division == Division::kAuto) join_halves(found.orders.back());
+        if (division_ == Division::kAuto) join_halves(found.orders.back());
     }
     found.replicas = std::move(best.replicas);
     return found;
+}
+
+// The makespan of a solution whose backward passes are all whole.
+int64_t Search::undivided(const Solution& solution) {
+    int64_t slowest = 0;
+    for (ReplicaState replica : solution.replicas) {
+        replica.policy.least_gap = kUndivided;
+        if (!replica.micro_batches.empty()) slowest = std::max(slowest, evaluate(replica, kUnreachable));
+    }
+    return slowest;
 }
 
 // Joins every divided backward pass whose halves, run together, make the iteration no longer.
@@ -416,7 +391,11 @@ void Search::robustify(Solution& best, int64_t evaluations) {
 
 Found search(const Problem& problem, CostCache& costs, BatchMaker& maker,
              const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed) {
-    return Search(problem, costs, maker, evaluations, seed).run(partitions);
+    const auto run = [&](Division as) { return Search(problem, costs, maker, as, evaluations, seed).run(partitions); };
+    Found found = run(problem.division);
+    if (problem.division != Division::kAuto || evaluations == 0 || found.gain > found.makespan / kLeastGain) return found;
+    Found whole = run(Division::kOff);
+    return whole.makespan <= found.makespan ? whole : found;
 }
 
 }  // namespace dynapipe

@@ -10,6 +10,7 @@ import pytest
 
 # The same examples in every run, on however slow a machine.
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("long", max_examples=5_000, deadline=None, database=None)
 hypothesis.settings.load_profile("deterministic")
 
 

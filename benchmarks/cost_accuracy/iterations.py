@@ -7,7 +7,6 @@ The last line of standard output is a JSON object of figures.
 
 import argparse
 import json
-import math
 import os
 import time
 from collections.abc import Callable
@@ -202,30 +201,17 @@ def _plan_inputs(setup: Any) -> Any:
 
 
 def _planned(plan: Any, stage: int, element_bytes: int) -> tuple[int, int]:
-    """Bytes of activations, without model state, and of messages under way, while the pass runs that needs most.
+    """Bytes of activations, without model state, and of messages, while the pass runs that needs most."""
+    from megatron_dynapipe.plan.instructions import Pass
+    from megatron_dynapipe.plan.memory import high_water_marks, message_elements
 
-    Messages under way: those received ahead of their pass, and gradients sent that are not yet known to have arrived.
-    """
-    from megatron_dynapipe.plan.instructions import Buffer, Free, Pass, Payload, RecvStart, SendStart
-    from megatron_dynapipe.plan.memory import high_water_marks
-
-    replica = plan.replicas[0]
-    instructions = replica.stages[stage].instructions
+    instructions = plan.replicas[0].stages[stage].instructions
     steps = [step for step, each in enumerate(instructions) if isinstance(each, Pass)]
-    highs = dict(zip(steps, high_water_marks(plan, replica, stage, steps), strict=True))
-    under_way: dict[tuple[Any, int, int], int] = {}
-    most = (plan.model_state_bytes[stage], 0)
-    for step, each in enumerate(instructions):
-        match each:
-            case RecvStart() | SendStart() if isinstance(each, RecvStart) or each.payload is Payload.GRADIENT:
-                size = sum(math.prod(shape) for shape in each.shapes) * element_bytes
-                under_way[type(each), each.micro_batch, each.chunk] = size
-            case _ if isinstance(each, Pass):
-                under_way.pop((RecvStart, each.micro_batch, each.chunk), None)
-                most = max(most, (highs[step], sum(under_way.values())), key=sum)
-            case Free() if each.buffer is Buffer.INPUT_GRAD:
-                under_way.pop((SendStart, each.micro_batch, each.chunk), None)
-    return most[0] - plan.model_state_bytes[stage], most[1]
+    messages = [n * element_bytes for n in message_elements(instructions, forward_only=plan.forward_only)]
+    highs = high_water_marks(plan, plan.replicas[0], stage, steps, messages)
+    state = plan.model_state_bytes[stage]
+    high, size = max(zip(highs, messages, strict=True), default=(state, 0))
+    return high - size - state, size
 
 
 def _counted(run: Callable[[], Any], device: Any) -> int:

@@ -44,8 +44,6 @@ from megatron_dynapipe.runtime import StepRunner, TorchTransport  # noqa: E402
 from megatron_dynapipe.runtime.control_group import ControlGroup  # noqa: E402
 from megatron_dynapipe.units import ModelFamily, Shape  # noqa: E402
 
-VOCABULARY = 512
-
 
 def build(
     options: argparse.Namespace, device: torch.device, *, varying: bool = False, attention: type | None = None
@@ -75,7 +73,7 @@ def build(
     model = GPTModel(
         config=config,
         transformer_layer_spec=layer,
-        vocab_size=VOCABULARY,
+        vocab_size=options.vocabulary,
         max_sequence_length=options.length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -85,9 +83,11 @@ def build(
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
 
 
-def make_batch(shape: Shape, generator: torch.Generator, device: torch.device) -> dict[str, torch.Tensor | None]:
+def make_batch(
+    shape: Shape, vocabulary: int, generator: torch.Generator, device: torch.device
+) -> dict[str, torch.Tensor | None]:
     rows, length = (shape.size, shape.input_length), shape.input_length
-    tokens = torch.randint(0, VOCABULARY, rows, generator=generator).to(device)
+    tokens = torch.randint(0, vocabulary, rows, generator=generator).to(device)
     return {
         "tokens": tokens,
         "labels": tokens,
@@ -126,7 +126,7 @@ def runners(
 ) -> tuple[Iteration, Iteration]:
     """One iteration by Megatron's schedule, and one by the executor, over micro-batches of these shapes."""
     generator = torch.Generator().manual_seed(1)
-    batches = [make_batch(shape, generator, device) for shape in shapes]
+    batches = [make_batch(shape, options.vocabulary, generator, device) for shape in shapes]
     step = gpt_step
     groups = connect(ControlGroup(timeout_s=300), chunks=1, device=device, timeout_s=300)
     stage, stages = groups.ranks.index(dist.get_rank()), len(groups.ranks)

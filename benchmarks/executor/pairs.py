@@ -41,7 +41,16 @@ def measure(options: argparse.Namespace, name: str, theirs: Iteration, ours: Ite
     return {"pairs": options.pairs, **medians, "ratio": ratio, "interval_95": [low, high]}
 
 
-DEFAULTS = {"pairs": 200, "warm-up": 10, "micro-batches": 8, "layers": 4, "hidden": 128, "length": 128, "size": 4}
+DEFAULTS = {
+    "pairs": 200,
+    "warm-up": 10,
+    "micro-batches": 8,
+    "layers": 4,
+    "hidden": 128,
+    "vocabulary": 512,
+    "length": 128,
+    "size": 4,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser, **changes: int) -> None:

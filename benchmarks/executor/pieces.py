@@ -30,20 +30,21 @@ from megatron_dynapipe.integration.execution.step_functions import gpt_step  # n
 from megatron_dynapipe.integration.execution.transport import connect  # noqa: E402
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention  # noqa: E402
 from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, self_row  # noqa: E402
-from megatron_dynapipe.plan.instructions import Backward, Forward  # noqa: E402
+from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward  # noqa: E402
 from megatron_dynapipe.runtime import StepRunner, TorchTransport  # noqa: E402
 from megatron_dynapipe.runtime.control_group import ControlGroup  # noqa: E402
 from megatron_dynapipe.units import Recompute, Shape  # noqa: E402
 
 Cuts = dict[int, CutSegment]
-Iteration = Callable[[Sequence[tuple[int, Cuts]]], None]
+Iteration = Callable[..., None]
+"""Trains on rows, and with `divided=True` in halves of backward passes."""
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
 """What torchrun says to a single process."""
 
 
 def batch(length: int, cuts: Cuts, device: torch.device) -> dict[str, object]:
     """A packed row of one sample or piece, made as training makes it."""
-    tokens = torch.arange(length, device=device)[None] % overhead.VOCABULARY
+    tokens = torch.arange(length, device=device)[None] % 128
     host = RowSegments.of([0, length], length, cuts)
     moved = {name: getattr(host, name) for name in ("offsets", "positions", "key_offsets")}
     on_device = {name: None if each is None else each.to(device) for name, each in moved.items()}
@@ -89,8 +90,10 @@ def iterations(options: argparse.Namespace, device: torch.device, *, recompute: 
     transport = TorchTransport(groups.channels, groups.ranks, deadline_s=300)
     runner = StepRunner(transport, device, stage=0, stages=1, chunks=1, dtype=torch.float32, deadline_s=300)
 
-    def iteration(rows: Sequence[tuple[int, Cuts]]) -> None:
-        order = (*(Forward(k) for k in range(len(rows))), *(Backward(k) for k in reversed(range(len(rows)))))
+    def iteration(rows: Sequence[tuple[int, Cuts]], *, divided: bool = False) -> None:
+        backward = (BackwardInput, BackwardWeight) if divided else (Backward,)
+        passes = [each(k) for k in reversed(range(len(rows))) for each in backward]
+        order = (*(Forward(k) for k in range(len(rows))), *passes)
         plan = overhead.lowered([order], [Shape(1, each) for each, _ in rows], options.hidden, 0)
         model.zero_grad_buffer()
         run_iteration(runner, plan, [model], gpt_step, lambda k: batch(*rows[k], device))

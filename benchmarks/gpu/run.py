@@ -91,6 +91,8 @@ PARTS: dict[str, Layout] = {
         "rows": "packed",
     },
     "gpt: long samples in slices": {"family": "gpt", "rows": "planned", "slices": 16},
+    "gpt: half layers, backward passes in halves": {"family": "gpt", "split": [2.5, 1.5], "divided": 1},
+    "t5: half layers, the encoder's end inside a stage": {"family": "t5", "split": [1.5, 2.5]},
 }
 """Two stages on one device, in bf16."""
 

@@ -70,7 +70,7 @@ class Job:
         if command.get("split"):
             from megatron_dynapipe.integration.flags.plan_inputs import chosen_layer_split
 
-            return {"layers_per_stage": list(chosen_layer_split(self._config))}
+            return {"layers_per_stage": list(chosen_layer_split(self._config, halves=command["halves"]))}
         return self._run(int(command["batch"]))
 
     def _run(self, number: int) -> dict[str, Any]:

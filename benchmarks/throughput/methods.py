@@ -48,15 +48,15 @@ class Method:
     """One way to make micro-batches.
 
     Attributes:
-        says: what it is, for the table.
         planner: its settings, from those of a run and the longest input and target in positions.
         plans_split: whether its layer split is planned; the baselines split layers equally.
+        halves: whether a planned split may divide layers between attention and MLP.
         joins: whether samples are joined to rows in which they attend to one another: another function is trained.
     """
 
-    says: str
     planner: Settings
     plans_split: bool = False
+    halves: bool = True
     joins: bool = False
 
 
@@ -84,89 +84,45 @@ def _baseline(algorithm: PartitionAlgorithm, *, to_maximum: bool = False) -> Set
     return settings
 
 
-METHODS: dict[str, Method] = {
-    "planned": Method(
-        says="planned: padded or packed by the plan, planned layer split",
-        planner=_planned(BatchLayout.PADDED, BatchLayout.PACKED),
-        plans_split=True,
-    ),
-    "planned_padded": Method(
-        says="planned, padded micro-batches only", planner=_planned(BatchLayout.PADDED), plans_split=True
-    ),
-    "packed_rows": Method(
-        says="rows of the maximum length, first fit decreasing, attention kept apart; 1F1B",
-        planner=_baseline(PartitionAlgorithm.PACKED_ROWS, to_maximum=True),
-    ),
-    "dp_balanced": Method(
-        says="rows as Megatron-LM's own scheduler packs them (next fit); 1F1B",
-        planner=_baseline(PartitionAlgorithm.DP_BALANCED, to_maximum=True),
-    ),
-    "verl": Method(
-        says="rows as verl packs them (equal work); 1F1B", planner=_baseline(PartitionAlgorithm.VERL, to_maximum=True)
-    ),
-    "slime": Method(
-        says="rows as slime packs them (equal FLOPs); 1F1B",
-        planner=_baseline(PartitionAlgorithm.SLIME, to_maximum=True),
-    ),
-    "packing": Method(
-        says="packing of 2023: samples joined to rows of the maximum length without masks between them; 1F1B",
-        planner=_baseline(PartitionAlgorithm.PADDING, to_maximum=True),
-        joins=True,
-    ),
-    "token_based": Method(
-        says="sorted, a fixed number of padded tokens per micro-batch; 1F1B",
-        planner=_baseline(PartitionAlgorithm.TOKEN_BASED),
-    ),
-    "uniform": Method(
-        says="sorted, a fixed number of samples per micro-batch; 1F1B", planner=_baseline(PartitionAlgorithm.UNIFORM)
-    ),
-    "padding": Method(
-        says="every sample padded to the maximum; 1F1B", planner=_baseline(PartitionAlgorithm.PADDING, to_maximum=True)
-    ),
-}
-"""By the names of the report."""
+def _rows(algorithm: PartitionAlgorithm, *, joins: bool = False) -> Method:
+    return Method(planner=_baseline(algorithm, to_maximum=True), joins=joins)
+
 
 STOCK = "stock"
-"""Megatron's own GPT and schedule on rows of the maximum length that are cut from the same tokens: no planning, no
-padding, one sample to a row. What an absolute reference is to the ratios."""
-METHODS[STOCK] = Method(
-    says="Megatron alone on equal rows cut from the same tokens; 1F1B", planner=_planned(BatchLayout.PADDED)
-)
+METHODS: dict[str, Method] = {
+    "planned": Method(planner=_planned(*BatchLayout), plans_split=True),
+    "planned_padded": Method(planner=_planned(*PADDED), plans_split=True),
+    "packed_rows": _rows(PartitionAlgorithm.PACKED_ROWS),
+    "dp_balanced": _rows(PartitionAlgorithm.DP_BALANCED),
+    "verl": _rows(PartitionAlgorithm.VERL),
+    "slime": _rows(PartitionAlgorithm.SLIME),
+    "packing": _rows(PartitionAlgorithm.PADDING, joins=True),
+    "token_based": Method(planner=_baseline(PartitionAlgorithm.TOKEN_BASED)),
+    "uniform": Method(planner=_baseline(PartitionAlgorithm.UNIFORM)),
+    "padding": _rows(PartitionAlgorithm.PADDING),
+    STOCK: Method(planner=_planned(*PADDED)),
+}
+"""By the names of the report; README.md says what each is."""
 
 
-def _padded_but(**changes: object) -> Settings:
+def _ablation(**changes: object) -> Method:
     """Planned, padded micro-batches with one part of the planner replaced."""
-    return lambda run, longest: msgspec.structs.replace(run, micro_batch_layouts=PADDED, **changes)
+    return Method(
+        planner=lambda run, longest: msgspec.structs.replace(run, micro_batch_layouts=PADDED, **changes),
+        plans_split=True,
+    )
 
 
 ABLATIONS: dict[str, Method] = {
     "whole_samples": Method(
-        says="planned, no sample cut",
-        planner=lambda run, longest: msgspec.structs.replace(
-            run, micro_batch_layouts=(BatchLayout.PADDED, BatchLayout.PACKED), slices="off"
-        ),
+        planner=lambda run, longest: msgspec.structs.replace(run, micro_batch_layouts=(*BatchLayout,), slices="off"),
         plans_split=True,
     ),
-    "padded_equal_split": Method(
-        says="planned, padded, layers split equally", planner=_planned(BatchLayout.PADDED), plans_split=False
-    ),
-    "padded_fixed_tokens": Method(
-        says="a fixed number of padded tokens per micro-batch, list-scheduled, planned layer split",
-        planner=_padded_but(partition=PartitionSettings(algorithm=PartitionAlgorithm.TOKEN_BASED)),
-        plans_split=True,
-    ),
-    "padded_no_search": Method(
-        says="the partition as it is, list-scheduled",
-        planner=_padded_but(schedule=ScheduleSettings(search_evaluations=0)),
-        plans_split=True,
-    ),
-    "padded_1f1b": Method(
-        says="planned, padded, 1F1B", planner=_padded_but(schedule=ScheduleSettings(method="1f1b")), plans_split=True
-    ),
-    "padded_full_recompute": Method(
-        says="planned, padded, everything computed again",
-        planner=_padded_but(recompute=(Recompute.FULL,)),
-        plans_split=True,
-    ),
+    "whole_layers": Method(planner=_planned(*BatchLayout), plans_split=True, halves=False),
+    "padded_equal_split": Method(planner=_planned(*PADDED)),
+    "padded_fixed_tokens": _ablation(partition=PartitionSettings(algorithm=PartitionAlgorithm.TOKEN_BASED)),
+    "padded_no_search": _ablation(schedule=ScheduleSettings(search_evaluations=0)),
+    "padded_1f1b": _ablation(schedule=ScheduleSettings(method="1f1b")),
+    "padded_full_recompute": _ablation(recompute=(Recompute.FULL,)),
 }
 """Parts of the planner replaced, for `benchmarks/paper/ablations.py`; trained where they are named."""

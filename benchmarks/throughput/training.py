@@ -66,10 +66,10 @@ def compare(case: Case, methods: Sequence[str], setting: Setting) -> list[dict[s
         pipeline_parallel=case.layout.pipeline,
         jobs_per_device=together if on_gpus else 1,
     )
-    split = chosen_split(case, methods, spec)
+    splits = {halves: chosen_split(case, methods, spec, halves=halves) for halves in (True, False)}
     specs = {
         method: msgspec.structs.replace(
-            spec, method=method, layers_per_stage=split if EVERY[method].plans_split else None
+            spec, method=method, layers_per_stage=splits[EVERY[method].halves] if EVERY[method].plans_split else None
         )
         for method in methods
     }
@@ -114,14 +114,15 @@ def train(
     return found
 
 
-def chosen_split(case: Case, methods: Sequence[str], spec: Spec) -> list[int | float] | None:
-    """The planned layer split, where there are several stages and a method takes it."""
-    method = next((each for each in methods if EVERY[each].plans_split), None)
+def chosen_split(case: Case, methods: Sequence[str], spec: Spec, *, halves: bool) -> list[int | float] | None:
+    """The planned layer split, with halves of layers or without, where there are stages and a method that takes it."""
+    takers = (each for each in methods if EVERY[each].plans_split and EVERY[each].halves is halves)
+    method = next(takers, None)
     if method is None or case.layout.pipeline == 1:
         return None
     say(f"{case}: choosing a layer split")
     with started(msgspec.structs.replace(spec, method=method)) as chooser:
-        found: list[int | float] = chooser.ask({"split": True})["layers_per_stage"]
+        found: list[int | float] = chooser.ask({"split": True, "halves": halves})["layers_per_stage"]
         return found
 
 

@@ -141,7 +141,7 @@ def corrected(tables: LayerTables, correction: Correction, packed: Correction | 
             prefix = (prefix * scales[:, None] + UNIT // 2) // UNIT
         rows = replace(rows, linear=linear, attention=_scaled(rows.attention, own, {}), prefix=prefix)
     scaled = replace(tables, values=values, separate=None, packed=rows)
-    is_divided = tables.values[Row.ENCODER_WEIGHT].any()  # nothing is that is recomputed in full
+    is_divided = (tables.values[Row.ENCODER_WEIGHT] > 0).any()  # nothing is that is recomputed in full
     return with_halves(with_weights(scaled, Recompute.NONE if is_divided else Recompute.FULL))
 
 

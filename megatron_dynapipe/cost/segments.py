@@ -28,15 +28,16 @@ from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recomp
 
 _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 _STATE_BYTES = 16
-"""Of a parameter: itself, its gradient and Adam's two moments, 4 bytes each."""
+"""Of a trained parameter: itself, its gradient and Adam's two moments, 4 bytes each."""
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What one segment costs, with tables keyed "<length>" of rows `[micro-batch size, value]`.
 
     Attributes:
         name: of the cut before it; "" for the first segment.
-        parameters: their number.
+        parameters: the number of those that are trained.
+        frozen_mb: of the others, which have neither gradients nor optimizer state.
         time_ms: tables "forward" and "backward".
         stored_activation_mb: kept from a forward's end to its backward's.
         peak_activation_mb: high-water mark of both passes.
@@ -45,6 +46,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     name: str
     parameters: Annotated[int, msgspec.Meta(ge=0)]
+    frozen_mb: _NonNegative = 0.0
     time_ms: dict[Literal["forward", "backward"], Table]
     stored_activation_mb: Table
     peak_activation_mb: Table
@@ -52,8 +54,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def state_mb(self) -> float:
-        """Parameters, gradients and optimizer state in fp32."""
-        return self.parameters * _STATE_BYTES / BYTES_PER_MB
+        """Weights, gradients and optimizer state, what is trained of them in fp32."""
+        return self.parameters * _STATE_BYTES / BYTES_PER_MB + self.frozen_mb
 
     def total_ms(self) -> float:
         """Forward and backward, summed over the shapes that were measured."""
@@ -119,8 +121,8 @@ class SegmentCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Write a file; raises ConfigError as `outputs.write_file`."""
         write_file(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n", mine=is_cost_file)
 
-    def parameters_of(self, stage_of: Sequence[int]) -> list[int]:
-        """Parameters of every stage.
+    def state_bytes(self, stage_of: Sequence[int]) -> list[int]:
+        """Weights, gradients and optimizer state of every stage.
 
         Args:
             stage_of: the stage of each segment.
@@ -128,12 +130,8 @@ class SegmentCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._check(stage_of)
         totals = [0] * (max(stage_of) + 1)
         for segment, stage in zip(self.segments, stage_of, strict=True):
-            totals[stage] += segment.parameters
+            totals[stage] += round(segment.state_mb * BYTES_PER_MB)
         return totals
-
-    def state_bytes(self, stage_of: Sequence[int]) -> list[int]:
-        """Parameters, gradients and optimizer state of every stage in fp32."""
-        return [count * _STATE_BYTES for count in self.parameters_of(stage_of)]
 
     def bytes_per_position(self, stage_of: Sequence[int]) -> int:
         """The most that crosses a boundary between stages, per padded position."""
@@ -296,7 +294,7 @@ def _tables_of_stages(costs: SegmentCosts, stage_of: Sequence[int]) -> LayerTabl
         inputs=lengths,
         targets=none,
         values=by_stage.max(axis=0),  # of a layer that is as slow and as large as any
-        state=LayerState(embedding_bytes=0, encoder_bytes=2 * max(costs.parameters_of(stage_of))),
+        state=LayerState(embedding_bytes=0, encoder_bytes=max(costs.state_bytes(stage_of)) // 8),
         peak_covers_backward=True,
         of_stages=by_stage,
     )

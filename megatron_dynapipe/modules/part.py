@@ -271,11 +271,13 @@ def parameter_names(model: nn.Module, division: DividedTrace, stage: int) -> lis
     return [*inside, *(name for name in division.weights(stage) if name in known)]
 
 
-def segment_parameters(model: nn.Module, division: DividedTrace) -> list[int]:
-    """The number of parameters that each stage of a division uses."""
+def segment_parameters(model: nn.Module, division: DividedTrace) -> list[list[nn.Parameter]]:
+    """The parameters that each stage of a division uses, each once."""
     known = dict(model.named_parameters(remove_duplicate=False))
-    used = [{id(known[n]): known[n] for n in parameter_names(model, division, s)} for s in range(division.stages)]
-    return [sum(parameter.numel() for parameter in each.values()) for each in used]
+    return [
+        list({id(known[n]): known[n] for n in parameter_names(model, division, s)}.values())
+        for s in range(division.stages)
+    ]
 
 
 def _holders(model: nn.Module, division: DividedTrace, names: Mapping[str, str]) -> dict[str, list[tuple[int, str]]]:

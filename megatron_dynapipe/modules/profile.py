@@ -101,9 +101,9 @@ class _Segments:
     def result(self) -> tuple[Segment, ...]:
         """What was measured."""
         names = ("", *self._division.trace.points)
-        counts = segment_parameters(self._skeleton, self._division)
-        each = zip(self._tables, names, counts, strict=True)
-        return tuple(table.segment(name, count) for table, name, count in each)
+        weights = segment_parameters(self._skeleton, self._division)
+        each = zip(self._tables, names, weights, strict=True)
+        return tuple(table.segment(name, held) for table, name, held in each)
 
 
 class _Segment:
@@ -157,12 +157,13 @@ class _Tables:
             self._tables.setdefault(quantity, {}).setdefault(str(length), []).append((size, round(value, 6)))
         return [tensor.detach() for tensor in sent]
 
-    def segment(self, name: str, parameters: int) -> Segment:
+    def segment(self, name: str, weights: Sequence[nn.Parameter]) -> Segment:
         """As the cost model has it."""
         tables = self._tables
         return Segment(
             name=name,
-            parameters=parameters,
+            parameters=sum(weight.numel() for weight in weights if weight.requires_grad),
+            frozen_mb=sum(weight.nbytes for weight in weights if not weight.requires_grad) / BYTES_PER_MB,
             time_ms={"forward": tables["forward"], "backward": tables["backward"]},
             stored_activation_mb=tables["stored"],
             peak_activation_mb=tables["peak"],

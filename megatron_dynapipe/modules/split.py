@@ -90,7 +90,10 @@ def split_model(
 
 def _description(part: ModelPart, model: nn.Module) -> str:
     """Equal where ranks divide the same model alike."""
-    weights = [f"{name} {tuple(weight.shape)} {weight.dtype}" for name, weight in model.named_parameters()]
+    weights = [
+        f"{name} {tuple(weight.shape)} {weight.dtype} {'trained' if weight.requires_grad else 'frozen'}"
+        for name, weight in model.named_parameters()
+    ]
     return "\n".join([part.division.description, *weights])
 
 
@@ -161,7 +164,12 @@ def _stages(model: nn.Module, traced: TracedForward, ranks: Ranks, request: _Req
         return divide_segments(costs, traced.points, wanted, request.memory_limit_bytes)
     if segments == wanted:
         return list(range(segments))
-    return divide_evenly(segment_parameters(model, DividedTrace(traced, list(range(segments)))), wanted)
+    return divide_evenly(_sizes(model, DividedTrace(traced, list(range(segments)))), wanted)
+
+
+def _sizes(model: nn.Module, division: DividedTrace) -> list[int]:
+    """The number of weights of each segment."""
+    return [sum(weight.numel() for weight in each) for each in segment_parameters(model, division)]
 
 
 def _first_names(model: nn.Module, shared_weights: Sequence[tuple[str, str]]) -> dict[str, str]:

@@ -96,8 +96,10 @@ def _value(model: nn.Module, name: str, attribute: str) -> Any:
 def _plain(value: Any, *, nested: bool = False) -> Any:
     """Numbers, strings and collections of them; of another object, those that it holds; else NotImplemented."""
     match value:
-        case tuple() | list() | set():
-            found: Any = tuple(_plain(each, nested=True) for each in value)
+        case tuple() | list() | set() | frozenset():
+            # Equal sets may be walked in other orders, and words are in other processes.
+            ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+            found: Any = tuple(_plain(each, nested=True) for each in ordered)
             return NotImplemented if NotImplemented in found else found
         case Mapping():
             return {k: v for k, each in value.items() if (v := _plain(each, nested=True)) is not NotImplemented}

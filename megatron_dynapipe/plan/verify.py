@@ -4,7 +4,7 @@ in step    replicas that share experts run the same passes in one order         
 samples    every sample once, in shapes that hold it; pieces tile their samples       verify_samples, pieces
 buffers    every pass once, nothing used before it is made or after it is freed       verify_buffers
 transfers  sends and receives of equal shapes in equal order; no stall                verify_transfers
-memory     what passes keep, on top of the model state, within the limit              memory
+memory     what passes and messages hold beside the model state, within the limit        memory
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -13,7 +13,7 @@ from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.in_step import check_in_step
 from megatron_dynapipe.plan.instructions import BackwardInput, Instruction
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
-from megatron_dynapipe.plan.memory import check_memory
+from megatron_dynapipe.plan.memory import ELEMENT_BYTES, check_memory, message_elements
 from megatron_dynapipe.plan.pieces import check_chain_order
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.verify_buffers import Dimensions, Steps, trace_stage
@@ -31,6 +31,7 @@ def verify(
     expected_samples: Collection[int] | None = None,
     fast_verify: FastVerify | None = None,
     ordered_starts: bool = False,
+    element_bytes: int = ELEMENT_BYTES,
 ) -> None:
     """Verify that every rank can run its share of the plan and that no sample is lost.
 
@@ -38,19 +39,24 @@ def verify(
         plan: the whole iteration.
         expected_samples: ids of the global batch, with repetitions; None where the caller does not know them.
         ordered_starts: verify that lists also end where a send's start waits for its channel's previous message.
+        element_bytes: of an element of messages.
         fast_verify: of the instruction lists. Where it returns None, the lists are verified here, which says why.
 
     Raises:
         PlanError: what is wrong, naming replica, stage, step and instruction; for a stall, the cycle of waits.
+        PlanMemoryError: the memory is exceeded, and nothing else was found wrong up to there.
     """
     _check_form(plan)
     check_in_step(plan)
     check_samples(plan, expected_samples)
     for index, replica in enumerate(plan.replicas):
         try:
-            _verify_replica(plan, replica, fast_verify, ordered_starts)
+            steps = _verify_replica(plan, replica, fast_verify, ordered_starts)
+            messages = [[elements * element_bytes for elements in stage] for stage in steps.messages]
+            check_memory(plan, replica, steps.passes, messages)
         except PlanError as error:
-            raise PlanError(f"iteration {plan.iteration}, replica {index}: {error.message}", hint=error.hint) from error
+            error.message = f"iteration {plan.iteration}, replica {index}: {error.message}"
+            raise
 
 
 def verify_lists(
@@ -86,6 +92,7 @@ def _verify_lists(dimensions: Dimensions, lists: Sequence[Sequence[Instruction]]
     return Steps(
         passes=[trace.passes for trace in traces],
         sends=[[send.step for sent in trace.sends.values() for send in sent] for trace in traces],
+        messages=[message_elements(each, forward_only=dimensions.forward_only) for each in lists],
     )
 
 
@@ -115,7 +122,7 @@ def _check_form(plan: IterationPlan) -> None:
 
 def _verify_replica(
     plan: IterationPlan, replica: ReplicaPlan, fast_verify: FastVerify | None, ordered_starts: bool
-) -> None:
+) -> Steps:
     lists = [stage.instructions for stage in replica.stages]
     dimensions = Dimensions(
         stages=len(lists),
@@ -128,9 +135,9 @@ def _verify_replica(
     check_shapes(plan, replica, steps.sends)
     for stage, passes in enumerate(steps.passes):
         _check_prediction(replica, stage, [lists[stage][step] for step in passes])
-        check_memory(plan, replica, stage, passes)
         _check_divided(replica, stage, [lists[stage][step] for step in passes])
         check_chain_order(stage, replica.micro_batches, [lists[stage][step] for step in passes])
+    return steps
 
 
 def _check_divided(replica: ReplicaPlan, stage: int, passes: list[Instruction]) -> None:

@@ -84,10 +84,15 @@ class StageTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Where the passes and the starts of sends stand in each rank's list, of lists that can run."""
+    """Where the passes and the starts of sends stand in each rank's list, of lists that can run.
+
+    Attributes:
+        messages: elements of messages that are held while each pass runs (`plan.memory`).
+    """
 
     passes: list[list[int]]
     sends: list[list[int]]
+    messages: list[list[int]]
 
 
 class State(IntEnum):

@@ -42,6 +42,7 @@ class BatchProblem:
         of_stages: Sequence[npt.NDArray[np.int64]] = (),
         chains: npt.NDArray[np.int32],
         extras: _Ints,
+        part_rates: _Ints,
         division: int = 0,
     ) -> None: ...
     def partition(
@@ -90,8 +91,8 @@ def list_schedule(
 
 def fast_verify(
     lists: bytes, chunks: int, micro_batches: int, forward_only: bool, ordered_starts: bool = False
-) -> tuple[bool, list[list[int]], list[list[int]]]:
-    """(whether the lists hold, steps of passes and of sends per stage)."""
+) -> tuple[bool, list[list[int]], list[list[int]], list[list[int]]]:
+    """(whether the lists hold, steps of passes and of sends, elements of messages at each pass, per stage)."""
 
 def orchestrate(
     *,

@@ -36,7 +36,6 @@ class PartitionAlgorithm(enum.StrEnum):
     PACKING = "packing"
     PACKED_ROWS = "packed_rows"
     DP_BALANCED = "dp_balanced"
-    DEFAULT_DYNAMIC_CP = "default_dynamic_cp"
     VERL = "verl"
     SLIME = "slime"
 

@@ -62,6 +62,7 @@ def choose_layer_split(
     batches: Sequence[GlobalBatch],
     *,
     to_fit: Sequence[GlobalBatch] = (),
+    halves: bool = True,
 ) -> Split:
     """The layers per stage under which the batches are predicted to run fastest.
 
@@ -73,6 +74,7 @@ def choose_layer_split(
         cost_model: what layers cost.
         batches: global batches of the lengths to come; the first few that can be planned are used.
         to_fit: more lengths that may come; they have no weight, but must go on fitting.
+        halves: whether a layer may be divided between its attention and its MLP, where their costs are known.
 
     Raises:
         PlanningError: none of the batches can be planned under the splits that were tried.
@@ -81,11 +83,12 @@ def choose_layer_split(
     best = settings.layout.layers_per_stage
     trials.require(best)
     evened = trials.evened(best)
-    steps = (1, 2) if trials.know_halves else (2,)
+    halves = halves and trials.know_halves
+    steps = (1, 2) if halves else (2,)
     if not trials.required:  # Model state alone is too much where the search begins.
         trials.require(evened)
-    starts = [best, evened, *_padded_choice(settings, cost_model, batches, to_fit)]
-    if trials.know_halves:
+    starts = [best, evened, *_padded_choice(settings, cost_model, batches, to_fit, halves)]
+    if halves:
         starts.append(trials.evened(evened, 1))
     trials.choose_batches(starts)
     best = min(starts, key=trials.predicted_ns)
@@ -104,14 +107,18 @@ def choose_layer_split(
 
 
 def _padded_choice(
-    settings: PlannerSettings, cost_model: CostModel, batches: Sequence[GlobalBatch], to_fit: Sequence[GlobalBatch]
+    settings: PlannerSettings,
+    cost_model: CostModel,
+    batches: Sequence[GlobalBatch],
+    to_fit: Sequence[GlobalBatch],
+    halves: bool,
 ) -> list[Split]:
     """The choice for padded micro-batches alone, if they are not all that is allowed: a good start for others."""
     if BatchLayout.PADDED not in settings.micro_batch_layouts or len(settings.micro_batch_layouts) == 1:
         return []
     padded = msgspec.structs.replace(settings, micro_batch_layouts=(BatchLayout.PADDED,), slices="off")
     try:
-        return [choose_layer_split(padded, cost_model, batches, to_fit=to_fit)]
+        return [choose_layer_split(padded, cost_model, batches, to_fit=to_fit, halves=halves)]
     except PlanningError:
         return []
 

@@ -3,7 +3,7 @@
     dynapipe            the planner: padded or packed micro-batches, as the settings allow
     packed_rows         rows of the maximum length, attention kept apart, filled first fit decreasing
     dp_balanced         rows as Megatron-LM's own scheduler packs them (`planning.rivals`)
-    default_dynamic_cp  rows as that of Megatron-LM's dev branch packs them, for one replica
+    default_dynamic_cp  rows as that of Megatron-LM's dev branch divides them over replicas (`planning.dynamic_cp`)
     verl, slime         rows as these trainers pack them
     token_based         sorted, a fixed number of padded positions to a micro-batch
     uniform             sorted, a fixed number of samples to a micro-batch
@@ -23,6 +23,7 @@ from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
+from megatron_dynapipe.planning.dynamic_cp import fastest_run
 from megatron_dynapipe.planning.packed_baselines import pack
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.rivals import RIVALS
@@ -39,7 +40,8 @@ from megatron_dynapipe.units import (
 )
 
 PACKED_METHODS = ("packed_rows", *RIVALS)
-METHODS = ("dynapipe", *PACKED_METHODS, "token_based", "uniform", "packing", "padding")
+DYNAMIC_CP = "default_dynamic_cp"
+METHODS = ("dynapipe", *PACKED_METHODS, DYNAMIC_CP, "token_based", "uniform", "packing", "padding")
 
 
 class Longest(NamedTuple):
@@ -91,9 +93,30 @@ def predict(
         DataError: a sample is longer than what it is to be padded to.
         ConfigError: a sample is longer than a row.
     """
+    if method == DYNAMIC_CP:
+        return _predict_dynamic_cp(batch, longest, settings, cost_model)
     planned = rows_of_longest(batch, longest, settings.family) if method == "packing" else batch
     plan = Planner(method_settings(method, longest, settings), cost_model).plan(planned, 0)
     return prediction_of(plan, tokens=batch.tokens)
+
+
+def _predict_dynamic_cp(
+    batch: GlobalBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
+) -> Prediction:
+    """`default_dynamic_cp` with rows of the best of the longest length's multiples and fractions, on equal stages."""
+    planner = Planner(method_settings("packed_rows", longest, settings), cost_model)
+    samples, row = planner.samples(batch), sum(longest)
+    rows = -(-int(samples.input_positions.sum() + samples.target_positions.sum()) // row)
+    shares = [-(-row // (1 << power)) for power in range(1, settings.data_parallel.bit_length())]
+    run = fastest_run(planner, samples, [*shares, *(row << power for power in range(rows.bit_length()))])
+    return Prediction(
+        ms=run.makespan_ns / 1e6,
+        tokens_per_second=batch.tokens / run.makespan_ns * 1e9,
+        peak_memory_mb=max(max(each.peak_bytes) for each in run.schedules) / BYTES_PER_MB,
+        padding_efficiency=min(batch.tokens / sum(shape.positions for shape in run.shapes), 1.0),
+        micro_batches=len(run.shapes),
+        shapes=len(set(run.shapes)),
+    )
 
 
 def prediction_of(plan: IterationPlan, *, tokens: int) -> Prediction:

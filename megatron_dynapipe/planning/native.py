@@ -25,12 +25,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def fast_verify(dimensions: Dimensions, lists: Sequence[Sequence[Instruction]]) -> Steps | None:
-    """Where passes and sends stand in lists that can run; None where they cannot.
+    """Where passes and sends stand in lists that can run, and what messages hold; None where they cannot.
 
     For `plan.verify.verify`, which then says why. It reads the lists in the bytes in which they are published, and
     does not depend on how they are made.
     """
-    holds, passes, sends = core.fast_verify(
+    holds, passes, sends, messages = core.fast_verify(
         _encode(lists), dimensions.chunks, dimensions.micro_batches, dimensions.forward_only, dimensions.ordered_starts
     )
-    return Steps(passes=passes, sends=sends) if holds else None
+    return Steps(passes=passes, sends=sends, messages=messages) if holds else None

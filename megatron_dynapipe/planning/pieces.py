@@ -140,7 +140,7 @@ def piece_limits(samples: Samples, problem: BatchProblem, *, needed: bool) -> li
     """
     longest, total = int(samples.input_positions.max()), int(samples.input_positions.sum())
     if needed:
-        return [longest // parts for parts in (2, 4, 8, 16) if longest // parts >= _LEAST_PIECE]
+        return [longest // parts for parts in (2, 4, 8, 16, 32, 64) if longest // parts >= _LEAST_PIECE]
     if longest * problem.replicas * problem.layout.stages < _LONG * total:
         return []
     return [most for share in _SHARES if (most := int(longest * share)) >= _LEAST_PIECE]

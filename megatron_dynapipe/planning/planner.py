@@ -7,9 +7,6 @@ GlobalBatch ── lengths ──► Samples ── order ──► candidate or
 
 import hashlib
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -24,6 +21,7 @@ from megatron_dynapipe.planning.baselines import PartitionAlgorithm, baseline_pa
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.lockstep import Lockstep
 from megatron_dynapipe.planning.lowering import Topology, lower
+from megatron_dynapipe.planning.message_room import leave_room_for_messages
 from megatron_dynapipe.planning.native import fast_verify
 from megatron_dynapipe.planning.packed_baselines import packed_partitions
 from megatron_dynapipe.planning.partition import OrderedPartitions, candidate_orders, partition
@@ -33,6 +31,7 @@ from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.scheduling import ScheduledBatch, schedule_batch
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.planning.stopwatch import timed
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, in_mb
 
@@ -120,35 +119,45 @@ class Planner:
     ) -> tuple[IterationPlan, dict[str, float]]:
         """`plan`, with the seconds spent in "ordering", "partition", "schedule", "lowering" and "verify"."""
         seconds: dict[str, float] = {}
-        with _timed(seconds, "ordering"):
+        found = leave_room_for_messages(
+            lambda reserved: self._attempt(batch, iteration, forward_only, reserved, seconds), self.layout.stages
+        )
+        return found, seconds
+
+    def _attempt(
+        self, batch: GlobalBatch, iteration: int, forward_only: bool, reserved: IntArray, seconds: dict[str, float]
+    ) -> IterationPlan:
+        """The plan of passes that leave so many bytes of every stage's memory; verified with its messages."""
+        with timed(seconds, "ordering"):
             batched = self.samples(batch)
             group = self.settings.in_step
             together = Lockstep.of(batched, group) if group > 1 else None
             samples = batched if together is None else together.longest(batched)
             orders = candidate_orders(samples.inputs, samples.targets)
-        with _timed(seconds, "partition"):
-            problem = self.problem(samples, forward_only=forward_only)
+        with timed(seconds, "partition"):
+            problem = self.problem(samples, forward_only=forward_only, reserved=reserved)
             problem = replace(problem, replicas=problem.replicas // group)
             partitioned = self._partition(problem, orders)
-        with _timed(seconds, "schedule"):
+        with timed(seconds, "schedule"):
             cut, scheduled = self._chosen(samples, problem, orders, partitioned)
             entries = samples if cut is None else cut.samples
             if together is not None and scheduled is not None:
-                problem = self.problem(batched, forward_only=forward_only)
+                problem = self.problem(batched, forward_only=forward_only, reserved=reserved)
                 entries, scheduled = together.spread(batched, problem, cut, scheduled, self.settings)
         if scheduled is None:
-            raise explain_infeasible(batched, self.problem(batched, forward_only=forward_only))
-        with _timed(seconds, "lowering"):
+            problem = self.problem(batched, forward_only=forward_only, reserved=reserved)
+            raise explain_infeasible(batched, problem)
+        with timed(seconds, "lowering"):
             plan = self._lower(entries, scheduled, iteration, forward_only)
-        with _timed(seconds, "verify"):
-            ordered_starts = self.settings.transfers.ordered_starts
+        with timed(seconds, "verify"):
             verify(
                 plan,
                 expected_samples=batched.ids.tolist(),
                 fast_verify=fast_verify,
-                ordered_starts=ordered_starts,
+                ordered_starts=self.settings.transfers.ordered_starts,
+                element_bytes=self.settings.element_bytes,
             )
-        return plan, seconds
+        return plan
 
     def _chosen(
         self, samples: Samples, problem: BatchProblem, orders: list[IntArray], partitioned: OrderedPartitions
@@ -205,7 +214,7 @@ class Planner:
                 multiple,
                 recompute=s.recompute,
                 element_bytes=element_bytes,
-                strict=isinstance(s.slices, int),
+                strict=isinstance(s.slices, int) or partitioned is None,  # for memory, the longest piece counts
             )
             if cut is None:
                 continue
@@ -244,8 +253,8 @@ class Planner:
             return samples.padded(chosen.padded_input_length, chosen.padded_target_length)
         return samples
 
-    def problem(self, samples: Samples, *, forward_only: bool = False) -> BatchProblem:
-        """What is to be partitioned and scheduled."""
+    def problem(self, samples: Samples, *, forward_only: bool = False, reserved: IntArray | int = 0) -> BatchProblem:
+        """What is to be partitioned and scheduled, with so many bytes of every stage's memory left free."""
         s = self.settings
         return BatchProblem(
             inputs=samples.inputs,
@@ -255,7 +264,7 @@ class Planner:
             layouts=s.micro_batch_layouts,
             modes=self._tables,
             layout=self.layout,
-            model_state_bytes=self.model_state_bytes,
+            model_state_bytes=self.model_state_bytes + reserved,
             memory_limit_bytes=s.memory_limit_bytes,
             in_flight=self.in_flight_options(),
             replicas=s.data_parallel,
@@ -384,13 +393,3 @@ class Planner:
             peak_bytes=tuple(scheduled.costs.peak_bytes[row].tolist()),
             pieces=samples.pieces_of(members),
         )
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Add the block's wall-clock time to `seconds[name]`."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start

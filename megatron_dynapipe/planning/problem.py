@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.cost import LayerTables, Links, PipelineLayout
+from megatron_dynapipe.cost.tables import Row
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Pass
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules
@@ -145,6 +146,7 @@ class BatchProblem:
                 **native_rules(self.transfers),
                 chains=np.zeros(0, np.int32) if self.chains is None else self.chains,
                 extras=np.zeros(0, np.int64) if self.piece_costs is None else self.piece_costs.ravel(),
+                part_rates=np.array([rate for tables in self.modes for rate in _part_rates(tables)], np.int64),
                 division=_DIVISIONS.index(self.division),
             )
         except ValueError as error:
@@ -218,6 +220,22 @@ class BatchProblem:
 def _mode(tables: LayerTables) -> tuple[IntArray, ...]:
     separate = tables.values if tables.separate is None else tables.separate
     return (tables.sizes, tables.inputs, tables.targets, *map(np.ascontiguousarray, (tables.values, separate)))
+
+
+def _part_rates(tables: LayerTables) -> tuple[int, ...]:
+    """By which costs of rows with pieces are divided, as the native core takes them; zeros where nobody knows."""
+    division = tables.division.get("encoder")
+    if division is None:
+        return (0,) * 10
+    forward, backward, stored = division.forward, division.backward, division.stored
+    stored_rates = (0, 0, 0) if stored is None else (stored.linear, stored.inner, stored.mlp)
+    has_weights = (tables.values[Row.ENCODER_WEIGHT] > 0).any()  # nothing is divided that is recomputed in full
+    return (
+        *(forward.linear, forward.inner, forward.mlp),
+        *(backward.linear, backward.inner, backward.mlp),
+        *stored_rates,
+        division.weight_per_mille if has_weights else 0,
+    )
 
 
 def _packed_mode(tables: LayerTables) -> tuple[IntArray, ...]:

@@ -1,18 +1,17 @@
 """Rows of samples as other trainers pack them today, by their own rules, to compare with.
 
-dp_balanced         Megatron-LM's packing scheduler (`DpBalancedScheduler` in core/datasets/data_schedule.py, commit
-                    d98e8a64): next fit in the given order; single samples leave the last rows until the number of rows
-                    is a multiple of the replicas (and of the stages, with virtual ones)
-default_dynamic_cp  Megatron-LM's scheduler on its dev branch (`DefaultDynamicCPScheduler`, d48bd6be): longest first, by
-                    the work of attention; without replicas there is no context parallelism to assign
-verl                volcengine/verl (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py, b178a3cd): samples are
-                    divided by work over replicas, then over as many micro-batches as hold a replica's tokens; light
-                    micro-batches at both ends
-slime               THUDM/slime (`build_dp_schedule` in slime/utils/dp_schedule.py, 624b824a) with `balance_by_flops`:
-                    divided by FLOPs, the largest micro-batches split to a multiple of the replicas
+dp_balanced  Megatron-LM's packing scheduler (`DpBalancedScheduler` in core/datasets/data_schedule.py, commit
+             d98e8a64): next fit in the given order; single samples leave the last rows until the number of rows
+             is a multiple of the replicas (and of the stages, with virtual ones)
+verl         volcengine/verl (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py, b178a3cd): samples are
+             divided by work over replicas, then over as many micro-batches as hold a replica's tokens; light
+             micro-batches at both ends
+slime        THUDM/slime (`build_dp_schedule` in slime/utils/dp_schedule.py, 624b824a) with `balance_by_flops`:
+             divided by FLOPs, the largest micro-batches split to a multiple of the replicas
 
 A sample's length is its input and target positions together. Each function returns indices of the samples of every
-micro-batch; its replica is chosen by the planner, as well as a trainer could.
+micro-batch; its replica is chosen by the planner, as well as a trainer could. Megatron-LM's `default_dynamic_cp`, whose
+rows lie on several replicas, is in `planning.dynamic_cp`.
 """
 
 import heapq
@@ -25,8 +24,6 @@ Rows = list[list[int]]
 
 _VERL_LINEAR = 24576
 """Work of a position beside attention in verl, in squared positions: of a model of hidden size 4,096."""
-_WORKLOAD_MARGIN = 0.05
-"""By how much attention's work in a row of `default_dynamic_cp` may exceed that of a row of equal samples."""
 
 
 class Room(NamedTuple):
@@ -67,34 +64,6 @@ def dp_balanced(lengths: Sequence[int], room: Room) -> Rows:
         if giver < 0:
             raise PlanningError(f"dp_balanced cannot make a multiple of {multiple} rows of {len(lengths)} samples")
         rows.append([rows[giver].pop()])
-    return rows
-
-
-def default_dynamic_cp(lengths: Sequence[int], room: Room) -> Rows:
-    """Longest first: a row takes every sample that fits and keeps attention's work within that of its longest's.
-
-    Raises:
-        PlanningError: there are replicas, over which samples would be divided by context parallelism.
-    """
-    if room.replicas > 1:
-        raise PlanningError(
-            "default_dynamic_cp divides samples over replicas by context parallelism, whose costs are not modelled",
-            hint="it is predicted for one replica",
-        )
-    left = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
-    rows: Rows = []
-    while left:
-        most = lengths[left[0]] * room.positions * (1 + _WORKLOAD_MARGIN)
-        row, used, work, later = left[:1], lengths[left[0]], lengths[left[0]] ** 2, []
-        for sample in left[1:]:
-            length = lengths[sample]
-            if used + length <= room.positions and work + length**2 <= most:
-                row.append(sample)
-                used, work = used + length, work + length**2
-            else:
-                later.append(sample)
-        rows.append(row)
-        left = later
     return rows
 
 
@@ -141,7 +110,6 @@ def slime(lengths: Sequence[int], room: Room) -> Rows:
 Rival = Callable[[Sequence[int], Room], Rows]
 RIVALS: dict[str, Rival] = {
     "dp_balanced": dp_balanced,
-    "default_dynamic_cp": default_dynamic_cp,
     "verl": verl,
     "slime": slime,
 }

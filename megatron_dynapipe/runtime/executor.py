@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
+from torch._C._autograd import _profiler_enabled
 
 from megatron_dynapipe.errors import ExecutionError
 from megatron_dynapipe.plan.instructions import (
@@ -38,7 +39,7 @@ from megatron_dynapipe.plan.text import format_instruction, point_at
 from megatron_dynapipe.runtime.messages import ReceiveBuffers, message_bytes, views
 from megatron_dynapipe.runtime.platform import DevicePlatform
 from megatron_dynapipe.runtime.trace import Trace
-from megatron_dynapipe.runtime.transfer import Transport, Work
+from megatron_dynapipe.runtime.transfer import JoinedWork, Transport, Work
 
 _BufferKey = tuple[Buffer, int, int]
 
@@ -166,7 +167,7 @@ class PipelineExecutor:
             dtypes: of this list's transfers, where they are not all the executor's.
 
         Returns:
-            When each instruction ran.
+            When each instruction ran. Under a profiler of PyTorch, `emit_nvtx` among them, each is a range of its own.
 
         Raises:
             ExecutionError: an instruction without a handler, or buffers or transfers left over at the end.
@@ -174,6 +175,8 @@ class PipelineExecutor:
         """
         table = {**self._handlers, **handlers}
         _check_handlers(plan, table)
+        if _profiler_enabled():
+            table = {kind: _in_range(handler) for kind, handler in table.items()}
         self._stage, self._dtypes = plan.stage, dtypes or self._default
         self._received.expect(_largest_messages(plan, self._dtypes))
         buffers, trace = BufferTable(), Trace(self._platform)
@@ -206,7 +209,9 @@ class PipelineExecutor:
                 hint="give the executor the type of the states between stages (Megatron's `pipeline_dtype`)",
             )
         channel = channel_of(instruction.payload, self._stage, instruction.peer, self._stages)
-        self._sending[_transfer_key(instruction)] = self._transport.start_send(channel, instruction.peer, tensors)
+        self._sending[_transfer_key(instruction)] = (
+            self._transport.start_send(channel, instruction.peer, tensors) if tensors else JoinedWork([])
+        )
 
     def _wait_send(self, instruction: SendWait, buffers: BufferTable) -> None:
         work = self._sending.pop(_transfer_key(instruction), None)
@@ -218,7 +223,7 @@ class PipelineExecutor:
         shapes, dtypes = instruction.shapes, self._dtypes(instruction)
         tensors = views(self._received.take(instruction.payload), shapes, dtypes)
         channel = channel_of(instruction.payload, instruction.peer, self._stage, self._stages)
-        work = self._transport.start_recv(channel, instruction.peer, tensors)
+        work = self._transport.start_recv(channel, instruction.peer, tensors) if tensors else JoinedWork([])
         self._receiving[_transfer_key(instruction)] = work, tensors
 
     def _wait_recv(self, instruction: RecvWait, buffers: BufferTable) -> None:
@@ -241,6 +246,16 @@ class PipelineExecutor:
         self._receiving.clear()
         self._received.clear()
         buffers.clear()
+
+
+def _in_range(handler: Handler[Any]) -> Handler[Any]:
+    """A handler whose instructions are ranges, by their text, to PyTorch's profiler and to Nsight Systems."""
+
+    def run(instruction: Instruction, buffers: BufferTable) -> None:
+        with torch.profiler.record_function(format_instruction(instruction)):
+            handler(instruction, buffers)
+
+    return run
 
 
 def _check_handlers(plan: StagePlan, handlers: Handlers) -> None:

@@ -83,8 +83,10 @@ class SharedWeights:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Give every copy the sum of all copies' gradients."""
+        """Give every copy the sum of all copies' gradients; frozen weights have none."""
         for weight in self._weights:
+            if not weight.mine[0].requires_grad:
+                continue
             gradients = [_gradient(copy) for copy in weight.mine]
             total = gradients[0]
             for other in gradients[1:]:

@@ -65,7 +65,8 @@ class Evaluator:
         except DynaPipeError as error:
             return Outcome(error=error.message)
         peaks = [
-            max(peak_bytes(plan, replica, stage) for replica in plan.replicas) for stage in range(plan.pipeline_stages)
+            max(peak_bytes(plan, replica, stage, settings.element_bytes) for replica in plan.replicas)
+            for stage in range(plan.pipeline_stages)
         ]
         return Outcome(predicted_ns=plan.totals.predicted_ns, peak_bytes=tuple(peaks))
 

@@ -29,8 +29,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         devices: of the cluster; every layout uses all of them.
         chunks: numbers of virtual stages per pipeline rank, for GPTs on two or more stages.
-        splits: layer splits; of several that put the same layers on every stage, the first counts. `AUTO` is for one
-            chunk.
+        splits: layer splits; of several that put the same layers on every stage, the first counts.
         distributed_optimizer: whether optimizer state is sharded; None: wherever there are replicas, since that takes
             less memory and less time.
         tensor_sizes: of tensor parallelism, those that can be used; None: all.
@@ -168,8 +167,7 @@ def divisions(devices: int) -> Iterator[tuple[int, int, int]]:
 
 def _variants(base: PlannerSettings, space: Space, pipeline: int) -> Iterator[tuple[int, Split]]:
     for chunks in space.chunks if pipeline > 1 and base.family is ModelFamily.GPT else (1,):
-        splits = [split for split in space.splits if chunks == 1 or split is not Split.AUTO]
-        yield from ((chunks, split) for split in (splits if pipeline > 1 else [Split.EQUAL]))
+        yield from ((chunks, split) for split in (space.splits if pipeline > 1 else [Split.EQUAL]))
 
 
 def _candidate(

@@ -48,7 +48,7 @@ def test_as_megatrons_schedule_without_shapes_in_messages(stages):
     assert stages == 1 or ours["waits for transfers"] < theirs["waits for transfers"]
 
 
-def run_pieces(*, rank: int, world_size: int) -> list[tuple[int, int]]:
+def run_pieces(*, divided: bool, rank: int, world_size: int) -> list[tuple[int, int]]:
     """Bytes alive after every iteration of a sample in pieces, and at most in it."""
     from benchmarks.executor import overhead, pairs, pieces
 
@@ -57,18 +57,19 @@ def run_pieces(*, rank: int, world_size: int) -> list[tuple[int, int]]:
     options = parser.parse_args(["--hidden", "16", "--length", "64", "--layers", "2"])
     with overhead.processes() as device:
         iteration, found = pieces.iterations(options, device), []
-        iteration(pieces.pieces_of(16, 4))
+        iteration(pieces.pieces_of(16, 4), divided=divided)
         gc.freeze()  # collections are quick then
         with LiveStorages() as live:
             for _ in range(200):
-                iteration(pieces.pieces_of(16, 4))
+                iteration(pieces.pieces_of(16, 4), divided=divided)
                 gc.collect()
                 found.append((live.bytes, live.peak_bytes))
                 live.peak_bytes = live.bytes
     return found
 
 
-def test_memory_of_sliced_iterations_is_flat():
-    after = run_ranks(run_pieces, 1)[0]
+@pytest.mark.parametrize("divided", [False, True])
+def test_memory_of_sliced_iterations_is_flat(divided):
+    after = run_ranks(run_pieces, 1, {"divided": divided})[0]
     assert len({peak for _, peak in after[1:]}) == 1
     assert all(live <= 64 for live, _ in after), "a scalar may live until the next collection"

@@ -103,33 +103,58 @@ def rows_of() -> list[Any]:
     ]
 
 
-def test_throughput_s_table_and_chart(tmp_path: Path) -> None:
-    rows = rows_of()
-    throughput.draw(rows, "length", tmp_path / "chart.png")
-    assert (tmp_path / "chart.png").stat().st_size > 10_000
-    lines = throughput.table(rows, "length").splitlines()
-    assert lines[2] == (
-        "| GPT, 32 layers | 8 | 512 | 30,000 (1,2,4) | 20,000 (1,2,4) | no plan | 10,000 (1,2,4) | 1,000 (1,2,4)"
-        " | 3.00 | 1.50 | – |"
-    )
-    assert len(lines) == 2 + 4
+def planning_rows() -> list[Any]:
+    points = [(n, 65_536) for n in clusters.LENGTHS] + [(2048, n) for n in planning_time.TOKENS if n != 65_536]
+    return [
+        planning_time.Row(
+            model=model,
+            max_seq_len=length,
+            tokens=tokens,
+            planning_seconds=0.1 if length < 4096 else None,
+            iteration_seconds=2.0 if length < 4096 else None,
+            published_seconds=4.0 if tokens == 65_536 else None,
+        )
+        for model in ("GPT at 1,1,8", "T5 at 1,1,8")
+        for length, tokens in points
+    ]
 
 
-def test_padding_s_table_and_chart(tmp_path: Path) -> None:
-    shares = [throughput.share_of(row.model, row.max_seq_len, msgspec.structs.asdict(row)) for row in rows_of()]
-    throughput.draw_shares(shares, tmp_path / "chart.png")
-    assert (tmp_path / "chart.png").stat().st_size > 10_000
-    line = throughput.table_of_shares(shares).splitlines()[2]
-    assert line == "| GPT, 32 layers | 512 | 50.0% | 50.0% | – | 50.0% | 50.0% |"
-
-
-def test_real_throughput_s_table_and_charts(tmp_path: Path) -> None:
-    row = {"model": "t5", "place": 512, "method": "planned", "tokens_per_second": 6000.0, "ratio": [1.0, 1.0, 1.0]}
-    row |= {"padding_efficiency": 0.9, "idle": 0.25, "prediction_error": 0.1}
-    throughput.draw_real([row, row | {"place": 192}], "length", tmp_path / "chart.png")
-    assert (tmp_path / "chart.png").stat().st_size > 10_000
-    line = real.throughput_table([row], "length").splitlines()[2]
-    assert line == "| demo t5 | 512 | planned | 6,000 | 1 | 90.0% | 25% | 10% |"
+def test_tables_and_charts(tmp_path: Path) -> None:
+    rows, planned, chart = rows_of(), planning_rows(), tmp_path / "chart.png"
+    shares = [throughput.share_of(row.model, row.max_seq_len, msgspec.structs.asdict(row)) for row in rows]
+    trained = {"model": "t5", "place": 512, "method": "planned", "tokens_per_second": 6000.0, "ratio": [1.0, 1.0, 1.0]}
+    trained |= {"padding_efficiency": 0.9, "idle": 0.25, "prediction_error": 0.1}
+    phase = {"median_error": 0.05, "mean_error": 0.06, "iterations": 2, "pairs": [[1.0, 1.1], [2.0, 1.9]]}
+    memory = {"activations_mb": [10.0, 4.0], "messages_mb": [0.5, 0.1], "counted_mb": [10.0, 4.0]}
+    memory |= {"error_of_both": [0.05, -0.025]}
+    errors = accuracy.of_machine("t5", {"as profiled": phase, "learned": phase, "memory": memory})
+    quantities = ["iteration, as profiled", "iteration, after correction", "peak memory of a stage"]
+    assert [row.quantity for row in errors] == quantities
+    assert errors[-1].pairs == [(10.5, 10.0), (4.1, 4.0)] and errors[-1].median == 0.05
+    for draw in (
+        lambda: throughput.draw(rows, "length", chart),
+        lambda: throughput.draw_shares(shares, chart),
+        lambda: throughput.draw_real([trained, trained | {"place": 192}], "length", chart),
+        lambda: planning_time.draw(planned, chart),
+        lambda: accuracy.draw_pairs(errors, chart),
+    ):
+        draw()
+        assert chart.stat().st_size > 10_000
+        chart.unlink()
+    for table, place, line in (
+        (
+            throughput.table(rows, "length"),
+            2,
+            "| GPT, 32 layers | 8 | 512 | 30,000 (1,2,4) | 20,000 (1,2,4) | no plan | 10,000 (1,2,4) | 1,000 (1,2,4)"
+            " | 3.00 | 1.50 | – |",
+        ),
+        (throughput.table_of_shares(shares), 2, "| GPT, 32 layers | 512 | 50.0% | 50.0% | – | 50.0% | 50.0% |"),
+        (real.throughput_table([trained], "length"), 2, "| demo t5 | 512 | planned | 6,000 | 1 | 90.0% | 25% | 10% |"),
+        (planning_time.table(planned), 2, "| GPT at 1,1,8 | 512 | 65,536 | 0.100 | 2.00 | 0.050 | 4.0 |"),
+        (planning_time.table(planned), 5, "| GPT at 1,1,8 | 4,096 | 65,536 | no plan | – | – | 4.0 |"),
+        (accuracy.table(errors), -1, "| demo t5 | peak memory of a stage | 5.0% | – | 2 |"),
+    ):
+        assert table.splitlines()[place] == line
 
 
 def test_an_ablation_is_over_batches_with_a_plan(tmp_path: Path) -> None:
@@ -153,43 +178,6 @@ def test_every_variant_plans_a_small_batch() -> None:
     times = {name: ablations.predicted_ns(each, settings, case, batch) for name, each in ablations.VARIANTS.items()}
     assert {name for name, each in times.items() if each is None} <= {"GPipe", "recompute none for all"}
     assert times[ablations.BASE] <= min(times["1F1B"], times["no search"], times["as they arrive"])
-
-
-def test_planning_time(tmp_path: Path) -> None:
-    rows = [
-        planning_time.Row(
-            model=model,
-            max_seq_len=length,
-            tokens=tokens,
-            planning_seconds=0.1 if length < 4096 else None,
-            iteration_seconds=2.0 if length < 4096 else None,
-            published_seconds=4.0 if tokens == 65_536 else None,
-        )
-        for model in ("GPT at 1,1,8", "T5 at 1,1,8")
-        for length, tokens in [(n, 65_536) for n in clusters.LENGTHS]
-        + [(2048, n) for n in planning_time.TOKENS if n != 65_536]
-    ]
-    planning_time.draw(rows, tmp_path / "chart.png")
-    assert (tmp_path / "chart.png").stat().st_size > 10_000
-    lines = planning_time.table(rows).splitlines()
-    assert lines[2] == "| GPT at 1,1,8 | 512 | 65,536 | 0.100 | 2.00 | 0.050 | 4.0 |"
-    assert lines[5] == "| GPT at 1,1,8 | 4,096 | 65,536 | no plan | – | – | 4.0 |"
-
-
-def test_accuracy_of_this_machine(tmp_path: Path) -> None:
-    phase = {"median_error": 0.05, "mean_error": 0.06, "iterations": 2, "pairs": [[1.0, 1.1], [2.0, 1.9]]}
-    memory = {"activations_mb": [10.0, 4.0], "messages_mb": [0.5, 0.1], "counted_mb": [10.0, 4.0]}
-    memory |= {"error_of_both": [0.05, -0.025]}
-    rows = accuracy.of_machine("t5", {"as profiled": phase, "learned": phase, "memory": memory})
-    assert [row.quantity for row in rows] == [
-        "iteration, as profiled",
-        "iteration, after correction",
-        "peak memory of a stage",
-    ]
-    assert rows[-1].pairs == [(10.5, 10.0), (4.1, 4.0)] and rows[-1].median == 0.05
-    accuracy.draw_pairs(rows, tmp_path / "chart.png")
-    assert (tmp_path / "chart.png").stat().st_size > 10_000
-    assert accuracy.table(rows).splitlines()[-1] == ("| demo t5 | peak memory of a stage | 5.0% | – | 2 |")
 
 
 def test_real_rows_are_over_the_named_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

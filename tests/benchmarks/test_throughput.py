@@ -252,7 +252,7 @@ def test_every_method_plans():
     batch = GlobalBatch(iteration=0, sample_ids=np.arange(6), input_lengths=lengths, target_lengths=lengths // 4 + 1)
     for method in (methods.METHODS | methods.ABLATIONS).values():
         totals = Planner(method.planner(run, (256, 64)), costs).plan(batch, 0).totals
-        assert totals.samples == 6 and method.says
+        assert totals.samples == 6
 
 
 @pytest.mark.slow

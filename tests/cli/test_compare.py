@@ -10,21 +10,16 @@ import pytest
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.sampling import LengthTable, LongSamples, Sampler, SamplerSettings
 from megatron_dynapipe.units import ModelFamily
-from tests.helpers.planning_commands import arguments
+from tests.helpers.planning_commands import arguments, report
 from tests.helpers.random_dataset import make_dataset
 
-METHODS = ["dynapipe", "packed_rows", "dp_balanced", "default_dynamic_cp", "verl", "slime"]
+METHODS = ["dynapipe", "packed_rows", "dp_balanced", "verl", "slime", "default_dynamic_cp"]
 METHODS += ["token_based", "uniform", "packing", "padding"]
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "made")
-
-
-def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return loaded
 
 
 def with_batches(path: Path, *batches: dict[str, Any]) -> Path:

@@ -9,12 +9,7 @@ import pytest
 
 from megatron_dynapipe.cli.main import main
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
-from tests.helpers.planning_commands import arguments
-
-
-def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return loaded
+from tests.helpers.planning_commands import arguments, report
 
 
 def test_plan_report(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

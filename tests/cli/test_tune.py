@@ -1,36 +1,20 @@
 """The tune command: its report, its table, the config that it writes, its errors."""
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from megatron_dynapipe import config, tuning
 from megatron_dynapipe.cli.main import main
+from tests.helpers.planning_commands import arguments as of_commands
+from tests.helpers.planning_commands import report
 
 
 def arguments(batches: Path, cost: Path, *more: str) -> list[str]:
-    given = {
-        "--batches": str(batches),
-        "--cost-model": str(cost),
-        "--model": "gpt",
-        "--layers": "4",
-        "--hidden-size": "32",
-        "--devices": "4",
-        "--device-memory-mb": "200",
-        "--recompute": "none",
-        "--max-seq-len": "300",
-        "--workers": "1",
-    }
-    return ["tune", *(part for pair in given.items() for part in pair), *more]
-
-
-def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return loaded
+    own = ("--devices", "4", "--max-seq-len", "300", "--workers", "1")
+    return of_commands("tune", batches, cost, *own, *more, pipeline_parallel=False)
 
 
 def test_report(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

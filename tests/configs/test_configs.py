@@ -18,6 +18,7 @@ from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
 from tests.helpers.simulated_device import DeviceStallError, Job, check
+from tests.planning.planner_cases import of_lengths
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -84,7 +85,6 @@ def parse_and_plan(config: str, gpus: int, cluster: str, data: str, batches: lis
     from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
     from megatron_dynapipe.planning.planner import Planner
     from megatron_dynapipe.planning.schedules import ScheduleSettings
-    from megatron_dynapipe.sampling import GlobalBatch
     from megatron_dynapipe.units import ModelFamily
 
     os.environ |= {"WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(min(gpus, 8)), "RANK": "0"}
@@ -108,15 +108,7 @@ def parse_and_plan(config: str, gpus: int, cluster: str, data: str, batches: lis
     for index, batch in enumerate(batches):
         lengths = np.minimum(np.array(batch["input"], np.int32), longest[0])
         targets = np.minimum(np.array(batch.get("target", [0] * len(lengths)), np.int32), longest[1])
-        plan = planner.plan(
-            GlobalBatch(
-                iteration=index,
-                sample_ids=np.arange(len(lengths), dtype=np.int64),
-                input_lengths=lengths,
-                target_lengths=targets,
-            ),
-            index,
-        )
+        plan = planner.plan(dataclasses.replace(of_lengths(lengths, targets), iteration=index), index)
         assert len(plan.replicas) == args.data_parallel_size
         needed.append(max(plan.model_state_bytes))
         if gpus > 2:

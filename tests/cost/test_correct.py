@@ -166,6 +166,13 @@ def test_a_correction_is_applied_in_integers_and_leaves_holes() -> None:
     assert result[Row.ENCODER_FORWARD, 0, 0, 0] == (before * 1300 + 500) // 1000 + 50_000
 
 
+def test_what_is_recomputed_in_full_stays_whole_under_a_correction() -> None:
+    grid = MODEL.tables(tensor_parallel=1, recompute=Recompute.FULL)
+    values = grid.values.copy()
+    values[:, -1, -1, -1] = ABSENT
+    assert (corrected(dataclasses.replace(grid, values=values), TRUTH).values[Row.ENCODER_WEIGHT] <= 0).all()
+
+
 @pytest.mark.parametrize("family", list(ModelFamily))
 def test_a_grid_reads_back_from_its_file_exactly(family: ModelFamily) -> None:
     grid = tables(family)

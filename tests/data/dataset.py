@@ -7,9 +7,9 @@ import numpy as np
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.indexed import write_samples
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_meta, write_meta
-from megatron_dynapipe.plan.iteration import MicroBatch, StageEntry, StagePlan, Totals
+from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.sampling.lengths import task_ids_path
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
+from megatron_dynapipe.units import BatchLayout, Recompute, Shape
 
 PAD, BOS, EOS = 0, 1, 2
 
@@ -63,21 +63,3 @@ def collator_of(folder: Path, required: RequiredFields) -> Collator:
     """The collator of a stage over the training split, with a reader if it reads text."""
     reader = open_split(folder, "train") if required.text else None
     return Collator(required=required, reader=reader, special=read_meta(folder))
-
-
-def stage_entry(iteration: int, *micro_batches: MicroBatch) -> StageEntry:
-    """The share of a rank that runs nothing but has these micro-batches, in a T5 run."""
-    return StageEntry(
-        iteration=iteration,
-        replica=0,
-        family=ModelFamily.T5,
-        forward_only=False,
-        plan_digest="digest",
-        pipeline_stages=1,
-        chunks=1,
-        micro_batches=micro_batches,
-        stage_plan=StagePlan(stage=0, instructions=(), predicted=()),
-        totals=Totals(
-            samples=0, real_tokens=0, padded_positions=0, micro_batches=(len(micro_batches),), predicted_ns=0
-        ),
-    )

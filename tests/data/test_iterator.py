@@ -13,7 +13,8 @@ from megatron_dynapipe.data.iterator import PlannedIterator
 from megatron_dynapipe.errors import ConfigError, DataError, PlanError, StoreTimeoutError
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.units import Shape
-from tests.data.dataset import collator_of, micro_batch, stage_entry, write_dataset
+from tests.data.dataset import collator_of, micro_batch, write_dataset
+from tests.helpers.plans import stage_entry
 
 
 @pytest.fixture

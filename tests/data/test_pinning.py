@@ -8,7 +8,8 @@ import torch
 from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator, in_one_buffer, pinning
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
-from tests.data.dataset import collator_of, micro_batch, stage_entry, write_dataset
+from tests.data.dataset import collator_of, micro_batch, write_dataset
+from tests.helpers.plans import stage_entry
 
 ALL = RequiredFields(tokens=True, decoder_tokens=True, labels=True)
 

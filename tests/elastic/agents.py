@@ -59,17 +59,8 @@ class Nodes:
         self, *flags: str, address: str | None = "127.0.0.1", before: Sequence[str] = ()
     ) -> subprocess.Popen[bytes]:
         """One more node, at an address, with a command before its own; its output goes to `said`."""
-        argv = [
-            *before,
-            sys.executable,
-            "-m",
-            "megatron_dynapipe",
-            "launch",
-            "--nnodes",
-            self._nodes,
-            "--nproc-per-node",
-            "1",
-        ]
+        argv = [*before, sys.executable, "-m", "megatron_dynapipe", "launch"]
+        argv += ["--nnodes", self._nodes, "--nproc-per-node", "1"]
         argv += ["--rdzv-endpoint", self._endpoint, "--last-call", "1"]
         argv += [] if address is None else ["--local-addr", address]
         argv += ["--join-timeout", "60", *flags, *self._script]

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.waiting import until
+
 LAUNCHER = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
@@ -39,10 +41,7 @@ def test_a_rank_ends_with_torchrun_and_with_no_other_parent(tmp_path: Path, by_t
     assert launcher.stdout is not None
     rank = psutil.Process(int(launcher.stdout.readline()))
     try:
-        deadline = time.monotonic() + 30
-        while not ready.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(ready.exists)
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
         if by_torchrun:

@@ -56,6 +56,12 @@ def train(
     return runs
 
 
+def losses(family: str, data: Path, flags: str, *, ranks: int, report: Path) -> dict[str, float]:
+    """Those of a run by iteration, from its last stage."""
+    found: dict[str, float] = train(family, data, flags, ranks=ranks, report=report)[-1]["losses"]
+    return found
+
+
 def layout_case(family: str, ranks: int, flags: str, when: str) -> Any:
     """A parameter of a test over layouts: "core" ones run every day, others in the slow suite."""
     marks = () if when == "core" else pytest.mark.slow

@@ -1,12 +1,13 @@
 """Pipelines and plans for tests, from a seed: random costs, real orders, real lowering."""
 
 import random
+from typing import Any
 
 import numpy as np
 
 from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Pass
-from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
+from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StageEntry, StagePlan, Totals
 from megatron_dynapipe.plan.packing import packed_shape
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.lowering import Topology, lower
@@ -152,6 +153,23 @@ def _micro_batches(
             )
         )
     return batches
+
+
+def stage_entry(iteration: int, *micro_batches: MicroBatch, stage: int = 0, **changes: Any) -> StageEntry:
+    """The share of a rank that runs nothing but has these micro-batches, in a T5 run of one stage."""
+    fields = {
+        "replica": 0,
+        "family": ModelFamily.T5,
+        "forward_only": False,
+        "plan_digest": "digest",
+        "pipeline_stages": 1,
+        "chunks": 1,
+        "stage_plan": StagePlan(stage=stage, instructions=(), predicted=()),
+        "totals": Totals(
+            samples=0, real_tokens=0, padded_positions=0, micro_batches=(len(micro_batches),), predicted_ns=0
+        ),
+    }
+    return StageEntry(iteration=iteration, micro_batches=micro_batches, **(fields | changes))
 
 
 def samples_of(plan: IterationPlan) -> list[int]:

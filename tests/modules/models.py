@@ -75,6 +75,15 @@ T5 = {
 }
 
 
+def with_adapters() -> nn.Module:
+    """GPT-2 with trained low-rank adapters in its last layers; everything else is frozen, tied embeddings too."""
+    from peft import LoraConfig, get_peft_model
+
+    model = of_transformers("GPT2", "LMHeadModel", **GPT2)()
+    adapters = LoraConfig(r=2, target_modules=["c_attn", "c_fc"], layers_to_transform=[2, 3], fan_in_fan_out=True)
+    return get_peft_model(model, adapters)
+
+
 class Exchange(nn.Module):
     """One step of two paths that give each other their features: a dict in, a dict out."""
 
@@ -167,6 +176,7 @@ CASES = {
         masked_tokens,
         token_loss,
     ),
+    "adapters": Case(with_adapters, ["h.1", "h.2", "h.3"], masked_tokens, token_loss),
     "vision": Case(TwoPaths, [f"steps.{k}" for k in (1, 2, 3)], images, class_loss),
 }
 

@@ -1,4 +1,4 @@
-"""The example runs, and learns."""
+"""The examples run, and learn."""
 
 import contextlib
 import io
@@ -9,35 +9,51 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.helpers.processes import run_ranks
 from tests.modules.models import quiet
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "any_module.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run_example(rank: int, world_size: int, arguments: list[str]) -> str:
+def run_example(rank: int, world_size: int, name: str, arguments: list[str]) -> str:
     quiet()
-    sys.argv = [str(EXAMPLE), *arguments]
+    script = str(EXAMPLES / name)
+    sys.argv, sys.path = [script, *arguments], [str(EXAMPLES), *sys.path]
     # Ranks of the harness look as if they had a GPU, for Megatron's sake.
     no_gpu = mock.patch("torch.cuda.is_available", return_value=False)
     with no_gpu, contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
     return printed.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("ranks", "arguments"),
-    [(2, ["--epochs", "1"]), pytest.param(4, ["--replicas", "2", "--epochs", "2"], marks=pytest.mark.slow)],
+    ("name", "ranks", "arguments"),
+    [
+        ("any_module.py", 2, ["--epochs", "1"]),
+        ("lora_module.py", 2, ["--epochs", "2"]),
+        pytest.param("any_module.py", 4, ["--replicas", "2", "--epochs", "2"], marks=pytest.mark.slow),
+    ],
 )
-def test_the_example_learns(ranks, arguments):
-    printed, *others = run_ranks(run_example, ranks, {"arguments": arguments}, deadline_s=200)
+def test_an_example_learns(name, ranks, arguments):
+    printed, *others = run_ranks(run_example, ranks, {"name": name, "arguments": arguments}, deadline_s=200)
     losses = [float(found) for found in re.findall(r"loss ([0-9.]+), micro-batches \d+x\d+", printed)]
     assert losses[-1] < losses[0] - 0.2
     assert not any(others)
 
 
-def test_the_example_is_short_and_needs_no_megatron():
-    source = EXAMPLE.read_text()
+def test_adapters_alone_are_written(tmp_path):
+    run_ranks(run_example, 2, {"name": "lora_module.py", "arguments": ["--epochs", "0", "--output", str(tmp_path)]})
+    names = [set(load_file(tmp_path / f"{stage}.safetensors")) for stage in range(2)]
+    assert all("lora_" in name for each in names for name in each)
+    assert len(names[0] | names[1]) == 4 * 4 * 2 and not names[0] & names[1], (
+        "two in each of four layers of four blocks"
+    )
+
+
+@pytest.mark.parametrize("name", ["any_module.py", "lora_module.py"])
+def test_an_example_is_short_and_needs_no_megatron(name):
+    source = (EXAMPLES / name).read_text()
     assert len(source.splitlines()) <= 80
     assert "megatron." not in source.replace("megatron_dynapipe", "")

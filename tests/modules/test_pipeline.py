@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.modules.trace import ReadAttributes
 from tests.helpers.processes import run_ranks
 from tests.modules.models import CASES
 from tests.modules.training import SIZES, train
@@ -126,6 +127,19 @@ def attributes_on_two_ranks(rank: int, world_size: int) -> list[Any]:
     with pytest.raises(ConfigError, match="and the model's attributes to be the same on ranks 0, 1"):
         pipeline.step(batch)
     return [found, known]
+
+
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_equal_sets_are_one_state_however_they_are_walked(kind):
+    """`peft` keeps names of modules in a set, whose order differs between processes."""
+
+    def state(numbers: list[int]) -> str:
+        model = toy()
+        model.settings.unused = kind(numbers)
+        return ReadAttributes(model, model, [("", "settings")], []).state()
+
+    assert list({0, 8}) != list({8, 0}), "numbers that fall into one place of a small set"
+    assert state([0, 8]) == state([8, 0]) != state([0, 16])
 
 
 def test_attributes_and_globals_that_tracing_read_may_change():

@@ -14,10 +14,12 @@ from megatron_dynapipe.cost.segments import Segment, SegmentCosts, divide_evenly
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError
 from megatron_dynapipe.modules.loader import DynaPipeDataLoader, Pack, Pad
 from megatron_dynapipe.modules.planner import ModulePlanner
+from megatron_dynapipe.modules.profile import profile_module
 from megatron_dynapipe.plan.instructions import RecvStart, SendStart
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, TransferRules
 from megatron_dynapipe.units import Recompute
 from tests.helpers.processes import run_ranks
+from tests.modules.models import CASES, build
 from tests.modules.test_pipeline import toy, toy_batch, toy_loss, whole_losses
 
 SIZES, LENGTHS = (1, 4, 16), (8, 32, 64)
@@ -364,3 +366,26 @@ def test_transfers_are_planned_for_the_device_there_is(
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert planner_of().planner.settings.transfers == rules
     assert planner_of(transfers=GLOO_RULES).planner.settings.transfers == GLOO_RULES
+
+
+def test_frozen_weights_cost_neither_activations_nor_state():
+    case = CASES["adapters"]
+
+    def get_batch(size: int, length: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.zeros(size, length, dtype=torch.long)}
+
+    def measured(model: torch.nn.Module) -> SegmentCosts:
+        return profile_module(model, get_batch, sizes=(4,), lengths=(16,), split_points=case.points, repeats=1)
+
+    model = build("adapters")
+    frozen = measured(model)
+    trained = measured(model.requires_grad_(True))
+    adapters = 2 * (16 + 48 + 16 + 64)  # rank · (in + out of c_attn and of c_fc) of a layer
+    assert [each.parameters for each in frozen.segments] == [0, 0, adapters, adapters]
+    for lean, whole in zip(frozen.segments, trained.segments, strict=True):
+        assert lean.parameters * 4 + lean.frozen_mb * 1e6 == pytest.approx(whole.parameters * 4)
+        assert lean.stored_activation_mb["16"][0][1] < whole.stored_activation_mb["16"][0][1]
+    planner = ModulePlanner(frozen, [0, 0, 1, 1], stages=2, memory_limit_bytes=10**9)
+    state = planner.planner.settings.model_state_bytes
+    weights = [sum(round(each.frozen_mb * 1e6) for each in pair) for pair in (frozen.segments[:2], frozen.segments[2:])]
+    assert state == (weights[0], weights[1] + 16 * 2 * adapters)

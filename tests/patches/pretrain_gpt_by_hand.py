@@ -18,15 +18,14 @@ cpu.silence_prints()
 import torch  # noqa: E402
 from megatron.core import mpu, utils  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank  # noqa: E402
 from megatron.training import argument_utils, get_args, get_timers, pretrain  # noqa: E402
-from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args  # noqa: E402
+from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.utils import is_first_or_last_pipeline_stage  # noqa: E402
 
 from tests.helpers.entry_scripts import record_losses  # noqa: E402
+from tests.helpers.stock_megatron import model_provider  # noqa: E402
 
 KEYS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
 IS_018 = not hasattr(argument_utils, "gpt_config_from_args")
@@ -84,24 +83,6 @@ def forward_step(data_iterator, model, return_schedule_plan=False):
     timers("batch-generator").stop()
     output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, packed_seq_params=None)
     return output, partial(loss_func, loss_mask, model=model)
-
-
-def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-    """0.18's way: a function that builds the model."""
-    args = get_args()
-    return GPTModel(
-        config=config or core_transformer_config_from_args(args),
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
-    )
 
 
 def datasets_provider(samples, vp_stage=None):

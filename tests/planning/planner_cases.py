@@ -1,5 +1,6 @@
 """A small planner over analytic costs, and batches for it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,14 +30,18 @@ def planner(family: ModelFamily, **changes: Any) -> Planner:
 def batch(family: ModelFamily, samples: int, *, seed: int = 0) -> GlobalBatch:
     random = np.random.default_rng(seed)
     lengths = np.minimum(np.exp(random.normal([[4], [2.5]], 1, (2, samples))).astype(np.int32) + 2, 1000)
-    return GlobalBatch(
-        iteration=0,
-        sample_ids=np.arange(100, 100 + samples),
-        input_lengths=lengths[0],
-        target_lengths=lengths[1] if family is ModelFamily.T5 else np.zeros(samples, np.int32),
-    )
+    return of_lengths(lengths[0], lengths[1] if family is ModelFamily.T5 else None, first=100)
 
 
 def batch_of(*lengths: tuple[int, int]) -> GlobalBatch:
-    inputs, targets = np.array(lengths, np.int32).T
-    return GlobalBatch(iteration=0, sample_ids=np.arange(len(lengths)), input_lengths=inputs, target_lengths=targets)
+    """Samples of (input, target) tokens."""
+    return of_lengths(*np.array(lengths, np.int32).T)
+
+
+def of_lengths(inputs: Sequence[int], targets: Sequence[int] | None = None, *, first: int = 0) -> GlobalBatch:
+    """Samples with ids from `first` on; those of a decoder-only model have no targets."""
+    held = np.array(inputs, np.int32)
+    wanted = np.zeros_like(held) if targets is None else np.array(targets, np.int32)
+    return GlobalBatch(
+        iteration=0, sample_ids=np.arange(first, first + len(held)), input_lengths=held, target_lengths=wanted
+    )

@@ -22,6 +22,7 @@ GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 SIZES = np.array([1, 2, 4, 8, 16], np.int64)
 LENGTHS = np.array([8, 64, 512], np.int64)
 BYTES = 1000  # of a layer's activations a position
+MESSAGE = 16  # bytes of a hidden state
 STATE = 100_000  # bytes of a layer's parameters
 
 
@@ -145,7 +146,7 @@ def test_nothing_is_said_where_all_samples_fit(caplog: pytest.LogCaptureFixture)
 
 def test_what_fitted_goes_on_fitting() -> None:
     """With five layers on a stage the long sample does not fit, so the head's stage keeps its four."""
-    costs, limit = Costs(GPT, head=200), {"memory_limit_bytes": 4 * STATE * 8 + 4 * 512 * BYTES}
+    costs, limit = Costs(GPT, head=200), {"memory_limit_bytes": 4 * STATE * 8 + 4 * 512 * (BYTES + MESSAGE)}
     long = (513, 0)
     assert chosen(costs, (4, 4), *ALIKE, **limit) == (5, 3)
     assert chosen(costs, (4, 4), *ALIKE, long, **limit) == (4, 4)
@@ -195,6 +196,7 @@ def test_a_layer_is_divided_where_that_evens_stages() -> None:
         network=Network(inter_node_latency_us=0.0),
     )
     assert choose_layer_split(settings, costs, [batch_of(*[(400, 0)] * 16)]) == (1.5, 1.5)
+    assert choose_layer_split(settings, costs, [batch_of(*[(400, 0)] * 16)], halves=False) == (2, 1)
 
 
 def test_chunks_of_a_stage_are_evened_together() -> None:

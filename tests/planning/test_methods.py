@@ -1,21 +1,13 @@
 """Methods held against one another: what each pads and packs to, and what a prediction counts."""
 
-import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.methods import METHODS, Longest, method_settings, predict, rows_of_longest
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily
-
-
-def batch(*lengths: tuple[int, int]) -> GlobalBatch:
-    inputs, targets = np.array(lengths, np.int32).T
-    return GlobalBatch(
-        iteration=0, sample_ids=np.arange(len(lengths)), input_lengths=inputs, target_lengths=targets.copy()
-    )
+from tests.planning.planner_cases import batch_of
 
 
 def model(family: ModelFamily) -> tuple[PlannerSettings, AnalyticCostModel]:
@@ -57,7 +49,7 @@ def test_rows_without_masks_are_of_the_longest_length(
     family: ModelFamily, samples: list[tuple[int, int]], rows: int, row: tuple[int, int]
 ) -> None:
     longest = Longest(64, 0 if family is ModelFamily.GPT else 16)
-    packed = rows_of_longest(batch(*samples), longest, family)
+    packed = rows_of_longest(batch_of(*samples), longest, family)
     found = list(zip(packed.input_lengths.tolist(), packed.target_lengths.tolist(), strict=True))
     assert found == [row] * rows
     assert Longest.of_tokens(family, *row) == longest
@@ -65,7 +57,7 @@ def test_rows_without_masks_are_of_the_longest_length(
 
 def test_a_sample_longer_than_a_row() -> None:
     with pytest.raises(ConfigError, match="cannot hold samples of up to 80"):
-        rows_of_longest(batch((81, 0)), Longest(64, 0), ModelFamily.GPT)
+        rows_of_longest(batch_of((81, 0)), Longest(64, 0), ModelFamily.GPT)
 
 
 @pytest.mark.parametrize("family", list(ModelFamily))
@@ -74,7 +66,7 @@ def test_every_method_predicts_the_same_tokens(family: ModelFamily) -> None:
     samples = [(n, 0 if family is ModelFamily.GPT else 1 + n // 9) for n in (9, 17, 33, 120, 64, 200, 31, 5)]
     tokens = sum(map(sum, samples))
     longest = Longest.of_tokens(family, 256, 0 if family is ModelFamily.GPT else 64)
-    found = {name: predict(name, batch(*samples), longest, settings, costs) for name in METHODS}
+    found = {name: predict(name, batch_of(*samples), longest, settings, costs) for name in METHODS}
     for each in found.values():
         assert each.tokens_per_second * each.ms / 1e3 == pytest.approx(tokens)
         assert 0 < each.padding_efficiency <= 1 and 1 <= each.shapes <= each.micro_batches

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Instruction
+from megatron_dynapipe.plan.memory import message_elements
 from megatron_dynapipe.plan.verify import verify, verify_lists
 from megatron_dynapipe.plan.verify_buffers import Dimensions
 from megatron_dynapipe.planning.native import core, fast_verify
@@ -26,6 +27,7 @@ def test_passes_and_sends_are_found(chunks, forward_only):
     steps = fast_verify(Dimensions(stages=3, chunks=chunks, micro_batches=3, forward_only=forward_only), lists)
     for names, found in (("Forward Backward", steps.passes), ("SendStart", steps.sends)):
         assert found == [[i for i, step in enumerate(each) if type(step).__name__ in names] for each in lists]
+    assert steps.messages == [message_elements(each, forward_only=forward_only) for each in lists]
 
 
 def test_bytes_that_are_no_lists_hold_nothing():

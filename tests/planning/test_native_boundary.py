@@ -54,6 +54,7 @@ def good() -> dict[str, Any]:
         "gbps": np.array([100.0]),
         "chains": np.zeros(0, np.int32),
         "extras": ints(),
+        "part_rates": ints(),
     }
 
 
@@ -158,60 +159,45 @@ def test_wrong_problems_raise(change: dict[str, Any], message: str) -> None:
         core.BatchProblem(**(good() | change))
 
 
-@pytest.mark.parametrize("orders", [[], [ints(0, 1)], [ints(0, 1, 1)], [ints(0, 1, 3)], [ints(0, 1, -1)]])
-def test_wrong_orders_raise(orders: list[np.ndarray]) -> None:
-    with pytest.raises(ValueError, match=r"at least one order|name every sample once"):
-        core.BatchProblem(**good()).partition(orders=orders, improve=False)
+CALLS = {
+    "partition": {"orders": [ints(0, 1, 2)], "improve": False},
+    "search": search_arguments(),
+    "costs": {"sizes": ints(1), "inputs": ints(8), "targets": ints(0), "modes": ints(0)},
+    "packed_costs": {"samples": ints(0, 1), "sizes": ints(2), "modes": ints(0)},
+}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("method", "change", "message"),
     [
-        ({"order": ints(0, 1)}, "name every sample once"),
-        ({"partitions": [(ints(1, 1), ints(0, 0))]}, "micro-batches that add up to all samples"),
-        ({"partitions": [(ints(1, 3), ints(0, 0))]}, "micro-batches that add up to all samples"),
-        ({"partitions": [(ints(0, 3), ints(0, 0))]}, "micro-batches that add up to all samples"),
-        ({"partitions": [(ints(1, 2), ints(0, 1))]}, "modes that there are"),
-        ({"partitions": [(ints(1, 2), ints(0))]}, "a mode for every micro-batch"),
-        ({"evaluations": -2}, "at least 0 evaluations"),
+        ("partition", {"orders": []}, "at least one order"),
+        ("partition", {"orders": [ints(0, 1)]}, "name every sample once"),
+        ("partition", {"orders": [ints(0, 1, 1)]}, "name every sample once"),
+        ("partition", {"orders": [ints(0, 1, 3)]}, "name every sample once"),
+        ("partition", {"orders": [ints(0, 1, -1)]}, "name every sample once"),
+        ("search", {"order": ints(0, 1)}, "name every sample once"),
+        ("search", {"partitions": [(ints(1, 1), ints(0, 0))]}, "micro-batches that add up to all samples"),
+        ("search", {"partitions": [(ints(1, 3), ints(0, 0))]}, "micro-batches that add up to all samples"),
+        ("search", {"partitions": [(ints(0, 3), ints(0, 0))]}, "micro-batches that add up to all samples"),
+        ("search", {"partitions": [(ints(1, 2), ints(0, 1))]}, "modes that there are"),
+        ("search", {"partitions": [(ints(1, 2), ints(0))]}, "a mode for every micro-batch"),
+        ("search", {"evaluations": -2}, "at least 0 evaluations"),
+        ("costs", {"sizes": ints(0)}, "sizes from 1"),
+        ("costs", {"inputs": ints(-1)}, "lengths from 0"),
+        ("costs", {"targets": ints(2**40)}, "lengths from 0"),
+        ("costs", {"modes": ints(1)}, "modes that there are"),
+        ("costs", {"modes": ints()}, "a mode for every micro-batch"),
+        ("packed_costs", {"sizes": ints(0)}, "samples of every row"),
+        ("packed_costs", {"sizes": ints(3)}, "samples of every row"),
+        ("packed_costs", {"samples": ints(0, 3)}, "samples that there are"),
+        ("packed_costs", {"samples": ints(0, -1)}, "samples that there are"),
+        ("packed_costs", {"modes": ints(1)}, "modes that there are"),
+        ("packed_costs", {"modes": ints()}, "a mode for every row"),
     ],
 )
-def test_wrong_searches_raise(change: dict[str, Any], message: str) -> None:
+def test_wrong_calls_raise(method: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        core.BatchProblem(**good()).search(**(search_arguments() | change))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"sizes": ints(0)}, "sizes from 1"),
-        ({"inputs": ints(-1)}, "lengths from 0"),
-        ({"targets": ints(2**40)}, "lengths from 0"),
-        ({"modes": ints(1)}, "modes that there are"),
-        ({"modes": ints()}, "a mode for every micro-batch"),
-    ],
-)
-def test_wrong_shapes_raise(change: dict[str, Any], message: str) -> None:
-    shapes = {"sizes": ints(1), "inputs": ints(8), "targets": ints(0), "modes": ints(0)}
-    with pytest.raises(ValueError, match=message):
-        core.BatchProblem(**good()).costs(**(shapes | change))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"sizes": ints(0)}, "samples of every row"),
-        ({"sizes": ints(3)}, "samples of every row"),
-        ({"samples": ints(0, 3)}, "samples that there are"),
-        ({"samples": ints(0, -1)}, "samples that there are"),
-        ({"modes": ints(1)}, "modes that there are"),
-        ({"modes": ints()}, "a mode for every row"),
-    ],
-)
-def test_wrong_rows_raise(change: dict[str, Any], message: str) -> None:
-    rows = {"samples": ints(0, 1), "sizes": ints(2), "modes": ints(0)}
-    with pytest.raises(ValueError, match=message):
-        core.BatchProblem(**good()).packed_costs(**(rows | change))
+        getattr(core.BatchProblem(**good()), method)(**(CALLS[method] | change))
 
 
 @pytest.mark.parametrize(

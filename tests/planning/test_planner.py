@@ -5,7 +5,6 @@ import subprocess
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import ScatterGather
@@ -15,7 +14,7 @@ from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily, Recompute
-from tests.planning.planner_cases import batch, batch_of, cost_model, planner, settings
+from tests.planning.planner_cases import batch, batch_of, cost_model, of_lengths, planner, settings
 
 FAMILIES = list(ModelFamily)
 
@@ -105,60 +104,24 @@ def test_recompute_is_chosen_where_memory_is_short() -> None:
     assert Recompute.FULL in chosen[1]
 
 
-EMPTY = GlobalBatch(
-    iteration=0,
-    sample_ids=np.zeros(0, np.int64),
-    input_lengths=np.zeros(0, np.int32),
-    target_lengths=np.zeros(0, np.int32),
-)
+EMPTY = of_lengths([])
+
+
+GPT, T5 = ModelFamily.GPT, ModelFamily.T5
+SHORT = {"memory_limit_bytes": 25_000_000, "recompute": (Recompute.NONE,)}
+TOO_LONG = r"sample 1 of padded shape 1x3000\+16 lies outside the cost model's lengths"
+TOO_LARGE = r"sample 1 of padded shape 1x2000 needs \d+ MB of activations on stage \d, which has \d+ MB"
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "given", "error", "message"),
     [
-        pytest.param(
-            ModelFamily.GPT,
-            {},
-            EMPTY,
-            PlanningError,
-            "at least one sample for each of 1 replicas, got 0",
-            id="no sample",
-        ),
-        pytest.param(
-            ModelFamily.GPT,
-            {"data_parallel": 3},
-            batch_of((9, 0), (9, 0)),
-            PlanningError,
-            "each of 3 replicas, got 2",
-            id="more replicas than samples",
-        ),
-        pytest.param(
-            ModelFamily.GPT,
-            {},
-            batch_of((9, 0), (0, 0)),
-            DataError,
-            "sample 1 has 0 input and 0 target",
-            id="empty input",
-        ),
-        pytest.param(
-            ModelFamily.T5, {}, batch_of((9, 0)), DataError, "sample 0 has 9 input and 0 target", id="empty target"
-        ),
-        pytest.param(
-            ModelFamily.T5,
-            {},
-            batch_of((9, 9), (3000, 9)),
-            InfeasibleError,
-            r"sample 1 of padded shape 1x3000\+16 lies outside the cost model's lengths",
-            id="longer than the cost model",
-        ),
-        pytest.param(
-            ModelFamily.GPT,
-            {"memory_limit_bytes": 25_000_000, "recompute": (Recompute.NONE,)},
-            batch_of((9, 0), (2000, 0)),
-            InfeasibleError,
-            r"sample 1 of padded shape 1x2000 needs \d+ MB of activations on stage \d, which has \d+ MB",
-            id="larger than memory",
-        ),
+        (GPT, {}, EMPTY, PlanningError, "at least one sample for each of 1 replicas, got 0"),
+        (GPT, {"data_parallel": 3}, batch_of((9, 0), (9, 0)), PlanningError, "each of 3 replicas, got 2"),
+        (GPT, {}, batch_of((9, 0), (0, 0)), DataError, "sample 1 has 0 input and 0 target"),
+        (T5, {}, batch_of((9, 0)), DataError, "sample 0 has 9 input and 0 target"),
+        (T5, {}, batch_of((9, 9), (3000, 9)), InfeasibleError, TOO_LONG),
+        (GPT, SHORT, batch_of((9, 0), (2000, 0)), InfeasibleError, TOO_LARGE),
     ],
 )
 def test_what_cannot_be_planned(

@@ -10,6 +10,7 @@ from megatron_dynapipe.planning.repredict import repredicted_ns
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily
+from tests.planning.planner_cases import of_lengths
 
 SHAPE = ModelShape(family=ModelFamily.T5, hidden=128, heads=4, kv_channels=32, ffn=512, vocabulary=4096)
 LAYOUTS = [(BatchLayout.PADDED,), (BatchLayout.PACKED,), tuple(BatchLayout)]
@@ -29,12 +30,7 @@ def planner(rate: float = 1.0, **changes: object) -> Planner:
 
 def batch(samples: int = 24) -> GlobalBatch:
     draw = np.random.default_rng(5)
-    return GlobalBatch(
-        iteration=0,
-        sample_ids=np.arange(100, 100 + samples),
-        input_lengths=draw.integers(2, 300, samples).astype(np.int32),
-        target_lengths=draw.integers(2, 80, samples).astype(np.int32),
-    )
+    return of_lengths(draw.integers(2, 300, samples), draw.integers(2, 80, samples), first=100)
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)

@@ -1,17 +1,17 @@
 """Plans with divided backward passes: where they are, what they gain, and that nothing else changes without them."""
 
 import msgspec
-import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
+from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape, TableCostModel
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import ModelFamily, Recompute
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
+from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
+from tests.planning.planner_cases import of_lengths
 
 SHAPE = ModelShape(family=ModelFamily.GPT, hidden=1024, heads=16, kv_channels=64, ffn=4096, vocabulary=32768)
 COSTS = AnalyticCostModel(SHAPE, A100_RATES, max_size=64, max_length=1024)
@@ -27,11 +27,7 @@ def plan(split_backward="auto", *, forward_only=False, **changes):
         split_backward=split_backward,
         **({"pipeline_parallel": 4} | changes),
     )
-    lengths = np.array(LENGTHS, np.int32)
-    batch = GlobalBatch(
-        iteration=0, sample_ids=np.arange(len(LENGTHS)), input_lengths=lengths, target_lengths=np.zeros_like(lengths)
-    )
-    return Planner(settings, COSTS).plan(batch, 0, forward_only=forward_only)
+    return Planner(settings, COSTS).plan(of_lengths(LENGTHS), 0, forward_only=forward_only)
 
 
 def passes(planned, kind):
@@ -47,6 +43,21 @@ def test_auto_divides_some_passes_and_gains(changes):
     assert passes(found, Backward), "those that gain nothing stay whole"
     assert max(r.predicted_ns for r in found.replicas) < max(r.predicted_ns for r in whole.replicas)
     assert plan(**changes) == found
+
+
+def test_a_plan_that_division_gains_nothing_is_searched_without_it_too():
+    batch = flan_like_batches()["t5-s1024-t65536-b1"]  # which memory limits
+    settings = PlannerSettings(
+        family=ModelFamily.T5, encoder_layers=24, decoder_layers=24, hidden_size=1024, memory_limit_bytes=36 * 10**9,
+        data_parallel=2, tensor_parallel=2, pipeline_parallel=2, distributed_optimizer=True,
+        micro_batch_layouts=tuple(BatchLayout), split_backward="off",
+    )  # fmt: skip
+    of = of_lengths(batch["input"], batch["target"])
+    costs = TableCostModel.load(A100_COSTS["t5"])
+    whole, found = (
+        Planner(msgspec.structs.replace(settings, split_backward=how), costs).plan(of, 0) for how in ("off", "auto")
+    )
+    assert found.totals.predicted_ns <= whole.totals.predicted_ns
 
 
 def test_on_divides_all_that_can_be():

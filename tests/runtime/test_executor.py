@@ -4,11 +4,12 @@ import itertools
 import weakref
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 import torch
 
 from megatron_dynapipe.errors import ExecutionError
-from megatron_dynapipe.plan.instructions import Backward, Buffer, Channel, Forward, Load
+from megatron_dynapipe.plan.instructions import Backward, Buffer, Channel, Forward, Load, RecvStart
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.plan.text import format_instruction, parse_stages
 from megatron_dynapipe.runtime import BufferTable, CpuPlatform, PipelineExecutor, Work
@@ -88,6 +89,28 @@ def test_instructions_run_in_order_and_leave_nothing():
 
 def test_an_empty_list_runs():
     assert executor([]).execute(plan("")).events() == ()
+
+
+def test_instructions_are_ranges_to_a_profiler():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        executor([]).execute(plan(ROUND))
+    names = {event.name for event in profiler.events()}
+    assert {"F0", "B0"} <= names
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        pass
+    executor([]).execute(plan(ROUND))
+    assert "F0" not in {event.name for event in profiler.events()}
+
+
+def test_a_message_without_tensors_is_not_sent():
+    """The stage before one that trains nothing gets no gradients; a transport cannot send none."""
+    transport = Loopback()
+    made = executor([], transport)
+    made.register_handler(Backward, lambda instruction, buffers: None)
+    lists = plan(ROUND)
+    empty = [msgspec.structs.replace(i, shapes=()) if isinstance(i, RecvStart) else i for i in lists.instructions]
+    made.execute(StagePlan(stage=0, instructions=tuple(empty), predicted=()))
+    assert transport.log == ["send ACTIVATION > 1"]
 
 
 def test_a_freed_output_is_gone_at_once():

@@ -1,6 +1,5 @@
 """A small dataset, settings that plan it, and a server."""
 
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,9 +7,9 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import CPU_RATES, ModelShape
+from megatron_dynapipe.data.indexed import write_samples
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
-from megatron_dynapipe.sampling.lengths import HEADER, MAGIC
 from megatron_dynapipe.service import AnalyticCosts, PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.store import StoreAddress, StoreServer, new_job_name
 from megatron_dynapipe.units import ModelFamily
@@ -24,21 +23,12 @@ def server() -> Iterator[StoreServer]:
         yield running
 
 
-def write_split(folder: Path, split: str, lengths: list[int]) -> None:
-    """Documents of an input and a target each, all tokens zero."""
-    pointers = np.cumsum([0, *lengths[:-1]], dtype=np.int64) * 2
-    documents = np.arange(0, len(lengths) + 1, 2, dtype=np.int64)
-    header = HEADER.pack(MAGIC, 1, 8, len(lengths), len(documents))
-    sizes = struct.pack(f"<{len(lengths)}i", *lengths)
-    (folder / f"{split}.idx").write_bytes(header + sizes + pointers.tobytes() + documents.tobytes())
-    (folder / f"{split}.bin").write_bytes(bytes(2 * sum(lengths)))
-
-
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dataset")
     for seed, split in enumerate(("train", "valid")):
-        write_split(folder, split, np.random.default_rng(seed).integers(1, 120, 400).tolist())
+        lengths = np.random.default_rng(seed).integers(1, 120, (200, 2)).tolist()
+        write_samples(folder / split, [[[0] * each for each in pair] for pair in lengths], 512)
     return folder
 
 

@@ -1,10 +1,9 @@
 """What a rank has published, published again to a store that has come back empty."""
 
-import time
-
 from megatron_dynapipe.service.client import Republisher
 from megatron_dynapipe.store import StoreServer, open_store
 from tests.helpers.memory_store import MemoryStore
+from tests.helpers.waiting import until
 
 
 def test_nothing_is_published_again_while_the_store_is_there() -> None:
@@ -54,8 +53,5 @@ def test_a_rank_that_asks_for_nothing_learns_that_its_server_has_started_again()
             own.keep_progress("dynapipe:topic", 4)
             assert server._guard is not None
             server._guard.kill()
-            deadline = time.monotonic() + 60
-            while not store.interruptions or near.read_progress(["dynapipe:topic"]) != {"dynapipe:topic": 4}:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            until(lambda: store.interruptions and near.read_progress(["dynapipe:topic"]) == {"dynapipe:topic": 4})
             assert near.wait_any(["dynapipe:key"], timeout_s=30, what="it") == ("dynapipe:key", b"value")

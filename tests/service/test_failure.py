@@ -1,6 +1,8 @@
 """What planners say of their errors, and what ranks make of it."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import PlannerFailedError
 from megatron_dynapipe.service import PlanClient
@@ -31,3 +33,8 @@ def test_what_is_no_failure_is_shown_as_it_is(data: bytes) -> None:
     error = decode_failure(data).to_error()
     assert "reports failures in another form" in error.message and data.decode(errors="replace") in error.message
     assert error.hint == "install the same version on every node"
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_shown(data: bytes) -> None:
+    assert decode_failure(data).to_error().message

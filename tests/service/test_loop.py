@@ -16,11 +16,11 @@ from megatron_dynapipe.errors import (
     StoreTimeoutError,
 )
 from megatron_dynapipe.plan.codec import encode
-from megatron_dynapipe.plan.iteration import StageEntry, StagePlan, Totals
+from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.service import PlanClient, ServiceSettings
 from megatron_dynapipe.service.loop import PlannerLoop, SplitWindow
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.memory_store import MemoryStore
+from tests.helpers.plans import stage_entry
 from tests.helpers.waiting import until
 
 
@@ -39,18 +39,7 @@ class FakeSource:
 
 
 def entry(iteration: int, stage: int) -> StageEntry:
-    return StageEntry(
-        iteration=iteration,
-        replica=0,
-        family=ModelFamily.T5,
-        forward_only=False,
-        plan_digest="",
-        pipeline_stages=2,
-        chunks=1,
-        micro_batches=(),
-        stage_plan=StagePlan(stage=stage, instructions=(), predicted=()),
-        totals=Totals(samples=0, real_tokens=0, padded_positions=0, micro_batches=(0,), predicted_ns=0),
-    )
+    return stage_entry(iteration, stage=stage, pipeline_stages=2)
 
 
 @pytest.fixture

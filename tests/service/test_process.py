@@ -46,11 +46,6 @@ def test_plans_arrive_ahead_of_training_and_are_the_same_here(settings) -> None:
         planner.check()
 
 
-def test_it_needs_no_torch() -> None:
-    program = "import megatron_dynapipe.service.__main__, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
 def test_it_runs_below_training_and_its_password_shows_nowhere(settings, tmp_path: Path) -> None:
     job = settings()
     password = job.store.url.partition("://:")[2].partition("@")[0]

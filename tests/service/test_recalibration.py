@@ -10,11 +10,11 @@ from megatron_dynapipe.errors import CostModelError, InfeasibleError, StoreTimeo
 from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.service.recalibration import Measurements, MemoryBoundPlanner, Recalibrated, Recalibration
 from megatron_dynapipe.store import PlanKeys
 from megatron_dynapipe.units import ModelFamily, Recompute, Shape
 from tests.helpers.memory_store import MemoryStore
+from tests.planning.planner_cases import of_lengths
 
 KEYS = PlanKeys(job="job", settings_digest="s")
 RULE = Recalibration(first_iteration=100, look_ahead=8, ranks=2)
@@ -137,12 +137,7 @@ def test_plans_of_a_version_stay_within_what_tensors_can_have(
 
 
 def test_a_batch_without_a_plan_in_the_room_gets_one_beyond_it(caplog: pytest.LogCaptureFixture) -> None:
-    batch = GlobalBatch(
-        iteration=0,
-        sample_ids=np.arange(4),
-        input_lengths=np.full(4, 250, np.int32),
-        target_lengths=np.zeros(4, np.int32),
-    )
+    batch = of_lengths([250] * 4)
     settings = msgspec.structs.replace(SETTINGS, model_state_bytes=(1000, 1000))
     plan = Planner(settings, BASE).plan(batch, 0)
     narrow = 1000 + (max(peak_bytes(plan, plan.replicas[0], stage) for stage in range(2)) - 1000) // 50

@@ -30,7 +30,7 @@ from megatron_dynapipe.tuning.evaluate import StepRates, step_ns
 from megatron_dynapipe.tuning.space import Split, Status, Tuning, candidates, divisions
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
-from tests.planning.planner_cases import batch, cost_model
+from tests.planning.planner_cases import batch, cost_model, of_lengths
 
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 BOTH = tuple(BatchLayout)
@@ -174,9 +174,7 @@ def test_bounds_hold_whatever_was_measured(
 ) -> None:
     data, pipeline = layout
     wanted = base(GPT, data_parallel=data, pipeline_parallel=pipeline, micro_batch_layouts=layouts)
-    costs, inputs = Uneven(seed), np.array(lengths, np.int32)
-    ids, targets = np.arange(len(lengths)), np.zeros(len(lengths), np.int32)
-    one = GlobalBatch(iteration=0, sample_ids=ids, input_lengths=inputs, target_lengths=targets)
+    costs, one = Uneven(seed), of_lengths(lengths)
     try:
         planned = Planner(wanted, costs).plan(one, 0).totals.predicted_ns
     except InfeasibleError:
@@ -194,11 +192,8 @@ def test_bounds_hold_whatever_was_measured(
 )
 def test_sizes_that_were_not_measured_are_no_bug_of_the_planner(seed: int, lengths: list[int], said: str) -> None:
     """Fewer micro-batches than replicas, and nothing known of a half of one."""
-    ids, targets = np.arange(len(lengths)), np.zeros(len(lengths), np.int32)
-    inputs = np.array(lengths, np.int32)
-    one = GlobalBatch(iteration=0, sample_ids=ids, input_lengths=inputs, target_lengths=targets)
     with pytest.raises(InfeasibleError, match=said):
-        Planner(base(GPT, data_parallel=2, pipeline_parallel=1), Uneven(seed)).plan(one, 0)
+        Planner(base(GPT, data_parallel=2, pipeline_parallel=1), Uneven(seed)).plan(of_lengths(lengths), 0)
 
 
 def test_costs_of_one_division_into_stages_are_refused() -> None:
@@ -215,10 +210,7 @@ def test_costs_of_one_division_into_stages_are_refused() -> None:
 @pytest.mark.parametrize("layout", [(1, 1, 8), (2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 2, 4)])
 def test_bounds_hold_and_tell_something_with_measured_costs(family: ModelFamily, layout: tuple[int, int, int]) -> None:
     recorded = flan_like_batches()[f"{family}-s1024-t65536-b0"]
-    inputs = np.array(recorded["input"], np.int32)
-    targets = np.array(recorded.get("target") or np.zeros(len(inputs)), np.int32)
-    ids = np.arange(len(inputs))
-    one = GlobalBatch(iteration=0, sample_ids=ids, input_lengths=inputs, target_lengths=targets)
+    one = of_lengths(recorded["input"], recorded.get("target"))
     layers = {"encoder_layers": 32} if family is GPT else {"encoder_layers": 24, "decoder_layers": 24}
     data, tensor, pipeline = layout
     wanted = PlannerSettings(
@@ -255,13 +247,7 @@ def test_layouts_that_cannot_be_used_say_why() -> None:
 
 
 def test_a_layout_of_which_a_batch_has_no_plan_is_infeasible() -> None:
-    long = GlobalBatch(
-        iteration=0,
-        sample_ids=np.arange(2),
-        input_lengths=np.array([9, 5000], np.int32),
-        target_lengths=np.zeros(2, np.int32),
-    )
-    tuning = tune(base(GPT), cost_model(GPT), [batch(GPT, 4), long], Space(devices=1))
+    tuning = tune(base(GPT), cost_model(GPT), [batch(GPT, 4), of_lengths([9, 5000])], Space(devices=1))
     (layout,) = tuning.layouts
     assert layout.status is Status.INFEASIBLE and str(layout.error).startswith("batch 1: ")
 
@@ -283,6 +269,10 @@ def test_the_choice_of_training_can_be_tried() -> None:
     tuning: Tuning = tune(base(T5), cost_model(T5), [batch(T5, 12)], space, rates=RATES, top=9)
     (staged,) = [each for each in tuning.layouts if each.pipeline_parallel == 2]
     assert staged.status is Status.PLANNED and sum(staged.layers_per_stage or ()) == 8
+    chunked = Space(devices=2, splits=(Split.AUTO,), chunks=(2,))
+    tuning = tune(base(GPT), cost_model(GPT), [batch(GPT, 12)], chunked, rates=RATES, top=9)
+    (staged,) = [each for each in tuning.layouts if each.pipeline_parallel == 2]
+    assert staged.status is Status.PLANNED and len(staged.layers_per_stage or ()) == 4
 
 
 @pytest.mark.parametrize("changes", [{"top": 0}, {"workers": 0}])

@@ -121,6 +121,14 @@ def _explained(error: BaseException) -> BaseException:
         )
         explained.__cause__ = error
         return explained
+    if "router.expert_shares" in str(error):
+        lacking = ConfigError(
+            "the checkpoint has no shares of experts, from which aux_loss begins: it was saved without"
+            " --moe-aux-loss-coeff",
+            hint="--dist-ckpt-strictness log_unexpected begins with equal shares, and warns of what else is missing",
+        )
+        lacking.__cause__ = error
+        return lacking
     if isinstance(error, RuntimeError) and (waited := re.search(r"gloo.*Timed out waiting (\d+)ms", str(error))):
         late: DynaPipeError = ExecutionError(
             f"waited {int(waited[1]) / 1000:.0f} s for another rank, which still runs but does not answer",

@@ -21,7 +21,7 @@ from megatron_dynapipe.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_READY, _VERDICT, _GO = "ready", "verdict", "go"
+_READY, _VERDICT, _GO, _LEAVING = "ready", "verdict", "go", "leaving"
 REPORTED_HERE = "reported_here"
 """Attribute of an error that this rank reports, whichever it is."""
 _RANK_0_FIRST_S = 2.0
@@ -49,8 +49,9 @@ def start_together[T](check: Callable[[], T], *, timeout_s: float) -> T:
         if rank != "0":
             _wait_for_rank_0(store)
         if store.compare_set(_VERDICT, "", rank) != rank.encode():
-            leave_report_to_another_rank(2)
+            _leave(store)
         setattr(error, REPORTED_HERE, True)
+        _wait_for_leaving(store, world - 1)
         raise
     if store.add(_READY, 1) == world:
         store.compare_set(_VERDICT, "", _GO)
@@ -62,8 +63,22 @@ def start_together[T](check: Callable[[], T], *, timeout_s: float) -> T:
             hint="look for a rank that did not start; --dynapipe-timeout-s allows more time",
         ) from error
     if store.get(_VERDICT) != _GO.encode():
-        leave_report_to_another_rank(2)
+        _leave(store)
     return value
+
+
+def _leave(store: "Store") -> NoReturn:
+    with contextlib.suppress(RuntimeError):
+        store.add(_LEAVING, 1)
+    leave_report_to_another_rank(2)
+
+
+def _wait_for_leaving(store: "Store", ranks: int) -> None:
+    """Give ranks that are still starting a moment to leave by themselves: torchrun lists those that it ends."""
+    deadline = time.monotonic() + _GRACE_S
+    with contextlib.suppress(RuntimeError):
+        while store.add(_LEAVING, 0) < ranks and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 def _wait_for_rank_0(store: "Store") -> None:

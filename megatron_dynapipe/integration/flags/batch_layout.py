@@ -130,6 +130,17 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
     return int(given)
 
 
+def undivided_because(args: argparse.Namespace) -> str:
+    """Why the model's layers take whole backward passes alone; empty where they need not."""
+    return _first(
+        (
+            (bool(args.use_dynapipe), "a patched checkout's layers compute all gradients together"),
+            (args.transformer_impl != "local", "layers of Transformer Engine compute all gradients together"),
+            ("mlp" in (args.recompute_modules or ()), "--recompute-modules mlp computes linear layers again"),
+        )
+    )
+
+
 def split_backward(args: argparse.Namespace) -> SplitBackward:
     """Whether plans may divide backward passes.
 
@@ -137,13 +148,7 @@ def split_backward(args: argparse.Namespace) -> SplitBackward:
         ConfigError: they are to, and the model's layers cannot.
     """
     given: SplitBackward = args.dynapipe_split_backward
-    reason = _first(
-        (
-            (bool(args.use_dynapipe), "a patched checkout's layers compute all gradients together"),
-            (args.transformer_impl != "local", "layers of Transformer Engine compute all gradients together"),
-            ("mlp" in (args.recompute_modules or ()), "--recompute-modules mlp computes linear layers again"),
-        )
-    )
+    reason = undivided_because(args)
     if given == "on" and reason:
         raise ConfigError(
             f"{SPLIT_BACKWARD_FLAG} on cannot be honoured: {reason}", hint=f"pass {SPLIT_BACKWARD_FLAG} auto or off"

@@ -13,7 +13,10 @@ from megatron_dynapipe.errors import ConfigError
 _CLUSTER = "give {} in a cluster file: --dynapipe-cluster FILE, such as those of configs/clusters/"
 _COMPARE = "plans partition by predicted time; `megatron-dynapipe compare` predicts the other ways for the same lengths"
 _ORDERED = "the order of samples follows from --seed, the same in every run"
-_NSYS = "--profile --profile-step-start N --profile-step-end N, under nsys"
+_NSYS = (
+    "--profile --profile-step-start N --profile-step-end N, under nsys, which shows each pass of a micro-batch as a"
+    " range"
+)
 _ZERO = "--use-distributed-optimizer shards optimizer states over replicas (ZeRO stage 1)"
 _DEEPSPEED = "training runs on Megatron-LM alone: leave DeepSpeed's flags out"
 _DUMPS = "`megatron-dynapipe plan --output FOLDER` writes plans, `show` and `verify` read them"

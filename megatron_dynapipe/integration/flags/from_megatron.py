@@ -16,7 +16,13 @@ from megatron_dynapipe.cost import Experts, ScatterGather
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import layer_split, machine
-from megatron_dynapipe.integration.flags.batch_layout import batch_layouts, core_attention, slices, split_backward
+from megatron_dynapipe.integration.flags.batch_layout import (
+    batch_layouts,
+    core_attention,
+    slices,
+    split_backward,
+    undivided_because,
+)
 from megatron_dynapipe.integration.flags.checks import maximum_lengths, recompute_modes
 from megatron_dynapipe.integration.flags.command_line import REPORT_FOLDER
 from megatron_dynapipe.integration.flags.resume_record import CheckpointConfig
@@ -86,6 +92,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily) -> RunConfig:
         slices=slices(args, family, layouts),
         split_backward=split_backward(args),
         expert_imbalance=args.dynapipe_expert_imbalance,
+        undivided_because=undivided_because(args) if args.dynapipe_split_backward != "off" else "",
         plans_layer_split=args.dynapipe_layers_per_stage == layer_split.AUTO,
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
         metrics_interval=args.tensorboard_log_interval,

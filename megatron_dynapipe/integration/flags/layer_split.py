@@ -66,9 +66,12 @@ def settle(args: argparse.Namespace, family: ModelFamily) -> None:
             f"expected whole layers on every stage of a model that a patched checkout builds, got {given}",
             hint="use the entry scripts of this package, or --dynapipe-layers-per-stage auto",
         )
-    if given == AUTO:
-        split = even_split(args.num_layers, args.pipeline_model_parallel_size) if family is ModelFamily.GPT else None
+    if given == AUTO and family is ModelFamily.GPT:
+        chunks = args.num_virtual_stages_per_pipeline_rank or 1
+        split = even_split(args.num_layers, args.pipeline_model_parallel_size * chunks)
     if family is ModelFamily.GPT and split is not None:
+        if given == AUTO:
+            args.num_virtual_stages_per_pipeline_rank = None  # Megatron takes it or a layout, which says it too.
         args.pipeline_model_parallel_layout = megatron_layout(split)
 
 
@@ -76,9 +79,8 @@ def obstacle_to_auto(args: argparse.Namespace) -> str | None:
     """The flag by which a planned split gives way, as it was given; None where the split can be planned."""
     others = (
         *("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"),
-        *("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers"),
-        *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
-        "account_for_loss_in_pipeline_split",
+        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     )
     return next((f"--{name.replace('_', '-')} {getattr(args, name)}" for name in others if getattr(args, name)), None)
 

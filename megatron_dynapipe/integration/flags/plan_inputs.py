@@ -102,10 +102,11 @@ def _planner(run: RunConfig, layers_per_stage: Split | None) -> PlannerSettings:
     )
 
 
-def chosen_layer_split(run: RunConfig) -> Split:
+def chosen_layer_split(run: RunConfig, *, halves: bool = True) -> Split:
     """The layers per stage under which the run's first iterations are predicted to be fastest, the same on every rank.
 
-    Every sample of the data that fits under the even split fits under the chosen one.
+    Every sample of the data that fits under the even split fits under the chosen one. Without `halves` layers stay
+    whole.
 
     Raises:
         ConfigError: more stages than layers.
@@ -118,7 +119,7 @@ def chosen_layer_split(run: RunConfig) -> Split:
     whole = msgspec.structs.replace(run.training.evaluation, samples_per_iteration=sampler.samples_per_epoch)
     epoch = split_sampler(run.data, SplitSettings(name="train", sampler=whole)).batch(0)
     even = even_split(run.model.encoder_layers + run.model.decoder_layers, run.parallel.stages)
-    return choose_layer_split(_planner(run, even), _costs(run).load(), batches, to_fit=[epoch])
+    return choose_layer_split(_planner(run, even), _costs(run).load(), batches, to_fit=[epoch], halves=halves)
 
 
 def _costs(run: RunConfig) -> MeasuredCosts | AnalyticCosts:

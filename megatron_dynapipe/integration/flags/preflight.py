@@ -49,6 +49,8 @@ def check_run(run: RunConfig, inputs: PlanInputs) -> None:
     check_data(run, inputs)
     meta = read_meta(run.data)
     notes = [f"cost model: {describe_costs(run, inputs.costs)}", f"layout of micro-batches: {run.layouts}"]
+    if run.undivided_because:
+        notes.append(f"backward passes: whole ({run.undivided_because})")
     if run.cluster is not None:
         notes.insert(0, f"cluster: {machine.describe(run.cluster)}")
     if run.family is ModelFamily.GPT and run.loss_on is None and LossOn(meta.loss) is LossOn.TARGETS:

@@ -102,6 +102,7 @@ class RunConfig:
         layouts: what micro-batches may be.
         slices: whether long samples are cut along their sequence.
         split_backward: whether backward passes are divided.
+        undivided_because: why they are not, where the model's layers cannot.
         expert_imbalance: assumed between ranks that share experts.
         plans_layer_split: whether the layers per stage are yet to be planned.
         report_folder: where the run's records and pictures go.
@@ -138,6 +139,7 @@ class RunConfig:
     slices: Slices
     split_backward: SplitBackward
     expert_imbalance: float
+    undivided_because: str
     plans_layer_split: bool
     report_folder: Path
     metrics_interval: int

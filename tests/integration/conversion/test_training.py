@@ -19,6 +19,7 @@ TRAINING = (
 LAUNCH = ["torchrun", "--standalone", "--nproc-per-node", "1"]
 SHARED = "--expert-model-parallel-size 2"
 TWO = "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage auto"
+HALVES = "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage"
 WIDER = 600
 """A model's vocabulary, of which the dataset's tokenizer has a part, and which Megatron pads to 640 rows."""
 
@@ -59,8 +60,8 @@ def command(run_file: Path) -> list[str]:
     ("name", "flags", "ranks"),
     [
         pytest.param("gpt2", "", 1, id="gpt2", marks=pytest.mark.slow),
-        pytest.param("llama", TWO, 2, id="llama, 2 stages"),
-        pytest.param("t5-v1.1", TWO, 2, id="t5-v1.1, 2 stages"),
+        pytest.param("llama", f"{HALVES} 1.5,1.5", 2, id="llama, half layers"),
+        pytest.param("t5-v1.1", f"{HALVES} 2.5,2.5", 2, id="t5-v1.1, half layers"),
         pytest.param("gpt2", TWO, 2, id="gpt2, 2 stages", marks=pytest.mark.slow),
         pytest.param("llama", "", 1, id="llama", marks=pytest.mark.slow),
         pytest.param("t5-v1.1", "", 1, id="t5-v1.1", marks=pytest.mark.slow),

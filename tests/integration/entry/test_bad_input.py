@@ -11,14 +11,8 @@ import pytest
 from megatron_dynapipe.store import StoreServer
 from tests.helpers import entry_scripts
 from tests.helpers.entry_scripts import reported, train
-from tests.helpers.random_dataset import make_dataset
 
 TWO_STAGES = "--pipeline-model-parallel-size 2 --train-iters 8"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "random")
 
 
 def refused(flags: str, data: Path, tmp_path: Path, *, ranks: int = 1) -> str:

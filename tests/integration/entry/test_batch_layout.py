@@ -1,11 +1,8 @@
 """`--dynapipe-layout` through the entry scripts: the same losses with padded, packed and chosen micro-batches."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.helpers.entry_scripts import layout_case, train
-from tests.helpers.random_dataset import make_dataset
 
 TWO = "--pipeline-model-parallel-size 2"
 LAYOUTS = [
@@ -17,11 +14,6 @@ LAYOUTS = [
     ("t5", 4, f"{TWO} --tensor-model-parallel-size 2 --dynapipe-scatter-gather on", "slow"),
     ("gpt", 4, f"{TWO} --num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer", "slow"),
 ]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "random")
 
 
 @pytest.mark.parametrize(("family", "ranks", "flags"), [layout_case(*fields) for fields in LAYOUTS])

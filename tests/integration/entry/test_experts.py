@@ -13,7 +13,6 @@ import pytest
 
 from tests.helpers import entry_scripts
 from tests.helpers.processes import RanksFailedError, run_ranks
-from tests.helpers.random_dataset import make_dataset
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
 PLAIN = ""
@@ -63,11 +62,6 @@ ROWS = [pytest.param(*row, id=name, marks=[] if name in DAILY else pytest.mark.s
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "set")
-
-
-@pytest.fixture(scope="module")
 def one_rank(data, tmp_path_factory):
     """By the flags of the model: where one rank's weights are, and what it trains from them."""
     known: dict[str, tuple[Path, dict[str, float]]] = {}
@@ -94,7 +88,7 @@ def test_a_layout_trains_what_one_rank_trains(data, one_rank, tmp_path, model, r
 @pytest.mark.slow
 def test_a_run_goes_on_in_another_layout(data, tmp_path):
     """With its optimizer, and with what routers have counted."""
-    begun = f"{TERMS} {SHARED} {DISTRIBUTED}"
+    begun = f"{TERMS} {SHARED} {DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
     whole = run(data, f"{begun} --train-iters 4", 2, tmp_path / "whole")["losses"]
     save = f"--train-iters 2 --save {tmp_path / 'saved'} --save-interval 2 --lr-decay-iters 4"
     run(data, f"{begun} {save}", 2, tmp_path / "begun")

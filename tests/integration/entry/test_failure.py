@@ -182,3 +182,10 @@ def end_well(rank: int, world_size: int, error: str) -> dict[str, object]:
 def test_how_a_run_ends(error, status, said):
     (run,) = run_ranks(end_well, 1, {"error": error})
     assert run == {"status": status, "stderr": said, "groups": False}
+
+
+def test_a_checkpoint_without_the_shares_of_experts_is_said_in_our_words():
+    error = RuntimeError("Missing keys: {'decoder.layers.mlp.router.expert_shares'}")
+    told = failure._explained(error)
+    assert isinstance(told, ConfigError) and told.__cause__ is error
+    assert told.hint is not None and told.hint.startswith("--dist-ckpt-strictness log_unexpected")

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.entry_scripts import layout_case, train
-from tests.helpers.random_dataset import make_dataset
 
 OPTIMIZER = "--use-distributed-optimizer"
 OVERLAP = f"{OPTIMIZER} --overlap-grad-reduce --overlap-param-gather"
@@ -34,11 +33,6 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "random")
-
-
-@pytest.fixture(scope="module")
 def started(data, tmp_path_factory):
     """By family: a checkpoint of one iteration in one process, and the losses of the four that follow there."""
     made: dict[str, tuple[Path, dict[str, float]]] = {}
@@ -60,10 +54,9 @@ def started(data, tmp_path_factory):
 def test_a_layout_goes_on_from_a_checkpoint_as_one_process_does(family, ranks, flags, started, data, tmp_path):
     weights, expected = started(family)
     runs = train(family, data, f"--train-iters 4 --load {weights} --finetune {flags}", ranks=ranks, report=tmp_path)
-    assert list(runs[-1]["losses"]) == ["1", "2", "3", "4"]
+    assert len(runs[-1]["losses"]) == 4
     for run in runs:
-        for iteration, loss in run["losses"].items():
-            assert loss == pytest.approx(expected[iteration], rel=1e-4), iteration
+        assert not run["losses"] or run["losses"] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -96,9 +89,7 @@ def test_a_run_resumes_with_its_optimizer_also_in_another_layout(family, before,
     save = f"--exit-interval 3 --save {tmp_path / 'saved'} --save-interval 3"
     train(family, data, f"{flags} {before} {save}", ranks=4, report=tmp_path / "first")
     runs = train(family, data, f"{flags} {after} --load {tmp_path / 'saved'}", ranks=4, report=tmp_path / "rest")
-    assert list(runs[-1]["losses"]) == ["4", "5", "6"]
-    for iteration, loss in runs[-1]["losses"].items():
-        assert loss == pytest.approx(whole[iteration], rel=1e-4), iteration
+    assert runs[-1]["losses"] == pytest.approx({iteration: whole[iteration] for iteration in "456"}, rel=1e-4)
 
 
 @pytest.mark.parametrize(

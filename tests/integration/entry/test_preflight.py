@@ -19,11 +19,6 @@ from tests.helpers.random_dataset import make_dataset
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "random")
-
-
-@pytest.fixture(scope="module")
 def other_vocabulary(data, tmp_path_factory) -> Path:
     folder = make_dataset(tmp_path_factory.mktemp("data") / "larger")
     write_meta(folder, msgspec.structs.replace(read_meta(folder), vocabulary_size=4096))

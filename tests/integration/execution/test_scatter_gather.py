@@ -9,7 +9,6 @@ import torch.distributed as dist
 from tests.helpers import entry_scripts
 from tests.helpers.layouts.layout import Layout, table
 from tests.helpers.processes import run_ranks
-from tests.helpers.random_dataset import make_dataset
 
 LAYOUTS = (
     "gpt 2x2x1",
@@ -50,11 +49,6 @@ def test_sharded_messages_change_nothing_but_their_size(wanted):
         ):
             assert (name, place) == (other_name, other_place)
             assert gradient.equal(other_gradient), name
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("data") / "random")
 
 
 def test_a_run_divides_messages_between_nodes_on_its_own(data, tmp_path):

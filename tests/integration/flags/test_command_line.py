@@ -18,7 +18,6 @@ from megatron_dynapipe.integration.flags import command_line
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.entry_scripts import reported, train, words
 from tests.helpers.processes import run_ranks
-from tests.helpers.random_dataset import make_dataset
 
 OURS = """
 --dynapipe-activation --dynapipe-allow-other-data --dynapipe-attention --dynapipe-calibrate --dynapipe-cluster
@@ -31,11 +30,6 @@ OURS = """
 --dynapipe-unset --use-dynapipe
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "random")
 
 
 def test_our_flags_are_frozen() -> None:

@@ -39,8 +39,20 @@ def test_one_stage_has_all_layers(tmp_path):
     assert "layers per stage: 4" in runs[0]["stdout"]
 
 
+def test_virtual_stages_are_planned(tmp_path):
+    """Embedding and head lie on different chunks of different ranks, whose layers are evened over all four."""
+    data = make_dataset(tmp_path / "data")
+    flags = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --train-iters 1 --num-layers 8"
+    runs = entry_scripts.train("gpt", data, flags, ranks=2, report=tmp_path / "report")
+    assert runs[-1]["losses"].keys() == {"1"}
+    split = re.search(r"layers per stage: ([\d.,]+)", runs[0]["stdout"])
+    assert split is not None
+    layers = [float(word) for word in split[1].split(",")]
+    assert len(layers) == 4 and sum(layers) == 8 and layers[1] + layers[3] < 4
+
+
 @pytest.mark.parametrize(
-    "flags", ["--num-virtual-stages-per-pipeline-rank 2", "--pipeline-model-parallel-layout Et|tttL"]
+    "flags", ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-layout Et|tttL"]
 )
 def test_a_planned_split_gives_way_to_flags_that_say_more(tmp_path, flags):
     data = make_dataset(tmp_path / "data")
@@ -138,10 +150,10 @@ def test_layers_per_stage_are_numbers(given):
     [
         ("pipeline_model_parallel_layout", "Ett|ttL"),
         ("num_layers_per_virtual_pipeline_stage", 1),
-        ("num_virtual_stages_per_pipeline_rank", 2),
         ("decoder_first_pipeline_num_layers", 1),
         ("account_for_loss_in_pipeline_split", True),
         ("num_layers", 4),
+        ("num_virtual_stages_per_pipeline_rank", 2),
     ],
 )
 def test_flags_that_a_planned_split_gives_way_to(name, value):
@@ -149,5 +161,9 @@ def test_flags_that_a_planned_split_gives_way_to(name, value):
 
     args = flags_of_layers(dynapipe_layers_per_stage="auto")
     setattr(args, name, value)
-    expected = None if name == "num_layers" else f"--{name.replace('_', '-')} {value}"
+    expected = (
+        None
+        if name in ("num_layers", "num_virtual_stages_per_pipeline_rank")
+        else f"--{name.replace('_', '-')} {value}"
+    )
     assert obstacle_to_auto(args) == expected

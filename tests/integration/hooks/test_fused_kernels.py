@@ -98,7 +98,7 @@ def test_they_are_applied_and_reverted() -> None:
 
 
 LAYOUTS = (
-    "gpt 1x1x1, fused *",
+    "gpt 1x2x1, every second divided, fused *",
     "t5 1x2x2, overlapped, distributed optimizer, fused",
     "gpt 2x1x1, sequence parallel, full, fused",
     "gpt 1x2x1, two chunks, untied, fused",

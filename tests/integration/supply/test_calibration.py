@@ -9,7 +9,7 @@ import torch
 from megatron_dynapipe.integration.flags.from_megatron import state_bytes
 from megatron_dynapipe.integration.supply.calibration import PassPublisher, measured_passes
 from megatron_dynapipe.plan.instructions import Backward, Forward, Instruction, Load, Payload, RecvWait, SendStart
-from megatron_dynapipe.plan.iteration import MicroBatch, Piece, StageEntry, StagePlan, Totals
+from megatron_dynapipe.plan.iteration import MicroBatch, Piece, StageEntry
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.runtime.memory import MemoryCounts
 from megatron_dynapipe.service.client import Republisher
@@ -17,6 +17,7 @@ from megatron_dynapipe.service.recalibration import Measurements, Recalibration
 from megatron_dynapipe.store import PlanKeys
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
 from tests.helpers.memory_store import MemoryStore
+from tests.helpers.plans import stage_entry
 
 KEYS = PlanKeys(job="job", settings_digest="s")
 SHAPE = Shape(2, 16)
@@ -27,11 +28,7 @@ def entry(iteration: int) -> StageEntry:
         sample_ids=(4, 7), input_lengths=(9, 16), target_lengths=(0, 0), shape=SHAPE, recompute=Recompute.FULL,
         stored_bytes=(1, 1), peak_bytes=(2, 2),
     )  # fmt: skip
-    return StageEntry(
-        iteration=iteration, replica=0, family=ModelFamily.GPT, forward_only=False, plan_digest="d", pipeline_stages=2,
-        chunks=1, micro_batches=(micro_batch,), stage_plan=StagePlan(stage=1, instructions=(), predicted=()),
-        totals=Totals(samples=2, real_tokens=25, padded_positions=32, micro_batches=(1,), predicted_ns=5),
-    )  # fmt: skip
+    return stage_entry(iteration, micro_batch, stage=1, family=ModelFamily.GPT, pipeline_stages=2)
 
 
 def events(*timed: tuple[Instruction, int]) -> list[Event]:

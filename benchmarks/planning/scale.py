@@ -1,0 +1,67 @@
+"""How long one large batch takes to plan, with everything on, and how much memory.
+
+    python benchmarks/planning/scale.py [--samples 100000] [--settings gpt:1,1,8 t5:1,1,8]
+
+The samples are those of the recorded batches of 2,048 positions, again and again. Costs, memory and links are those of
+`full.py`; packed rows, pieces, divided backward passes and half layers are on, the layer split is chosen from the
+larger batches. One process on one core for each setting; memory is that of the whole process at its peak.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from cases import recorded_batches
+from full import ROOT, arguments, split_from, write
+
+LONGEST = 2048
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=100_000)
+    parser.add_argument("--settings", nargs="*", default=("gpt:1,1,8", "t5:1,1,8"), help="model:data,tensor,pipeline")
+    args = parser.parse_args()
+    every = recorded_batches()
+    for setting in args.settings:
+        model, _, layout = setting.partition(":")
+        seconds, processor, most = _planned(model, layout, args.samples, every)
+        print(
+            f"{setting}: {args.samples:,} samples in {seconds:.1f} s, {processor:.1f} s of processor time, peak memory"
+            f" of the processes so far {most:.2f} GB",
+            flush=True,
+        )
+
+
+def _planned(model: str, layout: str, samples: int, every: list[dict]) -> tuple[float, float, float]:
+    """Seconds of wall-clock and of processor time for the plan, and gigabytes of the largest process so far."""
+    own = [batch for batch in every if batch["model"] == model and batch["max_seq_len"] == LONGEST]
+    drawn = {
+        key: list(itertools.islice(itertools.cycle(n for batch in own for n in batch[key]), samples))
+        for key in ("input", "target")
+        if key in own[0]
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder / "batch.json", [{"id": "large", **drawn}])
+        command = arguments("plan", model, layout, folder / "batch.json")
+        command += split_from(folder / "split.json", model, LONGEST, every)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    if done.returncode == 2:
+        sys.exit(done.stderr)
+    (iteration,) = json.loads(done.stdout)["iterations"]
+    if iteration["error"]:
+        sys.exit(iteration["error"])
+    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
+    return iteration["planning_seconds"]["total"], iteration["planning_processor_seconds"], most
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Messages are planned memory: what a list holds of them, and plans that leave them room."""
+
+import msgspec
+import pytest
+
+from megatron_dynapipe.errors import InfeasibleError, PlanMemoryError
+from megatron_dynapipe.plan.codec import digest
+from megatron_dynapipe.plan.memory import message_elements, peak_bytes
+from megatron_dynapipe.plan.text import parse_instruction
+from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning import planner as planner_module
+from megatron_dynapipe.planning.message_room import leave_room_for_messages
+from megatron_dynapipe.planning.native import fast_verify
+from megatron_dynapipe.units import ModelFamily
+from tests.planning.planner_cases import batch, planner
+
+MIDDLE = """
+LOAD0 RECV_F0<0[2] WAIT_RECV_F0<0 RECV_F1<0[3] F0 SEND_F0>2[5] FREE_DATA0
+LOAD1 WAIT_RECV_F1<0 F1 SEND_F1>2[7] FREE_DATA1 RECV_B0<2[5]
+WAIT_RECV_B0<2 WAIT_SEND_F0>2 FREE_OUTPUT0 RECV_B1<2[7] B0 SEND_B0>0[2] FREE_INPUT0 FREE_OUTPUT_GRAD0
+WAIT_RECV_B1<2 WAIT_SEND_F1>2 FREE_OUTPUT1 B1
+"""
+
+
+def test_messages_of_a_list() -> None:
+    """Two inputs at once of at most 3, two gradients of at most 7: buffers of 20, kept inputs counted with passes."""
+    lists = [parse_instruction(word) for word in MIDDLE.split()]
+    assert message_elements(lists, forward_only=False) == [20, 20 + 5 - 2, 20 + 7 - 3, 20 + 2]
+
+
+@pytest.mark.parametrize("family", ModelFamily)
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_plans_leave_messages_room(family: ModelFamily, forward_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searched plans fill all memory: without a rule for messages, they exceed it by them."""
+    limit = {"memory_limit_bytes": 24_000_000, "pipeline_parallel": 4, "element_bytes": 4}
+    found = planner(family, **limit).plan(batch(family, 60), 0, forward_only=forward_only)
+    verify(found, element_bytes=4, fast_verify=fast_verify)
+    peaks = [peak_bytes(found, found.replicas[0], stage, 4) for stage in range(4)]
+    assert max(peaks) <= found.memory_limit_bytes
+    with pytest.raises(PlanMemoryError, match=r"stage \d: expected at most 24.* MB, got"):
+        verify(found, element_bytes=400)
+    monkeypatch.setattr(planner_module, "verify", lambda plan, **_: None)
+    blind = planner(family, **limit).plan(batch(family, 60), 0, forward_only=forward_only)
+    assert max(peak_bytes(blind, blind.replicas[0], stage, 4) for stage in range(4)) > blind.memory_limit_bytes
+
+
+def test_plans_with_room_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planner(ModelFamily.T5).plan(batch(ModelFamily.T5, 40), 0)
+    monkeypatch.setattr(planner_module, "verify", lambda plan, **_: None)
+    assert digest(found) == digest(planner(ModelFamily.T5).plan(batch(ModelFamily.T5, 40), 0))
+
+
+def test_room_is_sought_between_too_little_and_too_much() -> None:
+    """Messages take 40 beside passes that are given all memory; leaving so much fits no schedule, leaving 20 does."""
+    tried: list[int] = []
+    plan = msgspec.UNSET
+
+    def attempt(reserved):
+        tried.append(int(reserved[0]))
+        if reserved[0] > 30:
+            raise InfeasibleError("no schedule fits")
+        if reserved[0] < 20:
+            raise PlanMemoryError("over", (40,))
+        return plan
+
+    assert leave_room_for_messages(attempt, 1) is plan and tried == [0, 40, 20]
+    with pytest.raises(InfeasibleError, match="passes fit, but not beside their messages: over"):
+        leave_room_for_messages(lambda reserved: _raise(PlanMemoryError("over", (40,))), 1)
+
+
+def _raise(error: Exception) -> None:
+    raise error
