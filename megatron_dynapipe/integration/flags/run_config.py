@@ -138,8 +138,8 @@ class RunConfig:
     layouts: Layouts
     slices: Slices
     split_backward: SplitBackward
-    expert_imbalance: float
     undivided_because: str
+    expert_imbalance: float
     plans_layer_split: bool
     report_folder: Path
     metrics_interval: int
