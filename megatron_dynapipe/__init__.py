@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.elastic.module_layout import layout_for
+    from megatron_dynapipe.elastic.layout import layout_for
     from megatron_dynapipe.elastic.run import ElasticRun
     from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
     from megatron_dynapipe.modules import (
@@ -41,7 +41,7 @@ _LAZY = {
     "PlannedBatch": "megatron_dynapipe.planning.batch",
     "SharedModule": _MODULES,
     "Stage": _MODULES,
-    "layout_for": "megatron_dynapipe.elastic.module_layout",
+    "layout_for": "megatron_dynapipe.elastic.layout",
     "orchestrate": "megatron_dynapipe.tuning",
     "plan_batch": "megatron_dynapipe.planning.batch",
     "profile_module": _MODULES,

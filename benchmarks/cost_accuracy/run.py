@@ -99,7 +99,7 @@ def analytic_errors(file: CostFile, shape: ModelShape, rates: Any) -> dict[str, 
     errors: dict[str, list[Any]] = {}
     for key, entry in file.keys.items():
         layer = LayerWork(shape=shape, tensor_parallel=entry.tp)
-        for (quantity, part), points in read_points(entry, file.family, key).items():
+        for (quantity, part), points in read_points(entry, entry.kinds, key).items():
             b, *lengths = np.array(list(points), float).T
             kind, _, way = part.partition(".")
             if kind == "decoder":

@@ -1,11 +1,11 @@
 """A sample that does not fit a device whole, trained in pieces: planned and measured.
 
     export OMP_NUM_THREADS=1
-    megatron-dynapipe profile --model gpt --output long.json --recompute full --vocabulary 512 --max-positions 32768 \
-        --budget-minutes 3 -- --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32768 \
+    megatron-dynapipe profile --model gpt --output long.json --recompute full --vocabulary 256 --max-positions 32768 \
+        --budget-minutes 3 -- --num-layers 1 --hidden-size 128 --num-attention-heads 4 --seq-length 32768 \
         --max-position-embeddings 32768 --global-batch-size 1 --attention-dropout 0 --hidden-dropout 0 \
         --dynapipe-device cpu --calculate-per-token-loss --train-iters 1 --lr 1 --eval-interval 1
-    python -m benchmarks.executor.long_sample --cost-model long.json [--length 32768] [--share 0.9]
+    python -m benchmarks.executor.long_sample --cost-model long.json [--length 32768] [--share 0.6]
 
 One process trains a GPT on one sample under full recomputation, first whole, whose peak of activations is measured.
 Then a plan is made within `share` of that peak, which has to cut the sample, and run. Printed are both peaks, the
@@ -95,9 +95,9 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[str, obje
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, length=32768, hidden=64, layers=2)
+    add_arguments(parser, length=32768, hidden=128, layers=1, vocabulary=256)
     parser.add_argument("--cost-model", type=Path, required=True)
-    parser.add_argument("--share", type=float, default=0.9)
+    parser.add_argument("--share", type=float, default=0.6)
     options = parser.parse_args()
     os.environ |= pieces.ALONE
     with overhead.processes() as device:

@@ -1,10 +1,11 @@
 """What a setting of the planner costs or gains: predicted time of every batch over that of plans without it.
 
-    python benchmarks/planning/variants.py chunks|transfers [--settings t5:1,2,4 …] [--chunks 2]
+    python benchmarks/planning/variants.py chunks|transfers|in-step [--settings t5:1,2,4 …] [--chunks 2]
 
 chunks: a searched order of several chunks on each rank over interleaved 1F1B on the best of the same cuts, and over a
 searched order with one chunk. transfers: plans under the rules of transfers on GPUs over plans under gloo's, and how
-many of the latter would stall where a send's start waits for its channel's previous message. Printed are the geometric
+many of the latter would stall where a send's start waits for its channel's previous message. in-step: replicas in step,
+as experts that they share want them, over free ones, padded or packed. Printed are the geometric
 mean and the worst batch; batches without a plan under one of them are left out of its column.
 """
 
@@ -20,6 +21,7 @@ from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, TransferRules
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.units import BatchLayout
 
 SETTINGS = ("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "t5:1,1,8", "t5:1,2,4", "t5:1,4,2")
 RULES = {
@@ -34,7 +36,7 @@ Plans = list[IterationPlan | None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("variant", choices=("chunks", "transfers"))
+    parser.add_argument("variant", choices=("chunks", "transfers", "in-step"))
     parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
     parser.add_argument("--chunks", type=int, help="of every rank (chunks: 2, transfers: 1)")
     args = parser.parse_args()
@@ -45,6 +47,9 @@ def main() -> None:
             found = plans(setting, chunks=chunks)
             columns = {"over interleaved 1F1B": (found, plain), "over one chunk": (found, plans(setting))}
             print(row(setting, columns), flush=True)
+        elif args.variant == "in-step":
+            free, locked = (plans(setting, micro_batch_layouts=tuple(BatchLayout), lockstep=on) for on in (False, True))
+            print(row(setting, {"in step": (locked, free)}), flush=True)
         else:
             base = plans(setting, chunks=args.chunks or 1)
             ruled = {name: plans(setting, chunks=args.chunks or 1, transfers=rules) for name, rules in RULES.items()}

@@ -14,7 +14,7 @@ def add_parser(subparsers: SubParsers) -> None:
     """Declare the command and its two directions."""
     parser = subparsers.add_parser(
         "convert",
-        help="weights of GPT-2, LLaMA, Mistral, Qwen, T5 v1.1 or mT5 between HuggingFace's and Megatron's files",
+        help="weights of GPT-2, LLaMA, Mistral, Mixtral, Qwen, T5 v1.1, mT5 between HuggingFace's and Megatron's files",
     )
     ways = parser.add_subparsers(dest="way", metavar="WAY", required=True)
     into = ways.add_parser(

@@ -5,7 +5,7 @@ The file is all that is needed: a flag beside it may only say the same. What cos
 
 import argparse
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,20 @@ def given_numbers(args: argparse.Namespace) -> dict[str, Any]:
     found: ModelFile | None = getattr(args, "model_file", None)
     shape = dict(found.shape) if found is not None else {}
     return shape | {field: getattr(args, name) for name, field in FLAGS.items() if getattr(args, name) is not None}
+
+
+def experts_of(args: argparse.Namespace) -> Experts | None:
+    """The model's experts; raises ConfigError where they cannot be shared or run as the arguments ask."""
+    experts: Experts | None = given_numbers(args).get("experts")
+    shared, count = args.expert_parallel, 1 if experts is None else experts.count
+    if count % shared or args.data_parallel % shared:
+        raise ConfigError(
+            f"expected --expert-parallel to divide {count} experts and {args.data_parallel} replicas, got {shared}",
+            hint="experts are those of the model's file: --model-config FILE",
+        )
+    if experts is not None and args.split_backward == "on":
+        raise ConfigError("--split-backward on: experts compute all gradients together", hint="leave it at auto")
+    return experts
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
@@ -244,21 +258,25 @@ def _run_experts(given: _Given) -> Experts:
         per_token=given.optional("moe-router-topk") or 2,
         ffn=given.number("moe-ffn-hidden-size", "ffn-hidden-size"),
         shared_ffn=given.optional("moe-shared-expert-intermediate-size") or 0,
-        layers=_expert_share(given),
+        layers=_expert_layers(given),
     )
 
 
-def _expert_share(given: _Given) -> float:
-    """Of layers with experts: every n-th from the first on, or a list like ([0]*1+[1]*3)*2, as Megatron's flag."""
+def _expert_layers(given: _Given) -> tuple[int, ...]:
+    """Those with experts: every n-th from the first on, or a list like ([0]*1+[1]*3)*2, as Megatron's flag."""
     frequency, layers = given.values.get("moe-layer-freq", 1), given.number("num-layers")
     if isinstance(frequency, str) and frequency.isdecimal():
         frequency = int(frequency)
     if isinstance(frequency, int) and frequency > 0:
-        return len(range(0, layers, frequency)) / layers
+        return _unless_all(range(0, layers, frequency), layers)
     pattern = _pattern(frequency) if isinstance(frequency, str) else frequency
     if not isinstance(pattern, list) or len(pattern) != layers or not any(pattern):
         raise ConfigError(f"{given.path}: moe-layer-freq: expected a number or a list of {layers}, got {frequency!r}")
-    return sum(map(bool, pattern)) / layers
+    return _unless_all([layer for layer, has in enumerate(pattern) if has], layers)
+
+
+def _unless_all(sparse: Sequence[int], layers: int) -> tuple[int, ...]:
+    return () if len(sparse) == layers else tuple(sparse)
 
 
 def _pattern(text: str) -> object:
@@ -344,11 +362,13 @@ def _experts(given: _Given) -> Experts | None:
     step, dense = given.optional("decoder_sparse_step") or 1, given.values.get("mlp_only_layers") or []
     layers = given.number(*_LAYERS)
     sparse = [layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense]
+    if not sparse:
+        return None
     return Experts(
         count=count,
         per_token=given.number("num_experts_per_tok"),
         ffn=given.number("moe_intermediate_size", "intermediate_size"),
-        layers=len(sparse) / layers,
+        layers=_unless_all(sparse, layers),
     )
 
 

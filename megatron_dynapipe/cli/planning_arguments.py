@@ -29,7 +29,7 @@ _MOST_REAL = 1e9
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what to plan: lengths, costs, model, parallel layout, memory, links, layer split."""
     add_shared_arguments(parser)
-    for name in ("data", "tensor", "pipeline"):
+    for name in ("data", "tensor", "pipeline", "expert"):
         parser.add_argument(f"--{name}-parallel", type=positive, default=1, metavar="N")
     parser.add_argument("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
     parser.add_argument(
@@ -122,6 +122,8 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
     for name in ("hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
         parser.add_argument(f"--{name}", type=positive, metavar="N", help="of the model")
+    help_ = "tokens of the busiest of the ranks that share experts, over their mean (default: %(default)s)"
+    parser.add_argument("--expert-imbalance", type=above_zero, default=1.25, metavar="N", help=help_)
 
 
 def _slices(text: str) -> str | int:
@@ -216,12 +218,13 @@ def planner_settings(
     Raises:
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
+    from megatron_dynapipe.cli.model_config import experts_of
     from megatron_dynapipe.cost import ScatterGather
     from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
     from megatron_dynapipe.planning.settings import PlannerSettings
 
     encoder_layers, decoder_layers = _layers(args)
-    split = args.layer_split
+    split, experts = args.layer_split, experts_of(args)
     settings = PlannerSettings(
         family=args.model,
         encoder_layers=encoder_layers,
@@ -236,7 +239,11 @@ def planner_settings(
         recompute=_recompute(args.recompute),
         micro_batch_layouts=tuple(BatchLayout) if args.layout == "auto" else (BatchLayout(args.layout),),
         slices=args.slices,
-        split_backward=args.split_backward,
+        split_backward="off" if experts else args.split_backward,
+        expert_layers=experts.layers if experts else (),
+        expert_parallel=args.expert_parallel,
+        expert_imbalance=args.expert_imbalance,
+        lockstep=args.expert_parallel > 1 and args.expert_parallel,
         network=network_of(args, cost_model.links),
         scatter_gather=ScatterGather(args.scatter_gather),
         schedule=schedule_of(args, schedule),

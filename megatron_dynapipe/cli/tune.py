@@ -192,6 +192,7 @@ def _batches(args: argparse.Namespace) -> "list[GlobalBatch]":
 
 
 def _space(args: argparse.Namespace) -> "Space":
+    from megatron_dynapipe.cli.model_config import given_numbers
     from megatron_dynapipe.tuning import Space
     from megatron_dynapipe.tuning.space import Split
 
@@ -199,12 +200,15 @@ def _space(args: argparse.Namespace) -> "Space":
         splits = tuple(Split(name) for name in args.layer_splits.split(","))
     except ValueError:
         raise ConfigError(f"expected --layer-splits among {', '.join(Split)}, got {args.layer_splits!r}") from None
+    experts = given_numbers(args).get("experts")
+    count = 1 if experts is None else experts.count
     return Space(
         devices=args.devices,
         chunks=args.chunks,
         splits=splits,
         distributed_optimizer={"auto": None, "on": True, "off": False}[args.distributed_optimizer],
         global_batch_size=None if args.data is None else args.global_batch_size or SAMPLES,
+        expert_sizes=tuple(size for size in range(1, count + 1) if count % size == 0),
     )
 
 
@@ -214,7 +218,8 @@ def _base(args: argparse.Namespace, cost_model: "CostModel") -> "PlannerSettings
 
     one = argparse.Namespace(
         **vars(args)
-        | {"data_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "layer_split": "equal"}
+        | {"data_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1}
+        | {"layer_split": "equal"}
         | {"distributed_optimizer": False, "split_from": None}
     )
     return msgspec.structs.replace(planner_settings(one, cost_model), sequence_parallel=args.sequence_parallel)
@@ -249,7 +254,8 @@ def _print(tuning: "Tuning", args: argparse.Namespace) -> None:
 
 def _row(layout: "TunedLayout") -> str:
     assert layout.predicted_ms is not None and layout.reduction_ms is not None
-    note = "" if layout.status == "planned" else f"batches planned: {layout.batches}"
+    shared = f"experts over {layout.expert_parallel}" if layout.expert_parallel > 1 else ""
+    note = shared if layout.status == "planned" else f"batches planned: {layout.batches}"
     if layout.measured_ms is not None:
         note = f"measured: {layout.measured_ms:.1f} ms"
     elif layout.measurement_error is not None:
@@ -272,7 +278,8 @@ def _row(layout: "TunedLayout") -> str:
 
 def _name(layout: "TunedLayout") -> str:
     chunks = f"×{layout.chunks}" if layout.chunks > 1 else ""
-    return f"{layout.data_parallel}·{layout.tensor_parallel}·{layout.pipeline_parallel}{chunks}"
+    experts = f" with experts over {layout.expert_parallel}" if layout.expert_parallel > 1 else ""
+    return f"{layout.data_parallel}·{layout.tensor_parallel}·{layout.pipeline_parallel}{chunks}{experts}"
 
 
 def _by_error(layouts: "list[TunedLayout]") -> "dict[str, list[TunedLayout]]":

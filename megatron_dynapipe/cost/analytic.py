@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost.division import Division, Kind, division_by_flops
+from megatron_dynapipe.cost.division import Division, Kind, Rates, division_by_flops
 from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.cost.halves import with_halves
 from megatron_dynapipe.cost.shape import ModelShape
@@ -150,10 +150,9 @@ class AnalyticCostModel:
         s = self._lengths[None, :, None].astype(float)
         t = targets[None, None, :].astype(float)
         values = np.zeros((len(Row), len(self._sizes), len(self._lengths), len(targets)))
-        values[Row.ENCODER_FORWARD : Row.ENCODER_PEAK + 1] = layer_costs(layer.encoder(b, s), self.rates, recompute)
+        for first, work in self._layers(layer, b, s, t):
+            values[first : first + 4] = layer_costs(work, self.rates, recompute)
         if t5:
-            decoder = layer_costs(layer.decoder(b, t, s), self.rates, recompute)
-            values[Row.DECODER_FORWARD : Row.DECODER_PEAK + 1] = decoder
             values[Row.ENCODED_STORED] = layer.encoder(b, s).input_bytes
         q = t if t5 else s
         head = layer_costs(layer.head(b, q), self.rates, Recompute.NONE)[:2]
@@ -169,9 +168,17 @@ class AnalyticCostModel:
             state=self._state(tensor_parallel),
             peak_covers_backward=True,
             key_value_channels=self.shape.key_value_channels // tensor_parallel,
+            exchange_bytes=self._exchange_bytes(tensor_parallel),
             division=self._division(recompute),
         )
         return with_halves(with_weights(tables, recompute))
+
+    def _layers(self, layer: LayerWork, b: Floats, s: Floats, t: Floats) -> list[tuple[Row, Workload]]:
+        """Every kind of layer: the first of its rows, and its work."""
+        first = Row.ENCODER_FORWARD, replace(layer, shape=self.shape.dense).encoder(b, s)
+        if self.family is ModelFamily.T5:
+            return [first, (Row.DECODER_FORWARD, layer.decoder(b, t, s))]
+        return [first, (Row.EXPERT_FORWARD, layer.encoder(b, s))] if self.shape.kinds > 1 else [first]
 
     def _packed(self, layer: LayerWork, recompute: Recompute) -> PackedTables:
         """Packed rows counted exactly: all work but attention's inside over the row, that over each sample."""
@@ -184,9 +191,8 @@ class AnalyticCostModel:
             values = np.zeros((len(Row), len(inputs), len(targets)))
 
             costs = partial(_inside if inside else _outside, rates=self.rates, recompute=recompute)
-            values[Row.ENCODER_FORWARD : Row.ENCODER_PEAK + 1] = costs(layer.encoder(one, s))
-            if t5:
-                values[Row.DECODER_FORWARD : Row.DECODER_PEAK + 1] = costs(layer.decoder(one, t, s))
+            for first, work in self._layers(layer, one, s, t):
+                values[first : first + 4] = costs(work)
             if not inside:
                 q = t if t5 else s
                 head = layer_costs(layer.head(one, q), self.rates, Recompute.NONE)[:2]
@@ -207,26 +213,45 @@ class AnalyticCostModel:
             attention=attention,
         )
 
+    def _exchange_bytes(self, tensor_parallel: int) -> int:
+        """Tensor-parallel ranks have parts of a position's states each, or all of them the same."""
+        if self.shape.experts is None:
+            return 0
+        shared = tensor_parallel if self._sequence_parallel else 1
+        return self.shape.experts.per_token * self.shape.hidden * self.rates.element_bytes // shared
+
     def _division(self, recompute: Recompute) -> Mapping[Kind, Division]:
-        shape = self.shape
-        return division_by_flops(
-            shape.hidden,
-            shape.query_channels,
-            shape.mlp_width,
-            recompute,
-            key_value_channels=shape.key_value_channels,
-            ffn_parameters=shape.mlp_parameters(1) // (2 * shape.hidden),
-        )
+        def of(shape: ModelShape) -> dict[Kind, Division]:
+            found = division_by_flops(
+                shape.hidden,
+                shape.query_channels,
+                shape.mlp_width,
+                recompute,
+                key_value_channels=shape.key_value_channels,
+                ffn_parameters=shape.mlp_parameters(1) // (2 * shape.hidden),
+            )
+            if shape.experts is None or recompute is Recompute.FULL:
+                return dict(found)
+            work, one = LayerWork(shape=shape, element_bytes=1), np.ones(())
+            halves = (work.self_attention(one, one), work.feed_forward(one, one))
+            attention, mlp = (int(half.kept_bytes) for half in halves)
+            return {"encoder": msgspec.structs.replace(found["encoder"], stored=Rates(attention, 0, mlp))}
+
+        if self.shape.kinds == 1:
+            return of(self.shape)
+        return {"encoder": of(self.shape.dense)["encoder"], "expert": of(self.shape)["encoder"]}
 
     def _state(self, tensor_parallel: int) -> LayerState:
         shape, t5 = self.shape, self.family is ModelFamily.T5
         attention, mlp = shape.attention_parameters(tensor_parallel), shape.mlp_parameters(tensor_parallel)
+        dense = shape.dense.mlp_parameters(tensor_parallel)
         norm, tables = shape.norm_parameters(shape.hidden), shape.relative_buckets * shape.heads
         rows = shape.rows(tensor_parallel) // tensor_parallel
         return LayerState(
             embedding_bytes=2 * rows * shape.hidden,
-            encoder_bytes=2 * (attention + mlp),
-            decoder_bytes=2 * (2 * attention + mlp) if t5 else 0,
+            encoder_bytes=2 * (attention + dense),
+            decoder_bytes=2 * ((1 + t5) * attention + mlp) if t5 or shape.kinds > 1 else 0,
+            expert_bytes=2 * shape.expert_parameters(tensor_parallel),
             ends=EndState(
                 tied=shape.tied,
                 positions=2 * shape.positions * shape.hidden,

@@ -44,7 +44,7 @@ def tables_of(file: CostFile) -> dict[tuple[str, str, str], Points]:
     return {
         (key, *place): points
         for key, entry in file.keys.items()
-        for place, points in read_points(entry.evidence, file.family, f"cost model {file.name}, key {key}").items()
+        for place, points in read_points(entry.evidence, entry.kinds, f"cost model {file.name}, key {key}").items()
     }
 
 

@@ -19,8 +19,8 @@ import msgspec
 from megatron_dynapipe.units import Recompute
 
 _Rate = Annotated[int, msgspec.Meta(ge=0, le=2**30)]
-Kind = Literal["encoder", "decoder"]
-"""Of a layer; a decoder-only model's are encoder layers."""
+Kind = Literal["encoder", "decoder", "expert"]
+"""Of a layer; a decoder-only model's are encoder layers, and expert layers where only some have experts."""
 
 _STORED = (13, 21)
 """Activations that attention keeps and that the MLP does, without attention's inside: of Megatron's layer, 11 s b h and

@@ -23,6 +23,7 @@ from megatron_dynapipe.cost.format import (
     unit_of,
 )
 from megatron_dynapipe.cost.halves import with_halves
+from megatron_dynapipe.cost.shape import Experts
 from megatron_dynapipe.cost.tables import (
     ABSENT,
     ENCODER_ROWS,
@@ -118,6 +119,10 @@ def check_measured_model(file: CostFile, model: Mapping[str, Any], *, tensor_par
             wanted = value if low < high else wanted
         if wanted and value and value != wanted:
             differ.append(f"{name} {wanted} in place of the file's {value}")
+    experts = model.get("experts")
+    recorded = file.model.get("experts")
+    if experts is not None and (recorded is None or msgspec.json.decode(recorded, type=Experts) != experts):
+        differ.append("experts in place of the file's " + ("others" if recorded else "none"))
     if differ:
         raise CostModelError(
             f"{file.name} was measured on another model: this one has {', '.join(differ)}",
@@ -136,19 +141,20 @@ def _padding(tensor_parallel: int | None) -> int:
 def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
     """Put all tables of one key on one grid: the union of their axes, which leaves their interpolation unchanged."""
     t5 = file.family is ModelFamily.T5
-    tables = read_points(entry, file.family, where)
+    tables = read_points(entry, entry.kinds, where)
     points = {PARTS[quantity][part]: table for (quantity, part), table in tables.items()}
     head = [row for row in points if row.name.startswith("HEAD")]
     sizes = increasing([point[0] for table in points.values() for point in table])
     by_input = [table for row, table in points.items() if not (t5 and row in head)]
     inputs = increasing([point[1] for table in by_input for point in table])
     by_target = [points[row] for row in (*head, Row.DECODER_FORWARD) if t5]
+    of_both = [row for row in points if t5 and row.name.startswith("DECODER")]
     targets = increasing([point[-1] for table in by_target for point in table] or [0])
 
     values = np.zeros((len(Row), len(sizes), len(inputs), len(targets)), np.int64)
     for row, table in points.items():
         scale = unit_of(row)
-        if row.name.startswith("DECODER"):
+        if row in of_both:
             values[row] = _resample(table, (sizes, inputs, targets), scale)
         elif t5 and row in head:
             values[row] = _resample(table, (sizes, targets), scale)[:, None, :]
@@ -168,8 +174,11 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
         state=LayerState(
             embedding_bytes=state["embedding"],
             encoder_bytes=state["encoder"],
-            decoder_bytes=state.get("decoder", 0),
+            decoder_bytes=state.get("decoder", state.get("expert", 0)),
+            expert_bytes=state.get("experts", 0),
+            expert_parallel=entry.expert_parallel,
         ),
+        exchange_bytes=file.exchange_bytes,
         separate=separate,
         packed=packed,
         peak_covers_backward=file.peak_covers_backward,
@@ -191,7 +200,7 @@ def _packed_tables(entry: PackedEntry, parts: Collection[tuple[str, str]], t5: b
         targets = increasing([point[-1] for table in by_target for point in table] or [0])
         values = np.zeros((len(Row), len(inputs), len(targets)), np.int64)
         for row, table in tables.items():
-            if row.name.startswith("DECODER"):
+            if t5 and row.name.startswith("DECODER"):
                 values[row] = _resample(table, (inputs, targets), unit_of(row))
             elif t5 and row.name.startswith("HEAD"):
                 values[row] = _resample(table, (targets,), unit_of(row))[None, :]

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from megatron_dynapipe.cost.division import Division, Kind, division_by_flops
+from megatron_dynapipe.cost.shape import Experts
 from megatron_dynapipe.cost.tables import LARGEST_COST, Row
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.files import read_unpacked
@@ -50,16 +51,24 @@ PARTS: Mapping[str, Mapping[str, Row]] = {
         "encoder.backward": Row.ENCODER_BACKWARD,
         "decoder.forward": Row.DECODER_FORWARD,
         "decoder.backward": Row.DECODER_BACKWARD,
+        "expert.forward": Row.EXPERT_FORWARD,
+        "expert.backward": Row.EXPERT_BACKWARD,
         "postprocess.forward": Row.HEAD_FORWARD,
         "postprocess.backward": Row.HEAD_BACKWARD,
     },
     "stored_activation_mb": {
         "encoder": Row.ENCODER_STORED,
         "decoder": Row.DECODER_STORED,
+        "expert": Row.EXPERT_STORED,
         "postprocess": Row.HEAD_STORED,
         "encoder_output": Row.ENCODED_STORED,
     },
-    "peak_activation_mb": {"encoder": Row.ENCODER_PEAK, "decoder": Row.DECODER_PEAK, "postprocess": Row.HEAD_PEAK},
+    "peak_activation_mb": {
+        "encoder": Row.ENCODER_PEAK,
+        "decoder": Row.DECODER_PEAK,
+        "expert": Row.EXPERT_PEAK,
+        "postprocess": Row.HEAD_PEAK,
+    },
 }
 """The tables of a key, by quantity and part, and the row of the planner's grid that each becomes. The memory of
 `postprocess`, of both quantities, and `encoder_output` may be left out: the published files say nothing of them, and
@@ -98,17 +107,20 @@ class PackedEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One (tensor parallelism, recompute) combination.
 
-    `model_state_mb` counts 2 bytes a parameter. `measured` holds the points that the tables were fitted to, `packed`
-    the costs of packed rows where those were measured (format 2), `division` how layers' costs are divided where that
-    was.
+    `model_state_mb` counts 2 bytes a parameter: of word embeddings, a layer of each kind, and all experts of a layer
+    that has them. Of models where only some have, these are layers of the kind "expert". Where costs are those of
+    experts that ranks share, `expert_parallel` says by how many. `measured` holds the points that the tables were
+    fitted to, `packed` the costs of packed rows where those were measured (format 2), `division` how layers' costs are
+    divided where that was.
     """
 
     tp: _Size
     recompute: Recompute
-    model_state_mb: dict[Literal["embedding", "encoder", "decoder"], _NonNegative]
+    model_state_mb: dict[Literal["embedding", "encoder", "decoder", "expert", "experts"], _NonNegative]
     time_ms: dict[str, Table]
     stored_activation_mb: dict[str, Table]
     peak_activation_mb: dict[str, Table]
+    expert_parallel: _Size = 1
     measured: Tables | None = None
     packed: PackedEntry | None = None
     division: dict[Kind, Division] = {}
@@ -117,6 +129,12 @@ class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def evidence(self) -> "CostEntry | Tables":
         """The measurements, where they are kept apart from the tables, else the tables."""
         return self.measured or self
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Of layers."""
+        kinds: tuple[Kind, ...] = ("encoder", "decoder", "expert")
+        return tuple(kind for kind in kinds if kind in self.model_state_mb)
 
     @property
     def family(self) -> ModelFamily:
@@ -157,6 +175,14 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def hidden_size(self) -> int | None:
         """Hidden size of the model that was measured; None where the file does not say."""
         return self._number("hidden") or None
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Of a position's states on their way to its experts; 0 where the model has none."""
+        if "experts" not in self.model:
+            return 0
+        element = 4 if self.provenance.get("dtype") == "float32" else 2
+        return msgspec.json.decode(self.model["experts"], type=Experts).per_token * self._number("hidden") * element
 
     def division_by_flops(self, recompute: Recompute) -> Mapping[Kind, Division]:
         """How layers' costs are divided where that was not measured; empty where the file does not say its widths."""
@@ -227,8 +253,8 @@ def decode_file(data: bytes, *, origin: str) -> CostFile:
     for key, entry in file.keys.items():
         if key != (expected := key_of(entry.tp, entry.recompute)):
             raise CostModelError(f"{origin}: key {key!r} holds the tables of {expected!r}")
-    if len({entry.family for entry in file.keys.values()}) != 1:
-        raise CostModelError(f"{origin}: only some of its keys have decoder layers")
+    if len({entry.kinds for entry in file.keys.values()}) != 1:
+        raise CostModelError(f"{origin}: only some of its keys have decoder layers, or layers with experts")
     return file
 
 
@@ -237,14 +263,14 @@ def encode_file(file: CostFile) -> bytes:
     return _wrap(msgspec.json.encode(file)) + b"\n"
 
 
-def read_points(entry: CostEntry | Tables, family: ModelFamily, where: str) -> dict[tuple[str, str], Points]:
+def read_points(entry: CostEntry | Tables, kinds: Collection[Kind], where: str) -> dict[tuple[str, str], Points]:
     """Every table of a key: {(quantity, part): points}; where a shape was measured twice, the last one counts.
 
     Raises:
         CostModelError: a part is missing or unknown, or a table is empty or holds what cannot be a shape or a cost.
     """
     points = {}
-    absent = _absent_parts(entry, family)
+    absent = _absent_parts(entry, kinds)
     for quantity, parts in PARTS.items():
         tables: dict[str, Table] = getattr(entry, quantity)
         wanted = sorted(parts.keys() - absent)
@@ -256,11 +282,12 @@ def read_points(entry: CostEntry | Tables, family: ModelFamily, where: str) -> d
     return points
 
 
-def _absent_parts(entry: CostEntry | Tables, family: ModelFamily) -> set[str]:
-    """Parts that a model of this family does not have, and those that this entry may leave out and does."""
-    absent = set()
-    if family is not ModelFamily.T5:
-        absent |= {"decoder", "decoder.forward", "decoder.backward", "encoder_output"}
+def _absent_parts(entry: CostEntry | Tables, kinds: Collection[Kind]) -> set[str]:
+    """Parts that a model with these kinds of layers does not have, and those that this entry may leave out and does."""
+    others = {"decoder", "expert"} - set(kinds)
+    absent = {part for rows in PARTS.values() for part in rows if part.split(".")[0] in others}
+    if "decoder" in others:
+        absent.add("encoder_output")
     if "postprocess" not in entry.stored_activation_mb.keys() | entry.peak_activation_mb.keys():
         absent.add("postprocess")
     if "encoder_output" not in entry.stored_activation_mb:

@@ -40,7 +40,9 @@ def with_halves(tables: LayerTables) -> LayerTables:
         state=replace(
             state,
             encoder_attention_bytes=_attention_bytes(state.encoder_bytes, by_kind["encoder"]),
-            decoder_attention_bytes=_attention_bytes(state.decoder_bytes, by_kind.get("decoder")),
+            decoder_attention_bytes=_attention_bytes(
+                state.decoder_bytes, by_kind.get("decoder", by_kind.get("expert"))
+            ),
         ),
     )
 

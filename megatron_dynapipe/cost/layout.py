@@ -106,6 +106,7 @@ class PipelineLayout:
         layers_per_stage: one number per virtual stage, in halves; each above 0 for a T5, while a GPT's embedding or
             head may have a stage to itself. A stage may hold both kinds of layer.
         chunks: virtual stages per pipeline stage.
+        expert_layers: of a GPT, those with experts where others have none: to costs, decoder layers.
 
     Raises:
         ConfigError: layers not of the family's kinds, or a split that does not add up to them.
@@ -116,6 +117,7 @@ class PipelineLayout:
     decoder_layers: int = 0
     layers_per_stage: Split
     chunks: int = 1
+    expert_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.encoder_layers < 1 or (self.decoder_layers < 1) == (self.family is ModelFamily.T5):
@@ -157,6 +159,11 @@ class PipelineLayout:
         )
 
     @property
+    def layers_by_kind(self) -> tuple[int, int]:
+        """Encoder layers, and decoder layers; those of experts, where others have none, among the latter."""
+        return self.encoder_layers - len(self.expert_layers), self.decoder_layers + len(self.expert_layers)
+
+    @property
     def virtual_stages(self) -> int:
         """Virtual stages of the whole pipeline."""
         return len(self.layers_per_stage)
@@ -194,13 +201,27 @@ class PipelineLayout:
 
     @property
     def encoder_parts(self) -> IntArray:
-        """Encoder layers of each virtual stage as `Parts`: int64[virtual stages, 3]."""
-        return np.array([layers.encoder_parts for layers in self.virtual_stage_layers], np.int64)
+        """Encoder layers of each virtual stage, without those of experts, as `Parts`: int64[virtual stages, 3]."""
+        whole = np.array([layers.encoder_parts for layers in self.virtual_stage_layers], np.int64)
+        return whole - self._expert_parts
 
     @property
     def decoder_parts(self) -> IntArray:
-        """Decoder layers of each virtual stage as `Parts`: int64[virtual stages, 3]."""
-        return np.array([layers.decoder_parts for layers in self.virtual_stage_layers], np.int64)
+        """Decoder layers of each virtual stage, or those of experts, as `Parts`: int64[virtual stages, 3]."""
+        whole = np.array([layers.decoder_parts for layers in self.virtual_stage_layers], np.int64)
+        return whole + self._expert_parts
+
+    @property
+    def _expert_parts(self) -> IntArray:
+        """Of each virtual stage, the halves and whole layers with experts, where others have none."""
+        ends = np.cumsum(in_halves(self.layers_per_stage))
+        halves = np.arange(2 * self.encoder_layers)
+        stage = np.searchsorted(ends, halves, side="right")[np.isin(halves // 2, self.expert_layers)].reshape(-1, 2)
+        parts = np.zeros((self.virtual_stages, 3), np.int64)
+        for attention, mlp in stage.tolist():
+            for where, part in ((attention, 1),) if attention == mlp else ((mlp, 0), (attention, 2)):
+                parts[where, part] += 1
+        return parts
 
     @property
     def decoder_state_forward(self) -> tuple[bool, ...]:
@@ -223,8 +244,17 @@ class PipelineLayout:
         moments), which the distributed optimizer shards over the replicas.
         """
         per_stage = self.parameter_bytes(state)
-        sharded = -(-per_stage * 6 // data_parallel) if distributed_optimizer else per_stage * 6
+        experts = self.expert_bytes(state)
+        sharded = per_stage * 6
+        if distributed_optimizer:
+            sharded = -(-(per_stage - experts) * 6 // data_parallel)
+            sharded += -(-experts * 6 * state.expert_parallel // data_parallel)
         return np.asarray(per_stage * (2 + state.gradient_bytes) // 2 + sharded, np.int64)
+
+    def expert_bytes(self, state: LayerState) -> IntArray:
+        """Of one rank's experts, 2 bytes a parameter, per pipeline stage: int64[stages]."""
+        mlps = (self.decoder_parts if self.expert_layers else self.encoder_parts)[:, :2].sum(axis=1)
+        return np.asarray((mlps * state.expert_bytes).reshape(self.chunks, self.stages).sum(axis=0), np.int64)
 
     def parameter_bytes(self, state: LayerState) -> IntArray:
         """Of parameters, 2 bytes each, per pipeline stage: int64[stages].

@@ -23,14 +23,14 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         per_token: that a token goes to.
         ffn: width of one.
         shared_ffn: width of the one that all tokens go through; 0 for none.
-        layers: share of the model's layers that have them; the others have one network.
+        layers: indices of the layers that have them, where others have one network; empty where all have them.
     """
 
     count: _AtLeastOne
     per_token: _AtLeastOne
     ffn: _AtLeastOne
     shared_ffn: _AtLeastZero = 0
-    layers: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    layers: tuple[_AtLeastZero, ...] = ()
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,14 +97,22 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return (self.query_groups or self.heads) * self.kv_channels
 
     @property
+    def kinds(self) -> int:
+        """Of layers in a decoder-only model: 2 where only some have experts."""
+        return 2 if self.experts and self.experts.layers else 1
+
+    @property
+    def dense(self) -> "ModelShape":
+        """The model's layers without experts, in a model that has both kinds, else the model."""
+        return msgspec.structs.replace(self, experts=None) if self.kinds > 1 else self
+
+    @property
     def mlp_width(self) -> int:
-        """Width of a feed-forward network of two matrices that multiplies as often as a layer's, on average."""
-        width = float(self.ffn)
+        """Width of a feed-forward network of two matrices that multiplies as often as a layer's."""
+        width, router = self.ffn, 0
         if self.experts is not None:
-            used = self.experts.per_token * self.experts.ffn + self.experts.shared_ffn
-            width += self.experts.layers * (used - self.ffn)
-        router = 0.5 * self.experts.layers * self.experts.count if self.experts else 0
-        return round(width * (3 if self.gated else 2) / 2 + router)
+            width, router = self.experts.per_token * self.experts.ffn + self.experts.shared_ffn, self.experts.count
+        return round((width * (3 if self.gated else 2) + router) / 2)
 
     @property
     def norm_copies(self) -> int:
@@ -143,15 +151,18 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return divided // tensor_parallel + whole
 
     def mlp_parameters(self, tensor_parallel: int) -> int:
-        """Of a layer's feed-forward network or experts, on average over the layers, with the norm before them."""
-        norm, dense = self.norm_parameters(self.hidden), self._network_parameters(self.ffn, tensor_parallel)
+        """Of a layer's feed-forward network, or router and experts, with the norm before them."""
+        norm = self.norm_parameters(self.hidden)
         if self.experts is None:
-            return norm + dense
-        each, shared = self._network_parameters(self.experts.ffn, tensor_parallel), 0
-        if self.experts.shared_ffn:
-            shared = self._network_parameters(self.experts.shared_ffn, tensor_parallel)
-        sparse = self.experts.count * (each + self.hidden) + shared
-        return norm + round(self.experts.layers * sparse + (1 - self.experts.layers) * dense)
+            return norm + self._network_parameters(self.ffn, tensor_parallel)
+        shared = self.experts.shared_ffn and self._network_parameters(self.experts.shared_ffn, tensor_parallel)
+        return norm + self.expert_parameters(tensor_parallel) + shared + self.experts.count * self.hidden
+
+    def expert_parameters(self, tensor_parallel: int) -> int:
+        """Of all experts of a layer together; 0 where there are none."""
+        if self.experts is None:
+            return 0
+        return self.experts.count * self._network_parameters(self.experts.ffn, tensor_parallel)
 
     def _network_parameters(self, width: int, tensor_parallel: int) -> int:
         inner = (2 if self.gated else 1) * width

@@ -30,7 +30,8 @@ LARGEST_COORDINATE = 2**20
 class Row(IntEnum):
     """What each row of a grid holds; times in nanoseconds, activations in bytes.
 
-    A decoder-only model's layers are called encoder layers, and its decoder rows are zero. `HEAD` is the output head
+    A decoder-only model's layers are called encoder layers, and its decoder rows are zero; where only some have
+    experts, these are called expert layers, and have the decoder's rows. `HEAD` is the output head
     and the loss together, once per model. `ENCODED_STORED` is the encoder's output, which a stage of decoder layers
     alone keeps once, beside what its layers keep. `WEIGHT` is the part of the backward that a divided pass runs as its
     second half; 0 where passes cannot be divided.
@@ -66,6 +67,17 @@ class Row(IntEnum):
     DECODER_MLP_STORED = 23
     DECODER_ATTENTION_WEIGHT = 24
 
+    EXPERT_FORWARD = DECODER_FORWARD
+    EXPERT_BACKWARD = DECODER_BACKWARD
+    EXPERT_STORED = DECODER_STORED
+    EXPERT_PEAK = DECODER_PEAK
+    EXPERT_WEIGHT = DECODER_WEIGHT
+    EXPERT_ATTENTION_FORWARD = DECODER_ATTENTION_FORWARD
+    EXPERT_ATTENTION_BACKWARD = DECODER_ATTENTION_BACKWARD
+    EXPERT_ATTENTION_STORED = DECODER_ATTENTION_STORED
+    EXPERT_MLP_STORED = DECODER_MLP_STORED
+    EXPERT_ATTENTION_WEIGHT = DECODER_ATTENTION_WEIGHT
+
 
 ENCODER_ROWS = (Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD, Row.ENCODER_STORED, Row.ENCODER_PEAK)
 """What a piece of a sample adds to; the head has no attention."""
@@ -99,8 +111,10 @@ class LayerState:
 
     Attributes:
         embedding_bytes: of the word embeddings.
-        encoder_bytes, decoder_bytes: of a layer.
+        encoder_bytes, decoder_bytes: of a layer; the latter of expert layers, where a model has both kinds.
         encoder_attention_bytes, decoder_attention_bytes: of its attention; 0 where costs of halves are not known.
+        expert_bytes: of the experts in a layer that has them, part of it.
+        expert_parallel: ranks that share them; `expert_bytes` are those of one.
         ends: of the rest; None where it is not known, as in files, for which the published rule counts the word
             embeddings alone.
         gradient_bytes: of one parameter's gradient; Megatron adds gradients of half precision up in fp32, the
@@ -114,6 +128,8 @@ class LayerState:
     gradient_bytes: int = 2
     encoder_attention_bytes: int = 0
     decoder_attention_bytes: int = 0
+    expert_bytes: int = 0
+    expert_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -165,6 +181,7 @@ class LayerTables:
             groups × channels of each); its values have as many. 0 where the model is not known so well.
         of_stages: int64 `[virtual stages, len(Row), sizes, inputs, targets]`, where the layers of stages differ: what
             one layer of each stage costs, absent where `values` are. None where all layers cost `values`.
+        exchange_bytes: that a position's states take on their way to its experts; 0 where there are none.
         division: how the costs of each kind of layer are divided; empty where the model is not known so well, and then
             the rows of halves are 0.
     """
@@ -179,6 +196,7 @@ class LayerTables:
     peak_covers_backward: bool = False
     key_value_channels: int = 0
     of_stages: IntArray | None = None
+    exchange_bytes: int = 0
     division: Mapping[Kind, Division] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

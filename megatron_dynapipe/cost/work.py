@@ -130,14 +130,13 @@ class LayerWork:
         )
 
     def feed_forward(self, b: Floats, q: Floats) -> Workload:
-        """The MLP half of a layer over q positions, on average over layers with and without experts."""
+        """The MLP half of a layer over q positions; of experts, where each has as many tokens."""
         tokens, shape = b * q, self.shape
         h, kept, shared = shape.hidden, 2.0 if not shape.gated else 3.0 if shape.fused else 5.0, 0.0
         width = float(shape.ffn)
-        if shape.experts is not None:  # tokens are copied to their experts, and come back
-            experts = shape.experts
-            width += experts.layers * (experts.per_token * experts.ffn + experts.shared_ffn - width)
-            shared = experts.layers * 2 * experts.per_token * h
+        if (experts := shape.experts) is not None:  # tokens are copied to their experts, and come back
+            width = experts.per_token * experts.ffn + experts.shared_ffn
+            shared = 2 * experts.per_token * h
         return self._work(
             linear=tokens * 2 * h * shape.mlp_width,
             shared=tokens * ((shape.norm_copies + 1 + shape.hidden_masks) * h + shared),

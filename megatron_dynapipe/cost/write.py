@@ -74,12 +74,16 @@ def _entry(tp: int, mode: Recompute, grid: LayerTables, family: ModelFamily) -> 
             for quantity, rows in parts.items()
         })  # fmt: skip
     state = {"embedding": grid.state.embedding_bytes, "encoder": grid.state.encoder_bytes}
-    state |= {"decoder": grid.state.decoder_bytes} if family is ModelFamily.T5 else {}
+    if grid.state.decoder_bytes:
+        state["decoder" if family is ModelFamily.T5 else "expert"] = grid.state.decoder_bytes
+    if grid.state.expert_bytes:
+        state["experts"] = grid.state.expert_bytes
     return CostEntry(
         tp=tp,
         recompute=mode,
         model_state_mb={kind: size / BYTES_PER_MB for kind, size in state.items()},  # type: ignore[misc]
         packed=packed,
+        expert_parallel=grid.state.expert_parallel,
         division=dict(grid.division),
         time_ms=padded["time_ms"],
         stored_activation_mb=padded["stored_activation_mb"],
@@ -89,16 +93,16 @@ def _entry(tp: int, mode: Recompute, grid: LayerTables, family: ModelFamily) -> 
 
 def _parts(grid: LayerTables, quantity: str, family: ModelFamily) -> dict[str, Row]:
     """The parts of a quantity that the grid's model has; of the head's memory and the encoder's output, if it knows."""
-    rows = PARTS[quantity]
-    if family is not ModelFamily.T5:
-        rows = {part: row for part, row in rows.items() if not part.startswith("decoder")}
+    t5 = family is ModelFamily.T5
+    others = {"expert" if t5 else "decoder", *([] if t5 or grid.state.decoder_bytes else ["expert"])}
+    rows = {part: row for part, row in PARTS[quantity].items() if part.split(".")[0] not in others}
     known = {Row.HEAD_STORED: Row.HEAD_PEAK, Row.HEAD_PEAK: Row.HEAD_PEAK, Row.ENCODED_STORED: Row.ENCODED_STORED}
     return {part: row for part, row in rows.items() if row not in known or grid.values[known[row]].max() > 0}
 
 
 def _independent_of(row: Row, family: ModelFamily) -> int | None:
     """0 or 1 for the lengths, inputs or targets, on which a row does not depend."""
-    if row.name.startswith("DECODER"):
+    if row.name.startswith("DECODER") and family is ModelFamily.T5:
         return None
     return 0 if row.name.startswith("HEAD") and family is ModelFamily.T5 else 1
 

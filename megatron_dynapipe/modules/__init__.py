@@ -5,10 +5,9 @@
 `docs/your-own-model.md` shows how to use it.
 """
 
-from megatron_dynapipe.modules.loader import DynaPipeDataLoader, Pack, Pad
+from megatron_dynapipe.modules.loader import DynaPipeDataLoader, ModulePlanner, Pack, Pad
 from megatron_dynapipe.modules.part import ModelPart
 from megatron_dynapipe.modules.pipeline import Pipeline
-from megatron_dynapipe.modules.planner import ModulePlanner
 from megatron_dynapipe.modules.profile import profile_module
 from megatron_dynapipe.modules.split import split_model
 from megatron_dynapipe.modules.stage import SharedModule, Stage

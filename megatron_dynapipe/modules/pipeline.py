@@ -17,7 +17,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.boundary import Part
 from megatron_dynapipe.modules.checkpoint import load_checkpoint, save_checkpoint
 from megatron_dynapipe.modules.inputs import batch_rows, split_batch
-from megatron_dynapipe.modules.planner import ModulePlanner
+from megatron_dynapipe.modules.loader import ModulePlanner
 from megatron_dynapipe.modules.runner import LossFunction
 from megatron_dynapipe.modules.steps import ModuleSteps, Plan, StepOutputs, StepResult, StepWork
 

@@ -18,7 +18,6 @@ from megatron_dynapipe.cost import (
     ABSENT,
     CostModel,
     LayerTables,
-    PipelineLayout,
     Row,
     Split,
     in_halves,
@@ -218,13 +217,7 @@ class _Trials:
     def estimate_ns(self, split: Split) -> int:
         """Work of the busiest stage over the known micro-batches, and the longest warm-up and drain around it."""
         s = self._settings
-        layout = PipelineLayout(
-            family=s.family,
-            encoder_layers=s.encoder_layers,
-            decoder_layers=s.decoder_layers,
-            layers_per_stage=split,
-            chunks=s.chunks,
-        )
+        layout = replace(s.layout, layers_per_stage=split)
         times = stage_times(self._work, layout).reshape(-1, s.chunks, layout.stages).sum(axis=1)
         warmup = (times.sum(axis=1) - times.max(axis=1)).max(initial=0)
         return int(times.sum(axis=0).max() // s.data_parallel + warmup)
@@ -238,7 +231,7 @@ class _Trials:
         return np.asarray(costs[(costs != ABSENT).all(axis=1)])
 
     def _tables(self, mode: Recompute) -> LayerTables:
-        return self._cost_model.tables(tensor_parallel=self._settings.tensor_parallel, recompute=mode)
+        return self._settings.tables(self._cost_model, mode)
 
     def _layer_costs(self, micro_batch: MicroBatch) -> IntArray:
         """One layer's costs of a planned micro-batch: int64[len(Row)]."""

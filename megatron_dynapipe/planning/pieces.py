@@ -124,7 +124,10 @@ class CutBatch:
 
 def can_cut(problem: BatchProblem) -> bool:
     """Whether costs of pieces are known: those of models whose layers are alike and whose keys were counted."""
-    return all(tables.of_stages is None and tables.key_value_channels > 0 for tables in problem.modes)
+    return all(
+        tables.of_stages is None and not tables.state.decoder_bytes and tables.key_value_channels > 0
+        for tables in problem.modes
+    )
 
 
 def piece_limits(samples: Samples, problem: BatchProblem, *, needed: bool) -> list[int]:

@@ -64,9 +64,7 @@ class Planner:
         self.cost_model = cost_model
         self.layout = settings.layout
         self._links = settings.links
-        self._tables = tuple(
-            cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=mode) for mode in settings.recompute
-        )
+        self._tables = tuple(settings.tables(cost_model, mode) for mode in settings.recompute)
         if self.layout.has_halves and not all(tables.division for tables in self._tables):
             raise CostModelError(
                 f"expected costs of attention and MLP apart, for layers per stage of {settings.layers_per_stage};"
@@ -86,6 +84,8 @@ class Planner:
         named = msgspec.to_builtins(settings)
         if settings.split_backward == "off":
             del named["split_backward"]  # plans that cannot hold halves are those of settings that do not know them
+        if settings.expert_parallel == 1 and not settings.expert_layers:  # nor do plans without experts know of them
+            del named["expert_parallel"], named["expert_imbalance"], named["expert_layers"]
         identity = msgspec.json.encode([named, cost_model.digest])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
         self._boundaries = BoundarySettings(

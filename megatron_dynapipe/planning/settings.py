@@ -1,13 +1,16 @@
 """What a plan depends on besides the batch and the cost model."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import msgspec
 
-from megatron_dynapipe.cost import Links, Network, PipelineLayout, ScatterGather, Split
+from megatron_dynapipe.cost import CostModel, LayerTables, Links, Network, PipelineLayout, ScatterGather, Split
+from megatron_dynapipe.cost.experts import IMBALANCE, ExpertParallel, with_expert_parallel
 from megatron_dynapipe.cost.segments import SegmentCosts
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.problem import SplitBackward
@@ -41,6 +44,10 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         partition: how micro-batches are made.
         schedule: how passes are ordered.
         transfers: when transfers are started, and what a start waits for.
+        expert_layers: those with experts in a decoder-only model that has others too; empty where all are alike.
+        expert_parallel: replicas that share experts.
+        expert_imbalance: tokens of the busiest of them over their mean: their experts' time and memory are taken so
+            many times.
         lockstep: whether replicas run in step, as many micro-batches on each, alike in time: all of them, or
             neighbours in groups of so many (`planning.lockstep`).
         slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
@@ -70,6 +77,9 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     partition: PartitionSettings = PartitionSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     transfers: TransferRules = TransferRules()
+    expert_layers: tuple[int, ...] = ()
+    expert_parallel: _AtLeastOne = 1
+    expert_imbalance: Annotated[float, msgspec.Meta(ge=1)] = IMBALANCE
     lockstep: bool | int = False
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
     split_backward: SplitBackward = "off"
@@ -98,6 +108,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 + ("parts of the sequence on each" if self.sequence_parallel else "one rank"),
                 hint="leave scatter_gather at auto or off",
             )
+        if not 1 <= self.expert_imbalance < math.inf:
+            raise ConfigError(f"expected an imbalance of experts of at least 1, got {self.expert_imbalance}")
         if self.in_step < 1 or self.data_parallel % self.in_step:
             raise ConfigError(f"expected groups in step that divide {self.data_parallel} replicas, got {self.lockstep}")
         if self.model_state_bytes is not None and len(self.model_state_bytes) != self.pipeline_parallel:
@@ -144,14 +156,25 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Layers per virtual stage."""
         virtual = self.pipeline_parallel * self.chunks
         if self.layers_per_stage is None:
-            return PipelineLayout.equal(self.family, self.encoder_layers, self.decoder_layers, virtual, self.chunks)
+            equal = PipelineLayout.equal(self.family, self.encoder_layers, self.decoder_layers, virtual, self.chunks)
+            return replace(equal, expert_layers=self.expert_layers)
         return PipelineLayout(
             family=self.family,
             encoder_layers=self.encoder_layers,
             decoder_layers=self.decoder_layers,
             layers_per_stage=self.layers_per_stage,
             chunks=self.chunks,
+            expert_layers=self.expert_layers,
         )
+
+    def tables(self, cost_model: CostModel, recompute: Recompute) -> LayerTables:
+        """A layer's costs under this layout, tokens' way to experts on other ranks included; raises CostModelError."""
+        found = cost_model.tables(tensor_parallel=self.tensor_parallel, recompute=recompute)
+        if self.family is ModelFamily.GPT and bool(found.state.decoder_bytes) != bool(self.expert_layers):
+            given = f"experts in layers {list(self.expert_layers)}" if self.expert_layers else "layers of one kind"
+            raise CostModelError(f"expected costs of a model with {given}, got another's: {cost_model.name}")
+        parallel = ExpertParallel(self.expert_parallel, self.tensor_parallel, self.expert_imbalance)
+        return with_expert_parallel(found, parallel, self.network, recompute)
 
     @property
     def links(self) -> Links:

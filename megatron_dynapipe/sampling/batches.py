@@ -7,12 +7,29 @@
 
 A batch of tokens is closed before it would exceed them; a sample that exceeds them alone is a batch of its own. Nothing
 is read but lengths: an iteration's place is found by going through those of the samples before it, 10 million a second.
+
+The stream is in an order, endless, epoch after epoch:
+
+    one shuffled epoch      every row once; the permutation is in memory
+    draws of tasks          each task as often as its rate says; any place of the stream is computed by itself
+
+    place 7 of an epoch ─► place 3 of the draws, by the epoch's permutation ─► draw 1 of task b ─► row, by the
+    permutation of b's pass: all rows of a task are drawn before one is drawn again
+
+Permutations of any size are computed a place at a time by a Feistel network, which permutes the numbers of 2·h bits, at
+least as many as asked for; a place that lands outside the size is permuted again (four times on average at most):
+
+    left  ─────╮ xor ──► right'      right ──► left'         six rounds; f mixes the half, the key and the round
+    right ── f ╯
 """
 
 import enum
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -169,3 +186,154 @@ def token_batches(lengths: npt.NDArray[np.int64], tokens: int) -> list[int]:
         ends.append(end)
         start, before = end, int(sums[end - 1])
     return ends
+
+
+_ROUNDS = 6
+_U = np.uint64
+Places = npt.NDArray[np.int64]
+
+
+def key_of(seed: int, *numbers: Places | int) -> npt.NDArray[np.uint64]:
+    """A key for every combination of numbers, which broadcast."""
+    key = _mixed(np.asarray(seed % 2**64, _U))
+    for number in numbers:
+        key = _mixed(key ^ _mixed(np.asarray(number).astype(_U) + _U(0x9E3779B97F4A7C15)))
+    return key
+
+
+def permuted(places: Places, sizes: Places | int, keys: npt.NDArray[np.uint64]) -> Places:
+    """Where each place stands in its permutation.
+
+    Args:
+        places: int64[n], each in 0 … size - 1.
+        sizes: of the permutation of each place; at least 1.
+        keys: choose the permutation of each place.
+    """
+    values = np.asarray(places).astype(_U)
+    limits = np.broadcast_to(np.asarray(sizes).astype(_U), values.shape)
+    keys = np.broadcast_to(keys, values.shape)
+    bits = np.ceil(np.log2(np.maximum(limits.astype(np.float64), 2.0))).astype(np.int64)
+    halves = np.maximum((bits + 1) // 2, 1).astype(_U)
+    found = _network(values, halves, keys)
+    while (outside := np.flatnonzero(found >= limits)).size:
+        found[outside] = _network(found[outside], halves[outside], keys[outside])
+    return found.astype(np.int64)
+
+
+def _network(
+    values: npt.NDArray[np.uint64], halves: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    masks = (_U(1) << halves) - _U(1)
+    left, right = values >> halves, values & masks
+    for round_ in range(_ROUNDS):
+        left, right = right, left ^ (_mixed(right ^ keys ^ _U(round_ * 0x9E3779B97F4A7C15 % 2**64)) & masks)
+    return (left << halves) | right
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators)."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> _U(30))) * _U(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> _U(27))) * _U(0x94D049BB133111EB)
+        return values ^ (values >> _U(31))
+
+
+_EPOCHS_KEPT = 2
+"""Permutations kept in memory; an iteration that spans two epochs needs both."""
+_OF_EPOCH, _OF_TASK = 1, 2
+
+Rows = npt.NDArray[np.int64]
+
+
+class Order(Protocol):
+    """An endless stream of rows."""
+
+    @property
+    def per_epoch(self) -> int:
+        """Draws of an epoch."""
+
+    def rows(self, first: int, stop: int) -> Rows:
+        """The rows at places `first` … `stop - 1` of the stream."""
+
+
+class ShuffledEpochs:
+    """Each epoch is a permutation of all rows."""
+
+    def __init__(self, seed: int, rows: int) -> None:
+        self._seed, self.per_epoch = seed, rows
+        self._epoch = lru_cache(_EPOCHS_KEPT)(self._shuffled)
+
+    def rows(self, first: int, stop: int) -> Rows:
+        """See `Order`."""
+        pieces = []
+        while first < stop:
+            epoch, offset = divmod(first, self.per_epoch)
+            pieces.append(self._epoch(epoch)[offset : offset + stop - first])
+            first += len(pieces[-1])
+        return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+
+    def _shuffled(self, epoch: int) -> Rows:
+        random = np.random.Generator(np.random.PCG64([self._seed, epoch]))
+        return random.permutation(random.permutation(self.per_epoch))
+
+
+class TaskDraws:
+    """Each task as often as its rate says; memory does not grow with the number of rows."""
+
+    def __init__(self, seed: int, tasks: "TaskRows", draws: Sequence[int]) -> None:
+        self._seed, self._tasks = seed, tasks
+        self._draws = np.asarray(draws, np.int64)
+        self._ends = np.cumsum(self._draws)
+        self.per_epoch = int(self._ends[-1])
+
+    def rows(self, first: int, stop: int) -> Rows:
+        """See `Order`."""
+        epochs, offsets = np.divmod(np.arange(first, stop), self.per_epoch)
+        places = permuted(offsets, self.per_epoch, key_of(self._seed, _OF_EPOCH, epochs))
+        tasks = np.searchsorted(self._ends, places, side="right")
+        # How often the task was drawn before, in all epochs.
+        earlier = epochs * self._draws[tasks] + places - (self._ends[tasks] - self._draws[tasks])
+        sizes = self._tasks.sizes[tasks]
+        passes, within = np.divmod(earlier, sizes)
+        within = permuted(within, sizes, key_of(self._seed, _OF_TASK, tasks, passes))
+        rows = self._tasks.starts[tasks] + within
+        return rows if self._tasks.order is None else self._tasks.order[rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TaskRows:
+    """Where the rows of each task lie: from `starts` on, among all rows or in `order`.
+
+    Attributes:
+        tasks: those that have rows.
+        starts, sizes: int64[tasks].
+        order: int64[rows], rows by task; None where they lie by task already, as most prepared mixtures do.
+    """
+
+    tasks: npt.NDArray[np.int64]
+    starts: Rows
+    sizes: Rows
+    order: Rows | None = None
+
+    @classmethod
+    def of(cls, task_ids: npt.NDArray[Any]) -> "TaskRows":
+        """From the task of each row, at least one."""
+        changes = np.flatnonzero(task_ids[1:] != task_ids[:-1]) + 1
+        starts = np.concatenate([[0], changes]).astype(np.int64)
+        tasks = task_ids[starts].astype(np.int64)
+        if len(np.unique(tasks)) == len(tasks):
+            return cls(tasks=tasks, starts=starts, sizes=np.diff(np.concatenate([starts, [len(task_ids)]])))
+        tasks, sizes = np.unique(task_ids, return_counts=True)
+        order = np.argsort(task_ids, kind="stable")
+        return cls(tasks=tasks.astype(np.int64), starts=np.cumsum(sizes) - sizes, sizes=sizes, order=order)
+
+    @classmethod
+    def one(cls, rows: int) -> "TaskRows":
+        """All rows as one task."""
+        return cls(tasks=np.zeros(1, np.int64), starts=np.zeros(1, np.int64), sizes=np.array([rows], np.int64))
+
+
+def draws_of_rates(sizes: Sequence[int], rates: Sequence[float]) -> list[int]:
+    """The draws of each task in an epoch of about sum(sizes) draws, in proportion to its rate, at least 1 each."""
+    wanted = np.asarray(rates, np.float64) / sum(rates) * sum(sizes)
+    return [max(int(each), 1) for each in np.round(wanted)]

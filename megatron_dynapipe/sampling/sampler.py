@@ -7,10 +7,17 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.sampling.batches import Batches, LastBatch
+from megatron_dynapipe.sampling.batches import (
+    Batches,
+    LastBatch,
+    Order,
+    ShuffledEpochs,
+    TaskDraws,
+    TaskRows,
+    draws_of_rates,
+)
 from megatron_dynapipe.sampling.lengths import LengthTable
 from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples, apply_maximum
-from megatron_dynapipe.sampling.orders import Order, ShuffledEpochs, TaskDraws, TaskRows, draws_of_rates
 from megatron_dynapipe.units import ModelFamily
 
 MOST_SHUFFLED = 2**22

@@ -193,7 +193,7 @@ def corrected_file(
     """A cost model file of the base under the correction that explains the passes; the base itself without passes."""
     found = list(samples)
     tp = settings.tensor_parallel
-    tables = {mode: base.tables(tensor_parallel=tp, recompute=mode) for mode in settings.recompute}
+    tables = {mode: settings.tables(base, mode) for mode in settings.recompute}
     if found:
         corrections = fit_corrections(found, tables, settings.layout)
         tables = {mode: corrected(grid, *corrections) for mode, grid in tables.items()}

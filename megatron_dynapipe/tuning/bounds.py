@@ -50,7 +50,7 @@ class LeastWork:
     """The least work of one batch under one tensor parallelism, in ns: forward and backward.
 
     Attributes:
-        samples: of every sample on an encoder layer, a decoder layer, the head: `[samples, 3]`.
+        samples: of every sample on an encoder layer, a decoder (or expert) layer, the head: `[samples, 3]`.
         total: of all samples: `[3]`; at least the sum of `samples`.
         floor: of any micro-batch: `[3]`.
     """
@@ -63,7 +63,7 @@ class LeastWork:
 def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch) -> LeastWork:
     """The least work of a batch under the settings' tensor parallelism, layouts and recompute modes."""
     samples = Samples.of(batch, settings.family)
-    modes = [cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=mode) for mode in settings.recompute]
+    modes = [settings.tables(cost_model, mode) for mode in settings.recompute]
     packs, pads = (layout in settings.micro_batch_layouts for layout in (BatchLayout.PACKED, BatchLayout.PADDED))
     floor = np.full(len(_KINDS), np.inf)
     for tables in modes:
@@ -91,7 +91,7 @@ def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = Fa
     """A time that the predicted time of every plan of the batch reaches."""
     layout, links = settings.layout, settings.links
     latency = links.latency_ns.min(axis=0)
-    layers = np.array([layout.encoder_layers, layout.decoder_layers, 1])
+    layers = np.array([*layout.layers_by_kind, 1])
     through = max(float((work.samples @ layers).max(initial=0)), float(work.floor @ layers)) + 2 * float(latency.sum())
     if any_split:
         busiest = float(work.total @ layers) / layout.stages / settings.data_parallel
@@ -188,6 +188,7 @@ def even_work_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tu
     """
     encoder, decoder, head = np.sum([work.total for work in works], axis=0)
     layers = np.array([encoder] * settings.encoder_layers + [decoder] * settings.decoder_layers)
+    layers[list(settings.expert_layers)] = decoder
     layers[-1] += head
     stages, ends = settings.pipeline_parallel * settings.chunks, np.concatenate([[0], np.cumsum(layers)])
     count = len(layers)

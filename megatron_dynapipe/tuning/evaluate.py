@@ -176,22 +176,29 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
 
 def step_ns(settings: PlannerSettings, state: LayerState, rates: StepRates) -> tuple[int, int]:
     """Time of the reduction (with the all-gather of parameters) and of the optimizer step, on the slowest stage."""
-    replicas = settings.data_parallel
-    parameters = int(settings.layout.parameter_bytes(state).max()) // _STORED_BYTES
-    if settings.distributed_optimizer:
-        # Half an all-reduce of the gradients, and half a one of the parameters.
-        reduction = _ring_ns(settings, parameters * (rates.gradient_bytes + _STORED_BYTES) / 2)
-        stepped = parameters / replicas
-    else:
-        reduction = _ring_ns(settings, parameters * rates.gradient_bytes)
-        stepped = parameters
+    layout, shared = settings.layout, settings.expert_parallel
+    everything, experts = layout.parameter_bytes(state), layout.expert_bytes(state)
+    reduction = stepped = 0.0
+    for held, replicas, apart in (
+        (everything - experts, settings.data_parallel, 1),
+        (experts, settings.data_parallel // shared, shared),
+    ):
+        parameters = int(held.max()) // _STORED_BYTES
+        if settings.distributed_optimizer:
+            # Half an all-reduce of the gradients, and half a one of the parameters.
+            size = parameters * (rates.gradient_bytes + _STORED_BYTES) / 2
+            stepped += parameters / replicas
+        else:
+            size = parameters * rates.gradient_bytes
+            stepped += parameters
+        reduction += _ring_ns(settings, size, replicas, apart) if parameters else 0
     return math.ceil(reduction), math.ceil(stepped * _STEP_BYTES / rates.memory_bytes_per_second * 1e9)
 
 
-def _ring_ns(settings: PlannerSettings, size_bytes: float) -> float:
-    """An all-reduce of so many bytes over the replicas of a stage."""
-    network, replicas = settings.network, settings.data_parallel
-    inside = max(1, math.gcd(replicas, network.devices_per_node // settings.tensor_parallel))
+def _ring_ns(settings: PlannerSettings, size_bytes: float, replicas: int, apart: int) -> float:
+    """An all-reduce of so many bytes over replicas of a stage, of which every `apart`-th takes part."""
+    network = settings.network
+    inside = max(1, math.gcd(replicas, network.devices_per_node // settings.tensor_parallel // apart))
     nodes = replicas // inside
     bits = size_bytes * 8
     inside_ns = 2 * (inside - 1) * (bits / inside / network.intra_node_gbps + network.intra_node_latency_us * 1e3)

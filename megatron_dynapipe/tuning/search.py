@@ -237,7 +237,7 @@ def _evaluations(
     found: Sequence[Candidate], cost_model: CostModel, batches: Sequence[GlobalBatch], rates: StepRates
 ) -> list[_Evaluation]:
     """Candidates with their bounds, without those whose layers are split as those of one before."""
-    works: dict[int, list[LeastWork]] = {}
+    works: dict[tuple[int, int], list[LeastWork]] = {}
     evaluations: list[_Evaluation] = []
     seen: set[PlannerSettings | Candidate] = set()
     for candidate in found:
@@ -247,20 +247,20 @@ def _evaluations(
                 evaluations.append(_Evaluation(candidate, []))
             seen.add(alike)
             continue
-        tensor = candidate.tensor_parallel
-        if tensor not in works:
-            works[tensor] = [least_work(candidate.settings, cost_model, batch) for batch in batches]
+        shared = candidate.tensor_parallel, candidate.expert_parallel
+        if shared not in works:
+            works[shared] = [least_work(candidate.settings, cost_model, batch) for batch in batches]
         if candidate.split is Split.EVEN:
-            split = even_work_split(candidate.settings, works[tensor])
+            split = even_work_split(candidate.settings, works[shared])
             settings = msgspec.structs.replace(candidate.settings, layers_per_stage=split)
             candidate = msgspec.structs.replace(candidate, settings=settings)
         if candidate.split is not Split.AUTO and candidate.settings in seen:
             continue
         seen.add(candidate.settings)
         any_split = candidate.split is Split.AUTO
-        bounds = [least_ns(candidate.settings, work, any_split=any_split) for work in works[tensor]]
+        bounds = [least_ns(candidate.settings, work, any_split=any_split) for work in works[shared]]
         one = _Evaluation(candidate, bounds)
-        state = cost_model.tables(tensor_parallel=tensor, recompute=candidate.settings.recompute[0]).state
+        state = candidate.settings.tables(cost_model, candidate.settings.recompute[0]).state
         one.reduction_ns, one.optimizer_ns = step_ns(candidate.settings, state, rates)
         if not one.unsplit:
             try:
@@ -303,6 +303,7 @@ def _tuned(one: _Evaluation, tokens: Sequence[int]) -> TunedLayout:
         tensor_parallel=candidate.tensor_parallel,
         pipeline_parallel=candidate.pipeline_parallel,
         chunks=candidate.chunks,
+        expert_parallel=candidate.expert_parallel,
         layers_per_stage=None if one.unsplit or candidate.error else settings.layout.layers_per_stage,
         layout="auto" if len(allowed) > 1 else allowed[0].value,
         distributed_optimizer=settings.distributed_optimizer,

@@ -34,6 +34,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
             less memory and less time.
         tensor_sizes: of tensor parallelism, those that can be used; None: all.
         global_batch_size: samples of a global batch, which the replicas must divide; None where batches differ.
+        expert_sizes: numbers of replicas that may share experts.
     """
 
     devices: int
@@ -42,6 +43,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     distributed_optimizer: bool | None = None
     tensor_sizes: tuple[int, ...] | None = None
     global_batch_size: int | None = None
+    expert_sizes: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -58,7 +60,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         settings: the planner's; where they cannot be made, those of the model on one device.
-        data_parallel, tensor_parallel, pipeline_parallel, chunks: the layout.
+        data_parallel, tensor_parallel, pipeline_parallel, chunks, expert_parallel: the layout.
         split: how layers are split; those of `EVEN` and `AUTO` are chosen later.
         error: why there is no such layout.
     """
@@ -68,6 +70,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int
     pipeline_parallel: int
     chunks: int = 1
+    expert_parallel: int = 1
     split: Split = Split.EQUAL
     error: str | None = None
 
@@ -88,7 +91,7 @@ class TunedLayout(msgspec.Struct, frozen=True, kw_only=True):
     """A parallel layout and its predictions, means over the batches that were planned.
 
     Attributes:
-        data_parallel, tensor_parallel, pipeline_parallel, chunks: the layout.
+        data_parallel, tensor_parallel, pipeline_parallel, chunks, expert_parallel: the layout.
         layers_per_stage: of every virtual stage; None where they were not chosen.
         layout: auto, padded or packed: what plans may make of a micro-batch.
         distributed_optimizer: whether optimizer state is sharded.
@@ -108,6 +111,7 @@ class TunedLayout(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int
     pipeline_parallel: int
     chunks: int = 1
+    expert_parallel: int = 1
     layers_per_stage: tuple[int | float, ...] | None = None
     layout: str
     distributed_optimizer: bool
@@ -146,9 +150,10 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
 def candidates(base: PlannerSettings, space: Space, cost_model: CostModel) -> list[Candidate]:
     """Every layout, in a fixed order."""
     return [
-        _candidate(base, space, cost_model, data, tensor, pipeline, chunks, split)
+        _candidate(base, space, cost_model, data, tensor, pipeline, chunks, split, experts)
         for data, tensor, pipeline in divisions(space.devices)
         for chunks, split in _variants(base, space, pipeline)
+        for experts in [size for size in space.expert_sizes if data % size == 0] or space.expert_sizes[:1]
     ]
 
 
@@ -174,6 +179,7 @@ def _candidate(
     pipeline: int,
     chunks: int,
     split: Split,
+    experts: int,
 ) -> Candidate:
     wanted, per_node = space.distributed_optimizer, base.network.devices_per_node
     settings, error = base, None
@@ -184,6 +190,8 @@ def _candidate(
             raise ConfigError(f"checkpoints of the run cannot be loaded under tensor parallelism of {tensor}")
         if space.global_batch_size is not None and space.global_batch_size % data:
             raise ConfigError(f"{data} replicas do not divide global batches of {space.global_batch_size} samples")
+        if data % experts:
+            raise ConfigError(f"{data} replicas cannot share experts by {experts}")
         if cost_model.tables(tensor_parallel=tensor, recompute=base.recompute[0]).of_stages is not None:
             raise ConfigError("costs of one division into stages say nothing of others: give those of layers")
         settings = msgspec.structs.replace(
@@ -192,6 +200,8 @@ def _candidate(
             tensor_parallel=tensor,
             pipeline_parallel=pipeline,
             chunks=chunks,
+            expert_parallel=experts,
+            lockstep=experts > 1 and experts,
             layers_per_stage=even_split(base.encoder_layers + base.decoder_layers, pipeline * chunks),
             distributed_optimizer=data > 1 if wanted is None else wanted,
             sequence_parallel=base.sequence_parallel and tensor > 1,
@@ -204,6 +214,7 @@ def _candidate(
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         chunks=chunks,
+        expert_parallel=experts,
         split=split,
         error=error,
     )

@@ -131,9 +131,14 @@ def layout_file(layout: TunedLayout, settings: PlannerSettings, *, cost_model: P
         flags["dynapipe-cost-model"] = str(cost_model)
     comment = (
         f"{LAYOUT_FILE_MARK}: {layout.data_parallel} replicas × {layout.tensor_parallel} tensor-parallel ×"
-        f" {layout.pipeline_parallel} stages, predicted to take {layout.predicted_ms:.1f} ms an iteration."
+        f" {layout.pipeline_parallel} stages{_sharing(layout)}, predicted to take {layout.predicted_ms:.1f} ms an"
+        " iteration."
     )
     return run_file(flags, comment)
+
+
+def _sharing(layout: TunedLayout) -> str:
+    return f", experts over {layout.expert_parallel} replicas" if layout.expert_parallel > 1 else ""
 
 
 def run_file(flags: Flags, comment: str) -> str:
@@ -151,6 +156,8 @@ def layout_flags(layout: TunedLayout, settings: PlannerSettings) -> Flags:
         "dynapipe-layout": layout.layout,
         "dynapipe-device-memory-limit": round(settings.memory_limit_bytes / BYTES_PER_MB),
     }
+    if layout.expert_parallel > 1:
+        flags["expert-model-parallel-size"] = layout.expert_parallel
     if layout.pipeline_parallel > 1 and layout.layers_per_stage:  # Says how many chunks there are, too.
         flags["dynapipe-layers-per-stage"] = ",".join(map(str, layout.layers_per_stage))
     return flags

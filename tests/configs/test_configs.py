@@ -25,6 +25,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 CLUSTERS = sorted((ROOT / "configs" / "clusters").glob("*.yaml"))
 
 GPUS = {
+    "demo_experts": 2,
     "demo_gpt": 2,
     "demo_t5": 2,
     "one_gpu_gpt": 1,
@@ -41,10 +42,13 @@ GPUS = {
     "one_gpu_llama": 1,
     "one_gpu_qwen": 1,
     "one_gpu_t5_v1_1": 1,
+    "qwen3_30b_a3b": 16,
     "qwen_like_7b": 8,
     "t5_ul2_20b": 32,
     "t5_v1_1_xl": 8,
 }
+CLUSTER = {"qwen3_30b_a3b": "h100_80gb"}
+"""Of run files that devices of 40 GB are too small for."""
 DEVICE_MB = {"a100_40gb": 40_000, "a100_80gb": 80_000, "h100_80gb": 80_000, "h200_141gb": 141_000}
 
 
@@ -57,6 +61,10 @@ def family(path: Path) -> str:
     return "t5" if "t5" in path.stem else "gpt"
 
 
+def cluster(path: Path) -> Path:
+    return ROOT / "configs" / "clusters" / f"{CLUSTER.get(path.stem, 'a100_40gb')}.yaml"
+
+
 def batches(kind: str) -> list[dict]:
     """Three global batches of a FLAN-like mixture."""
     by_id = flan_like_batches()
@@ -67,7 +75,7 @@ def parse_and_plan_all(*, rank: int, world_size: int, cases: list[dict]) -> list
     return [parse_and_plan(**case) for case in cases]
 
 
-def parse_and_plan(config: str, gpus: int, data: str, batches: list[dict]) -> dict:
+def parse_and_plan(config: str, gpus: int, cluster: str, data: str, batches: list[dict]) -> dict:
     """On a forked rank: the run file as torchrun would start it on `gpus` ranks, up to three plans."""
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
     from megatron.training import global_vars
@@ -83,7 +91,7 @@ def parse_and_plan(config: str, gpus: int, data: str, batches: list[dict]) -> di
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # what Megatron asserts with tensor parallelism
     argv = ["--dynapipe-config", config, "--dynapipe-data", data]
     if gpus > 2:
-        argv += ["--dynapipe-cluster", "configs/clusters/a100_40gb.yaml"]
+        argv += ["--dynapipe-cluster", cluster]
     kind = ModelFamily("t5" if "t5" in Path(config).stem else "gpt")
     global_vars.destroy_global_vars()  # of the run file before
     unset_num_microbatches_calculator()
@@ -134,7 +142,8 @@ def test_every_config_has_a_number_of_gpus():
 def planned(data) -> dict[str, dict]:
     """What all run files come to, parsed and planned one after another in one process."""
     cases = [
-        {"config": str(path), "gpus": GPUS[path.stem], "data": str(data), "batches": batches(family(path))}
+        {"config": str(path), "gpus": GPUS[path.stem], "cluster": str(cluster(path)), "data": str(data)}
+        | {"batches": batches(family(path))}
         for path in CONFIGS
     ]
     (found,) = run_ranks(parse_and_plan_all, 1, {"cases": cases}, deadline_s=200)
@@ -149,8 +158,9 @@ def test_a_config_parses_and_its_plans_fit_the_device(path, planned):
     assert found["sequence_parallel"] == (found["layout"][1] > 1)
     assert found["dropout"] == [0, 0]
     if gpus > 2:
-        assert found["links"] == 100
-        assert found["limit_bytes"] == 36_000_000_000 < DEVICE_MB["a100_40gb"] * 10**6
+        file = cluster(path)
+        assert found["links"] == {"a100_40gb": 100, "h100_80gb": 400}[file.stem]
+        assert found["limit_bytes"] == read_cluster(file).memory_limit_bytes < DEVICE_MB[file.stem] * 10**6
         assert f"{gpus} GPUs" in path.read_text().splitlines()[0]
 
 
@@ -173,6 +183,7 @@ def test_a_tuned_layout_may_follow_a_model_file(data, tmp_path):
     both = tmp_path / "gpt_tuned.yaml"
     both.write_text(yaml.safe_dump(dict(keys_of(ROOT / "configs/gpt_6.7b_32layers.yaml")) | {"num-layers": 30} | keys))
     arguments = {"config": str(both), "gpus": 64, "data": str(data), "batches": batches("gpt")[:1]}
+    arguments["cluster"] = str(cluster(both))
     ((found,),) = run_ranks(parse_and_plan_all, 1, {"cases": [arguments]}, deadline_s=120)
     tensor, pipeline = keys["tensor-model-parallel-size"], keys["pipeline-model-parallel-size"]
     assert found["layout"] == [64 // (tensor * pipeline), tensor, pipeline]

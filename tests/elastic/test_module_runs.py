@@ -12,9 +12,9 @@ import msgspec
 import psutil
 import pytest
 
-from megatron_dynapipe.elastic import module_layout
+from megatron_dynapipe.elastic import layout as elastic_layout
 from megatron_dynapipe.elastic.job import VARIABLE, Job
-from megatron_dynapipe.elastic.module_layout import ModuleLayout, choose_segments, layout_for
+from megatron_dynapipe.elastic.layout import ModuleLayout, choose_segments, layout_for
 from megatron_dynapipe.elastic.run import ElasticRun
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError
 from megatron_dynapipe.tuning import tune_segments
@@ -45,13 +45,13 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_the_layout_is_the_best_of_tune(alone: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     layout = layout_for(COSTS, LENGTHS, memory_limit_bytes=LIMIT)
-    batches = [module_layout.batch_of_positions(each, 0) for each in LENGTHS]
+    batches = [elastic_layout.batch_of_positions(each, 0) for each in LENGTHS]
     best = tune_segments(COSTS, batches, devices=ranks, memory_limit_bytes=LIMIT).layouts[0]
     assert (layout.replicas, layout.stages) == (best.data_parallel, best.pipeline_parallel)
     assert layout.predicted_ms == best.predicted_ms
     assert tuple(map(layout.stage_of.count, range(layout.stages))) == best.layers_per_stage
     assert [path.name[:7] for path in alone.iterdir()] == ["layout-"]
-    monkeypatch.setattr(module_layout, "tune_segments", None)  # not asked again
+    monkeypatch.setattr(elastic_layout, "tune_segments", None)  # not asked again
     assert layout_for(COSTS, LENGTHS, memory_limit_bytes=LIMIT) == layout
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from megatron_dynapipe.cost import ABSENT, Row
 from megatron_dynapipe.cost.segments import Segment, SegmentCosts, divide_evenly, divide_segments
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError
-from megatron_dynapipe.modules.loader import DynaPipeDataLoader, Pack, Pad
-from megatron_dynapipe.modules.planner import ModulePlanner
+from megatron_dynapipe.modules.loader import DynaPipeDataLoader, ModulePlanner, Pack, Pad
 from megatron_dynapipe.modules.profile import profile_module
 from megatron_dynapipe.plan.instructions import RecvStart, SendStart
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, TransferRules

@@ -23,6 +23,7 @@ BY_HAND = Path(__file__).with_name("pretrain_gpt_by_hand.py")
 LAYOUTS = {
     "two stages": "--pipeline-model-parallel-size 2",
     "two tensor ranks": "--tensor-model-parallel-size 2",
+    "two stages, slices": "--pipeline-model-parallel-size 2 --dynapipe-slices 16",
 }
 ITERATIONS = 5
 TASKS = ("a task", "another")
@@ -70,6 +71,7 @@ def test_a_patched_checkout_trains_and_evaluates_as_the_plug_in_does(layout, pat
     log = "".join(outputs)
     assert f"iteration        {ITERATIONS}/       {ITERATIONS}" in log
     assert "padding efficiency" in log
+    assert "slices" not in layout or "samples cut: " in log
     noise = re.compile(
         r"(?<!Syntax)Warning(?!: Overriding default)|DEPRECATED|RNG state|RerunState|Apex|OptimizerConfig"
     )

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.sampling import batches as batches_module
-from megatron_dynapipe.sampling.batches import Batches, LastBatch, token_batches
-from megatron_dynapipe.sampling.orders import TaskDraws, TaskRows, draws_of_rates
+from megatron_dynapipe.sampling.batches import Batches, LastBatch, TaskDraws, TaskRows, draws_of_rates, token_batches
 
 
 def by_hand(

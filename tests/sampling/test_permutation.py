@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.sampling.orders import key_of, permuted
+from megatron_dynapipe.sampling.batches import key_of, permuted
 
 
 @given(size=st.integers(1, 300), seed=st.integers(0, 2**64 - 1))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_dynapipe.data.meta import TOKENIZER_FILES
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.conversion import checkpoint
-from megatron_dynapipe.integration.conversion.families import Flags, family, flags, read_config
+from megatron_dynapipe.integration.conversion.families import OF_EXPERTS, Flags, family, flags, read_config
 from megatron_dynapipe.integration.conversion.names import entries
 from megatron_dynapipe.integration.conversion.tensors import Entry
 from megatron_dynapipe.integration.flags.resume_record import named
@@ -56,7 +56,7 @@ def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> 
     config = read_config(source)
     described = flags(config)
     theirs = _their_model(config, source)
-    tensors = {name: tensor.detach() for name, tensor in theirs.state_dict().items()}
+    tensors = {name: tensor.detach() for name, tensor in published(theirs).items()}
     dtype = next(iter(tensors.values())).dtype
     with checkpoint.whole_model(described, family(config), config.vocab_size, dtype) as model:
         fill(model, entries(config), tensors, progress)
@@ -166,6 +166,14 @@ def _their_model(config: Any, source: Path) -> Any:
         ) from error
     _check_complete(model, report, source)
     return model
+
+
+def published(model: Any) -> Mapping[str, Tensor]:
+    """A model's tensors under the names of its files: `transformers` joins experts when it reads them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tensors: Mapping[str, Tensor] = model.state_dict()
+    return revert_weight_conversion(model, dict(tensors)) if model.config.model_type in OF_EXPERTS else tensors
 
 
 def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None:

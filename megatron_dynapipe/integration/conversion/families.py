@@ -11,7 +11,8 @@ Flags = dict[str, str | int | float | bool]
 """Keys and values of a run file."""
 
 T5_LIKE = ("t5", "mt5")
-KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *T5_LIKE)
+OF_EXPERTS = ("mixtral", "qwen3_moe")
+KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *OF_EXPERTS, *T5_LIKE)
 """Values of `model_type` that can be converted."""
 
 _ROWS_MULTIPLE = 128
@@ -113,8 +114,38 @@ def _llama(config: Any) -> Flags:
         made |= {"group-query-attention": True, "num-query-groups": config.num_key_value_heads}
     if not config.tie_word_embeddings:
         made["untie-embeddings-and-output-weights"] = True
-    own: Mapping[str, Flags] = {"qwen2": {"add-qkv-bias": True}, "qwen3": {"qk-layernorm": True}}
-    return made | own.get(config.model_type, {})
+    if config.model_type in OF_EXPERTS:
+        made |= _experts(config)
+    if config.model_type == "qwen2":
+        made["add-qkv-bias"] = True
+    if config.model_type.startswith("qwen3"):
+        made["qk-layernorm"] = True
+    return made
+
+
+def experts(config: Any) -> tuple[int, list[bool]]:
+    """How many experts a layer has that has any, and which layers these are."""
+    layers = range(config.num_hidden_layers)
+    if config.model_type == "mixtral":
+        return config.num_local_experts, [True] * len(layers)
+    dense, step = config.mlp_only_layers, config.decoder_sparse_step
+    return config.num_experts, [layer not in dense and (layer + 1) % step == 0 for layer in layers]
+
+
+def _experts(config: Any) -> Flags:
+    count, sparse = experts(config)
+    made: Flags = {
+        "num-experts": count,
+        "moe-ffn-hidden-size": getattr(config, "moe_intermediate_size", config.intermediate_size),
+        "moe-router-topk": config.num_experts_per_tok,
+        "moe-router-load-balancing-type": "none",
+        "moe-token-dispatcher-type": "alltoall",
+    }
+    if not all(sparse):
+        made["moe-layer-freq"] = f"[{','.join(str(int(has)) for has in sparse)}]"
+    if not getattr(config, "norm_topk_prob", True):  # of the chosen experts, as a Mixtral's
+        made["moe-router-pre-softmax"] = True
+    return made
 
 
 def _check_windows(config: Any) -> None:

@@ -1,10 +1,10 @@
 """The parameters of each family: Megatron's names beside HuggingFace's."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_dynapipe.integration.conversion.families import T5_LIKE
+from megatron_dynapipe.integration.conversion.families import OF_EXPERTS, T5_LIKE, experts
 from megatron_dynapipe.integration.conversion.tensors import (
     Entry,
     Heads,
@@ -16,6 +16,7 @@ from megatron_dynapipe.integration.conversion.tensors import (
 
 WORDS, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 BOTH = ("weight", "bias")
+_GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 def entries(config: Any) -> list[Entry]:
@@ -57,17 +58,33 @@ def _llama(config: Any) -> Iterator[Entry]:
         for kind in BOTH if config.model_type == "qwen2" else BOTH[:1]:
             projections = tuple(f"{theirs}self_attn.{name}_proj.{kind}" for name in "qkv")
             yield Entry(f"{ours}self_attention.linear_qkv.{kind}", projections, heads.join, heads.split)
-        if config.model_type == "qwen3":
+        if config.model_type.startswith("qwen3"):
             for name in "qk":
                 norm = f"{theirs}self_attn.{name}_norm.weight"
                 yield Entry(f"{ours}self_attention.{name}_layernorm.weight", (norm,))
         yield Entry(f"{ours}self_attention.linear_proj.weight", (f"{theirs}self_attn.o_proj.weight",))
-        gated = (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight")
-        yield Entry(f"{ours}mlp.linear_fc1.weight", gated, stacked, unstacked)
-        yield Entry(f"{ours}mlp.linear_fc2.weight", (f"{theirs}mlp.down_proj.weight",))
+        yield from _networks(config, layer, ours, theirs)
     yield Entry("decoder.final_layernorm.weight", ("model.norm.weight",))
     if not config.tie_word_embeddings:
         yield Entry(HEAD, ("lm_head.weight",), rows=config.vocab_size)
+
+
+def _networks(config: Any, layer: int, ours: str, theirs: str) -> Iterator[Entry]:
+    """Of a layer: the feed-forward network, or the router and its experts."""
+    count, sparse = experts(config) if config.model_type in OF_EXPERTS else (0, [])
+    if not count or not sparse[layer]:
+        yield from _gated(f"{ours}mlp.", f"{theirs}mlp.")
+        return
+    block, names = ("mlp", _GATED) if config.model_type != "mixtral" else ("block_sparse_moe", ("w1", "w3", "w2"))
+    yield Entry(f"{ours}mlp.router.weight", (f"{theirs}{block}.gate.weight",))
+    for expert in range(count):
+        yield from _gated(f"{ours}mlp.experts.local_experts.{expert}.", f"{theirs}{block}.experts.{expert}.", names)
+
+
+def _gated(ours: str, theirs: str, names: Sequence[str] = _GATED) -> Iterator[Entry]:
+    gate, up, down = (f"{theirs}{name}.weight" for name in names)
+    yield Entry(f"{ours}linear_fc1.weight", (gate, up), stacked, unstacked)
+    yield Entry(f"{ours}linear_fc2.weight", (down,))
 
 
 def _t5(config: Any) -> Iterator[Entry]:

@@ -125,8 +125,6 @@ def _profile(run: RunConfig, flags: Sequence[str], path: Path) -> bool:
         command += ["--model", run.family.value, "--output", str(output), "--budget-minutes", f"{seconds / 60:.3f}"]
         command += ["--recompute", ",".join(run.recompute)]
         command += ["--tensor-parallel", str(run.parallel.tensor), "--", *flags]
-        if run.parallel.experts > 1:  # a rank's tokens are as many, and the processes measure on their own
-            command += ["--expert-model-parallel-size", "1"]
         failure = _run(command, deadline_s=seconds + START_S)
         if failure is None and output.exists():
             output.replace(path)

@@ -110,13 +110,15 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
     reason = _first(
         (
             (family is ModelFamily.T5, "every position of a T5's encoder attends to all of them"),
-            (bool(args.use_dynapipe), "a patched checkout's layers keep no keys of earlier pieces"),
             (_engine_attention(args), "Transformer Engine's attention keeps no keys of earlier pieces"),
             (
                 bool(getattr(args, "num_experts", None)) and "seq_aux_loss" in args.moe_router_load_balancing_type,
                 "seq_aux_loss is of whole samples",
             ),
-            (args.dynapipe_attention == "megatron", "Megatron's local attention keeps no keys of earlier pieces"),
+            (
+                args.dynapipe_attention == "megatron" and not args.use_dynapipe,  # a patched checkout gets ours besides
+                "Megatron's local attention keeps no keys of earlier pieces",
+            ),
             (
                 BatchLayout.PACKED not in layouts.allowed,
                 f"pieces run in packed rows: {layouts.reason or FLAG + ' padded'}",

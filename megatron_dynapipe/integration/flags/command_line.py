@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG
 from megatron_dynapipe.cost import ScatterGather
+from megatron_dynapipe.cost.experts import IMBALANCE
 from megatron_dynapipe.data.meta import tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError
@@ -192,6 +193,14 @@ def _add_plan_flags(add: Callable[..., Any]) -> None:
         default=ScatterGather.AUTO.value,
         help="divide messages between stages over tensor-parallel ranks, which gather them: where the links' speeds "
         "make that faster (default), always, or never",
+    )
+    add(
+        "--dynapipe-expert-imbalance",
+        type=float,
+        default=IMBALANCE,
+        metavar="N",
+        help="tokens of the busiest of the ranks that share experts, over their mean: plans leave room for so many, and"
+        " take their experts' time so many times (default %(default)s)",
     )
 
 

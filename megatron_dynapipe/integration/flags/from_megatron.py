@@ -92,6 +92,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily) -> RunConfig:
         slices=slices(args, family, layouts),
         split_backward=split_backward(args),
         undivided_because=undivided_because(args) if args.dynapipe_split_backward != "off" else "",
+        expert_imbalance=args.dynapipe_expert_imbalance,
         plans_layer_split=args.dynapipe_layers_per_stage == layer_split.AUTO,
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
         metrics_interval=args.tensorboard_log_interval,
@@ -166,15 +167,19 @@ def _expert_ranks(args: argparse.Namespace) -> int:
 def _experts(args: argparse.Namespace) -> Experts | None:
     if not args.num_experts:
         return None
-    frequency = args.moe_layer_freq
-    share = sum(frequency) / len(frequency) if isinstance(frequency, list) else None
     return Experts(
-        layers=-(-args.num_layers // frequency) / args.num_layers if share is None else share,
         count=args.num_experts,
         per_token=args.moe_router_topk,
         ffn=args.moe_ffn_hidden_size or args.ffn_hidden_size,
         shared_ffn=args.moe_shared_expert_intermediate_size or 0,
+        layers=_expert_layers(args.moe_layer_freq, args.num_layers),
     )
+
+
+def _expert_layers(frequency: int | list[int], layers: int) -> tuple[int, ...]:
+    """Those with experts, as `Experts.layers`."""
+    pattern = frequency if isinstance(frequency, list) else [layer % frequency == 0 for layer in range(layers)]
+    return () if all(pattern) else tuple(layer for layer, has in enumerate(pattern) if has)
 
 
 def parallel_config(args: argparse.Namespace, family: ModelFamily) -> ParallelConfig:

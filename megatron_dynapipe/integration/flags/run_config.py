@@ -103,6 +103,7 @@ class RunConfig:
         slices: whether long samples are cut along their sequence.
         split_backward: whether backward passes are divided.
         undivided_because: why they are not, where the model's layers cannot.
+        expert_imbalance: assumed between ranks that share experts.
         plans_layer_split: whether the layers per stage are yet to be planned.
         report_folder: where the run's records and pictures go.
         metrics_interval: iterations between two whose numbers are given to Megatron's writers.
@@ -138,6 +139,7 @@ class RunConfig:
     slices: Slices
     split_backward: SplitBackward
     undivided_because: str
+    expert_imbalance: float
     plans_layer_split: bool
     report_folder: Path
     metrics_interval: int

@@ -65,7 +65,7 @@ class DivisionProfiler:
     def measure(self) -> dict[Kind, "_Times"]:
         """Times of the layers' parts; none where they do not fit the device."""
         found: dict[Kind, _Times] = {}
-        kinds: tuple[Kind, ...] = ("encoder", "decoder")
+        kinds: tuple[Kind, ...] = ("encoder", "decoder", "expert")
         for kind in kinds:
             if kind not in self.scope.parts:
                 continue

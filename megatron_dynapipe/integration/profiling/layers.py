@@ -41,7 +41,7 @@ Point = tuple[int, ...]
 Forward = Callable[[], Tensor]
 Lengths = tuple[int, ...]
 """Positions of every sample of a packed row."""
-LAYERS = ("encoder", "decoder")
+LAYERS = ("encoder", "decoder", "expert")
 CHAINED_ON_CUDA = 4
 """Layers timed together on a GPU: of the time before its first kernel a quarter is counted into each."""
 
@@ -51,7 +51,7 @@ class MeasuredModule:
     """Something to measure.
 
     Attributes:
-        name: as in the cost model file: "encoder", "decoder", "postprocess", "embedding".
+        name: as in the cost model file: "encoder", "decoder", "expert", "postprocess", "embedding".
         module: holds its parameters.
         prepare: makes the inputs of a point and returns its forward, which may be called repeatedly.
         prepare_row: likewise of a packed row, from its samples' inputs and targets; None for parts without attention.
@@ -85,6 +85,11 @@ class MeasuredModule:
         """Number of this rank's parameters in one layer."""
         return sum(parameter.numel() for parameter in self.module.parameters()) // self.layers
 
+    @property
+    def expert_parameters(self) -> int:
+        """Of these, those of experts that ranks may share."""
+        return sum(p.numel() for name, p in self.module.named_parameters() if ".experts." in name) // self.layers
+
 
 def build_parts(
     model: ModelConfig, device: torch.device, *, chained: int | None = None, tensor_parallel: int = 1
@@ -101,6 +106,7 @@ def build_parts(
     if chained is None:
         chained = CHAINED_ON_CUDA if device.type == "cuda" else 1
     config = model.transformer_config()
+    config.moe_router_force_load_balancing = model.experts is not None  # as costs have it
     groups = ProcessGroupCollection.use_mpu_process_groups()
     build = _t5_parts if model.family is ModelFamily.T5 else _gpt_parts
     make = _Inputs(model, device, tensor_parallel)
@@ -236,10 +242,26 @@ def _decoder_row(decoder: T5Stage, make: "_Inputs") -> Callable[[Lengths, Length
 def _gpt_parts(
     model: ModelConfig, config: TransformerConfig, groups: ProcessGroupCollection, chained: int, make: "_Inputs"
 ) -> list[MeasuredModule]:
-    """A GPT of `chained` layers without its ends, and its ends with a layer that is not run."""
-    provide = partial(gpt_provider(model), pg_collection=groups)
-    layer: GPTModel = provide(config=_of_layers(config, chained), pre_process=False, post_process=False)
-    ends: GPTModel = provide(config=_of_layers(config, 1))
+    """A GPT of `chained` layers of each kind without its ends, and its ends with a layer that is not run."""
+
+    def build(layers: int, *, ends: bool, **changes: Any) -> GPTModel:
+        own = _of_layers(config, layers)
+        for name, value in changes.items():
+            setattr(own, name, value)
+        return gpt_provider(model)(ends, ends, config=own, pg_collection=groups)
+
+    ends = build(1, ends=True)
+    kinds: dict[str, dict[str, Any]] = {"encoder": {}}
+    if model.experts is not None and model.experts.layers:
+        kinds = {"encoder": {"num_moe_experts": None}, "expert": {"moe_layer_freq": 1}}
+    return [
+        *(_gpt_layers(kind, build(chained, ends=False, **kinds[kind]), model, chained, make) for kind in kinds),
+        MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
+        MeasuredModule(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
+    ]
+
+
+def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, make: "_Inputs") -> MeasuredModule:
     rotate_by_sample([layer])
 
     def run_layer(point: Point) -> Forward:
@@ -274,18 +296,14 @@ def _gpt_parts(
             run_segments(keep)()
         return run_segments(make.row((own,), {0: CutSegment(0, before, followed=False)}))
 
-    return [
-        MeasuredModule(
-            name="encoder",
-            module=layer,
-            prepare=run_layer,
-            prepare_row=run_row,
-            layers=chained,
-            prepare_piece=run_piece if model.cuts_samples else None,
-        ),
-        MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
-        MeasuredModule(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
-    ]
+    return MeasuredModule(
+        name=kind,
+        module=layer,
+        prepare=run_layer,
+        prepare_row=run_row,
+        layers=chained,
+        prepare_piece=run_piece if model.cuts_samples else None,
+    )
 
 
 def _of_layers(config: TransformerConfig, layers: int) -> TransformerConfig:

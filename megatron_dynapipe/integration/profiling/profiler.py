@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_dynapipe.cost.adaptive import AdaptiveGrid
 from megatron_dynapipe.cost.tabulate import grid_axes
-from megatron_dynapipe.integration.profiling.layers import Point
+from megatron_dynapipe.integration.profiling.layers import LAYERS, Point
 from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, communicable, measured_by_ranks
 from megatron_dynapipe.units import NS_PER_MS, Recompute
 
@@ -57,7 +57,7 @@ class Profiler:
 
     def __post_init__(self) -> None:
         for name in self.scope.parts:
-            for mode in self.scope.modes if name in ("encoder", "decoder") else [Recompute.NONE]:
+            for mode in self.scope.modes if name in LAYERS else [Recompute.NONE]:
                 axes = grid_axes(name, self.scope.within)
                 self.grids[name, mode] = AdaptiveGrid(axes, most_positions=self.scope.most_positions)
 
@@ -106,7 +106,7 @@ class Profiler:
 
     def _measure(self, name: str, mode: Recompute, point: Point) -> Values | None:
         part = self.scope.parts[name]
-        if name in ("encoder", "decoder"):
+        if name in LAYERS:
             part.set_recompute(mode)
         return self.scope.measure(part, point)
 

@@ -4,8 +4,9 @@ import datetime
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -25,7 +26,7 @@ from megatron_dynapipe.cost.format import (
 )
 from megatron_dynapipe.cost.tabulate import LONGEST_ROW, fitted_entry
 from megatron_dynapipe.integration.profiling.division import Prefix
-from megatron_dynapipe.integration.profiling.layers import MeasuredModule
+from megatron_dynapipe.integration.profiling.layers import LAYERS, MeasuredModule
 from megatron_dynapipe.integration.profiling.packed import Tables as PackedTables
 from megatron_dynapipe.integration.profiling.profiler import Measurement
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup
@@ -61,15 +62,16 @@ def cost_file(
     Raises:
         CostModelError: something was not measured at all.
     """
-    t5 = setup.family is ModelFamily.T5
     state = {
-        name: parts[name].parameters * _STATE_BYTES / BYTES_PER_MB
-        for name in ("embedding", "encoder", *(["decoder"] if t5 else []))
+        name: parts[name].parameters * _STATE_BYTES / BYTES_PER_MB for name in ("embedding", *LAYERS) if name in parts
     }
+    if setup.model.experts is not None:
+        of = parts.get("expert", parts["encoder"])
+        state["experts"] = of.expert_parameters * _STATE_BYTES / BYTES_PER_MB
     entries = {}
     for mode in modes:
         entry = fitted_entry(
-            _points(measurements, mode, setup),
+            _points(measurements, mode, setup, parts),
             tensor_parallel=setup.tensor_parallel,
             recompute=mode,
             model_state_mb=state,
@@ -137,9 +139,10 @@ def describe(setup: ProfileSetup) -> Provenance:
     }
 
 
-def _model(setup: ProfileSetup) -> dict[str, str | int | bool]:
+def _model(setup: ProfileSetup) -> dict[str, Any]:
     model = setup.model
-    return {
+    experts = {} if model.experts is None else {"experts": msgspec.to_builtins(model.experts)}
+    return experts | {
         "type": model.family.value,
         "hidden": model.hidden,
         "heads": model.heads,
@@ -151,10 +154,12 @@ def _model(setup: ProfileSetup) -> dict[str, str | int | bool]:
     }
 
 
-def _points(measurements: Sequence[Measurement], mode: Recompute, setup: ProfileSetup) -> dict[tuple[str, str], Points]:
+def _points(
+    measurements: Sequence[Measurement], mode: Recompute, setup: ProfileSetup, parts: Collection[str]
+) -> dict[tuple[str, str], Points]:
     t5 = setup.family is ModelFamily.T5
     points: dict[tuple[str, str], Points] = {}
-    for kind in ("encoder", *(["decoder"] if t5 else []), "postprocess"):
+    for kind in (*(kind for kind in LAYERS if kind in parts), "postprocess"):
         of_kind = Recompute.NONE if kind == "postprocess" else mode
         found = {m.point: m.values for m in measurements if m.part == kind and m.recompute is of_kind and m.values}
         points["time_ms", f"{kind}.forward"] = {at: each.forward_ns / NS_PER_MS for at, each in found.items()}

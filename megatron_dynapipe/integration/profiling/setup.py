@@ -70,6 +70,7 @@ def prepared(
     *,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    expert_parallel: int | None = None,
     layers_per_stage: Sequence[float] | None = None,
     vocabulary: int | None = None,
 ) -> Iterator[ProfileSetup]:
@@ -80,6 +81,7 @@ def prepared(
         family: kind of model.
         tensor_parallel: ranks that share a layer.
         pipeline_parallel: pipeline stages; the ranks left over are replicas.
+        expert_parallel: ranks that share experts; None as the flags say.
         layers_per_stage: of each pipeline stage; None splits layers equally.
         vocabulary: tokens, for a model without a dataset; None takes the dataset's.
 
@@ -87,12 +89,11 @@ def prepared(
         ConfigError: a flag is wrong, the ranks cannot be divided so, or they would share a GPU over NCCL.
         DataError: there is no dataset to take the vocabulary from.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    ranks = tensor_parallel * pipeline_parallel
+    world, ranks = int(os.environ.get("WORLD_SIZE", "1")), tensor_parallel * pipeline_parallel
     if world % ranks:
         raise ConfigError(f"expected a number of ranks that {ranks} divides, got {world}")
-    layout = ["--tensor-model-parallel-size", str(tensor_parallel)]
-    layout += ["--pipeline-model-parallel-size", str(pipeline_parallel)]
+    sizes = {"tensor": tensor_parallel, "pipeline": pipeline_parallel, "expert": expert_parallel}
+    layout = [word for name, size in sizes.items() if size for word in (f"--{name}-model-parallel-size", str(size))]
     if layers_per_stage is not None:
         layout += ["--dynapipe-layers-per-stage", ",".join(map(str, layers_per_stage))]
     args = _parse(flags, family, layout, world // ranks, vocabulary)
@@ -100,8 +101,7 @@ def prepared(
     try:
         groups: dict[str, Any] = {"expert_model_parallel_size": args.expert_model_parallel_size}
         groups["expert_tensor_parallel_size"] = args.expert_tensor_parallel_size
-        split = _t5_split(args, family)
-        if split is not None:
+        if (split := _t5_split(args, family)) is not None:
             groups["get_embedding_ranks"] = split.embedding_ranks
             groups["get_position_embedding_ranks"] = split.position_embedding_ranks
         parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, **groups)

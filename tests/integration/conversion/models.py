@@ -13,10 +13,21 @@ LENGTHS = (37, 21)
 
 def configs() -> dict[str, Any]:
     """By name."""
-    from transformers import GPT2Config, LlamaConfig, MistralConfig, MT5Config, Qwen2Config, Qwen3Config, T5Config
+    from transformers import (
+        GPT2Config,
+        LlamaConfig,
+        MistralConfig,
+        MixtralConfig,
+        MT5Config,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoeConfig,
+        T5Config,
+    )
 
     llama = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "max_position_embeddings": 64}
     llama |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    experts = {"head_dim": 32, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     t5 = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "d_kv": 24}
     t5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "vocab_size": VOCABULARY}
     scaled = {"rope_type": "llama3", "factor": 4.0, "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -31,6 +42,11 @@ def configs() -> dict[str, Any]:
         "qwen2, untied": Qwen2Config(**llama, attention_bias=True),
         "qwen3": Qwen3Config(**llama, head_dim=32),
         "qwen3, tied": Qwen3Config(**llama, head_dim=32, tie_word_embeddings=True),
+        "mixtral": MixtralConfig(**llama, num_local_experts=4, num_experts_per_tok=2),
+        "qwen3_moe": Qwen3MoeConfig(
+            **llama | {"num_hidden_layers": 4}, **experts, norm_topk_prob=True, mlp_only_layers=[1]
+        ),
+        "qwen3_moe, sum below one": Qwen3MoeConfig(**llama, **experts, norm_topk_prob=False),
         "t5-v1.1": T5Config(**t5, feed_forward_proj="gated-gelu", tie_word_embeddings=False, dropout_rate=0.0),
         "mt5": MT5Config(**t5, dropout_rate=0.0),
     }
@@ -106,7 +122,7 @@ def in_memory(*, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     found = {}
     for name, config in configs().items():
         theirs, table = make(config), entries(config)
-        expected, tensors = their_logits(theirs), theirs.state_dict()
+        expected, tensors = their_logits(theirs), command.published(theirs)
         with checkpoint.whole_model(flags(config), family(config), config.vocab_size, torch.float32) as model:
             command.fill(model, table, tensors)
             back = command.read_out(model, table)

@@ -52,7 +52,7 @@ def test_files_and_models_that_cannot_be_converted_are_refused_by_name(refused: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "t5-v1.1"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5-v1.1"])
 def test_the_commands_go_there_and_back(tmp_path: Path, name: str) -> None:
     (told,) = run_ranks(models.through_files, 1, {"folder": str(tmp_path), "name": name}, deadline_s=280)
     assert told["distance"] < 1e-4

@@ -17,6 +17,7 @@ TRAINING = (
     f"--save-interval 1 --global-batch-size {training.SAMPLES} --dynapipe-calibrate 0 --dynapipe-timeout-s 60"
 )
 LAUNCH = ["torchrun", "--standalone", "--nproc-per-node", "1"]
+SHARED = "--expert-model-parallel-size 2"
 TWO = "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage auto"
 HALVES = "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage"
 WIDER = 600
@@ -64,6 +65,8 @@ def command(run_file: Path) -> list[str]:
         pytest.param("gpt2", TWO, 2, id="gpt2, 2 stages", marks=pytest.mark.slow),
         pytest.param("llama", "", 1, id="llama", marks=pytest.mark.slow),
         pytest.param("t5-v1.1", "", 1, id="t5-v1.1", marks=pytest.mark.slow),
+        pytest.param("mixtral", SHARED, 2, id="mixtral, shared experts", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", TWO, 2, id="qwen3_moe, 2 stages", marks=pytest.mark.slow),
         pytest.param("qwen3", "--tensor-model-parallel-size 2", 2, id="qwen3, tensor parallel", marks=pytest.mark.slow),
     ],
 )

@@ -22,6 +22,7 @@ from tests.helpers.processes import run_ranks
 OURS = """
 --dynapipe-activation --dynapipe-allow-other-data --dynapipe-attention --dynapipe-calibrate --dynapipe-cluster
 --dynapipe-config --dynapipe-cost-model --dynapipe-data --dynapipe-device --dynapipe-device-memory-limit
+--dynapipe-expert-imbalance
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
 --dynapipe-lookahead --dynapipe-loss --dynapipe-planners --dynapipe-recalibrate --dynapipe-report-dir
 --dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-store-bind --dynapipe-store-url-file

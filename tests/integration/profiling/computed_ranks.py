@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from megatron.training.global_vars import unset_global_variables
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dynapipe.cli.model_config import read_model
-from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, PipelineLayout
+from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, Network, PipelineLayout
 from megatron_dynapipe.cost.analytic import layer_costs
+from megatron_dynapipe.cost.experts import ExpertParallel, with_expert_parallel
 from megatron_dynapipe.cost.work import LayerWork
 from megatron_dynapipe.integration.flags.plan_inputs import model_shape
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
@@ -47,28 +49,34 @@ def counted(rank: int, world_size: int, models: dict[str, tuple[str, list[str]]]
 def _counted(family: str, flags: list[str], path: Path) -> Pairs:
     prepare = functools.partial(prepared, flags, ModelFamily(family), vocabulary=VOCABULARY)
     found: Pairs = {}
-    for name, layout in (("pipeline", {"pipeline_parallel": 2}), ("tensor", {"tensor_parallel": 2})):
+    for name in ("pipeline", "tensor", *(["expert"] if "--num-experts" in flags else [])):
+        layout = {f"{name}_parallel": 2}
         with prepare(**layout) as setup:
             found |= {f"{name} parameters": _parameters(setup, **layout)}
         unset_global_variables()
     with prepare() as setup:
         shape = model_shape(setup.model, on_cpu=True)
         parts = build_parts(setup.model, setup.device, chained=2)
-        for kind in ("encoder", "decoder"):
+        for kind in ("encoder", "decoder", "expert"):
             if kind in parts:
-                found |= _layer(kind, shape, parts[kind])
+                found |= _layer(kind, shape.dense if kind == "encoder" else shape, parts[kind])
         found["as the file says"] = (_of_file(flags, path), _without_machine(shape))
     unset_global_variables()
     return found
 
 
-def _parameters(setup: ProfileSetup, *, pipeline_parallel: int = 1, tensor_parallel: int = 1) -> tuple[int, int]:
+def _parameters(
+    setup: ProfileSetup, *, pipeline_parallel: int = 1, tensor_parallel: int = 1, expert_parallel: int = 1
+) -> tuple[int, int]:
     model, stage = setup.model, torch.distributed.get_rank() % pipeline_parallel
     ends = {"pre_process": stage == 0, "post_process": stage == pipeline_parallel - 1}
     built = t5_provider(model, setup.split)() if setup.split else gpt_provider(model)(**ends)
     layout = PipelineLayout.equal(model.family, model.encoder_layers, model.decoder_layers, pipeline_parallel)
+    layout = replace(layout, expert_layers=model.experts.layers if model.experts else ())
     costs = AnalyticCostModel(model_shape(model, on_cpu=True), CPU_RATES, max_size=1, max_length=8)
-    state = costs.tables(tensor_parallel=tensor_parallel, recompute=Recompute.NONE).state
+    tables = costs.tables(tensor_parallel=tensor_parallel, recompute=Recompute.NONE)
+    shared = ExpertParallel(expert_parallel, tensor_parallel, imbalance=1.0)
+    state = with_expert_parallel(tables, shared, Network(), Recompute.NONE).state
     computed = layout.parameter_bytes(state)[stage] // 2
     return int(computed), sum(parameter.numel() for parameter in built.parameters())
 

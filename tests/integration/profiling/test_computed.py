@@ -26,11 +26,18 @@ LLAMA = [
 T5 = ["--encoder-num-layers", "2", "--decoder-num-layers", "2", "--decoder-seq-length", "32"]
 GATED = ["--swiglu", "--dynapipe-activation", "gelu_tanh", "--disable-bias-linear", "--normalization", "RMSNorm"]
 RELATIVE = ["--position-embedding-type", "relative", "--untie-embeddings-and-output-weights"]
+EXPERTS = [
+    *(*LLAMA, "--untie-embeddings-and-output-weights", "--num-experts", "4", "--moe-ffn-hidden-size", "48"),
+    *("--moe-router-topk", "3", "--moe-router-load-balancing-type", "none", "--moe-token-dispatcher-type", "alltoall"),
+]
 MODELS = {
     "llama": ("gpt", [*LLAMA, "--untie-embeddings-and-output-weights"]),
     "qwen2": ("gpt", [*LLAMA, "--add-qkv-bias"]),
     "qwen3": ("gpt", [*LLAMA, "--qk-layernorm", "--kv-channels", "32"]),
     "gpt2": ("gpt", ["--num-layers", "4"]),
+    "experts": ("gpt", EXPERTS),
+    "some experts": ("gpt", [*EXPERTS, "--moe-layer-freq", "([0]*1+[1]*3)"]),
+    "shared experts": ("gpt", [*EXPERTS, "--moe-layer-freq", "2", "--moe-shared-expert-intermediate-size", "32"]),
     "t5": ("t5", T5),
     "t5 v1.1": ("t5", [*T5, "--ffn-hidden-size", "160", "--kv-channels", "32", *GATED, *RELATIVE]),
 }

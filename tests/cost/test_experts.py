@@ -1,0 +1,169 @@
+"""Layers of two kinds on one pipeline, experts that ranks share, and the files that record both."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.cost import (
+    A100_RATES,
+    AnalyticCostModel,
+    Experts,
+    LayerTables,
+    ModelShape,
+    Network,
+    PipelineLayout,
+    Row,
+    TableCostModel,
+    stage_costs,
+)
+from megatron_dynapipe.cost.experts import ExpertParallel, with_expert_parallel
+from megatron_dynapipe.cost.format import encode_file
+from megatron_dynapipe.cost.write import as_file
+from megatron_dynapipe.errors import ConfigError, CostModelError
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.tuning import Space, tune
+from megatron_dynapipe.tuning.validate import layout_flags
+from megatron_dynapipe.units import ModelFamily, Recompute
+from tests.planning.planner_cases import batch
+
+GPT = ModelFamily.GPT
+EXPERTS = Experts(count=8, per_token=2, ffn=512, layers=(1, 3))
+SHAPE = ModelShape(
+    family=GPT,
+    hidden=256,
+    heads=4,
+    kv_channels=64,
+    ffn=2048,
+    vocabulary=1000,
+    gated=True,
+    biases=False,
+    experts=EXPERTS,
+)
+COSTS = AnalyticCostModel(SHAPE, A100_RATES, max_size=16, max_length=256)
+SETTINGS = PlannerSettings(
+    family=GPT, encoder_layers=4, hidden_size=256, expert_layers=(1, 3), memory_limit_bytes=10**10, split_backward="off"
+)
+
+
+def tables(recompute: Recompute = Recompute.NONE) -> LayerTables:
+    return COSTS.tables(tensor_parallel=1, recompute=recompute)
+
+
+@pytest.mark.parametrize("split", [(2, 2), (3, 1), (1.5, 2.5), (0.5, 3.5)], ids=str)
+def test_a_stage_costs_the_layers_of_each_kind_that_it_holds(split: tuple[float, ...]) -> None:
+    """Half layers may be cut before the experts: the second stage then begins with them."""
+    layout = PipelineLayout(family=GPT, encoder_layers=4, layers_per_stage=split, expert_layers=(1, 3))
+    found = stage_costs(tables(), layout, *(np.array([n]) for n in (4, 64, 0)))
+    row = tables().at_sizes(tables().at_lengths(np.array([64]), np.array([0])), np.array([4]))[0]
+    halves = []
+    for layer in range(4):
+        kind = "EXPERT" if layer in (1, 3) else "ENCODER"
+        attention = row[Row[f"{kind}_ATTENTION_FORWARD"]]
+        halves += [attention, row[Row[f"{kind}_FORWARD"]] - attention]
+    first = round(2 * split[0])
+    assert found.forward_ns[0].tolist() == [sum(halves[:first]), sum(halves[first:]) + row[Row.HEAD_FORWARD]]
+    state = tables().state
+    assert layout.parameter_bytes(state).sum() == layout.parameter_bytes(replace(state, expert_bytes=0)).sum()
+    assert layout.expert_bytes(state).tolist() == [state.expert_bytes * n for n in ((first >= 4), 1 + (first < 4))]
+
+
+def test_planned_micro_batches_cost_what_the_rules_say() -> None:
+    settings = PlannerSettings(
+        **{name: getattr(SETTINGS, name) for name in SETTINGS.__struct_fields__}
+        | {"pipeline_parallel": 2, "layers_per_stage": (1.5, 2.5), "data_parallel": 2}
+        | {"expert_parallel": 2, "lockstep": True, "recompute": (Recompute.NONE,)}
+    )
+    plan = Planner(settings, COSTS).plan(batch(GPT, 12), 0)
+    counts = {len(replica.micro_batches) for replica in plan.replicas}
+    assert len(plan.replicas) == 2 and len(counts) == 1
+    shared = settings.tables(COSTS, Recompute.NONE)
+    micro_batch = plan.replicas[0].micro_batches[0]
+    expected = stage_costs(shared, settings.layout, *(np.array([n]) for n in micro_batch.shape))
+    assert micro_batch.stored_bytes == tuple(expected.stored_bytes[0].tolist())
+    assert micro_batch.peak_bytes == tuple(expected.peak_bytes[0].tolist())
+
+
+def test_tuning_tries_every_number_of_replicas_that_may_share_experts() -> None:
+    space = Space(devices=4, expert_sizes=(1, 2, 4, 8))
+    found = tune(SETTINGS, COSTS, [batch(GPT, 16)], space, top=100).layouts
+    shared = {each.expert_parallel: each for each in found if (each.data_parallel, each.pipeline_parallel) == (4, 1)}
+    assert shared.keys() == {1, 2, 4} and {each.expert_parallel for each in found if each.data_parallel == 1} == {1}
+    assert all(each.predicted_ms is not None for each in shared.values()), shared
+    assert layout_flags(shared[4], SETTINGS)["expert-model-parallel-size"] == 4
+    (none,) = tune(SETTINGS, COSTS, [batch(GPT, 16)], Space(devices=1, expert_sizes=(2,))).layouts
+    assert none.error == "1 replicas cannot share experts by 2"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "recompute", "exchange_ns"),
+    [
+        pytest.param(2, 8, Recompute.NONE, 1000 + 4096 * 8 / 2 / 8, id="in a node"),
+        pytest.param(8, 8, Recompute.FULL, 1000 + 7 * 4096 * 8 / 8 / 8, id="of eight, recomputed"),
+        pytest.param(4, 2, Recompute.NONE, 9000 + 2 * 4096 * 8 / 4 / 1, id="between nodes"),
+    ],
+)
+def test_shared_experts_exchange_tokens(ranks: int, per_node: int, recompute: Recompute, exchange_ns: float) -> None:
+    """Four positions send two states of 256 channels and 2 bytes each: 4,096 bytes."""
+    links = {"intra_node_gbps": 8.0, "inter_node_gbps": 1.0, "intra_node_latency_us": 1.0, "inter_node_latency_us": 9.0}
+    network, alone = Network(devices_per_node=per_node, **links), tables(recompute)
+    shared = with_expert_parallel(alone, ExpertParallel(ranks, 1, imbalance=1.0), network, recompute)
+    at = np.searchsorted(alone.sizes, 1), np.searchsorted(alone.inputs, 8), 0
+    more = shared.values[(slice(None), *at)] - alone.values[(slice(None), *at)]
+    exchange_of_8 = exchange_ns + (exchange_ns - (9000 if per_node == 2 else 1000))
+    times = 4 if recompute is Recompute.FULL else 2
+    assert more[Row.EXPERT_FORWARD] == pytest.approx(2 * exchange_of_8, abs=2)
+    assert more[Row.EXPERT_BACKWARD] == pytest.approx(times * exchange_of_8, abs=4)
+    assert not more[[row for row in Row if row not in (Row.EXPERT_FORWARD, Row.EXPERT_BACKWARD, Row.EXPERT_PEAK)]].any()
+    assert shared.state.expert_bytes * ranks == alone.state.expert_bytes
+    layout = PipelineLayout(family=GPT, encoder_layers=4, layers_per_stage=(4,), expert_layers=(1, 3))
+    states = [
+        layout.model_state_bytes(state, data_parallel=8, distributed_optimizer=True)[0]
+        for state in (alone.state, shared.state)
+    ]
+    moved = (
+        2 * alone.state.expert_bytes * (ranks - 1) // ranks
+    )  # of two layers; their optimizer states are sharded as before
+    assert states[0] - states[1] == pytest.approx(moved * 3, abs=8)
+
+
+def test_an_imbalance_multiplies_the_experts_time_and_memory() -> None:
+    fast = Network(intra_node_gbps=1e12, intra_node_latency_us=0.0)
+    even, uneven = (
+        with_expert_parallel(tables(), ExpertParallel(2, 1, factor), fast, Recompute.NONE).values
+        for factor in (1.0, 1.5)
+    )
+    mlp = even[Row.EXPERT_FORWARD] - even[Row.EXPERT_ATTENTION_FORWARD]
+    assert (uneven - even)[Row.EXPERT_FORWARD] == pytest.approx(mlp / 2, abs=1)
+    assert (uneven - even)[Row.EXPERT_STORED] == pytest.approx(even[Row.EXPERT_MLP_STORED] / 2, abs=1)
+    assert (uneven == even)[[Row.ENCODER_FORWARD, Row.ENCODER_STORED, Row.EXPERT_ATTENTION_FORWARD]].all()
+
+
+@pytest.mark.parametrize("layers", [(), (1, 3)], ids=["all layers", "some"])
+def test_a_file_records_both_kinds_and_how_experts_are_shared(layers: tuple[int, ...]) -> None:
+    shape = ModelShape(**{name: getattr(SHAPE, name) for name in SHAPE.__struct_fields__} | {
+        "experts": Experts(count=8, per_token=2, ffn=512, layers=layers)
+    })  # fmt: skip
+    model = AnalyticCostModel(shape, A100_RATES, max_size=4, max_length=64)
+    grid = with_expert_parallel(
+        model.tables(tensor_parallel=1, recompute=Recompute.NONE), ExpertParallel(4, 1, 1.25), Network(), Recompute.NONE
+    )
+    file = as_file({(1, Recompute.NONE): grid}, GPT, name="n", source="s", device="d", model=model.model, provenance={})
+    read = TableCostModel.decode(encode_file(file)).tables(tensor_parallel=1, recompute=Recompute.NONE)
+    whole = [row for row in Row if "ATTENTION" not in row.name and "MLP" not in row.name and "WEIGHT" not in row.name]
+    assert read.values[whole].tolist() == grid.values[whole].tolist()
+    assert read.packed is not None and grid.packed is not None
+    assert read.packed.linear[whole].tolist() == grid.packed.linear[whole].tolist()
+    for name in ("encoder_bytes", "decoder_bytes", "expert_bytes", "expert_parallel"):
+        assert getattr(read.state, name) == getattr(grid.state, name)
+    again = with_expert_parallel(read, ExpertParallel(4, 1, 1.25), Network(), Recompute.NONE)
+    assert again.values.tolist() == read.values.tolist(), "an exchange counts once"
+
+
+def test_costs_of_another_kind_of_model_are_refused() -> None:
+    one_kind = PlannerSettings(family=GPT, encoder_layers=4, hidden_size=256, memory_limit_bytes=10**10)
+    with pytest.raises(CostModelError, match="expected costs of a model with layers of one kind"):
+        Planner(one_kind, COSTS)
+    with pytest.raises(ConfigError, match=r"an imbalance of experts of at least 1, got 0\.5"):
+        PlannerSettings(family=GPT, encoder_layers=4, hidden_size=256, memory_limit_bytes=1, expert_imbalance=0.5)
