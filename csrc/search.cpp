@@ -211,8 +211,7 @@ int64_t Search::default_evaluations(const Solution& start) const {
     size_t most = 1;
     for (const ReplicaState& replica : start.replicas) most = std::max(most, replica.micro_batches.size());
     const int64_t rows = most * problem_.chunks();
-    const int64_t large = problem_.division == Division::kOff ? kLargeBudget : kLargeBudget / 2;  // two backward passes
-    const int64_t evaluations = std::min(std::clamp(kBudget / rows, kLeast, kMost), large / rows);
+    const int64_t evaluations = std::min(std::clamp(kBudget / rows, kLeast, kMost), kLargeBudget / rows);
     const bool both = std::any_of(problem_.layers.begin(), problem_.layers.end(),
                                   [](const StageLayers& stage) { return stage.decoder.any(); });
     return both ? evaluations * 3 / 2 : evaluations;

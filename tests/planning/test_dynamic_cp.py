@@ -9,7 +9,8 @@ from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.dynamic_cp import DynamicRun, dynamic_cp, fastest_run
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.units import ModelFamily
-from tests.planning.test_methods import batch, model
+from tests.planning.planner_cases import batch_of
+from tests.planning.test_methods import model
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_a_divided_sample_costs_each_rank_its_share() -> None:
 
     def run(data_parallel: int, *lengths: int) -> DynamicRun:
         planner = Planner(msgspec.structs.replace(settings, data_parallel=data_parallel), costs)
-        return fastest_run(planner, planner.samples(batch(*((n + 1, 0) for n in lengths))), [512])
+        return fastest_run(planner, planner.samples(batch_of(*((n + 1, 0) for n in lengths))), [512])
 
     whole, divided = run(1, 512, 512), run(2, 1024, 1024)
     assert [shape.input_length for shape in divided.shapes] == [512] * 4
