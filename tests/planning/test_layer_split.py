@@ -47,7 +47,7 @@ class Costs:
             positions = size * (inputs if self.family is GPT or kind == "ENCODER" else target)
             memory = 0 if kind == "HEAD" else BYTES
             values[row] = positions * (memory if what in ("STORED", "PEAK") else self._times[kind])
-        state = LayerState(embedding_bytes=0, encoder_bytes=STATE, decoder_bytes=STATE)
+        state = LayerState(embedding_bytes=0, encoder_bytes=STATE, decoder_bytes=STATE * (self.family is T5))
         return LayerTables(sizes=SIZES, inputs=LENGTHS, targets=targets, values=values, state=state)
 
 

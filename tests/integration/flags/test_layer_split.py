@@ -42,7 +42,8 @@ def test_one_stage_has_all_layers(tmp_path):
 def test_virtual_stages_are_planned(tmp_path):
     """Embedding and head lie on different chunks of different ranks, whose layers are evened over all four."""
     data = make_dataset(tmp_path / "data")
-    flags = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --train-iters 1 --num-layers 8"
+    flags = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --train-iters 1 --num-layers 8 "
+    flags += "--dynapipe-layers-per-stage auto"
     runs = entry_scripts.train("gpt", data, flags, ranks=2, report=tmp_path / "report")
     assert runs[-1]["losses"].keys() == {"1"}
     split = re.search(r"layers per stage: ([\d.,]+)", runs[0]["stdout"])
