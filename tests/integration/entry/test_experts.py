@@ -89,10 +89,9 @@ def test_a_layout_trains_what_one_rank_trains(data, one_rank, tmp_path, model, r
 def test_a_run_goes_on_in_another_layout(data, tmp_path):
     """With its optimizer, and with what routers have counted."""
     begun = f"{TERMS} {SHARED} {DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
-    whole = run(data, f"{begun} --train-iters 4", 2, tmp_path / "whole")["losses"]
-    save = f"--train-iters 2 --save {tmp_path / 'saved'} --save-interval 2 --lr-decay-iters 4"
-    run(data, f"{begun} {save}", 2, tmp_path / "begun")
-    resumed = f"{begun} {STAGES} --train-iters 4 --load {tmp_path / 'saved'} --lr-decay-iters 4"
+    saved = f"--save {tmp_path / 'saved'} --save-interval 2"
+    whole = run(data, f"{begun} --train-iters 4 {saved}", 2, tmp_path / "whole")["losses"]
+    resumed = f"{begun} {STAGES} --train-iters 4 --load {tmp_path / 'saved'} --ckpt-step 2"
     found = run(data, resumed, 4, tmp_path / "resumed")["losses"]
     assert found == pytest.approx({key: whole[key] for key in ("3", "4")}, rel=1e-5)
 
