@@ -55,7 +55,12 @@ def ablations(output: Path) -> None:
         axis.axvline(1, color="#33393f", linewidth=0.8, linestyle=":")
     charts.save(figure, output / "ablations-real.png")
     lines = [
-        [f"demo {row['model']}", row["method"], f"{row['tokens_per_second']:,.0f}", show_interval(row["ratio_to_planned"])]
+        [
+            f"demo {row['model']}",
+            row["method"],
+            f"{row['tokens_per_second']:,.0f}",
+            show_interval(row["ratio_to_planned"]),
+        ]
         for row in rows
     ]
     table = markdown(["model", "variant", "tokens/s", f"ratio to {BASE} (95%)"], lines)
