@@ -60,8 +60,8 @@ class Method:
     joins: bool = False
 
 
-def _planned(*layouts: BatchLayout) -> Settings:
-    return lambda run, longest: msgspec.structs.replace(run, micro_batch_layouts=layouts)
+def _planned(*layouts: BatchLayout, **changes: object) -> Settings:
+    return lambda run, longest: msgspec.structs.replace(run, micro_batch_layouts=layouts, **changes)
 
 
 def _baseline(algorithm: PartitionAlgorithm, *, to_maximum: bool = False) -> Settings:
@@ -107,17 +107,12 @@ METHODS: dict[str, Method] = {
 
 def _ablation(**changes: object) -> Method:
     """Planned, padded micro-batches with one part of the planner replaced."""
-    return Method(
-        planner=lambda run, longest: msgspec.structs.replace(run, micro_batch_layouts=PADDED, **changes),
-        plans_split=True,
-    )
+    return Method(planner=_planned(*PADDED, **changes), plans_split=True)
 
 
 ABLATIONS: dict[str, Method] = {
-    "whole_samples": Method(
-        planner=lambda run, longest: msgspec.structs.replace(run, micro_batch_layouts=(*BatchLayout,), slices="off"),
-        plans_split=True,
-    ),
+    "whole_samples": Method(planner=_planned(*BatchLayout, slices="off"), plans_split=True),
+    "undivided": Method(planner=_planned(*BatchLayout, split_backward="off"), plans_split=True),
     "whole_layers": Method(planner=_planned(*BatchLayout), plans_split=True, halves=False),
     "padded_equal_split": Method(planner=_planned(*PADDED)),
     "padded_fixed_tokens": _ablation(partition=PartitionSettings(algorithm=PartitionAlgorithm.TOKEN_BASED)),
