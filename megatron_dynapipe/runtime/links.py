@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -38,8 +38,8 @@ def measure_links(device: torch.device) -> dict[str, Link]:
 
 def _half_trip_s(rank: int, peer: int, size: int, device: torch.device) -> float:
     message = torch.zeros(size, dtype=torch.uint8, device=device)
-    there: Callable[[], object] = lambda: dist.send(message, peer if rank == 0 else 0)  # noqa: E731
-    back: Callable[[], object] = lambda: dist.recv(message, peer if rank == 0 else 0)  # noqa: E731
+    other = peer if rank == 0 else 0
+    there, back = partial(dist.send, message, other), partial(dist.recv, message, other)
     seconds = []
     for _ in range(REPEATS + 1):  # the first one connects
         started = time.perf_counter()
