@@ -60,8 +60,8 @@ class Method:
     joins: bool = False
 
 
-def _planned(*layouts: BatchLayout) -> Settings:
-    return lambda run, longest: msgspec.structs.replace(run, micro_batch_layouts=layouts)
+def _planned(*layouts: BatchLayout, **changes: object) -> Settings:
+    return lambda run, longest: msgspec.structs.replace(run, micro_batch_layouts=layouts, **changes)
 
 
 def _baseline(algorithm: PartitionAlgorithm, *, to_maximum: bool = False) -> Settings:
@@ -107,22 +107,17 @@ METHODS: dict[str, Method] = {
 
 def _ablation(**changes: object) -> Method:
     """Planned, padded micro-batches with one part of the planner replaced."""
-    return Method(
-        planner=lambda run, longest: msgspec.structs.replace(run, micro_batch_layouts=PADDED, **changes),
-        plans_split=True,
-    )
+    return Method(planner=_planned(*PADDED, **changes), plans_split=True)
 
 
 ABLATIONS: dict[str, Method] = {
-    "whole_samples": Method(
-        planner=lambda run, longest: msgspec.structs.replace(run, micro_batch_layouts=(*BatchLayout,), slices="off"),
-        plans_split=True,
-    ),
+    "whole_samples": Method(planner=_planned(*BatchLayout, slices="off"), plans_split=True),
     "whole_layers": Method(planner=_planned(*BatchLayout), plans_split=True, halves=False),
+    "whole_passes": Method(planner=_planned(*BatchLayout, split_backward="off"), plans_split=True),
     "padded_equal_split": Method(planner=_planned(*PADDED)),
     "padded_fixed_tokens": _ablation(partition=PartitionSettings(algorithm=PartitionAlgorithm.TOKEN_BASED)),
     "padded_no_search": _ablation(schedule=ScheduleSettings(search_evaluations=0)),
     "padded_1f1b": _ablation(schedule=ScheduleSettings(method="1f1b")),
     "padded_full_recompute": _ablation(recompute=(Recompute.FULL,)),
 }
-"""Parts of the planner replaced, for `benchmarks/paper/ablations.py`; trained where they are named."""
+"""Parts of the planner replaced, for `benchmarks/paper/ablations.py` and README.md; trained where they are named."""

@@ -1,7 +1,7 @@
 """Choosing where to measure next: few points where a cost is smooth, more where it bends."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -115,6 +115,5 @@ def _first_points(candidates: Sequence[Point]) -> list[Point]:
 
     shares: Sequence[float] = (1.0, 0.5)
     ends = [far(axis, share) for share in shares for axis in range(len(origin))]
-    by_work: Callable[[Point], float] = lambda p: float(np.prod(p))  # noqa: E731
-    middle = sorted(candidates, key=by_work)[len(candidates) // 2]
+    middle = sorted(candidates, key=lambda p: float(np.prod(p)))[len(candidates) // 2]
     return list(dict.fromkeys([origin, *ends, middle]))

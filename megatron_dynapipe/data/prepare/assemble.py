@@ -209,8 +209,7 @@ def _write_split(
         spans[:, 0] = (np.cumsum(chosen) - 1)[spans[:, 0]]
         save_array(spans_path(prefix), spans)
     pieces = list(_pieces(len(chosen)))
-    kept_lengths = lambda: (lengths[part][chosen[part]].reshape(-1) for part in pieces)  # noqa: E731
-    write_index(prefix, dtype, int(chosen.sum()), kept_lengths)
+    write_index(prefix, dtype, int(chosen.sum()), lambda: (lengths[part][chosen[part]].reshape(-1) for part in pieces))
     return longest
 
 

@@ -1,0 +1,76 @@
+"""requirements.lock against what the project and its packages require."""
+
+import importlib.metadata
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+LOCK = ROOT / "requirements.lock"
+
+
+def locked(heading: str = "") -> dict[str, str]:
+    """Versions by name: all, or those under one heading."""
+    text = LOCK.read_text()
+    if heading:
+        text = text.partition(f"# --- {heading}: ")[2].partition("# ---")[0].partition("\n")[2]
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    pins = [re.fullmatch(r"([a-z0-9-]+)(\[[a-z]+\])?==([0-9][\w.]*)", line) for line in lines]
+    assert all(pins), [line for line, pin in zip(lines, pins, strict=True) if not pin]
+    versions = {pin[1]: pin[3] for pin in pins if pin}
+    assert len(versions) == len(lines)
+    return versions
+
+
+def test_lock_satisfies_every_direct_requirement() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    direct = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    direct += [each for extra in project["project"]["optional-dependencies"].values() for each in extra]
+    versions = locked()
+    wrong = [
+        text
+        for text in direct
+        if not (wanted := Requirement(text)).specifier.contains(versions.get(canonicalize_name(wanted.name), "0"))
+    ]
+    assert not wrong
+
+
+def test_requirements_are_listed_without_what_a_container_brings() -> None:
+    """As docker/Dockerfile installs them."""
+    (line,) = [line for line in (ROOT / "docker/Dockerfile").read_text().splitlines() if "list_requirements" in line]
+    command = shlex.split(line.partition(">")[0].strip().removeprefix("&& python "))
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    names = [Requirement(line).name for line in done.stdout.splitlines()]
+    assert {"msgspec", "megatron-core", "datasets", "plotly"} <= set(names)
+    assert "torch" not in names and len(names) == len(set(names))
+
+
+def test_lock_has_whatever_its_packages_require() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_what_the_demo_installs_has_whatever_it_requires() -> None:
+    """The packages of tests, checkers and documents are not there."""
+    names = locked("run").keys()
+    required = {
+        canonicalize_name(requirement.name)
+        for name in names
+        for text in importlib.metadata.requires(name) or ()
+        if not (requirement := Requirement(text)).marker or requirement.marker.evaluate({"extra": ""})
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    own = [
+        *project["dependencies"],
+        *(e for extra in ("train", "data", "plots") for e in project["optional-dependencies"][extra]),
+    ]
+    assert required | {canonicalize_name(Requirement(each).name) for each in own} | {"nanobind", "pip"} <= names
+    assert {"pytest", "ruff", "sphinx"} <= locked("check").keys()
