@@ -49,13 +49,18 @@ def ablations(output: Path) -> None:
     rows = [row for model in CONFIGS for row in trained(model, names, LONGEST, USUAL_SIZE, against=BASE)]
     figure, (axes,) = charts.canvas(1, len(CONFIGS), width=6.2, height=0.8 + 0.3 * len(names))
     for model, axis in zip(CONFIGS, axes, strict=True):
-        values = {row["method"]: row["ratio"][1] for row in rows if row["model"] == model}
+        values = {row["method"]: row["ratio_to_planned"][1] for row in rows if row["model"] == model}
         x = "measured tokens/s, planned and padded = 1"
         charts.bars(axis, values, title=f"demo {model}, two stages", x=x, form="{:.2f}", best=BASE)
         axis.axvline(1, color="#33393f", linewidth=0.8, linestyle=":")
     charts.save(figure, output / "ablations-real.png")
     lines = [
-        [f"demo {row['model']}", row["method"], f"{row['tokens_per_second']:,.0f}", show_interval(row["ratio"])]
+        [
+            f"demo {row['model']}",
+            row["method"],
+            f"{row['tokens_per_second']:,.0f}",
+            show_interval(row["ratio_to_planned"]),
+        ]
         for row in rows
     ]
     table = markdown(["model", "variant", "tokens/s", f"ratio to {BASE} (95%)"], lines)
@@ -104,7 +109,7 @@ def throughput_table(rows: Sequence[dict[str, Any]], over: str) -> str:
             str(row["place"]),
             row["method"],
             f"{row['tokens_per_second']:,.0f}",
-            show_interval(row["ratio"]),
+            show_interval(row["ratio_to_planned"]),
             f"{row['padding_efficiency']:.1%}",
             f"{row['idle']:.0%}",
             f"{row['prediction_error']:.0%}",

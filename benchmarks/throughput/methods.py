@@ -112,8 +112,8 @@ def _ablation(**changes: object) -> Method:
 
 ABLATIONS: dict[str, Method] = {
     "whole_samples": Method(planner=_planned(*BatchLayout, slices="off"), plans_split=True),
+    "undivided": Method(planner=_planned(*BatchLayout, split_backward="off"), plans_split=True),
     "whole_layers": Method(planner=_planned(*BatchLayout), plans_split=True, halves=False),
-    "whole_passes": Method(planner=_planned(*BatchLayout, split_backward="off"), plans_split=True),
     "padded_equal_split": Method(planner=_planned(*PADDED)),
     "padded_fixed_tokens": _ablation(partition=PartitionSettings(algorithm=PartitionAlgorithm.TOKEN_BASED)),
     "padded_no_search": _ablation(schedule=ScheduleSettings(search_evaluations=0)),

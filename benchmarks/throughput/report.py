@@ -38,7 +38,7 @@ def figures(about: dict[str, Any], results: Results, base: Results, against: str
     return about | {
         "tokens_per_second": tokens / elapsed * 1e3,
         "against": against,
-        "ratio": interval(pairs, ratio_of_sums),
+        f"ratio_to_{against}": interval(pairs, ratio_of_sums),
         "padding_efficiency": min(tokens / sum(each["positions"] for each in timed), 1.0),
         "peak_memory_mb": max(each["peak_mb"] for each in timed),
         "idle": statistics.mean(idle) if idle else None,
@@ -64,7 +64,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                 f"{row['max_seq_len']:,}",
                 row["method"],
                 f"{row['tokens_per_second']:,.0f}",
-                show_interval(row["ratio"]),
+                show_interval(row[f"ratio_to_{row['against']}"]),
                 f"{row['padding_efficiency']:.1%}",
                 number(row["idle"], "{:.0%}"),
                 "–" if planning is None else f"{planning:,.0f} ms, {row['planning_share']:.1%}",

@@ -122,7 +122,13 @@ def planning_rows() -> list[Any]:
 def test_tables_and_charts(tmp_path: Path) -> None:
     rows, planned, chart = rows_of(), planning_rows(), tmp_path / "chart.png"
     shares = [throughput.share_of(row.model, row.max_seq_len, msgspec.structs.asdict(row)) for row in rows]
-    trained = {"model": "t5", "place": 512, "method": "planned", "tokens_per_second": 6000.0, "ratio": [1.0, 1.0, 1.0]}
+    trained = {
+        "model": "t5",
+        "place": 512,
+        "method": "planned",
+        "tokens_per_second": 6000.0,
+        "ratio_to_planned": [1.0, 1.0, 1.0],
+    }
     trained |= {"padding_efficiency": 0.9, "idle": 0.25, "prediction_error": 0.1}
     phase = {"median_error": 0.05, "mean_error": 0.06, "iterations": 2, "pairs": [[1.0, 1.1], [2.0, 1.9]]}
     memory = {"activations_mb": [10.0, 4.0], "messages_mb": [0.5, 0.1], "counted_mb": [10.0, 4.0]}

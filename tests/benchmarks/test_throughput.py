@@ -43,7 +43,7 @@ TIMED = RESULT | {"loss": 8.0, "predicted_ms": 900}
 def test_a_row_leaves_the_warm_up_out():
     planned = {0: WARM_UP, 1: TIMED | {"ms": 500}}
     row = report.figures(ABOUT, {0: WARM_UP, 1: TIMED}, planned)
-    assert (row["tokens_per_second"], row["ratio"], row["padding_efficiency"]) == (50, [0.5] * 3, 0.5)
+    assert (row["tokens_per_second"], row["ratio_to_planned"], row["padding_efficiency"]) == (50, [0.5] * 3, 0.5)
     assert (row["first_loss"], row["idle"], row["prediction_error"]) == (8.25, 0.3, pytest.approx(0.1))
     table = report.table([row])
     head = "| t5 | 1,1,2 | 1,536 | planned | 50 | 0.500 (0.500–0.500) | 50.0% | 30% | 20 ms, 2.0% |"
@@ -55,7 +55,7 @@ def test_a_method_is_held_against_the_planned_runs_of_its_own_turns_and_tokens()
     unplanned = {"idle": [], "predicted_ms": None, "planning_ms": None}
     own = {0: WARM_UP, 1: TIMED | {"ms": 2000, "real_tokens": 25} | unplanned}
     row = report.figures(ABOUT | {"model": "gpt", "method": "stock"}, own, planned)
-    assert row["ratio"] == [0.25] * 3 and row["tokens_per_second"] == 12.5
+    assert row["ratio_to_planned"] == [0.25] * 3 and row["tokens_per_second"] == 12.5
     assert row["idle"] is None and row["prediction_error"] is None and row["planning_share"] is None
     assert "| – | – |" in report.table([row])
 
