@@ -1,4 +1,4 @@
-"""requirements.lock against what the project and its packages require."""
+"""The lock file: it holds what the project and its packages require."""
 
 import importlib.metadata
 import re

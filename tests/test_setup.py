@@ -1,4 +1,4 @@
-"""The set-up that `make` runs: finding a Python that really runs, refusals, and the lock file."""
+"""The set-up that `make` runs: finding a Python that really runs, and refusals."""
 
 import importlib.util
 import os

@@ -19,7 +19,7 @@ from cases import recorded_batches
 from full import ROOT, arguments, split_from, write
 
 RIVALS = ("packed_rows", "dp_balanced", "default_dynamic_cp", "verl", "slime")
-SETTINGS = ("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "t5:1,1,8", "t5:1,2,4")
+SETTINGS = ("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "gpt:4,2,4", "t5:1,1,8", "t5:1,2,4")
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """`show`: a plan as text, as a timeline picture, or as a Chrome/Perfetto trace."""
 
 import argparse
+import re
 import shutil
 import sys
 import textwrap
@@ -85,10 +86,16 @@ def _text(plan: "IterationPlan", replica: int) -> str:
 
 def _wrapped(text: str) -> str:
     """Long lines in the width of the terminal, for eyes; files and pipes get lines that parse back."""
-    fold = textwrap.TextWrapper(
+    fold = _Wrapper(
         shutil.get_terminal_size().columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     )
     return "\n".join(fold.fill(line) for line in text.splitlines())
+
+
+class _Wrapper(textwrap.TextWrapper):
+    """Breaks lists of numbers, too, which have no spaces."""
+
+    wordsep_simple_re = re.compile(r"(\s+|(?<=,))")
 
 
 def _panel(plan: "IterationPlan", replica: int) -> "Panel":

@@ -115,5 +115,5 @@ def _first_points(candidates: Sequence[Point]) -> list[Point]:
 
     shares: Sequence[float] = (1.0, 0.5)
     ends = [far(axis, share) for share in shares for axis in range(len(origin))]
-    middle = sorted(candidates, key=lambda p: float(np.prod(p)))[len(candidates) // 2]
+    middle = sorted(candidates, key=lambda point: float(np.prod(point)))[len(candidates) // 2]
     return list(dict.fromkeys([origin, *ends, middle]))

@@ -250,10 +250,10 @@ class _Calls(contextlib.AbstractContextManager[None]):
             return object.__getattribute__(module, name)
 
         setattr(nn.Module, "__call__", call)  # noqa: B010  (methods, which mypy would not have assigned)
-        setattr(nn.Module, "__getattribute__", read)  # noqa: B010
+        setattr(nn.Module, "__getattribute__", read)  # noqa: B010  (likewise)
 
     def __exit__(self, *_: object) -> None:
-        setattr(nn.Module, "__call__", self._call)  # noqa: B010
+        setattr(nn.Module, "__call__", self._call)  # noqa: B010  (likewise)
         del nn.Module.__getattribute__
 
     def _note_read(self, module: nn.Module, name: str) -> None:

@@ -89,7 +89,7 @@ def slime(lengths: Sequence[int], room: Room) -> Rows:
         PlanningError: there are fewer samples than micro-batches are needed.
     """
     hidden, count = room.hidden_size, -(-sum(lengths) // room.positions)
-    work = [16 * hidden * length + length**2 for length in lengths]  # FLOPs over 2 · hidden, an FFN of 4 · hidden
+    work = [16 * hidden * length + length**2 for length in lengths]  # FLOPs / (2 · hidden), FFN 4 · hidden, no head
     rows = differencing(work, count) if count < len(lengths) else [[sample] for sample in range(len(lengths))]
     multiple = room.replicas * room.group
     while len(rows) % multiple:

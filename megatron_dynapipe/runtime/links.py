@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable
 from functools import partial
 from statistics import median
 
@@ -40,11 +39,11 @@ def measure_links(device: torch.device) -> dict[str, Link]:
 def _half_trip_s(rank: int, peer: int, size: int, device: torch.device) -> float:
     message = torch.zeros(size, dtype=torch.uint8, device=device)
     other = peer if rank == 0 else 0
-    acts: list[Callable[[], object]] = [partial(dist.send, message, other), partial(dist.recv, message, other)]
+    there, back = partial(dist.send, message, other), partial(dist.recv, message, other)
     seconds = []
     for _ in range(REPEATS + 1):  # the first one connects
         started = time.perf_counter()
-        for act in acts if rank == 0 else reversed(acts):
+        for act in (there, back) if rank == 0 else (back, there):
             act()
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from megatron_dynapipe.cli import show
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.plan import codec
 from megatron_dynapipe.plan.text import format_stages, parse_stages
@@ -61,6 +62,8 @@ def test_a_terminal_gets_lines_of_its_width(file, capsys, monkeypatch):
     assert main(["show", str(file), "--replica", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 60 and sum(line.startswith("    ") for line in lines) > 3
+    folded = show._wrapped(f"# samples {','.join(map(str, range(40)))}").splitlines()
+    assert len(folded) == 3 and "".join(line.strip() for line in folded).endswith("38,39"), "lists without spaces, too"
 
 
 def test_show_draws_and_traces(file, tmp_path, capsys):

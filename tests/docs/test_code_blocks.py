@@ -55,7 +55,7 @@ BLOCKS: dict[str, tuple[Runs | str, ...]] = {
         Runs(),
         Runs(swaps=(TWO_RANKS, ("--train-iters 100 --lr-warmup-iters 10", "--train-iters 2 --lr-warmup-iters 1"))),
         Runs(swaps=(IN_SECONDS, (" --budget-minutes 5", ""))),
-        "needs Docker and GPUs; tests/test_setup.py holds the file's requirements, nothing builds it",
+        "needs Docker and GPUs; tests/test_lock.py holds the file's requirements, nothing builds it",
     ),
     "docs/quick-start/several-nodes.md": (
         "needs two nodes; tests/examples/test_network.py runs it in two network namespaces",

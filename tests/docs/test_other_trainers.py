@@ -93,9 +93,11 @@ def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
 
     balancing = stub(monkeypatch, "verl.utils.seqlen_balancing")
     stub(monkeypatch, "verl.utils.tensordict_utils", index_select_tensor_dict=select)
+    stub(monkeypatch, "verl.utils.device", get_device_name=lambda: "cpu")
     adapter("verl")
     mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]).long()
-    micro_batches, indices = balancing.rearrange_micro_batches({"attention_mask": mask}, 1000)
+    padded = {"input_ids": mask, "attention_mask": mask}
+    micro_batches, indices = balancing.rearrange_micro_batches(padded, 1000)
     assert every_once(indices)
     for micro_batch, rows in zip(micro_batches, indices, strict=True):
         assert micro_batch["attention_mask"].sum(1).tolist() == [LENGTHS[row] for row in rows]

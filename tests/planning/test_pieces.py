@@ -192,6 +192,7 @@ def test_evaluations_and_samples_that_come_twice_stay_whole() -> None:
     ("changes", "said"),
     [
         ({"family": ModelFamily.T5, "decoder_layers": 32}, "every position of a T5's encoder attends to all of them"),
+        ({"expert_layers": (1,)}, "costs of pieces are known where all layers have experts, or none"),
         ({"micro_batch_layouts": (BatchLayout.PADDED,)}, "pieces run in packed rows"),
     ],
 )

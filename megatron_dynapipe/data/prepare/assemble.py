@@ -209,7 +209,8 @@ def _write_split(
         spans[:, 0] = (np.cumsum(chosen) - 1)[spans[:, 0]]
         save_array(spans_path(prefix), spans)
     pieces = list(_pieces(len(chosen)))
-    write_index(prefix, dtype, int(chosen.sum()), lambda: (lengths[part][chosen[part]].reshape(-1) for part in pieces))
+    count = int(chosen.sum())
+    write_index(prefix, dtype, count, lambda: (lengths[part][chosen[part]].reshape(-1) for part in pieces))
     return longest
 
 

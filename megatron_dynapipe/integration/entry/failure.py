@@ -103,7 +103,7 @@ def _print_error(error: BaseException) -> int:
             raise error
     except SystemExit as leaving:
         return int(leaving.code or 1)
-    except BaseException:  # noqa: BLE001  (whatever it is, it is printed and ends the rank)
+    except BaseException:  # noqa: BLE001  (whatever it is, the error file must be written)
         print(f"[rank {_rank()}] {traceback.format_exc()}", file=sys.stderr, flush=True)
         launch.write_error_file(_line(error))
         return 1

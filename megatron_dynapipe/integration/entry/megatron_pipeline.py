@@ -305,7 +305,7 @@ class MegatronPipeline:
         if self._optimizer is not None:
             config.grad_scale_func = self._optimizer.scale_loss
         if getattr(models[0], "ddp_config").overlap_grad_reduce:  # noqa: B009  (not an attribute nn.Module knows)
-            config.no_sync_func = [getattr(model, "no_sync") for model in models]  # noqa: B009  (nor this)
+            config.no_sync_func = [getattr(model, "no_sync") for model in models]  # noqa: B009  (likewise)
 
 
 class _Reader:

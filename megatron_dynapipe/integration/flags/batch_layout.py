@@ -115,6 +115,7 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
                 bool(getattr(args, "num_experts", None)) and "seq_aux_loss" in args.moe_router_load_balancing_type,
                 "seq_aux_loss is of whole samples",
             ),
+            (_has_dense_layers_too(args), "costs of pieces are known where all layers have experts, or none"),
             (
                 args.dynapipe_attention == "megatron" and not args.use_dynapipe,  # a patched checkout gets ours besides
                 "Megatron's local attention keeps no keys of earlier pieces",
@@ -130,6 +131,12 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
     if reason:
         raise ConfigError(f"{SLICES_FLAG} {given} cannot be honoured: {reason}", hint=f"pass {SLICES_FLAG} auto or off")
     return int(given)
+
+
+def _has_dense_layers_too(args: argparse.Namespace) -> bool:
+    frequency = getattr(args, "moe_layer_freq", 1)
+    differ = frequency > 1 if isinstance(frequency, int) else not all(frequency)
+    return bool(getattr(args, "num_experts", None)) and differ
 
 
 def undivided_because(args: argparse.Namespace) -> str:

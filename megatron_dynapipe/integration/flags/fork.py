@@ -68,6 +68,8 @@ FLAGS: Mapping[str, str] = {
     "--deepspeed_config": _DEEPSPEED,
     "--deepspeed-config": _DEEPSPEED,
     "--deepspeed_mpi": _DEEPSPEED,
+    "--deepscale": _DEEPSPEED,
+    "--deepscale_config": _DEEPSPEED,
     "--deepspeed-activation-checkpointing": _DEEPSPEED,
     "--zero-stage": _ZERO,
 }

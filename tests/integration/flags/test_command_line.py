@@ -105,6 +105,7 @@ REFUSED = {
     f"{EXPERTS} --expert-model-parallel-size 3": "it does not divide the 4 experts",
     f"{EXPERTS} --expert-model-parallel-size 2": "expert × expert tensor × pipeline parallel sizes divide (2)",
     f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss --dynapipe-slices 64": "seq_aux_loss is of whole samples",
+    f"{EXPERTS} --moe-layer-freq 2 --dynapipe-slices 64": "known where all layers have experts, or none",
     f"{EXPERTS} --moe-grouped-gemm": "and these are Transformer Engine's kernels",
     f"{EXPERTS} --moe-permute-fusion": "and these are Transformer Engine's kernels",
     f"{EXPERTS} --moe-router-fusion": "and these are Transformer Engine's kernels",
