@@ -1,6 +1,5 @@
 // megatron_dynapipe.planning._native: arrays in, arrays out. Nothing is converted: floats are refused, not rounded.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -8,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "arrays.h"
 #include "checks.h"
 #include "costs.h"
 #include "fast_verify.h"
@@ -18,36 +18,15 @@
 #include "search.h"
 #include "simulate.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace dynapipe {
+using namespace nb::literals;
 namespace {
 
-template <typename T, size_t kDimensions>
-using Array = nb::ndarray<const T, nb::ndim<kDimensions>, nb::c_contig, nb::device::cpu>;
-using Ints = Array<int64_t, 1>;
-using Matrix = Array<int64_t, 2>;
 using Values = Array<int64_t, 4>;
 using Mode = std::tuple<Ints, Ints, Ints, Values, Values>;  // sizes, inputs, targets, values, separate values
 using StageValues = Array<int64_t, 5>;                      // a mode's values by virtual stage
 // Positions of a row: inputs, targets, linear part; of a sample: inputs, targets, attention. Empty where not measured.
 using PackedMode = std::tuple<Ints, Ints, Array<int64_t, 3>, Ints, Ints, Array<int64_t, 3>>;
-using Integers = std::vector<int64_t>;
-
-template <typename T>
-std::vector<T> copy(const Array<T, 1>& array) {
-    return {array.data(), array.data() + array.size()};
-}
-
-std::vector<uint8_t> copy_flags(const Array<bool, 1>& flags) { return {flags.data(), flags.data() + flags.size()}; }
-
-nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> to_numpy(Integers&& values, size_t rows) {
-    auto* owned = new Integers(std::move(values));
-    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Integers*>(p); });
-    return {owned->data(), {rows, rows ? owned->size() / rows : 0}, owner};
-}
-using Out = decltype(to_numpy({}, 0));
 
 PipelineShape pipeline_shape(int64_t chunks, const Ints& model_state, int64_t memory_limit, bool forward_only,
                              bool peak_covers_backward, int64_t receive_ahead = -1, bool ordered_starts = false) {
@@ -63,8 +42,7 @@ public:
     BatchProblem(const Ints& inputs, const Ints& targets, const Ints& input_positions, const Ints& target_positions,
                  bool may_pad, bool may_pack, std::vector<Mode> modes, std::vector<PackedMode> packed,
                  const Matrix& encoder_layers, const Matrix& decoder_layers, int64_t chunks, const Ints& model_state,
-                 int64_t memory_limit,
-                 const Matrix& in_flight, int64_t replicas, bool forward_only, bool peak_covers_backward,
+                 int64_t memory_limit, const Matrix& in_flight, int64_t replicas, bool forward_only, bool peak_covers_backward,
                  int64_t bytes_per_position, const Array<bool, 1>& decoder_forward,
                  const Array<bool, 1>& decoder_backward, const Array<double, 1>& latency_ns,
                  const Array<double, 1>& gbps, int64_t receive_ahead, bool ordered_starts,
@@ -388,8 +366,7 @@ NB_MODULE(_native, module) {
                       std::vector<StageValues>, const Array<int32_t, 1>&, const Ints&, const Ints&, int64_t>(),
              "inputs"_a.noconvert(), "targets"_a.noconvert(), "input_positions"_a.noconvert(),
              "target_positions"_a.noconvert(), "may_pad"_a, "may_pack"_a, "modes"_a.noconvert(),
-             "packed"_a.noconvert(), "encoder_layers"_a.noconvert(),
-             "decoder_layers"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(), "memory_limit"_a,
+             "packed"_a.noconvert(), "encoder_layers"_a.noconvert(), "decoder_layers"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(), "memory_limit"_a,
              "in_flight"_a.noconvert(), "replicas"_a, "forward_only"_a, "peak_covers_backward"_a,
              "bytes_per_position"_a, "decoder_forward"_a.noconvert(), "decoder_backward"_a.noconvert(),
              "latency_ns"_a.noconvert(), "gbps"_a.noconvert(), "receive_ahead"_a = -1, "ordered_starts"_a = false,

@@ -120,4 +120,4 @@ ABLATIONS: dict[str, Method] = {
     "padded_1f1b": _ablation(schedule=ScheduleSettings(method="1f1b")),
     "padded_full_recompute": _ablation(recompute=(Recompute.FULL,)),
 }
-"""Parts of the planner replaced, for `benchmarks/paper/ablations.py`; trained where they are named."""
+"""Parts of the planner replaced, for `benchmarks/paper/ablations.py` and README.md; trained where they are named."""

@@ -225,9 +225,10 @@ def test_the_page_shows_what_has_been_run(tmp_path: Path) -> None:
     shown = page.page(tmp_path)
     assert "### Simulated\n\n`python …`, 2 cores, today\n\n![padding-simulated](results/padding-simulated.png)" in shown
     assert shown.count("Not measured yet.") == 9 and shown.startswith("# Results\n")
-    assert max(len(line) for line in shown.splitlines()) <= 120
+    assert max(len(line) for line in shown.splitlines() if not line.startswith("|")) <= 130
 
 
-def test_every_chart_of_the_page_is_there() -> None:
+def test_the_page_is_what_its_command_writes_and_every_chart_is_there() -> None:
+    assert (DOCS / "results.md").read_text() == page.page(output.RESULTS), "python -m benchmarks.paper.page"
     pictures = re.findall(r"\]\((results/[^)]+)\)", (DOCS / "results.md").read_text())
     assert len(pictures) >= 6 and all((DOCS / picture).exists() for picture in pictures)

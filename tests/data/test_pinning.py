@@ -45,7 +45,10 @@ def test_one_buffer_holds_the_same(required, plan, tmp_path):
 
 def test_the_iterator_prepares_what_it_yields(tmp_path):
     collate = collator_of(write_dataset(tmp_path), ALL)
-    entry = lambda iteration: stage_entry(iteration, micro_batch([0], Shape(1, 8, 8)))  # noqa: E731
+
+    def entry(iteration):
+        return stage_entry(iteration, micro_batch([0], Shape(1, 8, 8)))
+
     with PlannedIterator(entry, collate, stop_iteration=1, prepare=lambda b: in_one_buffer(b, pin=False)) as iterator:
         (item,) = iterator
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors(item.micro_batches[0]).values()}) == 1

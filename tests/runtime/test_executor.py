@@ -13,6 +13,7 @@ from megatron_dynapipe.plan.instructions import Backward, Buffer, Channel, Forwa
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.plan.text import format_instruction, parse_stages
 from megatron_dynapipe.runtime import BufferTable, CpuPlatform, PipelineExecutor, Work
+from megatron_dynapipe.runtime.trace import Trace
 
 
 class Loopback:
@@ -187,3 +188,19 @@ def test_a_failing_handler_keeps_its_exception_and_gains_its_place():
     assert "--> B0 <--" in raised.value.__notes__[0]
     made.register_handler(Backward, lambda instruction, buffers: None)
     made.execute(plan(ROUND))  # what the failed iteration held does not stand in the way of the next
+
+
+def test_a_span_reads_two_marks(monkeypatch):
+    """Events of all instructions are built where they are recorded; on a GPU each takes a call of the driver."""
+    read = []
+    numbers = itertools.count()
+
+    def mark(_platform):
+        number = next(numbers)
+        return lambda: read.append(number) or number * 100
+
+    monkeypatch.setattr(CpuPlatform, "mark", mark)
+    trace = Trace(CpuPlatform())
+    for micro_batch in range(5):
+        trace.add(Forward(micro_batch))
+    assert trace.span_ns() == 500 and sorted(read) == [0, 5]

@@ -28,7 +28,7 @@ def fail_with_a_receive_pending(rank: int, world_size: int) -> dict[str, object]
         try:
             with process_groups():
                 if rank == 1:
-                    pending = dist.irecv(torch.zeros(1), 0)  # noqa: F841
+                    pending = dist.irecv(torch.zeros(1), 0)  # noqa: F841  (it must live)
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
                 dist.recv(torch.zeros(1), 1)  # which never comes
         except SystemExit as leaving:
@@ -76,7 +76,7 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     def save_checkpoint(error: BaseException) -> BaseException:
         try:
             raise error
-        except BaseException as raised:  # noqa: BLE001
+        except BaseException as raised:  # noqa: BLE001  (of every type given)
             return failure._explained(raised)
 
     monkeypatch.setattr(failure.sys, "argv", ["script", "--save", str(tmp_path / "saved")])

@@ -3,9 +3,13 @@
 import contextlib
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron_dynapipe.integration.hooks import metrics
+from megatron_dynapipe.units import ModelFamily
 from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
@@ -95,6 +99,18 @@ def test_the_count_of_flops_takes_real_lengths(runs):
         for tokens, squares in run["flops"]:
             assert 16 <= tokens < 16 * 80, "sixteen samples, unpadded"
             assert tokens < squares
+
+
+def test_lengths_are_copied_from_pinned_memory(monkeypatch):
+    """A copy from other memory would wait for all work of the device."""
+    steps = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: steps.append("pinned") or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, **how: steps.append((device.type, how)) or tensor)
+    monkeypatch.setattr(metrics.training, "update_seqlen_stats_from_cu_seqlens", steps.append, raising=False)
+    micro_batches = [SimpleNamespace(input_lengths=[9, 5], pieces=())]
+    entry = SimpleNamespace(family=ModelFamily.GPT, micro_batches=micro_batches)
+    metrics.count_flops(SimpleNamespace(entry=entry), torch.device("cuda"))
+    assert steps[:2] == ["pinned", ("cuda", {"non_blocking": True})] and steps[2].tolist() == [0, 8, 12]
 
 
 def test_one_tensor_parallel_rank_records_for_all(runs):

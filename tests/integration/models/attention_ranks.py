@@ -77,7 +77,7 @@ def compare(mask: str, causal: bool, groups: int, options: dict[str, object], bf
         QUERIES if forbidden is None else forbidden.size(3), groups, torch.bfloat16 if bf16 else torch.float32
     )
     ours, theirs = (
-        run(lambda q, k, v: attention(q, k, v, forbidden), tensors)  # noqa: B023
+        run(lambda q, k, v: attention(q, k, v, forbidden), tensors)  # noqa: B023  (it runs before the next one)
         for attention in (
             cls(model_config, 3, kind, "self", softmax_scale=scale) for cls in (SdpaCoreAttention, DotProductAttention)
         )
@@ -108,7 +108,7 @@ def compare_bias(mask: str, causal: bool) -> list[float]:
     results = []
     for attend in (lambda q, k, v, b: attention(q, k, v, forbidden, attention_bias=b), formula):
         leaf = bias.clone().requires_grad_()
-        results.append([*run(lambda q, k, v: attend(q, k, v, leaf), tensors), leaf.grad])  # noqa: B023
+        results.append([*run(lambda q, k, v: attend(q, k, v, leaf), tensors), leaf.grad])  # noqa: B023  (likewise)
     return [(a - b).abs().max().item() for a, b in zip(*results, strict=True)]
 
 
