@@ -43,7 +43,7 @@ def test_a_batch_can_be_planned_before_it_is_run():
         ("fp8", "expected a model configuration without fp8 and fp4"),
         ("optimizer", "expected an optimizer to step with, got none"),
         ("batch", "expected a batch of at least one sample, got none"),
-        ("modules", "expected --recompute-modules among core_attn, mlp, got layernorm"),
+        ("modules", "expected --recompute-modules among core_attn, mlp, moe, shared_experts, got layernorm"),
     ],
 )
 def test_what_cannot_be_run_is_refused(wanted, said):

@@ -163,8 +163,8 @@ def test_reasons_that_name_a_flag_are_true():
 
 def test_an_entry_script_says_what_has_no_effect_once(tmp_path):
     data = make_dataset(tmp_path / "data")
-    flags = "--train-iters 1 --pipeline-model-parallel-size 2 --split 9,1,0 --moe-paged-stash"
+    flags = "--train-iters 1 --pipeline-model-parallel-size 2 --split 9,1,0 --moe-ncclep-zero-copy"
     first, second = train("gpt", data, flags, ranks=2, report=tmp_path / "report")
     reason = "planned runs have Megatron's plain expert layers"
-    line = f"without effect on a planned run: --moe-paged-stash ({reason}), --split ("
+    line = f"without effect on a planned run: --moe-ncclep-zero-copy ({reason}), --split ("
     assert line in first["stdout"] and "without effect" not in second["stdout"]

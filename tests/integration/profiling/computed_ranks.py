@@ -51,7 +51,8 @@ def _counted(family: str, flags: list[str], path: Path) -> Pairs:
     found: Pairs = {}
     for name in ("pipeline", "tensor", *(["expert"] if "--num-experts" in flags else [])):
         layout = {f"{name}_parallel": 2}
-        with prepare(**layout) as setup:
+        sequence = ["--sequence-parallel"] if name == "tensor" and "--num-experts" in flags else []
+        with prepared([*flags, *sequence], ModelFamily(family), vocabulary=VOCABULARY, **layout) as setup:
             found |= {f"{name} parameters": _parameters(setup, **layout)}
         unset_global_variables()
     with prepare() as setup:

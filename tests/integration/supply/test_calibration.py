@@ -112,7 +112,7 @@ def test_state_is_counted_parameter_by_parameter(
     args = argparse.Namespace(
         params_dtype=dtype, accumulate_allreduce_grads_in_fp32=in_fp32, optimizer=optimizer,
         use_distributed_optimizer=distributed, data_parallel_size=4,
-        expert_model_parallel_size=1,
+        tensor_model_parallel_size=1, expert_model_parallel_size=1, expert_tensor_parallel_size=1,
     )  # fmt: skip
     first = torch.nn.Linear(16, 8, bias=False, dtype=dtype)
     tied, frozen = torch.nn.Linear(16, 8, bias=False, dtype=dtype), torch.nn.Linear(4, 4, bias=False, dtype=dtype)

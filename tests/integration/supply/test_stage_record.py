@@ -5,8 +5,9 @@ import torch
 
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.supply.stage_record import HostLosses, stage_record
+from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.iteration import StageEntry
-from megatron_dynapipe.plan.memory import activation_peak_bytes, peak_bytes
+from megatron_dynapipe.plan.memory import activation_peak_bytes, high_water_marks
 from megatron_dynapipe.runtime.memory import MemoryCounts
 from tests.helpers.plans import make_plan
 
@@ -38,8 +39,10 @@ def test_times_and_memory():
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_planned_activations_are_the_plans_peak_without_model_state(chunks):
+def test_planned_activations_are_the_plans_peak_without_model_state_and_messages(chunks):
     plan = make_plan((4,), 2, chunks=chunks)
     for stage in range(2):
         entry = StageEntry.of(plan, 0, stage, plan_digest="d")
-        assert activation_peak_bytes(entry) == peak_bytes(plan, plan.replicas[0], stage) - 10  # `make_plan`'s state
+        passes = [step for step, each in enumerate(entry.stage_plan.instructions) if isinstance(each, Pass)]
+        marks = high_water_marks(plan, plan.replicas[0], stage, passes, [0] * len(passes))
+        assert activation_peak_bytes(entry) == max(marks) - 10  # `make_plan`'s state
