@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
+#include <utility>
 
 #include "checks.h"
 
@@ -29,8 +31,13 @@ void sum(const int64_t (&terms)[2 * kRows], int rows, int64_t positions, int64_t
 }  // namespace
 
 PackedCosts::PackedCosts(const Problem& problem)
-    : problem_(problem), shares_(problem.modes.size(), std::vector<Shares>(problem.samples())),
-      before_(problem.chains.size()) {
+    : problem_(problem), before_(problem.chains.size()) {
+    std::map<std::pair<int64_t, int64_t>, int32_t> different;
+    for (int64_t i = 0; i < problem.samples(); ++i) {
+        const std::pair<int64_t, int64_t> its{problem.input_positions[i], problem.target_positions[i]};
+        lengths_.push_back(different.try_emplace(its, different.size()).first->second);
+    }
+    shares_.assign(problem.modes.size(), std::vector<Shares>(different.size()));
     for (size_t i = 1; i < before_.size(); ++i)
         if (problem.chains[i] >= 0 && problem.chains[i] == problem.chains[i - 1])
             before_[i] = before_[i - 1] + problem.input_positions[i - 1];
@@ -112,7 +119,7 @@ void PackedCosts::divide_parts(size_t mode, const std::vector<int32_t>& samples,
 }
 
 const PackedCosts::Shares& PackedCosts::shares(size_t mode, size_t sample) {
-    Shares& slot = shares_[mode][sample];
+    Shares& slot = shares_[mode][lengths_[sample]];
     if (slot.known) return slot;
     slot.known = true;
     const PackedGrid& grid = problem_.packed[mode];

@@ -48,7 +48,8 @@ private:
     void measured(const PackedGrid& grid, size_t sample, Shares& shares) const;
 
     const Problem& problem_;
-    std::vector<std::vector<Shares>> shares_;  // [modes][samples]
+    std::vector<int32_t> lengths_;             // [samples] which of the different lengths each has
+    std::vector<std::vector<Shares>> shares_;  // [modes][different lengths]
     std::vector<int64_t> before_;              // [samples] positions of the pieces before it, where samples are cut
 };
 

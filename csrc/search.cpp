@@ -10,6 +10,7 @@
 #include "chains.h"
 #include "checks.h"
 #include "jitter.h"
+#include "join_halves.h"
 #include "mutations.h"
 #include "packed_starts.h"
 #include "transfers.h"
@@ -50,11 +51,12 @@ public:
           mutations_(problem, maker, chains_, division != Division::kOff, seed), left_(std::max<int64_t>(evaluations, 0)),
           by_default_(evaluations == kDefaultEvaluations) {}
 
-    Found run(const std::vector<std::vector<Run>>& partitions);
+    Found run(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed);
 
 private:
     int64_t evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds = nullptr);
-    std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions);
+    std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions,
+                                 const std::vector<MicroBatches>& packed);
     Solution assigned(const MicroBatches& batches);
     void begin_padded(ReplicaState& replica);
     void begin_packed(ReplicaState& replica);
@@ -65,7 +67,6 @@ private:
     void improve(Solution& solution, int64_t evaluations);
     bool change(Solution& candidate, int64_t limit);
     int64_t jittered_total(ReplicaState& replica);
-    void join_halves(std::vector<Pass>& order);
     int64_t undivided(const Solution& solution);
     void robustify_policy(ReplicaState& replica);
     void robustify(Solution& solution, int64_t evaluations);
@@ -176,7 +177,8 @@ Solution Search::assigned(const MicroBatches& batches) {
     return solution;
 }
 
-std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partitions) {
+std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partitions,
+                                     const std::vector<MicroBatches>& packed) {
     std::vector<Solution> solutions;
     int64_t least = kUnreachable;
     const auto add = [&](const MicroBatches& batches, void (Search::*begin)(ReplicaState&)) {
@@ -198,7 +200,7 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
     }
     if (problem_.may_pack) {
         const int64_t left = left_;
-        for (const MicroBatches& rows : packed_starts(problem_, costs_, maker_)) add(rows, &Search::begin_packed);
+        for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed);
         left_ = left;  // what begins a search is not counted where it is many
     }
     std::stable_sort(solutions.begin(), solutions.end(),
@@ -238,8 +240,8 @@ void Search::compete(std::vector<Solution>& solutions) {
     if (left_ > 0) improve(solutions[0], left_);
 }
 
-Found Search::run(const std::vector<std::vector<Run>>& partitions) {
-    std::vector<Solution> solutions = starts(partitions);
+Found Search::run(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed) {
+    std::vector<Solution> solutions = starts(partitions, packed);
     Found found;
     if (solutions.empty()) return found;
     if (by_default_) left_ = default_evaluations(solutions[0]);
@@ -257,7 +259,6 @@ Found Search::run(const std::vector<std::vector<Run>>& partitions) {
         if (replica.micro_batches.empty()) continue;
         evaluate(replica, kUnreachable, &kinds_);
         found.orders.back() = scheduler_.order(kinds_);
-        if (division_ == Division::kAuto) join_halves(found.orders.back());
     }
     found.replicas = std::move(best.replicas);
     return found;
@@ -271,30 +272,6 @@ int64_t Search::undivided(const Solution& solution) {
         if (!replica.micro_batches.empty()) slowest = std::max(slowest, evaluate(replica, kUnreachable));
     }
     return slowest;
-}
-
-// Joins every divided backward pass whose halves, run together, make the iteration no longer.
-void Search::join_halves(std::vector<Pass>& order) {
-    std::vector<PassCosts> costs;
-    for (const PassCosts* row : rows_) costs.push_back(*row);
-    const PipelineShape& shape = problem_.pipeline;
-    const int64_t makespan = simulate(shape, costs, order, false).makespan, width = order.size() / shape.stages;
-    for (int64_t s = 0; s < shape.stages; ++s) {
-        const auto begin = order.begin() + s * width, end = begin + width;
-        for (auto first = begin; first != end && *first != kNoPass; ++first) {
-            if (*first % kPassKinds != kInputPass) continue;
-            const auto second = std::find(first, end, *first + kWeightPass - kInputPass);
-            const Pass half = *second;
-            *first -= kInputPass - kBackwardPass;
-            std::rotate(second, second + 1, end);
-            end[-1] = kNoPass;
-            const Simulation run = simulate(shape, costs, order, false);
-            if (!run.stalled && run.makespan <= makespan) continue;
-            *first += kInputPass - kBackwardPass;
-            end[-1] = half;
-            std::rotate(second, end - 1, end);
-        }
-    }
 }
 
 // Makes one random change; whether it applies, and leaves an objective of at most `limit`. Names the replicas that it
@@ -390,11 +367,20 @@ void Search::robustify(Solution& best, int64_t evaluations) {
 
 Found search(const Problem& problem, CostCache& costs, BatchMaker& maker,
              const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed) {
-    const auto run = [&](Division as) { return Search(problem, costs, maker, as, evaluations, seed).run(partitions); };
+    const std::vector<MicroBatches> packed =
+        problem.may_pack ? packed_starts(problem, costs, maker) : std::vector<MicroBatches>();
+    const auto run = [&](Division as) {
+        return Search(problem, costs, maker, as, evaluations, seed).run(partitions, packed);
+    };
     Found found = run(problem.division);
-    if (problem.division != Division::kAuto || evaluations == 0 || found.gain > found.makespan / kLeastGain) return found;
-    Found whole = run(Division::kOff);
-    return whole.makespan <= found.makespan ? whole : found;
+    if (problem.division != Division::kAuto) return found;
+    if (evaluations != 0 && found.gain <= found.makespan / kLeastGain) {
+        Found whole = run(Division::kOff);
+        if (whole.makespan <= found.makespan) return whole;
+    }
+    for (size_t r = 0; r < found.orders.size(); ++r)
+        join_halves(problem.pipeline, found.replicas[r].micro_batches, found.orders[r]);
+    return found;
 }
 
 }  // namespace dynapipe

@@ -1,0 +1,40 @@
+#include "join_halves.h"
+
+#include <algorithm>
+
+#include "simulate.h"
+
+namespace dynapipe {
+namespace {
+
+constexpr int64_t kBudget = 1'000'000;  // micro-batches on chunks that are simulated, over all trials
+
+}  // namespace
+
+void join_halves(const PipelineShape& shape, const MicroBatches& batches, std::vector<Pass>& order) {
+    if (batches.empty()) return;
+    std::vector<PassCosts> costs;
+    for (const MicroBatch* batch : batches) costs.push_back(*batch->costs);
+    const int64_t makespan = simulate(shape, costs, order, false).makespan, width = order.size() / shape.stages;
+    const int64_t trials = kBudget / (static_cast<int64_t>(batches.size()) * shape.chunks * shape.stages);
+    for (int64_t s = 0; s < shape.stages; ++s) {
+        const auto begin = order.begin() + s * width, end = begin + width;
+        int64_t left = trials;
+        for (auto first = begin; first != end && *first != kNoPass && left > 0; ++first) {
+            if (*first % kPassKinds != kInputPass) continue;
+            --left;
+            const auto second = std::find(first, end, *first + kWeightPass - kInputPass);
+            const Pass half = *second;
+            *first -= kInputPass - kBackwardPass;
+            std::rotate(second, second + 1, end);
+            end[-1] = kNoPass;
+            const Simulation run = simulate(shape, costs, order, false);
+            if (!run.stalled && run.makespan <= makespan) continue;
+            *first += kInputPass - kBackwardPass;
+            end[-1] = half;
+            std::rotate(second, end - 1, end);
+        }
+    }
+}
+
+}  // namespace dynapipe
