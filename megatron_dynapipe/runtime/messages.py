@@ -94,14 +94,21 @@ def _references(tensor: torch.Tensor) -> int:
 _IDLE = _references(torch.empty(1, dtype=torch.uint8))
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A message that is sent, as one contiguous tensor: a copy unless its tensors lie so already."""
-    if (whole := in_place(tensors)) is not None:
-        return whole
-    buffer, parts = _apart(tensors)
+def together(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """A message's tensors lying as one: copies unless they do already, beside which those given need not be kept."""
+    if not tensors or in_place(tensors) is not None:
+        return tensors
+    _, parts = _apart(tensors)
     for part, tensor in zip(parts, tensors, strict=True):
         part.copy_(tensor)
-    return buffer
+    return parts
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A message that is sent, as one contiguous tensor: a copy unless its tensors lie so already."""
+    whole = in_place(together(tensors))
+    assert whole is not None
+    return whole
 
 
 def landing(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:

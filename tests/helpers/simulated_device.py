@@ -6,11 +6,13 @@
 
 A compute kernel ends once it starts. A point-to-point kernel ends once its match on the other rank has started, a
 collective once every rank's has; a send that fits NCCL's buffers ends at once. What is behind a launch that cannot
-start waits with it, on any stream of the same queue (CUDA_DEVICE_MAX_CONNECTIONS=1). Lists are walked by the real
-executor and the real transports; `torch.distributed` beneath them is replaced, and tensors are on the meta device.
+start waits with it, on any stream of the same queue (CUDA_DEVICE_MAX_CONNECTIONS=1). Memory of messages is taken and
+freed where the device passes that in the compute stream. Lists are walked by the real executor and the real
+transports; `torch.distributed` beneath them is replaced, and tensors are on the meta device.
 """
 
 import contextlib
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,8 +34,10 @@ from megatron_dynapipe.plan.instructions import (
     SendStart,
 )
 from megatron_dynapipe.plan.iteration import IterationPlan, StagePlan
+from megatron_dynapipe.plan.memory import ELEMENT_BYTES, message_elements
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.runtime import PipelineExecutor, ScatterGatherTransport, TorchTransport, Transport
+from megatron_dynapipe.runtime.messages import together
 from megatron_dynapipe.runtime.process_groups import channels
 from megatron_dynapipe.runtime.scatter_gather import IsSharded
 
@@ -42,6 +46,10 @@ COMPUTE = "compute"
 
 class DeviceStallError(Exception):
     """Devices wait for one another; the message is the cycle."""
+
+
+class DeviceMemoryError(Exception):
+    """A device holds more bytes of messages during a pass than the plan counts."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +64,8 @@ class Launch:
         meets: what it has to meet on other ranks, with how many there are; None for what ends by itself.
         hidden: a send that NCCL's buffers take, so that it ends by itself.
         of_device: waits for everything before it on the device, and everything after waits for it.
+        takes: bytes of messages that are held from here on; negative where they are freed.
+        counted: bytes of messages that the plan counts while this runs; None for what is no pass.
     """
 
     rank: int
@@ -65,6 +75,8 @@ class Launch:
     meets: tuple[Hashable, int] | None = None
     hidden: bool = False
     of_device: bool = False
+    takes: int = 0
+    counted: int | None = None
     started: bool = False
     ended: bool = False
 
@@ -87,8 +99,11 @@ class Device:
         self.launches.append(made)
         return made
 
-    def compute(self, name: str) -> None:
-        self.launch(name, COMPUTE)
+    def compute(self, name: str, counted: int | None = None) -> None:
+        self.launch(name, COMPUTE, counted=counted)
+
+    def take(self, size: int) -> None:
+        self.launch(f"{size:+} bytes", COMPUTE, takes=size)
 
     def synchronize(self) -> None:
         self.launch("synchronize", COMPUTE, of_device=True)
@@ -105,11 +120,12 @@ class Device:
         self.launch(f"wait for {launch.name}", COMPUTE, after=(launch,))
 
 
-def run(devices: Sequence[Device], *, one_queue: bool = True) -> None:
-    """Let all devices work off what they were given.
+def run(devices: Sequence[Device], *, one_queue: bool = True) -> int:
+    """Let all devices work off what they were given; the most bytes of messages that one holds during a pass.
 
     Raises:
         DeviceStallError: they wait for one another.
+        DeviceMemoryError: a pass finds more than is counted.
     """
     meetings: dict[Hashable, list[Launch]] = defaultdict(list)
     queues: dict[tuple[int, Hashable], list[Launch]] = defaultdict(list)
@@ -128,7 +144,7 @@ def run(devices: Sequence[Device], *, one_queue: bool = True) -> None:
             if (before := latest.get(launch.stream)) is not None:
                 blocks[launch] = before
             latest[launch.stream] = launch
-    _Queues(queues, meetings, blocks).run()
+    return _Queues(queues, meetings, blocks).run()
 
 
 @dataclass
@@ -137,8 +153,10 @@ class _Queues:
     meetings: Mapping[Hashable, list[Launch]]
     before: Mapping[Launch, Launch]
     at: dict[tuple[int, Hashable], int] = field(default_factory=lambda: defaultdict(int))
+    held: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    most: int = 0
 
-    def run(self) -> None:
+    def run(self) -> int:
         moved = True
         while moved:
             moved = False
@@ -151,6 +169,7 @@ class _Queues:
         heads += [each for queue in self.queues.values() for each in queue if each.started and not each.ended]
         if heads:
             raise DeviceStallError("; ".join(self.cycle(heads[0])))
+        return self.most
 
     def start(self, launch: Launch) -> None:
         launch.started = True
@@ -162,6 +181,11 @@ class _Queues:
             if len(together) == ranks and all(each.started for each in together):
                 for each in together:
                     each.ended = True
+        held = self.held[launch.rank] = self.held[launch.rank] + launch.takes
+        if launch.counted is not None:
+            self.most = max(self.most, held)
+            if held > launch.counted:
+                raise DeviceMemoryError(f"{launch} finds {held} bytes of messages, expected at most {launch.counted}")
 
     def waits_for(self, launch: Launch) -> Launch | None:
         """What keeps a queue's first launch from starting."""
@@ -234,16 +258,28 @@ def _distributed(device: Device) -> Iterator[None]:
 
         return start
 
+    make, frees = torch.empty, list[Any]()
+
+    def empty(*shape: Any, **about: Any) -> torch.Tensor:
+        tensor = make(*shape, **about)
+        if tensor.nbytes:
+            device.take(tensor.nbytes)
+            frees.append(weakref.finalize(tensor.untyped_storage(), device.take, -tensor.nbytes))
+        return tensor
+
     def gather(_whole: torch.Tensor, _shard: torch.Tensor, *, group: _Group) -> None:
         device.wait(device.meet("all-gather", group.name, group.size()))
 
     with (
+        mock.patch.object(torch, "empty", empty),
         mock.patch.object(dist, "isend", transfer("isend")),
         mock.patch.object(dist, "irecv", transfer("irecv")),
         mock.patch.object(dist, "all_gather_into_tensor", gather),
         mock.patch.object(dist, "get_group_rank", lambda group, rank: group.ranks.index(rank)),
     ):
         yield
+        for free in frees:  # what the list's end leaves goes when Python collects it
+            free.detach()
 
 
 class _Platform:
@@ -327,16 +363,19 @@ class Job:
             if isinstance(i, SendStart)
         }
 
+        # Inputs that passes keep are among the messages here; plans of training count them with the passes.
+        counted = (n * ELEMENT_BYTES for n in message_elements(mine.instructions, forward_only=True))
+
         def make(kind: Buffer) -> Callable[[Any, Any], None]:
             def handle(run: Forward | Backward | BackwardInput, buffers: Any) -> None:
-                device.compute("compute")
+                device.compute("compute", next(counted))
                 if self.tensor > 1:
                     stage = ("tensor", mine.stage, replica)
                     device.wait(device.meet("all-reduce", stage, self.tensor))
                 shapes = sends.get((kind, run.micro_batch, run.chunk))
                 if shapes is not None:
                     made = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
-                    buffers.put(kind, run.micro_batch, run.chunk, made)
+                    buffers.put(kind, run.micro_batch, run.chunk, together(made))
 
             return handle
 
@@ -345,7 +384,7 @@ class Job:
             buffers.put(Buffer.DATA, run.micro_batch, 0, None)
 
         def weights(_run: BackwardWeight, _buffers: Any) -> None:
-            device.compute("compute")
+            device.compute("compute", next(counted))
 
         backward = make(Buffer.INPUT_GRAD)
         passes = {Forward: make(Buffer.OUTPUT), Backward: backward, BackwardInput: backward, BackwardWeight: weights}
@@ -353,11 +392,9 @@ class Job:
 
 
 def check(plan: IterationPlan, job: Job, *, one_queue: bool = True) -> int:
-    """Launch a plan's lists and let the devices work them off; how many launches there were.
+    """Launch a plan's lists and let the devices work them off; the most bytes of messages held during a pass.
 
     Raises:
-        DeviceStallError: they wait for one another.
+        DeviceStallError, DeviceMemoryError: as of `run`.
     """
-    devices = job.launch(plan)
-    run(devices, one_queue=one_queue)
-    return sum(len(device.launches) for device in devices)
+    return run(job.launch(plan), one_queue=one_queue)

@@ -1,10 +1,14 @@
 """A message's tensors in one stretch of memory, and the buffers that messages are received into."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from megatron_dynapipe.plan.instructions import Payload
+from megatron_dynapipe.plan.instructions import Backward, Buffer, Forward, Payload
+from megatron_dynapipe.runtime.executor import BufferTable
 from megatron_dynapipe.runtime.messages import ReceiveBuffers, in_place, joined, landing, message_bytes, views
+from megatron_dynapipe.runtime.passes import PassContext, pass_handlers
 
 SHAPES, DTYPES = [(3, 5), (7,), (0, 2), (2, 2, 3)], [torch.bfloat16, torch.int64, torch.float32, torch.bool]
 
@@ -39,6 +43,21 @@ def test_what_lies_apart_is_copied(tensors):
     if unpack is not None:
         unpack()
     assert all(one.equal(other) for one, other in zip(arrived, tensors, strict=True))
+
+
+def test_passes_make_a_message_as_it_is_sent():
+    """Tensors of several that are copied only when they are sent would be held beside their copies."""
+    model = SimpleNamespace(begin_pass=lambda _: None, differentiable=lambda *_: None, scale_loss=None)
+    model.forward = lambda _row, _chunk, received, _data: [2 * received[0], 3 * received[1]]
+    handlers, buffers = pass_handlers(PassContext(model=model, stage=1, stages=3, chunks=1)), BufferTable()
+    buffers.put(Buffer.DATA, 0, 0, None)
+    for kind in (Buffer.INPUT, Buffer.OUTPUT_GRAD):
+        buffers.put(kind, 0, 0, [torch.ones(3), torch.ones(5)])
+    for run, made in ((Forward(0), Buffer.OUTPUT), (Backward(0), Buffer.INPUT_GRAD)):
+        handlers[type(run)](run, buffers)
+        tensors = buffers.tensors(made, 0, 0)
+        assert [tensor.tolist() for tensor in tensors] == [[2] * 3, [3] * 5]
+        assert in_place(tensors) is not None
 
 
 def test_a_buffer_is_used_again_when_nothing_refers_to_it():
