@@ -14,7 +14,7 @@ from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import machine, megatron_flags
-from megatron_dynapipe.integration.flags.batch_layout import batch_layouts, slices, split_backward
+from megatron_dynapipe.integration.flags.batch_layout import batch_layouts, first_reason, slices, split_backward
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
@@ -213,19 +213,14 @@ def _check_batch(args: argparse.Namespace) -> None:
 def _check_scatter_gather(args: argparse.Namespace) -> None:
     if args.dynapipe_scatter_gather != ScatterGather.ON:
         return
-    reason = next(
+    reason = first_reason(
         (
-            reason
-            for holds, reason in (
-                (args.tensor_model_parallel_size == 1, "there are no tensor-parallel ranks to divide messages over"),
-                (args.sequence_parallel, "under sequence parallelism every rank sends its own part already"),
-                (args.pipeline_model_parallel_size == 1, "one stage sends no messages"),
-            )
-            if holds
-        ),
-        None,
+            (args.tensor_model_parallel_size == 1, "there are no tensor-parallel ranks to divide messages over"),
+            (args.sequence_parallel, "under sequence parallelism every rank sends its own part already"),
+            (args.pipeline_model_parallel_size == 1, "one stage sends no messages"),
+        )
     )
-    if reason is not None:
+    if reason:
         flag = "--dynapipe-scatter-gather on"
         raise ConfigError(f"{flag} cannot be used with DynaPipe: {reason}", hint=f"remove {flag}")
 

@@ -265,6 +265,17 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     return expand(arguments, add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))))
 
 
+def without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """A command line without some flags and their values."""
+    kept, dropping = [], False
+    for argument in arguments:
+        if argument.startswith("--"):
+            dropping = argument.partition("=")[0] in flags
+        if not dropping:
+            kept.append(argument)
+    return kept
+
+
 def parse(family: ModelFamily, arguments: Sequence[str]) -> "tuple[argparse.Namespace, RunConfig]":
     """Megatron's namespace, and the run's configuration made of it.
 

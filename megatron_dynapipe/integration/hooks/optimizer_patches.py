@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_dynapipe.integration.hooks import fused_kernels, gloo_reductions
+from megatron_dynapipe.integration.hooks.originals import Originals
 
 
 def with_padding(sharded_state: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +147,7 @@ PATCHES: tuple[MethodPatch, ...] = (
 )
 """Everything that is patched."""
 
-_originals: dict[str, Callable[..., Any]] = {}
+_originals = Originals()
 
 
 def apply() -> None:
@@ -155,8 +156,7 @@ def apply() -> None:
         return
     owner = getattr(importlib.import_module(MODULE), CLASS)
     for patch in PATCHES:
-        _originals[patch.name] = getattr(owner, patch.name)
-        setattr(owner, patch.name, patch.make(_originals[patch.name]))
+        _originals.replace(owner, patch.name, patch.make(getattr(owner, patch.name)))
     gloo_reductions.apply()
     fused_kernels.apply()
 
@@ -165,7 +165,4 @@ def revert() -> None:
     """Restore Megatron's own methods; does nothing if none is patched."""
     fused_kernels.revert()
     gloo_reductions.revert()
-    owner = getattr(importlib.import_module(MODULE), CLASS) if _originals else None
-    while _originals:
-        name, original = _originals.popitem()
-        setattr(owner, name, original)
+    _originals.revert()

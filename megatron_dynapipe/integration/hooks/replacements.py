@@ -6,13 +6,13 @@ Each replacement calls the function of `active_run` that a patched checkout call
 import contextlib
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_dynapipe.integration.hooks import active_run, evaluation_line, optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import PlannedRun
+from megatron_dynapipe.integration.hooks.originals import Originals, holders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ TABLE: tuple[Replacement, ...] = (
 )
 """Everything that is replaced in Megatron while a planned run trains."""
 
-_replaced: list[tuple[Any, str, Any]] = []
+_originals = Originals()
 
 
 def install(run: PlannedRun) -> None:
@@ -108,22 +108,13 @@ def install(run: PlannedRun) -> None:
         owner = importlib.import_module(row.owner)
         original = getattr(owner, row.name)
         replacement = row.make(original)
-        for module in [owner, *(_importers(row.name, original) if row.everywhere else ())]:
-            _replaced.append((module, row.name, getattr(module, row.name)))
-            setattr(module, row.name, replacement)
-
-
-def _importers(name: str, original: Any) -> list[Any]:
-    """Megatron's modules that hold the original under its name."""
-    modules = [module for path, module in sys.modules.items() if path.startswith("megatron.") and module is not None]
-    return [module for module in modules if vars(module).get(name) is original]
+        for module in holders(row.name, original) if row.everywhere else [owner]:
+            _originals.replace(module, row.name, replacement)
 
 
 def uninstall() -> None:
     """Put Megatron's own names back; nothing happens if none was replaced."""
-    while _replaced:
-        module, name, original = _replaced.pop()
-        setattr(module, name, original)
+    _originals.revert()
     optimizer_patches.revert()
     active_run.deactivate()
 

@@ -41,7 +41,7 @@ def t5_required_fields(split: T5Split, rank: int) -> RequiredFields:
 
 
 def t5_provider(model: ModelConfig, split: T5Split) -> ModelProvider:
-    """A provider of T5 stages; pass `split.embedding_ranks` and `split.position_embedding_ranks` to `pretrain` too."""
+    """A provider of T5 stages; pass `split.embedding_ranks` to `pretrain` too, for words and positions."""
     built: list[T5Stage] = []
 
     def provide(

@@ -103,7 +103,7 @@ def prepared(
         groups["expert_tensor_parallel_size"] = args.expert_tensor_parallel_size
         if (split := _t5_split(args, family)) is not None:
             groups["get_embedding_ranks"] = split.embedding_ranks
-            groups["get_position_embedding_ranks"] = split.position_embedding_ranks
+            groups["get_position_embedding_ranks"] = split.embedding_ranks
         parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, **groups)
         model_parallel_cuda_manual_seed(args.seed)
         fused_kernels.apply()  # layers as training has them
@@ -155,7 +155,7 @@ def _parse(
         args.vocab_size = vocabulary or args.padded_vocab_size or _vocabulary(args)
         layer_split.settle(args, family)
 
-    given = [*_without(command_line.expanded(flags), _OTHER_LAYOUTS), *layout]
+    given = [*command_line.without(command_line.expanded(flags), _OTHER_LAYOUTS), *layout]
     kept = sys.argv[1:]
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # a thousand lines of arguments
@@ -173,17 +173,6 @@ def _t5_split(args: argparse.Namespace, family: ModelFamily) -> T5Split | None:
         return None
     model, parallel = from_megatron.model_config(args, family), from_megatron.parallel_config(args, family)
     return t5_split(model, parallel)
-
-
-def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The command line without some flags and their values."""
-    kept, dropping = [], False
-    for argument in arguments:
-        if argument.startswith("--"):
-            dropping = argument.partition("=")[0] in flags
-        if not dropping:
-            kept.append(argument)
-    return kept
 
 
 def _vocabulary(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from megatron_dynapipe.cost import CPU_RATES, ModelShape
 from megatron_dynapipe.elastic.job import VARIABLE, Job
 from megatron_dynapipe.errors import CheckpointError, ConfigError, StoreTimeoutError
 from megatron_dynapipe.integration.entry import elastic_run
+from megatron_dynapipe.integration.flags import command_line
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
@@ -31,7 +32,7 @@ ARGV = ["--lr", "1e-3", "--save", "saved", "--save-interval", "100"]
 
 def test_a_layout_given_by_hand_is_dropped() -> None:
     given = ["--lr", "1", "--pipeline-model-parallel-size", "2", "--dynapipe-layers-per-stage=3,1", "--bf16"]
-    assert elastic_run.without(given, elastic_run.LAYOUT_FLAGS) == ["--lr", "1", "--bf16"]
+    assert command_line.without(given, elastic_run.LAYOUT_FLAGS) == ["--lr", "1", "--bf16"]
 
 
 @pytest.mark.parametrize("folder", ["", "non_persistent"])
