@@ -302,8 +302,9 @@ class DynaPipeDataLoader:
         first = self.epoch << 32  # iterations are numbered apart by epoch
         numbered = [(first + number, ids) for number, ids in enumerate(batches)]
         items: Any = numbered[self._skipped :]
+        make: Any = self._planned  # without batch_size it is called with one item
         self.set_epoch(self.epoch + 1)
-        loader = DataLoader(items, batch_size=None, shuffle=False, collate_fn=self._planned, **self._arguments)
+        loader = DataLoader(items, batch_size=None, shuffle=False, collate_fn=make, **self._arguments)
         for micro_batches, plan in loader:
             yield micro_batches, decode_entry(plan)
 

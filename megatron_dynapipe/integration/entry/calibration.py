@@ -174,8 +174,3 @@ def _digest(path: Path) -> str:
         return TableCostModel.load(path).digest
     except CostModelError as error:
         raise CostModelError(error.message, hint=f"remove {path}: it is measured again") from error
-
-
-def record(path: Path, report_folder: Path) -> None:
-    """Leave a copy among the run's records, as version 0 of its cost model."""
-    (report_folder / "cost-model-0.json").write_bytes(path.read_bytes())

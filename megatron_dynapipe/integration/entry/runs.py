@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +66,7 @@ def t5_run() -> Run:
     split = t5_split(run.model, run.parallel)
 
     def required_fields() -> RequiredFields:
-        return t5_required_fields(split, parallel_state.get_pipeline_model_parallel_rank())
+        return t5_required_fields(split.of_rank(parallel_state.get_pipeline_model_parallel_rank()))
 
     session = Session(
         run,
@@ -127,7 +128,7 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
             run = _plan_layer_split(run)
         _preflight(run)
         if measures and run.rank == 0 and run.cost_model is not None:
-            calibration.record(run.cost_model, run.report_folder)
+            shutil.copyfile(run.cost_model, run.report_folder / "cost-model-0.json")  # before any correction of it
             computed = plan_inputs(replace(run, cost_model=None)).costs
             print(f"cost model: {calibration.gain(plan_inputs(run), computed)}", flush=True)
         return args, run

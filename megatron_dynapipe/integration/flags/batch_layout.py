@@ -7,7 +7,6 @@ padded               padded                padded                padded
 """
 
 import argparse
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,14 +25,6 @@ SPLIT_BACKWARD_FLAG = "--dynapipe-split-backward"
 
 Slices = int | Literal["auto", "off"]
 """Whether long samples are cut, as `PlannerSettings.slices`."""
-
-
-class LayoutChoice(enum.StrEnum):
-    """What `--dynapipe-layout` may say."""
-
-    AUTO = "auto"
-    PADDED = "padded"
-    PACKED = "packed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +51,10 @@ def batch_layouts(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool
     Raises:
         ConfigError: packed rows are asked for, and a part of the model cannot take them.
     """
-    choice = LayoutChoice(args.dynapipe_layout)
-    if choice is LayoutChoice.PADDED:
+    if args.dynapipe_layout == BatchLayout.PADDED:
         return Layouts(allowed=(BatchLayout.PADDED,))
     impossible = first_reason(_cannot_pack(args, on_cpu=on_cpu))
-    if choice is LayoutChoice.PACKED:
+    if args.dynapipe_layout == BatchLayout.PACKED:
         if impossible:
             raise ConfigError(f"{FLAG} packed cannot be honoured: {impossible}", hint=f"pass {FLAG} auto or padded")
         return Layouts(allowed=(BatchLayout.PACKED,))

@@ -23,9 +23,9 @@ from megatron_dynapipe.data.meta import tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import fork
-from megatron_dynapipe.integration.flags.batch_layout import SLICES_FLAG, SPLIT_BACKWARD_FLAG, LayoutChoice
+from megatron_dynapipe.integration.flags.batch_layout import SLICES_FLAG, SPLIT_BACKWARD_FLAG
 from megatron_dynapipe.sampling import LastBatch, LongSamples, TruncationSide
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.units import BatchLayout, ModelFamily
 
 if TYPE_CHECKING:
     from megatron_dynapipe.integration.flags.run_config import RunConfig
@@ -161,8 +161,8 @@ def _add_plan_flags(add: Callable[..., Any]) -> None:
     )
     add(
         "--dynapipe-layout",
-        choices=_values(LayoutChoice),
-        default=LayoutChoice.AUTO.value,
+        choices=("auto", *_values(BatchLayout)),
+        default="auto",
         help="micro-batches of padded rows, of samples packed into one row that do not attend to each other, or"
         " whichever plans find faster (default, where a kernel serves)",
     )
