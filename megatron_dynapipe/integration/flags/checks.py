@@ -167,25 +167,18 @@ def _check_ranges(args: argparse.Namespace) -> None:
 
 def _check_parallel_sizes(args: argparse.Namespace) -> None:
     """Sizes that do not divide, before Megatron asserts on them."""
-    ranks = machine.world_size()
-    model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    if ranks % model_size:
-        raise ConfigError(
-            f"expected a number of ranks that tensor × pipeline × context parallel sizes divide ({model_size}), "
-            f"got {ranks}",
-            hint="change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes",
-        )
-    of_experts = (
-        args.expert_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-    )
-    if ranks % of_experts:
-        raise ConfigError(
-            f"expected a number of ranks that expert × expert tensor × pipeline parallel sizes divide ({of_experts}), "
-            f"got {ranks}",
-            hint="change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes",
-        )
+    ranks, pipeline, tensor = machine.world_size(), args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    model_size = tensor * pipeline * args.context_parallel_size
+    of_experts = args.expert_model_parallel_size * pipeline * (args.expert_tensor_parallel_size or tensor)
+    for names, size in (
+        ("tensor × pipeline × context", model_size),
+        ("expert × expert tensor × pipeline", of_experts),
+    ):
+        if ranks % size:
+            raise ConfigError(
+                f"expected a number of ranks that {names} parallel sizes divide ({size}), got {ranks}",
+                hint="change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes",
+            )
     replicas = ranks // model_size
     if args.global_batch_size is None or args.global_batch_size % replicas:
         raise ConfigError(

@@ -216,8 +216,8 @@ def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpars
     }
     flags = given(args, known)
     for flag in flags:
-        where, reason = REFUSED.get(flag, ("", ""))
-        if reason and holds[where]:
+        where, why = REFUSED.get(flag, ("", ""))
+        if why and holds[where]:
             place = f" {where}" if where else ""
-            raise ConfigError(f"{flag} cannot be used with DynaPipe{place}: {reason}", hint=f"remove {flag}")
+            raise ConfigError(f"{flag} cannot be used with DynaPipe{place}: {why}", hint=f"remove {flag}")
     return [f"{flag} ({reason})" for flag in flags if (reason := others().get(flag))]
