@@ -55,9 +55,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Echo:
         (["echo", "inner", "--outptu", "f"], "unrecognized arguments: --outptu f", "did you mean --output?"),
     ],
 )
-def test_bad_arguments_are_one_line_and_a_hint(
-    echo: Echo, capsys: pytest.CaptureFixture[str], argv: list[str], error: str, hint: str
-) -> None:
+def test_bad_arguments_are_one_line_and_a_hint(echo, capsys, argv, error, hint):
     assert frame.main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -76,9 +74,7 @@ def test_bad_arguments_are_one_line_and_a_hint(
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
-def test_outcomes_become_exit_codes(
-    echo: Echo, capsys: pytest.CaptureFixture[str], outcome: int | BaseException, code: int, err: str
-) -> None:
+def test_outcomes_become_exit_codes(echo, capsys, outcome, code, err):
     echo.outcome = outcome
     assert frame.main(["echo"]) == code
     assert capsys.readouterr() == ("", err)

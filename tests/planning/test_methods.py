@@ -49,9 +49,7 @@ def test_longest_positions(family: ModelFamily, tokens: tuple[int, int], longest
         (ModelFamily.T5, [(8, 14), (8, 14), (8, 6), (8, 6)], 3, (64, 14)),  # targets fill the rows
     ],
 )
-def test_rows_without_masks_are_of_the_longest_length(
-    family: ModelFamily, samples: list[tuple[int, int]], rows: int, row: tuple[int, int]
-) -> None:
+def test_rows_without_masks_are_of_the_longest_length(family, samples, rows, row):
     longest = Longest(64, 0 if family is ModelFamily.GPT else 16)
     packed = rows_of_longest(batch_of(*samples), longest, family)
     found = list(zip(packed.input_lengths.tolist(), packed.target_lengths.tolist(), strict=True))

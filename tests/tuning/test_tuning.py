@@ -71,9 +71,7 @@ def exhaustive(family: ModelFamily, batches: list[GlobalBatch], space: Space, **
 @pytest.mark.parametrize("family", [GPT, T5])
 @pytest.mark.parametrize("layouts", [(BatchLayout.PADDED,), BOTH])
 @pytest.mark.parametrize("memory_mb", [2000, 20])
-def test_the_best_are_those_of_the_exhaustive_search(
-    family: ModelFamily, layouts: tuple[BatchLayout, ...], memory_mb: int
-) -> None:
+def test_the_best_are_those_of_the_exhaustive_search(family, layouts, memory_mb):
     batches = [batch(family, 12, seed=seed) for seed in range(2)]
     space = Space(devices=4, chunks=(1, 2))
     changes = {"micro_batch_layouts": layouts, "memory_limit_bytes": memory_mb * 10**6}
@@ -116,14 +114,7 @@ def test_processes_find_what_one_process_finds() -> None:
     chunks=st.sampled_from([1, 2]),
     latency_us=st.sampled_from([0.0, 300.0]),
 )
-def test_no_plan_is_faster_than_its_bound(
-    seed: int,
-    family: ModelFamily,
-    layouts: tuple[BatchLayout, ...],
-    layout: tuple[int, int, int],
-    chunks: int,
-    latency_us: float,
-) -> None:
+def test_no_plan_is_faster_than_its_bound(seed, family, layouts, layout, chunks, latency_us):
     data, tensor, pipeline = layout
     wanted = base(
         family,
@@ -169,9 +160,7 @@ class Uneven:
     layouts=st.sampled_from([(BatchLayout.PADDED,), (BatchLayout.PACKED,), BOTH]),
     layout=st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4), (2, 2)]),
 )
-def test_bounds_hold_whatever_was_measured(
-    seed: int, lengths: list[int], layouts: tuple[BatchLayout, ...], layout: tuple[int, int]
-) -> None:
+def test_bounds_hold_whatever_was_measured(seed, lengths, layouts, layout):
     data, pipeline = layout
     wanted = base(GPT, data_parallel=data, pipeline_parallel=pipeline, micro_batch_layouts=layouts)
     costs, one = Uneven(seed), of_lengths(lengths)

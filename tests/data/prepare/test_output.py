@@ -76,9 +76,7 @@ def test_links_beside_a_dataset_stay(tmp_path: Path, made: dict[str, bytes]) -> 
     assert (folder / "runs" / "log").read_bytes() == b"mine"
 
 
-def test_a_file_that_comes_while_the_dataset_is_made_stays(
-    tmp_path: Path, made: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_comes_while_the_dataset_is_made_stays(tmp_path, made, monkeypatch):
     folder = write(tmp_path / "data", made)
     with monkeypatch.context() as patched:
         real = run.write_meta
@@ -134,9 +132,7 @@ def test_a_link_stays_one(tmp_path: Path, made: dict[str, bytes], is_there: bool
     assert names(tmp_path) == ["disk", "link"] and names(folder.parent) == ["data"]
 
 
-def test_paths_that_cannot_be_written_are_one_line(
-    tmp_path: Path, made: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_that_cannot_be_written_are_one_line(tmp_path, made, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for path, said in (
@@ -164,9 +160,7 @@ def no_room() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_file_that_cannot_be_written_is_one_line(
-    tmp_path: Path, made: dict[str, bytes], no_room: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path, made, no_room, monkeypatch):
     """The tokenizer's library has errors of its own."""
     monkeypatch.setattr(run, "check_first_rows", lambda *_: None)
     with pytest.raises(DataError, match="File too large") as caught:
