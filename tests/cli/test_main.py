@@ -86,18 +86,6 @@ def test_own_bugs_keep_their_traceback(echo: Echo) -> None:
         frame.main(["echo"])
 
 
-def test_every_command_is_in_the_help_and_has_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        frame.main(["--help"])
-    assert stopped.value.code == 0
-    listed = capsys.readouterr().out
-    for name in frame.COMMANDS:
-        assert name.replace("_", "-") in listed
-        with pytest.raises(SystemExit) as stopped:
-            frame.main([name.replace("_", "-"), "--help"])
-        assert stopped.value.code == 0
-
-
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False)
 

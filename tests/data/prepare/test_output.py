@@ -68,12 +68,16 @@ def test_files_beside_a_dataset_are_named_and_stay(tmp_path: Path, made: dict[st
     assert names(tmp_path) == ["data"]
 
 
-def test_links_beside_a_dataset_stay(tmp_path: Path, made: dict[str, bytes]) -> None:
+def test_links_beside_a_dataset_and_a_folder_where_it_would_be_made_stay(tmp_path, made) -> None:
     folder = write(tmp_path / "data", made)
     (folder / "runs").symlink_to(write(tmp_path / "runs", {"log": b"mine"}))
     with pytest.raises(DataError, match="found runs"):
         prepare(folder, text_samples(30))
     assert (folder / "runs" / "log").read_bytes() == b"mine"
+    staging = write(tmp_path / ".other.prepare", {"thesis.tex": b"mine"})
+    with pytest.raises(DataError, match=r"to hold an unfinished dataset, found thesis\.tex"):
+        prepare(tmp_path / "other")
+    assert (staging / "thesis.tex").read_bytes() == b"mine"
 
 
 def test_a_file_that_comes_while_the_dataset_is_made_stays(tmp_path, made, monkeypatch):
@@ -87,13 +91,6 @@ def test_a_file_that_comes_while_the_dataset_is_made_stays(tmp_path, made, monke
     (folder / "notes.txt").unlink()
     assert sum(prepare(folder, text_samples(30)).split_samples.values()) == 30
     assert names(tmp_path) == ["data"]
-
-
-def test_a_folder_where_datasets_are_made_is_not_emptied(tmp_path: Path) -> None:
-    write(tmp_path / ".data.prepare", {"thesis.tex": b"mine"})
-    with pytest.raises(DataError, match=r"to hold an unfinished dataset, found thesis\.tex"):
-        prepare(tmp_path / "data")
-    assert (tmp_path / ".data.prepare" / "thesis.tex").read_bytes() == b"mine"
 
 
 def test_a_dataset_is_replaced(tmp_path: Path, made: dict[str, bytes]) -> None:

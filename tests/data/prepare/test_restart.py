@@ -172,14 +172,6 @@ def test_two_at_once(tmp_path: Path, source: Path) -> None:
     assert prepare(source, tmp_path / "data").is_new
 
 
-def test_a_bad_row_leaves_nothing_behind(tmp_path: Path, source: Path) -> None:
-    with source.open("a") as file:
-        file.write('\n{"task": "copy", "input": "new"}')
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 41: expected an object with task, input, target"):
-        prepare(source, tmp_path / "data")
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
-
-
 @pytest.mark.parametrize("workers", [1, 3])
 def test_processes_give_the_same_bytes(tmp_path: Path, source: Path, monkeypatch, capfd, workers: int) -> None:
     prepare(source, tmp_path / "here")
