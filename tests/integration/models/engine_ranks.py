@@ -17,6 +17,7 @@ from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.padded_rows import decoder_rows, encoder_rows
 from megatron_dynapipe.integration.models.positions import Positions, StackPositions
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
+from megatron_dynapipe.integration.models.t5_inputs import padded_attention
 from megatron_dynapipe.integration.models.t5_stage import T5Options
 from megatron_dynapipe.units import Shape
 from tests.helpers.layouts.compare import assert_close
@@ -114,13 +115,8 @@ def compare(positions: str, changes: dict[str, Any]) -> list[tuple[str, str]]:
             replace(options, transformer_engine=True, attention=CoreAttention.MEGATRON),
         )
     engine.load_state_dict(local.state_dict())
-    rows = replace(
-        masked,
-        encoder_mask=None,
-        decoder_mask=None,
-        cross_mask=None,
-        **t5_stage.padded_attention(SHAPE, *LENGTHS, RowFormat.TRANSFORMER_ENGINE),
-    )
+    made = padded_attention(SHAPE, *LENGTHS, RowFormat.TRANSFORMER_ENGINE)
+    rows = replace(masked, encoder_mask=None, decoder_mask=None, cross_mask=None, **made)
     weights = (torch.arange(8) < LENGTHS[1][:, None]).float()
     losses, gradients = [], []
     for stage, batch in ((local, masked), (engine, rows)):
