@@ -19,7 +19,16 @@ def test_a_model_on_every_cluster(tmp_path: Path) -> None:
     layers = [node(1, "Input"), *(node(n, "Conv", 1, 2, "1e7", 1e4 if n < 23 else 1e8) for n in range(2, 27))]
     edges = [f"\tnode{n} -- node{n + 1}" for n in range(1, 26)]
     (folder / "vgg-19-pbs-32.txt").write_text("\n".join([*layers, *edges]))
-    argv = [sys.executable, "benchmarks/orchestrate/run.py", str(tmp_path), "--models", "vgg-19", "--json", "rows.json"]
+    argv = [
+        sys.executable,
+        "-m",
+        "benchmarks.orchestrate.run",
+        str(tmp_path),
+        "--models",
+        "vgg-19",
+        "--json",
+        "rows.json",
+    ]
     argv[-1] = str(tmp_path / argv[-1])
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
