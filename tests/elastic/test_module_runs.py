@@ -67,18 +67,6 @@ def test_split_points_are_those_between_stages(alone: Path) -> None:
     assert ModuleLayout.of(found, COSTS).split_points == ()
 
 
-def test_ranks_are_left_out_or_waited_for_where_no_layout_fits(alone: Path) -> None:
-    """Three ranks are three replicas or three stages; memory for one segment takes four."""
-    largest = max(segment.state_mb + segment.largest_mb() for segment in COSTS.segments)
-    limit = round(largest * 1.2 * 10**6)
-    found = choice(1, 4, limit)
-    assert found.ranks == 0 and found.needed > 1 and found.reason.startswith("1 ranks: ")
-    with pytest.raises(ConfigError, match="no layout of up to 1 ranks fits"):
-        choice(1, 1, limit)
-    more = choice(6, 6, limit)
-    assert more.ranks >= found.needed
-
-
 def test_costs_that_cannot_be_read_are_named(alone: Path) -> None:
     with pytest.raises(CostModelError, match="cannot read the cost model /nowhere"):
         layout_for("/nowhere", LENGTHS, memory_limit_bytes=LIMIT)
