@@ -189,14 +189,27 @@ def undisturbed(costs: Path, folder: Path) -> dict[int, tuple[str, float]]:
     return losses_of(done.stdout)
 
 
+def script_of(costs: Path, folder: Path, iterations: int = ITERATIONS) -> list[str]:
+    return [str(SCRIPT), "--costs", str(costs), "--save", str(folder / "run"), "--iterations", str(iterations)]
+
+
+def assert_as_undisturbed(found: dict[int, tuple[str, float]], costs: Path, folder: Path) -> None:
+    """Every iteration has its loss, and the last ones are one rank's."""
+    assert list(found) == list(range(ITERATIONS))
+    layouts = [layout for layout, _ in found.values()]
+    assert layouts[0] != layouts[-1] == "{'replicas': 1, 'stages': 1}"
+    expected = undisturbed(costs, folder / "undisturbed")
+    for iteration, (_, loss) in found.items():
+        assert loss == pytest.approx(expected[iteration][1], rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_example_goes_on_when_a_node_leaves_on_notice(
     costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    script = [str(SCRIPT), "--costs", str(costs), "--save", str(tmp_path / "run"), "--iterations", str(ITERATIONS)]
-    with Nodes(tmp_path, free_port(), least=1, most=2, script=script) as nodes:
+    with Nodes(tmp_path, free_port(), least=1, most=2, script=script_of(costs, tmp_path)) as nodes:
         stays = nodes.start("--last-call", "20")
         nodes.await_host()
         leaves = nodes.start("--last-call", "20")
@@ -204,12 +217,7 @@ def test_the_example_goes_on_when_a_node_leaves_on_notice(
         leaves.send_signal(signal.SIGUSR1)
         assert leaves.wait(DEADLINE_S) == 0 and stays.wait(DEADLINE_S) == 0
         found = trained(nodes)
-    assert list(found) == list(range(ITERATIONS))
-    layouts = [layout for layout, _ in found.values()]
-    assert layouts[0] != layouts[-1] == "{'replicas': 1, 'stages': 1}"
-    expected = undisturbed(costs, tmp_path / "undisturbed")
-    for iteration, (_, loss) in found.items():
-        assert loss == pytest.approx(expected[iteration][1], rel=1e-4)
+    assert_as_undisturbed(found, costs, tmp_path)
 
 
 @pytest.mark.slow
@@ -217,8 +225,7 @@ def test_the_example_goes_on_when_a_node_leaves_on_notice(
 def test_ranks_do_not_outlive_a_killed_agent(costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They went on to save, beside the ranks of the next `launch`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    script = [str(SCRIPT), "--costs", str(costs), "--save", str(tmp_path / "run"), "--iterations", "100000"]
-    with Nodes(tmp_path, free_port(), least=1, most=1, script=script) as nodes:
+    with Nodes(tmp_path, free_port(), least=1, most=1, script=script_of(costs, tmp_path, 100_000)) as nodes:
         agent = nodes.start()
         nodes.until(lambda: len(losses_of(nodes.said(0))) > 3, "three iterations")
         ranks = psutil.Process(agent.pid).children(recursive=True)
