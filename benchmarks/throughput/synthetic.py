@@ -67,6 +67,7 @@ def make(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         made = Path(temporary) / "made"
+        made.mkdir()
         word_tokenizer(made / "tokenizer", vocabulary)
         draw = np.random.default_rng(seed)
         counts = {

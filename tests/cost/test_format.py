@@ -13,7 +13,10 @@ import pytest
 from megatron_dynapipe.cost import (
     ABSENT,
     CPU_RATES,
+    LARGEST_COST,
     AnalyticCostModel,
+    LayerState,
+    LayerTables,
     ModelShape,
     Row,
     TableCostModel,
@@ -189,6 +192,7 @@ def test_a_hole_is_infeasible_around_it_and_nowhere_else() -> None:
     assert forward(2, 32) == 64_000_000 and forward(4, 16) == 64_000_000
     assert forward(8, 16) == forward(1, 40) == ABSENT  # beyond the grid
     assert forward(1, 4) == forward(1, 8)  # below it: an upper bound
+    assert forward(1, 12) == 12_000_000 and forward(1, 32) == 32_000_000  # on edges, also one that the hole ends
 
 
 def test_a_combination_that_is_not_there_is_answered_with_those_that_are() -> None:
@@ -224,3 +228,23 @@ def test_packed_tables() -> None:
     assert costs[Row.ENCODER_PEAK] == 50_000_000 + 500_000 + 500_000
     assert costs[Row.HEAD_FORWARD] == 2_000_000
     assert decode_file(encode_file(decode_file(packed_file(), origin="x")), origin="x").keys["tp1_none"].packed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sizes": np.array([3, 1])}, "sizes must increase"),
+        ({"inputs": np.array([8, 16, 24])}, "must have the shape"),
+        ({"values": np.full((len(Row), 2, 2, 1), -2)}, "between 0 and"),
+        ({"values": np.full((len(Row), 2, 2, 1), LARGEST_COST + 1)}, "between 0 and"),
+        ({"values": np.arange(4 * len(Row)).reshape(-1, 2, 2, 1) + ABSENT}, "absent from all rows or from none"),
+        ({"of_stages": np.zeros((3, len(Row), 2, 1, 1))}, "values of a stage must have the shape"),
+    ],
+)
+def test_tables_that_are_no_grid_are_refused(change: dict[str, Any], message: str) -> None:
+    grid = {"sizes": np.array([1, 3]), "inputs": np.array([8, 24]), "targets": np.array([0])}
+    good = grid | {"values": np.zeros((len(Row), 2, 2, 1), np.int64)}
+    state = LayerState(embedding_bytes=1, encoder_bytes=1)
+    LayerTables(**good, state=state)
+    with pytest.raises(CostModelError, match=message):
+        LayerTables(**(good | change), state=state)

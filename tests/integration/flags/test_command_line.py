@@ -101,6 +101,7 @@ REFUSED = {
     "--attention-backend flash": "local layers do not look at it",
     "--multi-latent-attention": "outside a patched checkout: the entry scripts build plain attention",
     "--save checkpoints": "Megatron refuses these arguments: assert args.save_interval is not None",
+    "--non-persistent-ckpt-type local": "Megatron refuses these arguments: ",
     "--lr-warmup-iters 2": "expected a warm-up shorter than the 2 iterations",
     "--pretrained-checkpoint nowhere": "expected Megatron's checkpoints in --pretrained-checkpoint nowhere",
     "--train-samples 32": "expected one of --train-iters, --train-samples, got both",
