@@ -158,7 +158,7 @@ def test_run_files_for_gpus_fit_the_synthetic_mixture(family):
 
 
 def test_a_synthetic_dataset_is_drawn_from_its_seed(monkeypatch, tmp_path):
-    monkeypatch.setattr(synthetic, "_tokenizer", lambda folder, vocabulary: None)
+    monkeypatch.setattr(synthetic, "word_tokenizer", lambda folder, vocabulary: None)
     sizes = {"samples": 400, "vocabulary": 64, "longest": (512, 60)}
     folders = [synthetic.make(tmp_path / name, **sizes, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     one, same, other = ((folder / "train.bin").read_bytes() for folder in folders)
