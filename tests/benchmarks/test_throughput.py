@@ -116,11 +116,7 @@ def test_a_maximum_length_truncates_and_leaves_shorter_targets(tmp_path):
 
 @pytest.mark.parametrize(
     ("together", "expected"),
-    [
-        (4, [["b", "a", "c", "d"]]),
-        (2, [["b", "a"], ["a", "c"], ["a", "d"]]),
-        (3, [["b", "a", "c"], ["a", "d"]]),
-    ],
+    [(4, [["b", "a", "c", "d"]]), (2, [["b", "a"], ["a", "c"], ["a", "d"]]), (3, [["b", "a", "c"], ["a", "d"]])],
 )
 def test_groups_hold_the_base_and_every_other_method_once(together, expected):
     assert comparison.groups(["b", "a", "c", "d"], "a", together) == expected

@@ -57,9 +57,7 @@ def test_samples_of_a_source_file() -> None:
         TextSample("signature", "write signature:\nDoes nothing at all.", "def nothing()"),
         TextSample("signature", "write signature:\nshort", "def wait(*steps)"),
         TextSample(
-            "signature",
-            "write signature:\nReturn the area, scaled.",
-            "def area(self, scale: float=1.0) -> float",
+            "signature", "write signature:\nReturn the area, scaled.", "def area(self, scale: float=1.0) -> float"
         ),
         TextSample(
             "function_summary",
@@ -99,7 +97,9 @@ def test_no_source(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo") / "data"
+    """That of set-up, where this Python built one; else a new one, which takes a while."""
+    made = Path(__file__).parents[2] / ".demo" / "data"
+    folder = made if demo._up_to_date(made) else tmp_path_factory.mktemp("demo") / "data"
     build_demo(folder)
     return folder
 

@@ -64,12 +64,6 @@ def test_a_sample_that_a_batch_holds_twice_stays_whole() -> None:
     assert plan.totals.samples == 4
 
 
-def test_plans_of_free_replicas_say_nothing_of_steps() -> None:
-    free = planned([1000, 900, 20], lockstep=False)
-    fields = msgspec.msgpack.decode(codec.encode(free)[24:])
-    assert free.in_step == 1 and len(fields) == len(free.__struct_fields__) - 1
-
-
 def changed(plan: IterationPlan, replica: int, **changes: object) -> IterationPlan:
     share = plan.replicas[replica]
     micro_batches = list(share.micro_batches)

@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from megatron_dynapipe.errors import PlanError, StallError
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.instructions import Backward, Forward, RecvStart, RecvWait
-from megatron_dynapipe.plan.transfer_rules import (
-    CUDA_RULES,
-    GLOO_RULES,
-    MANY_QUEUES_RULES,
-    TransferRules,
-    cuda_rules,
-)
+from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, MANY_QUEUES_RULES, TransferRules, cuda_rules
 from megatron_dynapipe.plan.verify import verify, verify_lists
 from megatron_dynapipe.plan.verify_buffers import Dimensions
 from megatron_dynapipe.planning.lowering import Topology, lower
