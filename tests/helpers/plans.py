@@ -170,5 +170,3 @@ def stage_entry(iteration: int, *micro_batches: MicroBatch, stage: int = 0, **ch
         ),
     }
     return StageEntry(iteration=iteration, micro_batches=micro_batches, **(fields | changes))
-
-
