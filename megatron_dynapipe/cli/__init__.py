@@ -21,7 +21,7 @@ MOST_REAL = 1e9
 
 def number[N: (int, float)](kind: type[N], least: N, most: N, *, above: bool = False) -> Callable[[str], N]:
     """A type of arguments: numbers from `least` (`above`: greater ones) to `most`."""
-    bounds = f"above {least} and up to {most:g}" if above else f"from {least} to {most if most < 2**63 else '2^64 - 1'}"
+    bounds = f"{'above' if above else 'from'} {least:g} {'and up ' * above}to {most if kind is int else f'{most:g}'}"
 
     def parse(text: str) -> N:
         with contextlib.suppress(ValueError):

@@ -233,7 +233,8 @@ def network_of(args: argparse.Namespace, links: "Mapping[str, Link]") -> "Networ
 
 def _memory_limit_bytes(args: argparse.Namespace) -> int:
     if args.device_memory_mb is not None:
-        return int(round(args.device_memory_mb * BYTES_PER_MB))
+        limit_mb: float = args.device_memory_mb
+        return round(limit_mb * BYTES_PER_MB)
     if (cluster := _cluster(args)) is None:
         raise ConfigError("expected memory of a device, got none", hint="pass --device-memory-mb N, or --cluster FILE")
     return cluster.memory_limit_bytes
