@@ -33,6 +33,21 @@ def test_the_gpu_script_runs_on_a_cpu(tmp_path):
     assert figures["t5: 2 stages on one device, bf16"]["gradients"] > 1e-4, "bf16, not fp32"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_script_of_cost_accuracy_runs_small_anywhere(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.cost_accuracy.run", "--output", tmp_path, "--size", "small"]
+    done = subprocess.run(
+        [*command, "--models", "gpt"], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads((tmp_path / "figures.json").read_text())["gpt"]
+    assert figures["as profiled"]["iterations"] == 3 and figures["as profiled"]["mean_error"] < 2
+    assert abs(figures["memory"]["error_of_both"][0]) < 0.2
+    assert {"device", "dtype", "attention", "torch", "date"} <= figures["provenance"].keys()
+    assert json.loads((tmp_path / "gpt.json").read_text())["peak_covers_backward"]
+
+
 def test_a_figure_out_of_bounds_and_a_failed_process_are_failures(tmp_path):
     def python(code, seconds):
         return lambda: machine.run([[sys.executable, "-c", code]], machine.Budget(seconds), log=tmp_path / "log")

@@ -16,6 +16,7 @@ from megatron_dynapipe import outputs
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.plan import codec
 from megatron_dynapipe.store import StoreServer
+from tests.data.prepare.test_run import text_samples
 from tests.helpers.plans import make_plan
 from tests.helpers.runs import write_run
 
@@ -194,6 +195,7 @@ def test_folders_of_the_user_stay(
 ) -> None:
     """Said before the work, of which these inputs would allow none."""
     path = tmp_path / "made"
+    monkeypatch.setattr("megatron_dynapipe.data.demo.stdlib_samples", text_samples)  # in place of seconds
 
     def refused(where: Path) -> str:
         before = sorted(tmp_path.rglob("*"))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import PipelineLayout, TableCostModel, boundary_bytes, stage_costs
-from megatron_dynapipe.units import ModelFamily, Recompute
+from megatron_dynapipe.units import Recompute
 from tests.helpers import benchmark_data
 from tests.helpers.benchmark_data import A100_COSTS
 
@@ -51,8 +51,3 @@ def test_equal_to_the_scorer(kind: str, encoder: int, decoder: int, hidden: int,
                     assert returned[query, stage - 1] == round(back * 1e6)
         state = layout.model_state_bytes(tables.state, data_parallel=2, distributed_optimizer=True)
         assert state.tolist() == pytest.approx([mb * 1e6 for mb in scorer.model_state(theirs, run, split, mode)])
-
-
-def test_family() -> None:
-    assert TableCostModel.load(A100_COSTS["gpt"]).family is ModelFamily.GPT
-    assert TableCostModel.load(A100_COSTS["t5"]).family is ModelFamily.T5

@@ -3,7 +3,6 @@
 import pytest
 
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.methods import METHODS, Longest, method_settings, predict, rows_of_longest
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import BatchLayout, ModelFamily
@@ -53,11 +52,6 @@ def test_rows_without_masks_are_of_the_longest_length(
     found = list(zip(packed.input_lengths.tolist(), packed.target_lengths.tolist(), strict=True))
     assert found == [row] * rows
     assert Longest.of_tokens(family, *row) == longest
-
-
-def test_a_sample_longer_than_a_row() -> None:
-    with pytest.raises(ConfigError, match="cannot hold samples of up to 80"):
-        rows_of_longest(batch_of((81, 0)), Longest(64, 0), ModelFamily.GPT)
 
 
 @pytest.mark.parametrize("family", list(ModelFamily))
