@@ -11,27 +11,3 @@ from megatron_dynapipe.runtime.sliced import SlicedTransport
 from megatron_dynapipe.runtime.step import PendingTotals, Step, StepRunner, StepTotals
 from megatron_dynapipe.runtime.trace import Trace
 from megatron_dynapipe.runtime.transfer import HostStagedTransport, TorchTransport, Transport, Work
-
-__all__ = [
-    "BufferTable",
-    "CpuPlatform",
-    "CudaPlatform",
-    "DevicePlatform",
-    "Entry",
-    "HostStagedTransport",
-    "PassContext",
-    "PipelineExecutor",
-    "ScatterGatherTransport",
-    "SlicedTransport",
-    "StageGraph",
-    "Step",
-    "StepTotals",
-    "StepRunner",
-    "TorchTransport",
-    "PendingTotals",
-    "Trace",
-    "Transport",
-    "Work",
-    "pass_handlers",
-    "platform_of",
-]
