@@ -43,7 +43,7 @@ def switch(*, rank: int, world_size: int) -> list[bool]:
         before = DistributedOptimizer.state_dict
         optimizer_patches.apply()
         seen.append(DistributedOptimizer.state_dict is before)
-    seen.append(in_force(DistributedOptimizer) or gloo_reductions._original is not None)
+    seen.append(in_force(DistributedOptimizer) or bool(gloo_reductions._originals))
     optimizer_patches.revert()
     return seen
 
