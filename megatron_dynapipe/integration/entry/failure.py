@@ -49,7 +49,7 @@ def reported() -> Iterator[None]:
         if not (launch.reports_for_all() or getattr(error, launch.REPORTED_HERE, False)):
             launch.leave_report_to_another_rank(2)
         _print_report(error, "" if rank == 0 else f"[rank {rank}] ")
-        launch.write_error_file(f"none: rank {rank} printed the error above")
+        launch.write_error_file(str(error))
         sys.exit(2)
     except DynaPipeError as error:
         _print_report(error, f"[rank {rank}] ")
