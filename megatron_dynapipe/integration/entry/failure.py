@@ -114,6 +114,7 @@ def _explained(error: BaseException) -> BaseException:
     if isinstance(error, AssertionError) and "OptimizerParamScheduler: class input value" in str(error):
         found = re.search(r"value (\S+) and checkpoint ?value (\S+) for (.+) do not match", str(error))
         mine, saved, name = found.groups() if found else ("another", "its own", "a value")
+        name = name.replace("iterations", "samples")  # which its numbers are
         explained = ConfigError(
             f"expected the checkpoint's {name}, {saved}, got {mine}",
             hint="--override-opt-param-scheduler trains on with the values of this command line (another --train-iters"

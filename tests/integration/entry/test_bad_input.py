@@ -76,6 +76,14 @@ def test_a_batch_that_replicas_do_not_divide(data, tmp_path):
     assert "multiple of the 2 data-parallel replicas, got 15" in said
 
 
+def test_no_batch_size_is_refused_with_a_number_of_tokens_too(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(entry_scripts, "COMMON", entry_scripts.COMMON.replace("--global-batch-size", "--seed"))
+    said = refused("--tokens-per-global-batch 512", data, tmp_path)
+    assert (
+        "a multiple of the 1 data-parallel replicas, got none" in said and "with --tokens-per-global-batch, too" in said
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "ranks", "said"),
     [
