@@ -30,30 +30,25 @@ def test_a_file_is_written_out_as_flags(text, words, tmp_path):
     assert config.expand(["--dynapipe-config", write(tmp_path, text)], SWITCHES) == words
 
 
-def test_the_command_line_comes_last_and_so_wins(tmp_path):
-    path = write(tmp_path, "num-layers: 24\nbf16: true\n")
-    assert config.expand(["--num-layers", "2", f"--dynapipe-config={path}", "--swiglu"], SWITCHES) == [
-        *("--num-layers", "24", "--bf16"),
-        *("--num-layers", "2", "--swiglu"),
-    ]
+def test_a_run_file_without_an_end_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "run.yaml")
+    for path in (tmp_path / "run.yaml", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="cannot be read: expected a regular file"):
+            config.read(path, SWITCHES)
+        assert config.value_of([config.CONFIG_FLAG, str(path)], "device", "auto") == "auto"
 
 
-def test_unset_drops_a_key_of_the_file(tmp_path):
-    path = write(tmp_path, "num-layers: 24\nbf16: true\n")
-    assert config.expand(["--dynapipe-config", path, "--dynapipe-unset", "bf16"], SWITCHES) == ["--num-layers", "24"]
-
-
-def test_of_several_files_a_later_one_wins(tmp_path):
+def test_the_command_line_comes_last_and_of_several_files_a_later_one_wins(tmp_path):
     model, cluster = tmp_path / "model.yaml", tmp_path / "cluster.yaml"
     model.write_text("num-layers: 24\nlr: 1\n")
     cluster.write_text("lr: 2\nbf16: true\n")
-    words = [f"--dynapipe-config={model}", f"--dynapipe-config={cluster}"]
-    assert config.expand(words, SWITCHES) == ["--num-layers", "24", "--lr", "2", "--bf16"]
-    assert config.value_of(words, "lr", "0") == "2"
-
-
-def test_without_a_file_nothing_changes():
-    assert config.expand(["--num-layers", "2"], SWITCHES) == ["--num-layers", "2"]
+    files = [f"--dynapipe-config={model}", "--dynapipe-config", str(cluster)]
+    both = ["--num-layers", "24", "--lr", "2", "--bf16"]
+    assert config.expand(files, SWITCHES) == both and config.value_of(files, "lr", "0") == "2"
+    own = ["--num-layers", "2", "--swiglu"]
+    assert config.expand([*own[:2], *files, own[2]], SWITCHES) == [*both, *own]
+    assert config.expand([*files, "--dynapipe-unset", "bf16"], SWITCHES) == both[:-1]
+    assert config.expand(own, SWITCHES) == own
 
 
 @pytest.mark.parametrize(
@@ -69,7 +64,13 @@ def test_without_a_file_nothing_changes():
         ("recompute-modules: []", "recompute-modules takes a value"),
         ("- bf16", "to be a mapping of flags to values, got list"),
         ("a: [", "cannot be read"),
+        ("a: &a [*a]", "run"),
+        ("[" * 1500, "run"),
+        ("? [a]\n: b", "run"),
+        ("\x00", "run"),
+        ("bf16: 0x" + "f" * 10_000, "bf16|run"),
     ],
+    ids=range(15),
 )
 def test_a_wrong_file_is_refused(text, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
@@ -90,31 +91,8 @@ def test_a_wrong_command_line_is_refused(arguments, said):
         config.expand(arguments, SWITCHES)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "value"),
-    [
-        ([], "auto"),
-        (["--dynapipe-device", "cpu"], "cpu"),
-        (["--dynapipe-device=cuda"], "cuda"),
-        (["--dynapipe-config", "FILE"], "cpu"),
-        (["--dynapipe-config", "FILE", "--dynapipe-device", "cuda"], "cuda"),
-    ],
-)
-def test_one_value_is_known_before_all_flags_are(arguments, value, tmp_path):
-    path = write(tmp_path, "dynapipe-device: cpu\nnot-a-flag: 1\n")
-    words = [path if word == "FILE" else word for word in arguments]
-    assert config.value_of(words, "dynapipe-device", "auto") == value
-
-
-def test_a_run_file_without_an_end_is_not_read(tmp_path):
-    os.mkfifo(tmp_path / "run.yaml")
-    for path in (tmp_path / "run.yaml", Path("/dev/zero")):
-        with pytest.raises(ConfigError, match="cannot be read: expected a regular file"):
-            config.read(path, SWITCHES)
-        assert config.value_of([config.CONFIG_FLAG, str(path)], "device", "auto") == "auto"
-
-
-@pytest.mark.parametrize("text", ["a: &a [*a]", "[" * 1500, "? [a]\n: b", "\x00", "bf16: 0x" + "f" * 10_000])
-def test_a_run_file_that_is_no_mapping_of_flags_is_one_error(tmp_path, text):
-    with pytest.raises(ConfigError):
-        config.read(Path(write(tmp_path, text)), SWITCHES)
+def test_one_value_is_known_before_all_flags_are(tmp_path):
+    file = ["--dynapipe-config", write(tmp_path, "dynapipe-device: cpu\nnot-a-flag: 1\n")]
+    cpu, cuda = ["--dynapipe-device", "cpu"], ["--dynapipe-device=cuda"]
+    for words, value in (([], "auto"), (cpu, "cpu"), (cuda, "cuda"), (file, "cpu"), ([*file, *cuda], "cuda")):
+        assert config.value_of(words, "dynapipe-device", "auto") == value

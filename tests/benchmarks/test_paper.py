@@ -36,18 +36,10 @@ def test_batches_are_closed_before_they_exceed_their_tokens(family: str, tokens:
         assert tokens - 2 * 2048 < held <= tokens
         assert max(batch.input_lengths.max(), batch.target_lengths.max()) <= 2048
         assert bool(batch.target_lengths.any()) == (family == "t5")
-
-
-def test_batches_that_choose_a_split_are_others() -> None:
-    cut = clusters.cut_batches("gpt", 2048, 16_384, count=7)
-    others = clusters.cut_batches("gpt", 2048, 16_384, count=3, skip=4)
-    assert [batch.input_lengths.tolist() for batch in others] == [batch.input_lengths.tolist() for batch in cut[4:]]
-    assert not np.array_equal(cut[0].input_lengths, others[0].input_lengths)
-
-
-@pytest.mark.parametrize(("family", "longest"), [("gpt", (512, 0)), ("t5", (512, 512))])
-def test_rows_are_of_the_maximum_length(family: str, longest: tuple[int, int]) -> None:
-    assert clusters.longest(family, 512) == longest
+    first, *cut = clusters.cut_batches(family, 2048, tokens, count=3)  # others, which choose a split
+    skipped = clusters.cut_batches(family, 2048, tokens, count=2, skip=1)
+    assert [batch.input_lengths.tolist() for batch in skipped] == [batch.input_lengths.tolist() for batch in cut]
+    assert not np.array_equal(first.input_lengths, cut[0].input_lengths)
 
 
 def test_published_figures_are_those_on_record() -> None:
@@ -76,12 +68,9 @@ def test_the_best_layout_of_every_method(point: Any, monkeypatch: pytest.MonkeyP
     assert rows["packing, same layout"].tokens_per_second <= rows["packing"].tokens_per_second
     elsewhere = simulate._row(case, point, "packing", (1, 1, 8), None)
     assert elsewhere.tokens_per_second is None or elsewhere.tokens_per_second <= rows["packing"].tokens_per_second
-
-
-def test_no_plan_is_a_row_without_figures(point: Any) -> None:
-    row = simulate._row(clusters.Case("t5", 8), point, "dynapipe", (8, 1, 1), None)
-    assert row.layout is None and row.tokens_per_second is None
-    assert throughput._cell(row) == "no plan" and throughput._cell(None) == "–"
+    none = simulate._row(case, point, "dynapipe", (8, 1, 1), None)
+    assert none.layout is None and none.tokens_per_second is None
+    assert throughput._cell(none) == "no plan" and throughput._cell(None) == "–"
 
 
 def rows_of() -> list[Any]:
@@ -197,15 +186,11 @@ def test_real_rows_are_over_the_named_base(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(real, "run_quietly", run)
     rows = real.trained("t5", ["planned", "planned_padded"], 512, 32, against="planned_padded")
     assert rows == [{"model": "t5", "method": "planned"}]
+    assert {"planned", "packed_rows", "token_based", "padding", real.BASE} <= {*real.TRAINED, *real.REPLACED}
     (command,) = started
     assert command[command.index("--methods") + 1] == "planned_padded,planned"
     assert command[command.index("--against") + 1] == "planned_padded"
     assert command[command.index("--") + 1 :][-2:] == ["--decoder-seq-length", "264"]
-
-
-def test_real_methods_are_those_that_train() -> None:
-    known = {*real.TRAINED, *real.REPLACED}
-    assert {"planned", "packed_rows", "token_based", "padding", real.BASE} <= known
 
 
 def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

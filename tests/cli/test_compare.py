@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from megatron_dynapipe.cli.batches import dataset_batches
 from megatron_dynapipe.cli.main import main
+from megatron_dynapipe.report.comparison import geometric_mean, geometric_means
 from megatron_dynapipe.sampling import LengthTable, LongSamples, Sampler, SamplerSettings
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.planning_commands import arguments, report
@@ -113,31 +115,36 @@ def test_the_sampler_s_own_batches(dataset: Path, cost_file: Path, capsys: pytes
         assert tokens / padding["padding_efficiency"] == pytest.approx(10 * (-(-(longest - 1) // 8) * 8))
 
 
-def test_data_s_own_seed_and_truncation(dataset: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("family", list(ModelFamily))
+def test_batches_of_a_dataset(dataset: Path, family: ModelFamily) -> None:
+    """As a run with --tokens-per-global-batch draws them; an epoch is every sample."""
+    found = dataset_batches(dataset, family, batches=3, samples=64, seed=1, tokens=400)
+    assert [batch.id for batch in found] == [f"iteration-{at}" for at in range(3)]
+    for batch in found:
+        assert (batch.target is not None) == (family is ModelFamily.T5)
+        assert 300 < sum(batch.input) + sum(batch.target or []) <= 400
+    lengths = LengthTable.read(dataset, "train")
+    (batch,) = dataset_batches(dataset, ModelFamily.T5, batches=1, samples=64, seed=1)
+    pairs = zip(lengths.input.tolist(), lengths.target.tolist(), strict=True)
+    assert sorted(zip(batch.input, batch.target or [], strict=True)) == sorted(pairs)
+
+
+def test_data_s_own_seed_and_lengths(dataset, cost_file, tmp_path, capsys) -> None:
+    """A run file's length truncates as --max-seq-len does, which wins."""
+
     def times(*more: str) -> list[float]:
         assert main(of_dataset(dataset, cost_file, "--limit", "2", "--json", *more)) == 0
         return [batch["methods"]["dynapipe"]["ms"] for batch in report(capsys)["batches"]]
 
-    usual = times("--global-batch-size", "9")
-    assert usual == times("--global-batch-size", "9", "--data-seed", "1234")
-    assert usual != times("--global-batch-size", "9", "--data-seed", "5")
-    assert max(times("--global-batch-size", "9", "--max-seq-len", "12")) < min(usual)
-
-
-def test_data_s_lengths_are_those_of_the_run_file(
-    dataset: Path, cost_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def times(*more: str) -> list[float]:
-        assert main(of_dataset(dataset, cost_file, "--limit", "2", "--json", *more)) == 0
-        return [batch["methods"]["dynapipe"]["ms"] for batch in report(capsys)["batches"]]
-
+    usual = times()
+    assert usual == times("--data-seed", "1234") != times("--data-seed", "5")
     path = tmp_path / "run.yaml"
     path.write_text("num-layers: 4\nhidden-size: 32\nseq-length: 11\n")
-    expected = times("--max-seq-len", "12")
+    short = times("--max-seq-len", "12")
     assert main(of_dataset(dataset, cost_file, "--limit", "2", "--model-config", str(path))) == 0
     assert f"longer samples are truncated to 12 tokens, as {path} has it" in capsys.readouterr().err
-    assert times("--model-config", str(path)) == expected
-    assert times("--model-config", str(path), "--max-seq-len", "4096") == times() != expected
+    assert times("--model-config", str(path)) == short and max(short) < min(usual)
+    assert times("--model-config", str(path), "--max-seq-len", "4096") == usual
 
 
 @pytest.mark.parametrize(
@@ -148,13 +155,21 @@ def test_data_s_lengths_are_those_of_the_run_file(
         (["--limit", "0"], "expected a number from 1 to 1000000, got 0"),
     ],
 )
-def test_what_does_not_go_together(
-    batches_file: Path, cost_file: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_go_together(batches_file, cost_file, tmp_path, more, message, capsys) -> None:
     assert main(arguments("compare", batches_file, cost_file, *more)) == 2
     assert message in capsys.readouterr().err
-
-
-def test_no_such_dataset(tmp_path: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(of_dataset(tmp_path, cost_file)) == 2
     assert f"expected a dataset folder with a manifest.json at {tmp_path}" in capsys.readouterr().err
+
+
+def test_means_are_over_batches_that_both_can_run() -> None:
+    def entry(**speeds: float | None) -> dict[str, Any]:
+        found = {
+            name: {"error": None if speed else "too long", "tokens_per_second": speed} for name, speed in speeds.items()
+        }
+        return {"methods": found}
+
+    over = geometric_means([entry(a=8.0, b=2.0, c=None), entry(a=9.0, b=9.0, c=3.0)])
+    assert over["a"]["geomean_over"] == pytest.approx({"b": 2.0, "c": 3.0})
+    assert over["c"]["geomean_over"] == pytest.approx({"a": 1 / 3, "b": 1 / 3})
+    assert geometric_means([]) == {} and geometric_mean([1, 8]) == pytest.approx(8**0.5)

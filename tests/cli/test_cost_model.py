@@ -23,6 +23,8 @@ def test_check_prints_relative_errors_by_quantity(path: Path, capsys: pytest.Cap
     assert set(errors["time_ms"]) == {"median", "p90"} and errors["stored_activation_mb"]["p90"] < 0.01
     assert main(["cost-model", "check", str(path)]) == 0
     assert "time: median error" in capsys.readouterr().out
+    assert main(["cost-model", "check", str(path), "--keep", "1.5"]) == 2
+    assert "between 0 and 1, got 1.5" in capsys.readouterr().err
 
 
 def test_show_tells_what_a_file_holds(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +41,8 @@ def test_diff_compares_point_by_point(path: Path, capsys: pytest.CaptureFixture[
     assert main(["cost-model", "diff", str(path), str(other)]) == 0
     assert "tp1_none time_ms encoder.forward: differs by 20.0% (median)" in capsys.readouterr().out
     assert main(["cost-model", "diff", str(path), str(other), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["shared"] == 9
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == 6 and {row["shared"] for row in rows} == {9}
 
 
 def test_a_damaged_file_cannot_be_checked(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,9 +70,7 @@ T5_V1_1 |= {"vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_em
         pytest.param(T5_V1_1, {"gated": True, "relative_buckets": 32, "tied": False}, 0.0770, id="t5 v1.1"),
     ],
 )  # fmt: skip
-def test_configurations_of_hugging_face(
-    tmp_path: Path, given: dict[str, Any], expected: dict[str, Any], billions: float
-) -> None:
+def test_configurations_of_hugging_face(tmp_path, given, expected, billions):
     args = arguments(written(tmp_path, given))
     take_model_config(args)
     shape = model_shape(args)
@@ -167,9 +165,7 @@ def test_a_flag_may_only_say_what_the_file_says(tmp_path: Path) -> None:
             take_model_config(arguments(path, **wrong))
 
 
-def test_a_batch_is_planned_for_the_file_s_model(
-    cost_file: Path, batches_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_batch_is_planned_for_the_file_s_model(cost_file, batches_file, tmp_path, capsys):
     path = written(tmp_path, {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2})
     words = ["plan", "--batches", str(batches_file), "--cost-model", str(cost_file), "--device-memory-mb", "9000"]
     words += ["--recompute", "none", "--json"]
@@ -181,9 +177,7 @@ def test_a_batch_is_planned_for_the_file_s_model(
     assert "pass --model gpt, or --model-config FILE" in capsys.readouterr().err
 
 
-def test_costs_of_another_model_are_refused(
-    cost_file: Path, batches_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_costs_of_another_model_are_refused(cost_file, batches_file, tmp_path, capsys):
     file = json.loads(cost_file.read_text())
     file["model"] |= {"heads": 8, "ffn": 99, "vocabulary": 1024}
     cost_file.write_text(json.dumps(file))

@@ -43,6 +43,9 @@ def test_a_cost_model_of_segments(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["orchestrate", "--profile", str(path), *BATCH, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["stages"][-1]["end_layer"] == 4
+    for more, said in ((["--profile-batch-size", "2"], "goes with a text prof"), (["--length", "7"], "a length among")):
+        assert main(["orchestrate", "--profile", str(path), *BATCH, *more]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -57,12 +60,3 @@ def test_a_cost_model_of_segments(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_what_cannot_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str) -> None:
     assert main(["orchestrate", "--profile", str(text_profile(tmp_path)), *BATCH, *more]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_segments_have_their_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "costs.json"
-    costs_of(1, 1).save(path)
-    assert main(["orchestrate", "--profile", str(path), *BATCH, "--profile-batch-size", "2"]) == 2
-    assert "goes with a text profile" in capsys.readouterr().err
-    assert main(["orchestrate", "--profile", str(path), *BATCH, "--length", "7"]) == 2
-    assert "expected a length among" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,57 +30,72 @@ def test_plan_report(batches_file: Path, cost_file: Path, capsys: pytest.Capture
     assert "sample 1 of padded shape 1x600 lies outside" in bad["error"]
 
 
-def test_plan_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments("plan", batches_file, cost_file)) == 0
+def test_plan_for_people(batches_file, cost_file, tmp_path, capsys) -> None:
+    assert main(arguments("plan", batches_file, cost_file, "--output", str(tmp_path / "plans"))) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("b0: ") and " shapes), padding efficiency" in lines[0]
     assert lines[1].startswith("b1: no plan")
+    assert main(["verify", str(tmp_path / "plans" / "b0.plan")]) == 0
+    for command in ("plan", "compare"):  # 1 where no batch has a plan, 0 where some have
+        capsys.readouterr()
+        assert main(arguments(command, batches_file, cost_file, "--device-memory-mb", "50")) == 1
+        assert capsys.readouterr().out.count("no plan") == 2
 
 
-def test_plans_written_out_can_be_verified(
-    batches_file: Path, cost_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "plans"
-    assert main(arguments("plan", batches_file, cost_file, "--output", str(folder), "--limit", "1")) == 0
-    assert main(["verify", str(folder / "b0.plan")]) == 0
-
-
-@pytest.mark.parametrize("command", ["plan", "compare"])
-def test_nothing_can_be_planned(batches_file: Path, cost_file: Path, command: str, capsys: Any) -> None:
-    """1 where no batch has a plan, 0 (above, and in `test_compare`) where some have."""
-    assert main(arguments(command, batches_file, cost_file, "--device-memory-mb", "50")) == 1
-    assert capsys.readouterr().out.count("no plan") == 2
-
-
-@pytest.mark.parametrize(("split", "expected"), [("3,1", [3, 1]), ("auto", [2, 2])])
-def test_layer_split(
-    batches_file: Path, cost_file: Path, split: str, expected: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments("plan", batches_file, cost_file, "--json", "--limit", "1", "--layer-split", split)) == 0
-    found = report(capsys)["iterations"][0]["replicas"][0]["layers_per_stage"]
-    assert sum(found) == 4 and (found == expected or split == "auto")
-
-
-def test_layer_split_from_other_batches(
-    batches_file: Path,
-    cost_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Samples there that fit nowhere are left out with a notice."""
+def test_layer_splits(batches_file, cost_file, tmp_path, capsys, caplog) -> None:
+    """Samples of other batches that fit nowhere are left out with a notice."""
     others = tmp_path / "others.json"
     batches = [{"id": "o0", "input": [9, 40, 6000, 65]}, {"id": "o1", "input": [30, 7000]}]
     others.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": batches}))
-    more = ["--json", "--limit", "1", "--layer-split", "auto", "--split-from", str(others)]
-    assert main(arguments("plan", batches_file, cost_file, *more)) == 0
-    assert sum(report(capsys)["iterations"][0]["replicas"][0]["layers_per_stage"]) == 4
+    for split, more in (("3,1", []), ("auto", []), ("auto", ["--split-from", str(others)])):
+        words = ("--json", "--limit", "1", "--layer-split", split, *more)
+        assert main(arguments("plan", batches_file, cost_file, *words)) == 0
+        found = report(capsys)["iterations"][0]["replicas"][0]["layers_per_stage"]
+        assert sum(found) == 4 and (found == [3, 1] or split == "auto")
     assert "2 of 6 samples are left out of the choice of a layer split" in caplog.text
 
 
-def test_messages_count_whole_unless_they_are_to_be_divided(
-    batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--tensor-parallel", "2"], "has no table for tensor parallelism 2 with recompute none"),
+        (["--scatter-gather", "on"], "ranks that hold equal outputs to divide messages over, got one rank"),
+        (["--recompute", "some"], "expected --recompute among none, selective, full"),
+        (["--layer-split", "some"], "expected --layer-split equal, auto or numbers"),
+        (["--layer-split", "3,2"], "expected a layer split of 4 layers"),
+        (["--pipeline-parallel", "3"], "cannot be split equally over 3"),
+        (["--pipeline-parallel", "5", "--layer-split", "auto"], "4 layers cannot be split over 5 stages"),
+        (["--encoder-layers", "2"], "a gpt model needs --layers"),
+        (["--schedule", "best"], "expected a schedule among"),
+        (["--model", "t5"], "a t5 model needs --encoder-layers"),
+    ],
+)
+def test_what_cannot_run(batches_file, cost_file, more, message, capsys) -> None:
+    assert main(arguments("plan", batches_file, cost_file, *more)) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not a batches file"),
+        ("", "is not a batches file"),
+        ("[" * 100_000, "is not a batches file"),
+        (b'{"format": "\xff\xfe", "batches": []}', "is not a batches file"),
+        ('{"format": "other", "batches": []}', "expected format 'dynapipe-batches/1', got 'other'"),
+        ('{"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [1], "target": []}]}', "1 inputs and 0"),
+        ('{"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [1], "target": [1]}]}', "without targets"),
+    ],
+    ids=range(7),
+)
+def test_batches_that_cannot_be_read(tmp_path, cost_file, content, message, capsys) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(arguments("plan", path, cost_file)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_messages_count_whole_unless_they_are_to_be_divided(batches_file, cost_file, capsys):
     file = json.loads(cost_file.read_text())
     file["keys"]["tp2_none"] = file["keys"]["tp1_none"] | {"tp": 2}
     cost_file.write_text(json.dumps(file))
@@ -94,9 +108,7 @@ def test_messages_count_whole_unless_they_are_to_be_divided(
     assert predicted["default"] == predicted["off"] > predicted["auto"] == predicted["on"]
 
 
-def test_links_are_the_cost_model_s_unless_they_are_given(
-    batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_links_are_the_cost_model_s_unless_they_are_given(batches_file, cost_file, capsys):
     """Ten seconds of latency, as a file says it was measured."""
 
     def predicted_ms(*options: str) -> float:
@@ -122,49 +134,6 @@ def test_layouts(batches_file: Path, cost_file: Path, layout: str, capsys: pytes
             assert len(batch["samples"]) == batch["shape"][0]
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--tensor-parallel", "2"], "has no table for tensor parallelism 2 with recompute none"),
-        (["--scatter-gather", "on"], "ranks that hold equal outputs to divide messages over, got one rank"),
-        (["--recompute", "some"], "expected --recompute among none, selective, full"),
-        (["--layer-split", "some"], "expected --layer-split equal, auto or numbers"),
-        (["--layer-split", "3,2"], "expected a layer split of 4 layers"),
-        (["--pipeline-parallel", "3"], "cannot be split equally over 3"),
-        (["--pipeline-parallel", "5", "--layer-split", "auto"], "4 layers cannot be split over 5 stages"),
-        (["--encoder-layers", "2"], "a gpt model needs --layers"),
-        (["--schedule", "best"], "expected a schedule among"),
-        (["--model", "t5"], "a t5 model needs --encoder-layers"),
-    ],
-)
-def test_what_cannot_run(
-    batches_file: Path, cost_file: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments("plan", batches_file, cost_file, *more)) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is not a batches file"),
-        ("", "is not a batches file"),
-        ("[" * 100_000, "is not a batches file"),
-        (b'{"format": "\xff\xfe", "batches": []}', "is not a batches file"),
-        ('{"format": "other", "batches": []}', "expected format 'dynapipe-batches/1', got 'other'"),
-        ('{"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [1], "target": []}]}', "1 inputs and 0"),
-        ('{"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [1], "target": [1]}]}', "without targets"),
-    ],
-)
-def test_batches_that_cannot_be_read(
-    tmp_path: Path, cost_file: Path, content: str | bytes, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "wrong.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert main(arguments("plan", path, cost_file)) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_plan_where_the_published_planner_finds_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """T5 at maximum length 4096 on (data, tensor, pipeline) = (2, 2, 2)."""
     chosen = [flan_like_batches()["t5-s4096-t65536-b0"]]
@@ -179,9 +148,7 @@ def test_a_plan_where_the_published_planner_finds_none(tmp_path: Path, capsys: p
     assert report(capsys)["iterations"][0]["error"] is None
 
 
-def test_what_is_needed_and_what_there_is_differ_as_written(
-    batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_needed_and_what_there_is_differ_as_written(batches_file, cost_file, capsys):
     """40 MB of model state and 22 MB of activations of 200 positions: a byte is lacking."""
     flags = ("--device-memory-mb", "61.999999", "--limit", "1", "--layout", "padded")
     assert main(arguments("plan", batches_file, cost_file, *flags)) == 1
@@ -200,12 +167,10 @@ def test_plans_follow_the_rules_of_gpus(batches_file, cost_file, capsys):
     assert times["gpu"][0] != times["gloo"][0] and times["gpu"][1] >= times["gloo"][1]
 
 
-@pytest.mark.parametrize(("split", "is_said"), [("equal", True), ("2,1", False)])
-def test_stages_that_are_idle_for_long_are_said(cost_file, tmp_path, capsys, split, is_said) -> None:
+@pytest.mark.parametrize(("layers", "split", "is_said"), [("2", "equal", True), ("3", "2,1", False)])
+def test_stages_that_are_idle_for_long_are_said(cost_file, tmp_path, capsys, layers, split, is_said) -> None:
     batches = tmp_path / "one.json"
     batches.write_text('{"format": "dynapipe-batches/1", "batches": [{"id": "b", "input": [500]}]}')
-    layers = "2" if split == "equal" else "3"
-    words = ["plan", "--batches", str(batches), "--cost-model", str(cost_file), "--device-memory-mb", "9000"]
-    words += ["--model", "gpt", "--layers", layers, "--hidden-size", "32", "--recompute", "none"]
-    assert main(["plan", *words[1:], "--pipeline-parallel", "2", "--layer-split", split]) == 0
+    own = ("--layers", layers, "--layer-split", split, "--device-memory-mb", "9000")
+    assert main(arguments("plan", batches, cost_file, *own)) == 0
     assert ("--layer-split auto" in capsys.readouterr().err) == is_said

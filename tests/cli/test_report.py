@@ -18,9 +18,6 @@ def test_a_summary_and_a_page(folder, capsys):
     said = capsys.readouterr().out
     assert "6 iterations" in said and f"page: {folder / 'report.html'}" in said
     assert (folder / "report.html").stat().st_size > 1_000_000
-
-
-def test_a_summary_for_a_machine(folder, capsys):
     assert main.main(["report", str(folder), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["format"], told["page"]) == ("dynapipe-report/1", str(folder / "report.html"))

@@ -17,24 +17,18 @@ def file(tmp_path):
     return path
 
 
-def test_verify_says_what_can_run(file, capsys):
+def test_verify_says_what_can_run_or_why_not(file, capsys):
     assert main(["verify", str(file)]) == 0
     assert capsys.readouterr().out == (
         f"{file}: iteration 7 can run: 6 samples in 3 micro-batches on 2 replicas of 2 stages, "
         f"digest {codec.digest(PLAN)}\n"
     )
-
-
-def test_verify_exits_1_with_the_reason(file, capsys):
     stage = PLAN.replicas[0].stages[0]
     without = msgspec.structs.replace(stage, instructions=stage.instructions[:-1])
     replica = msgspec.structs.replace(PLAN.replicas[0], stages=(without, PLAN.replicas[0].stages[1]))
     file.write_bytes(codec.encode(msgspec.structs.replace(PLAN, replicas=(replica, PLAN.replicas[1]))))
     assert main(["verify", str(file)]) == 1
     assert "iteration 7, replica 0: stage 0: the list ends with OUTPUT_GRAD" in capsys.readouterr().out
-
-
-def test_verify_exits_1_on_a_damaged_file(file, capsys):
     file.write_bytes(file.read_bytes()[:-1])
     assert main(["verify", str(file)]) == 1
     assert "the plan is damaged" in capsys.readouterr().out
@@ -71,9 +65,6 @@ def test_show_draws_and_traces(file, tmp_path, capsys):
     assert main(["show", str(file), "--picture", str(picture), "--trace", str(trace)]) == 0
     assert capsys.readouterr().out.split() == [str(picture), str(trace)]
     assert picture.stat().st_size > 1000 and trace.stat().st_size > 100
-
-
-def test_show_refuses_what_it_cannot_do(file, tmp_path, capsys):
     assert main(["show", str(file), "--replica", "2"]) == 2
     assert "expected a replica from 0 to 1, got 2" in capsys.readouterr().err
     assert main(["show", str(file), "--picture", str(tmp_path / "plan.gif")]) == 2

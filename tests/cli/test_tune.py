@@ -41,11 +41,12 @@ def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureF
     assert " plans in " in lines[3]
     assert lines[4].startswith("cluster: h100_80gb: 8 devices per node with 200 MB each, 3040 Gbit/s and 10 µs")
     assert any(line.startswith("cannot be used: 1·4·1: ") or ", 1·4·1: " in line for line in lines[4:])
+    assert main(arguments(batches_file, cost_file, "--device-memory-mb", "5")) == 1
+    out = capsys.readouterr().out
+    assert "optimizer state, of 5 MB" in out and "0 plans" in out
 
 
-def test_the_best_layout_is_written_as_a_run_file(
-    batches_file: Path, cost_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_layout_is_written_as_a_run_file(batches_file, cost_file, tmp_path, capsys):
     path = tmp_path / "best.yaml"
     assert main(arguments(batches_file, cost_file, "--json", "--write-config", str(path))) == 0
     best = report(capsys)["layouts"][0]
@@ -55,22 +56,10 @@ def test_the_best_layout_is_written_as_a_run_file(
     assert written["dynapipe-cost-model"] == str(cost_file)
     switches = {name: isinstance(value, bool) for name, value in written.items()}
     assert config.read(path, switches) == written  # Training reads the same.
-
-
-def test_uneven_layers_are_written(
-    batches_file: Path, cost_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "best.yaml"
     assert main(arguments(batches_file, cost_file, "--devices", "3", "--write-config", str(path), "--json")) == 0
     best = report(capsys)["layouts"][0]
     split = yaml.safe_load(path.read_text()).get("dynapipe-layers-per-stage")
     assert split == (",".join(map(str, best["layers_per_stage"])) if best["pipeline_parallel"] > 1 else None)
-
-
-def test_no_layout_fits(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments(batches_file, cost_file, "--device-memory-mb", "5")) == 1
-    out = capsys.readouterr().out
-    assert "optimizer state, of 5 MB" in out and "0 plans" in out
 
 
 ANALYTIC = ["--cost-model", "analytic", "--num-attention-heads", "4", "--vocab-size", "512"]
@@ -92,22 +81,17 @@ def test_computed_costs(batches_file: Path, cost_file: Path, capsys: pytest.Capt
         ([*ANALYTIC, "--device", "abacus"], "expected a --device whose rates are known, got 'abacus'"),
         (["--chunks", "0"], "expected a number from 1"),
         (["--write-config", "/proc/nowhere/best.yaml"], "cannot write /proc/nowhere/best.yaml"),
+        (["--validate", "2"], "expected the training script and its flags after --, for --validate"),
+        (["--", "train.py"], "a training script goes with --validate, and 'train.py' was given without it"),
+        (["--validate", "2", "--devices-per-node", "2", "--", "train.py"], "expected the devices of one node"),
     ],
 )
-def test_bad_arguments(
-    batches_file: Path, cost_file: Path, more: list[str], error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments(batches_file, cost_file, more, error, capsys) -> None:
     assert main(arguments(batches_file, cost_file, *more)) == 2
     assert error in capsys.readouterr().err
 
 
-def test_the_best_are_trained_and_ranked_by_measurement(
-    batches_file: Path,
-    cost_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_best_are_trained_and_ranked_by_measurement(batches_file, cost_file, tmp_path, capsys, monkeypatch):
     # In place of torchrun and a training script: one that takes less time the more stages its layout has.
     script = tmp_path / "train.py"
     line = "print(f' iteration {n:8d}/       2 | elapsed time per iteration (ms): {100 / stages:.1f} |')"
@@ -124,18 +108,3 @@ def test_the_best_are_trained_and_ranked_by_measurement(
     for each in trained:
         assert each["measured_ms"] == pytest.approx(100 / each["pipeline_parallel"], abs=0.1)
     assert [each["measured_ms"] for each in trained] == sorted(each["measured_ms"] for each in trained)
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--validate", "2"], "expected the training script and its flags after --, for --validate"),
-        (["--", "train.py"], "a training script goes with --validate, and 'train.py' was given without it"),
-        (["--validate", "2", "--devices-per-node", "2", "--", "train.py"], "expected the devices of one node"),
-    ],
-)
-def test_what_cannot_be_validated(
-    batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
-) -> None:
-    assert main(arguments(batches_file, cost_file, *more)) == 2
-    assert said in capsys.readouterr().err

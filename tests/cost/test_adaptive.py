@@ -5,12 +5,10 @@ import pytest
 
 from megatron_dynapipe.cost import ABSENT, Row, TableCostModel
 from megatron_dynapipe.cost.adaptive import AdaptiveGrid
-from megatron_dynapipe.cost.check import differences, held_out_errors, validated_errors
 from megatron_dynapipe.cost.format import CostFile, encode_file
 from megatron_dynapipe.cost.tabulate import fitted_entry, lengths_up_to
-from megatron_dynapipe.errors import ConfigError, CostModelError
+from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import Recompute, Shape
-from tests.cost.models import gpt_file
 
 AXES = ((1, 2, 4, 8, 16), (8, 16, 32, 64, 128, 256))
 
@@ -53,6 +51,7 @@ def test_what_is_too_large_too_long_or_out_of_memory_is_left_out() -> None:
 
 
 def test_tables_are_filled_from_measurements() -> None:
+    assert (lengths_up_to(8), lengths_up_to(100)) == ([8], [8, 16, 24, 32, 48, 64, 96, 100])
     measured = {
         ("time_ms", "encoder.forward"): {(b, q): 0.1 * b * q for b in (1, 4) for q in (8, 64)},
         ("time_ms", "encoder.backward"): {(b, q): 0.2 * b * q for b in (1, 4) for q in (8, 64)},
@@ -77,22 +76,3 @@ def test_tables_are_filled_from_measurements() -> None:
             measured | {("time_ms", "encoder.forward"): {}}, tensor_parallel=1, recompute=Recompute.NONE,
             model_state_mb={}, within=Shape(size=8, input_length=128), infeasible={},
         )  # fmt: skip
-
-
-def test_lengths_are_multiples_of_eight_up_to_the_longest() -> None:
-    assert lengths_up_to(100) == [8, 16, 24, 32, 48, 64, 96, 100]
-    assert lengths_up_to(8) == [8]
-
-
-def test_a_file_is_judged_by_points_held_back() -> None:
-    errors = held_out_errors(gpt_file(), keep=0.6, seed=0)
-    assert set(errors) == {"time_ms", "stored_activation_mb", "peak_activation_mb"}
-    assert errors["stored_activation_mb"].p90 < 0.01
-    assert validated_errors(gpt_file())["time_ms"].median < 0.05
-    with pytest.raises(ConfigError, match=r"between 0 and 1, got 1\.5"):
-        held_out_errors(gpt_file(), keep=1.5, seed=0)
-
-
-def test_files_are_compared_point_by_point() -> None:
-    rows = differences(gpt_file(), gpt_file(scale=1.1))
-    assert len(rows) == 6 and all(row.median == pytest.approx(0.1) and row.shared == 9 for row in rows)

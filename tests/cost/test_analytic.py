@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, DeviceRates, ModelShape, Row, packed_layer_costs
-from megatron_dynapipe.cost.analytic import geometric, layer_costs
+from megatron_dynapipe.cost.analytic import geometric, layer_costs, rates_of
 from megatron_dynapipe.cost.work import LayerWork
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -67,24 +67,16 @@ def test_nothing_is_faster_than_its_launch() -> None:
     rates = DeviceRates(flops_per_second=1e12, bytes_per_second=1e12, layer_overhead_us=500.0, sharpness=8.0)
     small, large = layer_costs(work, rates, Recompute.NONE)[0]
     assert small == pytest.approx(500_000, rel=0.01)
-    assert large == pytest.approx(
-        1e6
-        * layer_costs(
-            work, DeviceRates(flops_per_second=1e12, bytes_per_second=1e12, layer_overhead_us=0.0), Recompute.NONE
-        )[0][0],
-        rel=0.01,
-    )
+    without = msgspec.structs.replace(rates, layer_overhead_us=0.0)
+    assert large == pytest.approx(1e6 * layer_costs(work, without, Recompute.NONE)[0][0], rel=0.01)
 
 
 def test_costs_never_fall_as_micro_batches_grow() -> None:
     for shape in (GPT, T5):
-        values = (
-            AnalyticCostModel(shape, A100_RATES, max_size=64, max_length=1024)
-            .tables(tensor_parallel=2, recompute=Recompute.NONE)
-            .values[: Row.ENCODER_WEIGHT]  # a half's share of what launches alone decide may fall
-        )
-        for axis in (1, 2, 3):
-            assert (np.diff(values, axis=axis) >= 0).all()
+        model = AnalyticCostModel(shape, A100_RATES, max_size=64, max_length=1024)
+        values = model.tables(tensor_parallel=2, recompute=Recompute.NONE).values
+        for axis in (1, 2, 3):  # a half's share of what launches alone decide may fall
+            assert (np.diff(values[: Row.ENCODER_WEIGHT], axis=axis) >= 0).all()
 
 
 @pytest.mark.parametrize(
@@ -136,3 +128,26 @@ def test_long_samples_pay_for_their_attention() -> None:
     even, uneven = (packed_layer_costs(tables, np.array(row), none) for row in ([64] * 4, [8, 8, 8, 232]))
     assert even is not None and uneven is not None
     assert (uneven[[Row.ENCODER_FORWARD, Row.ENCODER_STORED]] > even[[Row.ENCODER_FORWARD, Row.ENCODER_STORED]]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "flops", "traffic"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 2.2e14, 8.1e11),
+        ("NVIDIA A100-SXM4-80GB", 2.2e14, 1.06e12),
+        ("NVIDIA H100 80GB HBM3", 6.9e14, 1.74e12),
+        ("NVIDIA H100 PCIe", 5.3e14, 1.04e12),
+        ("NVIDIA H200", 6.9e14, 2.5e12),
+        ("NVIDIA GB200", 1.75e15, 4.2e12),
+        ("Tesla V100-SXM2-32GB", 8.8e13, 4.7e11),
+    ],
+)
+def test_known_devices_have_their_own_rates(name, flops, traffic):
+    rates = rates_of(name)
+    assert rates.flops_per_second == pytest.approx(flops, rel=0.02)
+    assert rates.bytes_per_second == pytest.approx(traffic, rel=0.02)
+
+
+def test_an_a100_has_the_fitted_rates_and_an_unknown_device_none() -> None:
+    assert rates_of("NVIDIA A100-SXM4-40GB").link_bytes_per_second == pytest.approx(A100_RATES.link_bytes_per_second)
+    assert rates_of("Some Accelerator 9000") is None

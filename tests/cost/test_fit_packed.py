@@ -54,16 +54,11 @@ def test_noise_is_averaged_and_nothing_turns_negative() -> None:
     assert min(attention.values()) >= 0
 
 
-def test_what_does_not_add_up_over_samples_is_linear_alone() -> None:
+def test_ends_of_a_fit() -> None:
+    """What does not add up over samples is linear alone; what costs nothing is zero; too few rows are refused."""
     linear, attention = fit_part([RowSample(row, (), 4.0 * sum(row)) for row in ENCODER], WITHIN, attends=False)
     assert linear["8"] == pytest.approx(32) and attention == {}
-
-
-def test_what_costs_nothing_is_zero() -> None:
     linear, attention = fit_part([RowSample(row, (), 0.0) for row in ENCODER], WITHIN)
     assert set(linear.values()) == set(attention.values()) == {0.0}
-
-
-def test_too_few_rows_are_refused() -> None:
     with pytest.raises(CostModelError, match="expected at least 5 measured packed rows to fit costs to, got 2"):
         fit_part([RowSample((8,), (), 1.0)] * 2, WITHIN)

@@ -13,7 +13,10 @@ import pytest
 from megatron_dynapipe.cost import (
     ABSENT,
     CPU_RATES,
+    LARGEST_COST,
     AnalyticCostModel,
+    LayerState,
+    LayerTables,
     ModelShape,
     Row,
     TableCostModel,
@@ -67,10 +70,6 @@ def at(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
 FORWARD = ("keys", "tp1_none", "time_ms", "encoder.forward")
 
 
-def test_a_file_comes_back_from_its_bytes() -> None:
-    assert decode_file(encode_file(gpt_file()), origin="x") == gpt_file()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -103,39 +102,51 @@ def test_a_damaged_file_is_refused_naming_the_field(change: Callable[[dict[str, 
         TableCostModel.decode(json.dumps(document).encode(), origin="the file")
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"format": "dynapipe-cost-model/1"}', b"\xff"])
-def test_what_is_no_cost_model_is_refused(data: bytes) -> None:
-    with pytest.raises(CostModelError, match="the file is not a cost model file"):
-        decode_file(data, origin="the file")
+IN_PACKED = ("keys", "tp1_none", "packed")
 
 
 @pytest.mark.parametrize(
-    "data", [b"\x80\x04]q\x00.", b"(dp0\nVa\np1\nI1\ns.", b"}q\x00X\x01\x00\x00\x00aq\x01K\x01s.", b"]q\x00."]
+    ("change", "message"),
+    [
+        (at(*IN_PACKED, "time_ms", "encoder.forward", value=...), "expected packed time_ms of"),
+        (at(*IN_PACKED, "time_ms", "decoder.forward", value={"linear": POSITIONS}), "expected packed time_ms of"),
+        (at(*IN_PACKED, "time_ms", "encoder.forward", "linear", value={"8,8": 1.0}), "keys of 1 positive length"),
+        (at(*IN_PACKED, "time_ms", "encoder.forward", "linear", value={}), "the table is empty"),
+        (at(*IN_PACKED, "time_ms", "encoder.forward", "linear", value={"8": -1.0}), "Expected `float` >= 0"),
+        (at(*IN_PACKED, "surprise", value={}), "surprise"),
+    ],
 )
-def test_a_pickle_is_refused_unread(data: bytes) -> None:
-    """Of protocols 4, 0 and 1."""
-    with pytest.raises(CostModelError, match="the file is a pickle"):
+def test_damaged_packed_tables_are_refused(change: Callable[[dict[str, Any]], None], message: str) -> None:
+    with pytest.raises(CostModelError, match=message):
+        TableCostModel.decode(packed_file(change))
+
+
+NOTHING = [b"", b"{", b"[]", b'{"format": "dynapipe-cost-model/1"}', b"\xff"]
+PICKLES = [b"\x80\x04]q\x00.", b"(dp0\nVa\np1\nI1\ns.", b"}q\x00X\x01\x00\x00\x00aq\x01K\x01s.", b"]q\x00."]
+"""Of protocols 4, 0 and 1."""
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [*((data, "not a cost model file") for data in NOTHING), *((data, "a pickle") for data in PICKLES)],
+)
+def test_what_is_no_cost_model_is_refused(data: bytes, said: str) -> None:
+    with pytest.raises(CostModelError, match=f"the file is {said}"):
         decode_file(data, origin="the file")
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_files_as_they_are_and_compressed(tmp_path: Path) -> None:
+    path, content = tmp_path / "costs.json.gz", encode_file(gpt_file())
+    (tmp_path / "costs.json").write_bytes(content)
+    path.write_bytes(gzip.compress(content))
+    plain, packed = (TableCostModel.load(tmp_path / name) for name in ("costs.json", "costs.json.gz"))
+    assert packed.file == plain.file == gpt_file() and packed.digest == plain.digest
+    for damaged in (b"{}", gzip.compress(b"{}")[:-1]):
+        path.write_bytes(damaged)
+        with pytest.raises(CostModelError, match=r"cannot read the cost model .*json.gz: expected a whole gzip file"):
+            read_file(path)
     with pytest.raises(CostModelError, match=r"cannot read the cost model .*absent.json.*\nhint: .*profile"):
         read_file(tmp_path / "absent.json")
-
-
-def test_a_compressed_file_is_the_same_model(tmp_path: Path) -> None:
-    (tmp_path / "costs.json").write_bytes(encode_file(gpt_file()))
-    (tmp_path / "costs.json.gz").write_bytes(gzip.compress(encode_file(gpt_file())))
-    plain, packed = (TableCostModel.load(tmp_path / name) for name in ("costs.json", "costs.json.gz"))
-    assert packed.file == plain.file and packed.digest == plain.digest
-
-
-@pytest.mark.parametrize("content", [b"{}", gzip.compress(b"{}")[:-1]], ids=["not compressed", "cut off"])
-def test_a_damaged_compressed_file_is_named(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "costs.json.gz"
-    path.write_bytes(content)
-    with pytest.raises(CostModelError, match=r"cannot read the cost model .*costs.json.gz: expected a whole gzip file"):
-        read_file(path)
 
 
 def test_units_are_ms_and_mb() -> None:
@@ -181,6 +192,7 @@ def test_a_hole_is_infeasible_around_it_and_nowhere_else() -> None:
     assert forward(2, 32) == 64_000_000 and forward(4, 16) == 64_000_000
     assert forward(8, 16) == forward(1, 40) == ABSENT  # beyond the grid
     assert forward(1, 4) == forward(1, 8)  # below it: an upper bound
+    assert forward(1, 12) == 12_000_000 and forward(1, 32) == 32_000_000  # on edges, also one that the hole ends
 
 
 def test_a_combination_that_is_not_there_is_answered_with_those_that_are() -> None:
@@ -218,20 +230,21 @@ def test_packed_tables() -> None:
     assert decode_file(encode_file(decode_file(packed_file(), origin="x")), origin="x").keys["tp1_none"].packed
 
 
-IN_PACKED = ("keys", "tp1_none", "packed")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (at(*IN_PACKED, "time_ms", "encoder.forward", value=...), "expected packed time_ms of"),
-        (at(*IN_PACKED, "time_ms", "decoder.forward", value={"linear": POSITIONS}), "expected packed time_ms of"),
-        (at(*IN_PACKED, "time_ms", "encoder.forward", "linear", value={"8,8": 1.0}), "keys of 1 positive length"),
-        (at(*IN_PACKED, "time_ms", "encoder.forward", "linear", value={}), "the table is empty"),
-        (at(*IN_PACKED, "time_ms", "encoder.forward", "linear", value={"8": -1.0}), "Expected `float` >= 0"),
-        (at(*IN_PACKED, "surprise", value={}), "surprise"),
+        ({"sizes": np.array([3, 1])}, "sizes must increase"),
+        ({"inputs": np.array([8, 16, 24])}, "must have the shape"),
+        ({"values": np.full((len(Row), 2, 2, 1), -2)}, "between 0 and"),
+        ({"values": np.full((len(Row), 2, 2, 1), LARGEST_COST + 1)}, "between 0 and"),
+        ({"values": np.arange(4 * len(Row)).reshape(-1, 2, 2, 1) + ABSENT}, "absent from all rows or from none"),
+        ({"of_stages": np.zeros((3, len(Row), 2, 1, 1))}, "values of a stage must have the shape"),
     ],
 )
-def test_packed_tables_that_cannot_be(change: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_tables_that_are_no_grid_are_refused(change: dict[str, Any], message: str) -> None:
+    grid = {"sizes": np.array([1, 3]), "inputs": np.array([8, 24]), "targets": np.array([0])}
+    good = grid | {"values": np.zeros((len(Row), 2, 2, 1), np.int64)}
+    state = LayerState(embedding_bytes=1, encoder_bytes=1)
+    LayerTables(**good, state=state)
     with pytest.raises(CostModelError, match=message):
-        TableCostModel.decode(packed_file(change))
+        LayerTables(**(good | change), state=state)

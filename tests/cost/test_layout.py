@@ -9,7 +9,6 @@ from megatron_dynapipe.cost import (
     LayerTables,
     PipelineLayout,
     Row,
-    boundary_bytes,
     even_split,
     parse_split,
     stage_costs,
@@ -66,45 +65,24 @@ def t5(*split: float, chunks: int = 1, encoder: int = 3) -> PipelineLayout:
     )
 
 
-def test_a_stage_is_the_sum_of_its_layers_and_the_last_has_the_head() -> None:
-    costs = stage_costs(flat(), t5(2, 2, 2), ONE, EIGHT, EIGHT)
-    assert costs.forward_ns.tolist() == [[20, 110, 1200]]
-    assert costs.backward_ns.tolist() == [[40, 220, 2400]]
-    assert costs.stored_bytes.tolist() == [[6, 8, 10]]
-
-
-def test_an_embedding_and_a_head_may_have_stages_of_their_own() -> None:
-    layout = PipelineLayout(family=ModelFamily.GPT, encoder_layers=3, layers_per_stage=(0, 3, 0))
-    costs = stage_costs(flat(), layout, ONE, EIGHT, EIGHT)
-    assert costs.forward_ns.tolist() == [[0, 30, 1000]]
-    assert costs.stored_bytes[0, :2].tolist() == [0, 9]
-    assert costs.peak_bytes[0, 0] == 0
-
-
-def test_the_peak_is_the_largest_over_the_layers() -> None:
-    """[3 + 7, max(7, 3 + 4), stored 10 > 5 + 4]: a forward never peaks below what it keeps."""
-    costs = stage_costs(flat(), t5(2, 2, 2), ONE, EIGHT, EIGHT)
-    assert costs.peak_bytes.tolist() == [[10, 8, 10]]
-
-
 @pytest.mark.parametrize(
-    ("stored", "peak", "last_stored", "last_peak"),
+    ("changes", "stored", "peak"),
     [
-        pytest.param(9, 30, 19, 10 + 30, id="its peak above what the layers keep"),
-        pytest.param(9, 2, 19, 19, id="never below what the stage keeps"),
+        # [3 + 7, max(7, 3 + 4), stored 10 > 5 + 4]: a forward never peaks below what it keeps.
+        pytest.param({}, [6, 8, 10], [10, 8, 10], id="the largest over the layers"),
+        pytest.param(
+            {"HEAD_STORED": 9, "HEAD_PEAK": 30}, [6, 8, 19], [10, 8, 10 + 30], id="the head's above the layers'"
+        ),
+        pytest.param({"HEAD_STORED": 9, "HEAD_PEAK": 2}, [6, 8, 19], [10, 8, 19], id="not below what the stage keeps"),
+        # Not the stage that makes it, which keeps it as its last encoder layer's.
+        pytest.param(
+            {"ENCODED_STORED": 50}, [6, 8, 60], [10, 8, 60], id="a decoder's stage keeps the encoder's output"
+        ),
     ],
 )
-def test_the_head_s_memory_counts_on_the_last_stage(stored: int, peak: int, last_stored: int, last_peak: int) -> None:
-    costs = stage_costs(flat(HEAD_STORED=stored, HEAD_PEAK=peak), t5(2, 2, 2), ONE, EIGHT, EIGHT)
-    assert costs.stored_bytes.tolist() == [[6, 8, last_stored]]
-    assert costs.peak_bytes.tolist() == [[10, 8, last_peak]]
-
-
-def test_a_stage_of_decoder_layers_keeps_the_encoder_s_output_once() -> None:
-    """Not the stage that makes it, which keeps it as its last encoder layer's."""
-    costs = stage_costs(flat(ENCODED_STORED=50), t5(2, 2, 2), ONE, EIGHT, EIGHT)
-    assert costs.stored_bytes.tolist() == [[6, 8, 60]]
-    assert costs.peak_bytes.tolist() == [[10, 8, 60]]
+def test_memory_of_stages(changes: dict[str, int], stored: list[int], peak: list[int]) -> None:
+    costs = stage_costs(flat(**changes), t5(2, 2, 2), ONE, EIGHT, EIGHT)
+    assert (costs.stored_bytes.tolist(), costs.peak_bytes.tolist()) == ([stored], [peak])
 
 
 def test_halves_of_layers() -> None:
@@ -132,22 +110,9 @@ def test_model_state() -> None:
     parameters = np.array([20 + 1000, 10 + 100 + 1000, 200])
     assert plain.tolist() == (8 * parameters).tolist()
     assert shared.tolist() == (5 * parameters).tolist()
-
-
-def test_chunks_share_a_rank() -> None:
-    layout = t5(1, 2, 2, 1, chunks=2)
-    assert layout.stages == 2
-    state = layout.model_state_bytes(flat().state, data_parallel=1, distributed_optimizer=False)
+    chunked = t5(1, 2, 2, 1, chunks=2)  # two of whose stages share a rank
+    state = chunked.model_state_bytes(flat().state, data_parallel=1, distributed_optimizer=False)
     assert state.tolist() == [8 * (10 + 1000 + 200 + 1000), 8 * (20 + 100)]
-
-
-def test_boundaries_of_t5() -> None:
-    """Inside the decoder both states cross; a stage that begins in the decoder returns gradients for both."""
-    hidden, sizes, inputs, targets = 4, np.array([2]), np.array([16]), np.array([8])
-    activations, gradients = boundary_bytes(t5(3, 1, 1), hidden, sizes, inputs, targets)
-    encoder, decoder = 2 * 2 * 16 * 4, 2 * 2 * 8 * 4
-    assert activations.tolist() == [[encoder, encoder + decoder]]
-    assert gradients.tolist() == [[encoder + decoder, encoder + decoder]]
 
 
 @pytest.mark.parametrize(

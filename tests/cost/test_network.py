@@ -16,6 +16,8 @@ def test_links_between_nodes_are_slower() -> None:
     """4 devices to a stage, 8 to a node: stages 0 and 1 | 2 and 3."""
     links = Network().links(virtual_stages=4, stages=4, ranks_per_stage=4)
     assert links.transfer_ns(np.full((1, 3), MESSAGE)).tolist() == [[10_000, 4_000_000 + 480_000, 10_000]]
+    wrapped = Network(devices_per_node=4).links(virtual_stages=4, stages=2, ranks_per_stage=4)
+    assert wrapped.transfer_ns(np.full((2, 3), MESSAGE)).tolist() == [[4_480_000] * 3] * 2
 
 
 @pytest.mark.parametrize(
@@ -32,19 +34,12 @@ def test_links_between_nodes_are_slower() -> None:
         ),
     ],
 )
-def test_given_links_win_over_measured_ones_and_these_over_defaults(
-    given: dict[str, float], measured: dict[str, Link], expected: tuple[float, ...]
-) -> None:
+def test_given_links_win_over_measured_ones_and_these_over_defaults(given, measured, expected):
     network = Network.over(measured, devices_per_node=4, **given)
     assert network.devices_per_node == 4
     intra = network.intra_node_gbps, network.intra_node_latency_us
     inter = network.inter_node_gbps, network.inter_node_latency_us
     assert (*intra, *inter) == expected
-
-
-def test_interleaved_stages_wrap_around() -> None:
-    links = Network(devices_per_node=4).links(virtual_stages=4, stages=2, ranks_per_stage=4)
-    assert links.transfer_ns(np.full((2, 3), MESSAGE)).tolist() == [[4_480_000] * 3] * 2
 
 
 @pytest.mark.parametrize("setting", [{"intra_node_gbps": 0}, {"devices_per_node": 0}, {"inter_node_latency_us": -1}])
@@ -71,9 +66,7 @@ def test_refuses_impossible_links(setting: dict[str, float]) -> None:
         ({"devices_per_node": 2, "inter_node_latency_us": 0}, MESSAGE, 480, 480),
     ],
 )
-def test_a_message_is_divided_where_that_is_faster(
-    network: dict[str, float], message_bytes: int, whole_us: float, divided_us: float
-) -> None:
+def test_a_message_is_divided_where_that_is_faster(network, message_bytes, whole_us, divided_us):
     made = Network(**({"devices_per_node": 4} | network))  # type: ignore[arg-type]
     expected_us = {
         ScatterGather.OFF: whole_us,
@@ -99,19 +92,9 @@ def test_the_choice_is_each_boundarys_and_each_messages() -> None:
     assert times.tolist() == [[20_000, 20_000 + 120_000 + 37_500, 20_000], [10_017, 20_800, 10_017]]
 
 
-def test_parts_of_a_sequence_are_shares_already() -> None:
-    links = Network(devices_per_node=4, inter_node_latency_us=0).links(
-        virtual_stages=2,
-        stages=2,
-        ranks_per_stage=4,
-        tensor_parallel=4,
-        sequence_parallel=True,
-        scatter_gather=ScatterGather.AUTO,
-    )
-    assert links.transfer_ns(np.array([[MESSAGE]])).tolist() == [[120_000]]
-    assert not links.is_sharded(0, MESSAGE)
-
-
-def test_one_rank_has_nothing_to_divide() -> None:
-    links = Network().links(virtual_stages=2, stages=2, ranks_per_stage=8, scatter_gather=ScatterGather.AUTO)
-    assert not links.is_sharded(0, MESSAGE)
+def test_parts_of_a_sequence_are_shares_already_and_one_rank_has_none() -> None:
+    about = {"virtual_stages": 2, "stages": 2, "scatter_gather": ScatterGather.AUTO}
+    network = Network(devices_per_node=4, inter_node_latency_us=0)
+    links = network.links(ranks_per_stage=4, tensor_parallel=4, sequence_parallel=True, **about)
+    assert links.transfer_ns(np.array([[MESSAGE]])).tolist() == [[120_000]] and not links.is_sharded(0, MESSAGE)
+    assert not Network().links(ranks_per_stage=8, **about).is_sharded(0, MESSAGE)

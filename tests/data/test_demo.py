@@ -88,17 +88,13 @@ def test_skips_tests_and_installed_packages(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "module.py").write_text(SOURCE.replace("Shapes", f"Shapes of {folder}"))
     samples = stdlib_samples(100, tmp_path)
+    assert stdlib_samples(100, tmp_path) == samples, "the same each time"
     assert [sample.target for sample in samples if sample.task == "module_summary"] == ["Shapes of lib and areas."]
 
 
 def test_no_source(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected the source of Python's standard library in .*, found none for func"):
         stdlib_samples(10, tmp_path)
-
-
-def test_the_same_samples_each_time() -> None:
-    """And `prepare` makes the same bytes of the same text."""
-    assert stdlib_samples(50) == stdlib_samples(50)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ def table(tasks: list[tuple[int, float]], seed: int) -> tuple[LengthTable, np.nd
 @given(
     tasks=mixtures,
     seed=st.integers(0, 1000),
+    samples=st.sampled_from([1, 7, 90]),
     has_rates=st.booleans(),
     tokens=st.none() | st.integers(30, 300),
     last=st.sampled_from([LastBatch.CONTINUE, LastBatch.KEEP]),
@@ -32,21 +33,14 @@ def table(tasks: list[tuple[int, float]], seed: int) -> tuple[LengthTable, np.nd
     policy=st.sampled_from([LongSamples.SKIP, LongSamples.TRUNCATE]),
 )
 def test_resumed_runs_see_what_an_uninterrupted_one_sees(
-    tasks: list[tuple[int, float]],
-    seed: int,
-    has_rates: bool,
-    tokens: int | None,
-    last: LastBatch,
-    epochs: int,
-    resumes: list[int],
-    policy: LongSamples,
+    tasks, seed, samples, has_rates, tokens, last, epochs, resumes, policy
 ) -> None:
     lengths, ids = table(tasks, seed)
     usable = np.flatnonzero(lengths.input <= 40) if policy is LongSamples.SKIP else np.arange(len(lengths))
     run = SamplerSettings(
         family=ModelFamily.T5,
         seed=seed,
-        samples_per_iteration=7,
+        samples_per_iteration=samples,
         max_input_length=40,
         max_target_length=20,
         long_samples=policy,
@@ -68,7 +62,10 @@ def test_resumed_runs_see_what_an_uninterrupted_one_sees(
             times = [drawn[sample] for sample in usable.tolist() if ids[sample] == task]
             assert max(times) - min(times) <= 1
     else:
-        assert drawn == dict.fromkeys(usable.tolist(), epochs)
+        stream = np.concatenate(batches).reshape(epochs, len(usable))
+        assert (np.sort(stream) == usable).all()
     for iteration in resumes:
         if iteration < count:
-            assert Sampler(lengths, run, ids).batch(iteration).sample_ids.tolist() == batches[iteration]
+            batch = Sampler(lengths, run, ids).batch(iteration)
+            assert batch.sample_ids.tolist() == batches[iteration]
+            assert (batch.input_lengths == np.minimum(lengths.input[batch.sample_ids], 40)).all()

@@ -58,11 +58,3 @@ def test_values_equal_megatrons(tmp_path: Path, samples: Any) -> None:
         read_input, read_target = reader[at]
         assert read_input.tolist() == theirs[2 * at].tolist() == input_ids
         assert read_target.tolist() == theirs[2 * at + 1].tolist() == target_ids
-
-
-def test_truncated_data_file(tmp_path: Path) -> None:
-    write_samples(tmp_path / "split", SAMPLES, 100)
-    data = tmp_path / "split.bin"
-    data.write_bytes(data.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"split\.bin: expected 24 bytes as its index says, got 22"):
-        IndexedReader(tmp_path / "split")

@@ -55,31 +55,25 @@ def recorder() -> Iterator[Recorder]:
     recorder.gate.set()
 
 
-def test_yields_iterations_in_order(collator: Collator) -> None:
-    with PlannedIterator(plan, collator, stop_iteration=5) as iterator:
-        items = list(iterator)
-    assert [item.entry.iteration for item in items] == [0, 1, 2, 3, 4]
-    assert [[batch.index for batch in item.micro_batches] for item in items] == [[0, 1]] * 5
-    assert items[4].micro_batches[0].tokens is not None
-    assert items[4].micro_batches[0].tokens[0, :4].tolist() == [11, 12, 13, 0]
-    assert [thread.name for thread in threading.enumerate() if "prefetch" in thread.name] == []
-
-
-def test_resumes_where_it_is_told(collator: Collator) -> None:
+def test_yields_iterations_in_order_from_where_it_is_told(collator: Collator) -> None:
     with (
         PlannedIterator(plan, collator, stop_iteration=6) as whole,
         PlannedIterator(plan, collator, start_iteration=4, stop_iteration=6) as resumed,
     ):
-        for old, new in zip(list(whole)[4:], resumed, strict=True):
+        items = list(whole)
+        for old, new in zip(items[4:], resumed, strict=True):
             assert old.entry == new.entry
             for one, other in zip(old.micro_batches, new.micro_batches, strict=True):
-                assert one.labels is not None and other.labels is not None
                 assert torch.equal(one.labels, other.labels)
+    assert [item.entry.iteration for item in items] == [0, 1, 2, 3, 4, 5]
+    assert [[batch.index for batch in item.micro_batches] for item in items] == [[0, 1]] * 6
+    assert items[4].micro_batches[0].tokens[0, :4].tolist() == [11, 12, 13, 0]
+    assert [thread.name for thread in threading.enumerate() if "prefetch" in thread.name] == []
 
 
 def test_stays_so_far_ahead(collator: Collator, recorder: Recorder) -> None:
-    """With two ready, the thread waits; taking one lets it prepare one more."""
-    with PlannedIterator(recorder, collator, ahead=2) as iterator:
+    """With two ready, the thread waits; taking one lets it prepare one more, but none beyond the last."""
+    with PlannedIterator(recorder, collator, start_iteration=2, stop_iteration=6, ahead=2) as iterator:
         time.sleep(0.02)
         assert recorder.fetched == [], "before the first is asked for"
         assert iterator.await_next() is None
@@ -87,16 +81,11 @@ def test_stays_so_far_ahead(collator: Collator, recorder: Recorder) -> None:
         next(iterator)
         recorder.await_calls(3)
         time.sleep(0.05)
-        assert recorder.fetched == [0, 1, 2]
-
-
-def test_nothing_is_fetched_beyond_the_last(collator: Collator, recorder: Recorder) -> None:
-    with PlannedIterator(recorder, collator, start_iteration=2, stop_iteration=4, ahead=5) as iterator:
-        assert len(list(iterator)) == 2
-        assert iterator.await_next() is None
+        assert recorder.fetched == [2, 3, 4]
+        assert len(list(iterator)) == 3 and iterator.await_next() is None
         with pytest.raises(StopIteration):
             next(iterator)
-    assert recorder.fetched == [2, 3]
+    assert recorder.fetched == [2, 3, 4, 5]
 
 
 def test_counts_the_wait(collator: Collator, recorder: Recorder) -> None:
@@ -153,30 +142,17 @@ def test_deadline_names_what_it_waits_for(collator: Collator, recorder: Recorder
         assert next(iterator).entry.iteration == 3
 
 
-def test_closed(collator: Collator) -> None:
-    iterator = PlannedIterator(plan, collator)
-    next(iterator)
-    iterator.close()
-    iterator.close()
-    with pytest.raises(DataError, match="expected an open iterator for iteration 1, it is closed"):
-        next(iterator)
-
-
 def test_closing_ends_a_wait(collator: Collator, recorder: Recorder) -> None:
     recorder.gate.clear()
     iterator = PlannedIterator(recorder, collator)
-
-    def close() -> None:
-        recorder.await_calls(1)
-        iterator.close()
-
-    closer = threading.Thread(target=close)
+    closer = threading.Thread(target=lambda: (recorder.await_calls(1), iterator.close(), iterator.close()))
     closer.start()
     error = iterator.await_next()
     recorder.gate.set()
     closer.join(60)
-    assert isinstance(error, DataError)
-    assert "iterator closed while waiting for iteration 0" in str(error)
+    assert isinstance(error, DataError) and "iterator closed while waiting for iteration 0" in str(error)
+    with pytest.raises(DataError, match="expected an open iterator for iteration 0, it is closed"):
+        next(iterator)
 
 
 @pytest.mark.parametrize("changes", [{"ahead": 0}, {"start_iteration": -1}, {"timeout_seconds": 0}])

@@ -26,16 +26,10 @@ def signed(payload: bytes) -> bytes:
 
 @pytest.mark.parametrize("decode", DECODERS)
 @given(data=st.binary(max_size=300))
-def test_any_bytes_are_refused(decode, data: bytes) -> None:
-    with pytest.raises(PlanDecodeError):
-        decode(data)
-
-
-@pytest.mark.parametrize("decode", DECODERS)
-@given(payload=st.binary(max_size=300))
-def test_any_payload_is_refused(decode, payload: bytes) -> None:
-    with pytest.raises(PlanDecodeError):
-        decode(signed(payload))
+def test_any_bytes_are_refused_behind_a_header_that_fits_too(decode, data: bytes) -> None:
+    for forged in (data, signed(data)):
+        with pytest.raises(PlanDecodeError):
+            decode(forged)
 
 
 @given(
@@ -102,8 +96,6 @@ def test_arrays_within_arrays_end_in_one_error() -> None:
 @pytest.mark.parametrize("version", [0, codec.VERSION - 1, codec.VERSION + 1, 65535])
 def test_other_versions_are_refused_before_anything_is_read(version: int) -> None:
     forged = codec._HEADER.pack(codec.MAGIC, version, bytes(16)) + b"\xff" * 50
-    with pytest.raises(
-        PlanDecodeError, match=rf"expected plan format version {codec.VERSION}, got {version}"
-    ) as caught:
+    with pytest.raises(PlanDecodeError, match=f"expected plan format version {codec.VERSION}, got {version}") as caught:
         codec.decode_entry(forged)
     assert caught.value.hint == "plan again with the installed version of megatron_dynapipe"

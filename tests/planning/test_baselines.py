@@ -1,6 +1,7 @@
 """Other ways to make micro-batches: their partitions, what is not offered, packing, and whole plans."""
 
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,13 @@ from hypothesis import strategies as st
 from megatron_dynapipe.cost import LayerState, LayerTables, Network, PipelineLayout, Row
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError
 from megatron_dynapipe.plan.codec import digest
+from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings, baseline_partitions
 from megatron_dynapipe.planning.packed_baselines import pack
 from megatron_dynapipe.planning.partition import Partition
 from megatron_dynapipe.planning.problem import BatchProblem
+from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.planning import planner_cases
 
@@ -80,14 +84,11 @@ def test_partitions(chosen: dict, inputs: list[int], expected: list[list[int]]) 
     assert [sizes for i, sizes in enumerate(found) if sizes not in found[:i]] == expected
 
 
-def test_tokens_count_inputs_and_targets() -> None:
+def test_tokens_count_targets_and_what_does_not_fit_is_not_offered() -> None:
     (found,) = offered(problem([16, 8, 8], [8, 8, 8]), algorithm=TOKENS, micro_batch_tokens=48)
     assert found.sizes.tolist() == [2, 1]
-
-
-def test_partitions_that_do_not_fit_are_not_offered() -> None:
-    found = offered(problem([16, 16, 16, 16], memory=32), algorithm=UNIFORM)
-    assert [partition.sizes.tolist() for partition in found] == [[1, 1, 1, 1], [2, 2]]
+    fitting = offered(problem([16, 16, 16, 16], memory=32), algorithm=UNIFORM)
+    assert [partition.sizes.tolist() for partition in fitting] == [[1, 1, 1, 1], [2, 2]]
 
 
 @settings(max_examples=100, deadline=None)
@@ -147,44 +148,55 @@ def test_settings_that_do_not_go_together(chosen: dict, message: str) -> None:
         PartitionSettings(**chosen)
 
 
+def plan(family: ModelFamily, samples: int, partition: dict[str, Any], **changes: object) -> IterationPlan:
+    planner = planner_cases.planner(family, partition=PartitionSettings(**partition), **changes)
+    return planner.plan(planner_cases.batch(family, samples), 0)
+
+
 @pytest.mark.parametrize("family", [GPT, T5])
 @pytest.mark.parametrize("algorithm", [TOKENS, UNIFORM, PADDING])
 def test_whole_plans(family: ModelFamily, algorithm: PartitionAlgorithm) -> None:
     """Every sample once, shapes as the algorithm says, the same plan twice, never faster than the planner's own."""
-    batch = planner_cases.batch(family, 24)
-
-    def plan(chosen: PartitionAlgorithm):
-        planner = planner_cases.planner(family, data_parallel=2, partition=PartitionSettings(algorithm=chosen))
-        return planner.plan(batch, 0)
-
-    found = plan(algorithm)
-    micro_batches = [mb for replica in found.replicas for mb in replica.micro_batches]
-    assert sorted(chain.from_iterable(mb.sample_ids for mb in micro_batches)) == sorted(batch.sample_ids.tolist())
-    for mb in micro_batches:
-        assert mb.shape.size == len(mb.sample_ids)
-        assert mb.shape.input_length % 8 == 0 and mb.shape.input_length >= max(mb.input_lengths) - 1
+    found, again, own = (plan(family, 24, {"algorithm": each}, data_parallel=2) for each in (algorithm, algorithm, DP))
+    verify(found, expected_samples=range(100, 124))
     if algorithm is PADDING:
-        assert len({mb.shape[1:] for mb in micro_batches}) == 1
-    assert digest(plan(algorithm)) == digest(found)
-    assert plan(DP).totals.predicted_ns <= found.totals.predicted_ns
+        assert len({mb.shape[1:] for replica in found.replicas for mb in replica.micro_batches}) == 1
+    assert digest(again) == digest(found)
+    assert own.totals.predicted_ns <= found.totals.predicted_ns
 
 
 def test_padding_to_given_lengths() -> None:
-    chosen = PartitionSettings(
-        algorithm=PADDING, micro_batch_size=4, padded_input_length=1020, padded_target_length=500
-    )
-    found = planner_cases.planner(T5, partition=chosen).plan(planner_cases.batch(T5, 8), 0)
+    lengths = {"algorithm": PADDING, "padded_input_length": 1020, "padded_target_length": 500}
+    found = plan(T5, 8, lengths | {"micro_batch_size": 4})
     assert {mb.shape for replica in found.replicas for mb in replica.micro_batches} == {(4, 1024, 504)}
-
-
-def test_padding_to_less_than_the_longest() -> None:
-    chosen = PartitionSettings(algorithm=PADDING, padded_input_length=8)
     with pytest.raises(DataError, match="cannot be padded to 8 and"):
-        planner_cases.planner(GPT, partition=chosen).plan(planner_cases.batch(GPT, 8), 0)
-
-
-def test_a_given_size_that_does_not_fit() -> None:
-    chosen = PartitionSettings(algorithm=PADDING, micro_batch_size=64)
-    planner = planner_cases.planner(GPT, partition=chosen, memory_limit_bytes=60 * 10**6)
+        plan(GPT, 8, {"algorithm": PADDING, "padded_input_length": 8})
     with pytest.raises(InfeasibleError):
-        planner.plan(planner_cases.batch(GPT, 64), 0)
+        plan(GPT, 64, {"algorithm": PADDING, "micro_batch_size": 64}, memory_limit_bytes=60 * 10**6)
+
+
+ROWS = {"micro_batch_layouts": (BatchLayout.PACKED,), "schedule": ScheduleSettings(method="1f1b")}
+
+
+@pytest.mark.parametrize("algorithm", ["packed_rows", "dp_balanced", "verl", "slime"])
+@pytest.mark.parametrize("family", ModelFamily)
+def test_rows_are_planned_with_one_mode_and_1f1b(family: ModelFamily, algorithm: str) -> None:
+    planned = plan(family, 30, {"algorithm": PartitionAlgorithm(algorithm)}, data_parallel=2, **ROWS)
+    verify(planned, expected_samples=range(100, 130))
+    batches = [mb for replica in planned.replicas for mb in replica.micro_batches]
+    assert {mb.layout for mb in batches} == {BatchLayout.PACKED} and len({mb.recompute for mb in batches}) == 1
+
+
+@pytest.mark.parametrize("family", ModelFamily)
+def test_rows_to_a_micro_batch(family: ModelFamily) -> None:
+    """As many as are asked for; else of all powers of two the fastest."""
+    chosen = {"algorithm": PartitionAlgorithm.PACKED_ROWS, "padded_input_length": 512}
+    chosen |= {"padded_target_length": None if family is GPT else 256}
+
+    def of(rows: int | None) -> IterationPlan:
+        return plan(family, 30, chosen | {"micro_batch_size": rows}, **ROWS)
+
+    counts = {rows: len(of(rows).replicas[0].micro_batches) for rows in (1, 2, 3)}
+    assert counts[2] == -(-counts[1] // 2) and counts[3] == -(-counts[1] // 3)
+    predicted = [of(1 << power).totals.predicted_ns for power in range(counts[1].bit_length())]
+    assert of(None).totals.predicted_ns == min(predicted)

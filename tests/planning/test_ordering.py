@@ -15,31 +15,24 @@ def ints(values: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "targets", "expected"),
+    ("order", "inputs", "targets", "expected"),
     [
-        pytest.param([8], [0], [0], id="one sample"),
-        pytest.param([8, 24, 16], [0, 0, 0], [1, 2, 0], id="longest first"),
-        pytest.param([8, 8, 16, 16], [0, 0, 0, 0], [2, 3, 0, 1], id="of equal samples, the first first"),
-        pytest.param([8, 8, 8], [16, 24, 16], [1, 0, 2], id="of equal inputs, the longest target first"),
+        pytest.param(by_length, [8], [0], [0], id="one sample"),
+        pytest.param(by_length, [8, 24, 16], [0, 0, 0], [1, 2, 0], id="longest first"),
+        pytest.param(by_length, [8, 8, 16, 16], [0, 0, 0, 0], [2, 3, 0, 1], id="of equal samples, the first first"),
+        pytest.param(by_length, [8, 8, 8], [16, 24, 16], [1, 0, 2], id="of equal inputs, the longest target first"),
+        pytest.param(by_bands, [8], [8], [0], id="one sample by bands"),
+        pytest.param(by_bands, [8, 24, 16], [8, 8, 8], [1, 2, 0], id="one band is by length"),
+        pytest.param(by_bands, [8, 24, 16], [40, 8, 16], [1, 2, 0], id="as far as the ratio"),
+        pytest.param(by_bands, [8, 24, 16], [48, 8, 8], [0, 2, 1], id="beyond it, a band of its own, turned"),
+        pytest.param(
+            by_bands, [8, 64, 64, 8, 8, 64], [480, 480, 80, 80, 8, 8], [1, 0, 3, 2, 5, 4], id="down, up, down"
+        ),
+        pytest.param(by_bands, [8, 8, 8], [16, 24, 16], [1, 0, 2], id="of equal inputs in a band, the longest target"),
     ],
 )
-def test_by_length(inputs: list[int], targets: list[int], expected: list[int]) -> None:
-    assert by_length(ints(inputs), ints(targets)).tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("inputs", "targets", "expected"),
-    [
-        pytest.param([8], [8], [0], id="one sample"),
-        pytest.param([8, 24, 16], [8, 8, 8], [1, 2, 0], id="one band is by length"),
-        pytest.param([8, 24, 16], [40, 8, 16], [1, 2, 0], id="as far as the ratio"),
-        pytest.param([8, 24, 16], [48, 8, 8], [0, 2, 1], id="beyond it, a band of its own, turned"),
-        pytest.param([8, 64, 64, 8, 8, 64], [480, 480, 80, 80, 8, 8], [1, 0, 3, 2, 5, 4], id="down, up, down"),
-        pytest.param([8, 8, 8], [16, 24, 16], [1, 0, 2], id="of equal inputs, the longest target first"),
-    ],
-)
-def test_by_bands(inputs: list[int], targets: list[int], expected: list[int]) -> None:
-    assert by_bands(ints(inputs), ints(targets)).tolist() == expected
+def test_orders(order, inputs, targets, expected) -> None:
+    assert order(ints(inputs), ints(targets)).tolist() == expected
 
 
 def test_decoder_only_samples_have_one_order() -> None:
@@ -52,26 +45,17 @@ samples = st.lists(st.tuples(st.integers(1, 600), st.integers(1, 300)), min_size
 
 
 @settings(max_examples=100, deadline=None)
-@given(samples)
-def test_every_sample_once_and_the_same_every_time(lengths: list[tuple[int, int]]) -> None:
-    inputs, targets = ints([n for n, _ in lengths]), ints([m for _, m in lengths])
-    orders = candidate_orders(inputs, targets)
-    assert all(order.dtype == np.int64 and sorted(order.tolist()) == list(range(len(lengths))) for order in orders)
-    again = candidate_orders(inputs.copy(), targets.copy())
-    assert [order.tolist() for order in orders] == [order.tolist() for order in again]
-
-
-@settings(max_examples=100, deadline=None)
 @given(samples, st.randoms(use_true_random=False))
-def test_the_order_given_does_not_matter(lengths: list[tuple[int, int]], random: Random) -> None:
+def test_every_sample_once_in_whatever_order_they_are_given(lengths: list[tuple[int, int]], random: Random) -> None:
     shuffled = list(lengths)
     random.shuffle(shuffled)
 
-    def sorted_lengths(given: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    def ordered(given: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         orders = candidate_orders(ints([n for n, _ in given]), ints([m for _, m in given]))
+        assert all(order.dtype == np.int64 and sorted(order.tolist()) == list(range(len(given))) for order in orders)
         return [[given[row] for row in order] for order in orders]
 
-    assert sorted_lengths(shuffled) == sorted_lengths(lengths)
+    assert ordered(shuffled) == ordered(lengths)
 
 
 @settings(max_examples=100, deadline=None)

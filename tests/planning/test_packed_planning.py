@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import LayerTables, TableCostModel
-from megatron_dynapipe.errors import ConfigError, InfeasibleError
+from megatron_dynapipe.cost import LayerTables
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
-from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.partition import OrderedPartitions
 from megatron_dynapipe.planning.planner import Planner
@@ -23,7 +21,6 @@ from megatron_dynapipe.planning.search import search
 from megatron_dynapipe.planning.simulate import simulate
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
-from tests.helpers.benchmark_data import A100_COSTS
 from tests.planning.packed_oracle import best_makespan_ns
 from tests.planning.partition_oracle import batch_problems
 from tests.planning.planner_cases import batch, batch_of, cost_model
@@ -52,22 +49,28 @@ def plan(
     given: GlobalBatch,
     *,
     derived: bool = True,
+    forward_only: bool = False,
     **changes: object,
 ) -> IterationPlan:
     costs = _Derived(family) if derived else cost_model(family)
-    return Planner(settings_of(family, micro_batch_layouts=layouts, **changes), costs).plan(given, 0)
+    planner = Planner(settings_of(family, micro_batch_layouts=layouts, **changes), costs)
+    return planner.plan(given, 0, forward_only=forward_only)
 
 
-@pytest.mark.parametrize("derived", [True, False], ids=["derived", "of their own"])
-@pytest.mark.parametrize("layouts", [PACKED, BOTH], ids=["packed", "auto"])
-@pytest.mark.parametrize("family", ModelFamily)
-def test_every_sample_is_planned_in_allowed_layouts(
-    family: ModelFamily, layouts: tuple[BatchLayout, ...], derived: bool
-) -> None:
-    given = batch(family, 40)
-    planned = plan(family, layouts, given, derived=derived, data_parallel=2)
+@pytest.mark.parametrize(
+    ("family", "layouts", "changes"),
+    [
+        *((family, layouts, {"data_parallel": 2}) for family in ModelFamily for layouts in (PACKED, BOTH)),
+        *((family, layouts, {"derived": False}) for family in ModelFamily for layouts in (PACKED, BOTH)),
+        *((GPT, PACKED, changes) for changes in ({"chunks": 2}, {"pipeline_parallel": 1}, {"pipeline_parallel": 4})),
+        *((GPT, PACKED, {"schedule": ScheduleSettings(method=method)}) for method in ("1f1b", "gpipe")),
+        (T5, PACKED, {"forward_only": True}),
+    ],
+)
+def test_every_sample_is_planned_in_allowed_layouts_the_same_way_twice(family, layouts, changes):
+    planned, again = (plan(family, layouts, batch(family, 40), **changes) for _ in range(2))
     verify(planned, expected_samples=range(100, 140))
-    assert planned.layouts == layouts
+    assert planned.layouts == layouts and digest(again) == digest(planned)
     assert all(mb.layout in layouts for replica in planned.replicas for mb in replica.micro_batches)
 
 
@@ -77,33 +80,6 @@ def test_packed_rows_waste_nothing_and_predict_less_time(family: ModelFamily) ->
     padded, packed = plan(family, PADDED, given), plan(family, BOTH, given)
     assert packed.totals.predicted_ns < padded.totals.predicted_ns
     assert packed.totals.real_tokens / packed.totals.padded_positions > 0.93
-
-
-def test_planning_twice_gives_the_same_plan() -> None:
-    given = batch(T5, 50)
-    assert digest(plan(T5, BOTH, given, data_parallel=2)) == digest(plan(T5, BOTH, given, data_parallel=2))
-
-
-@pytest.mark.parametrize("changes", [{"chunks": 2}, {"pipeline_parallel": 1}, {"pipeline_parallel": 4}])
-def test_other_pipelines(changes: dict[str, int]) -> None:
-    verify(plan(GPT, PACKED, batch(GPT, 30), **changes), expected_samples=range(100, 130))
-
-
-def test_evaluation_runs_forward_only() -> None:
-    costs = _Derived(T5)
-    planned = Planner(settings_of(T5, micro_batch_layouts=PACKED), costs).plan(batch(T5, 20), 0, forward_only=True)
-    verify(planned, expected_samples=range(100, 120))
-
-
-@pytest.mark.parametrize("method", ["1f1b", "gpipe"])
-def test_rows_are_scheduled_by_the_method_that_was_asked_for(method: str) -> None:
-    planned = plan(GPT, PACKED, batch(GPT, 30), schedule=ScheduleSettings(method=method))
-    verify(planned, expected_samples=range(100, 130))
-
-
-def test_a_sample_that_fits_nowhere_is_named() -> None:
-    with pytest.raises(InfeasibleError, match="sample 1 of padded shape 1x4000 lies outside the cost model's lengths"):
-        plan(GPT, PACKED, batch_of((9, 0), (4000, 0)))
 
 
 def test_as_few_samples_as_replicas() -> None:
@@ -133,30 +109,3 @@ def test_small_batches_against_everything_there_is(problem: BatchProblem, seed: 
     costs, _ = problem.costs_of(replica.members, replica.layouts, replica.modes)
     makespan = simulate(costs, replica.order).makespan_ns
     assert makespan <= best * 1.1 + 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"micro_batch_layouts": ()}, "expected one or two different layouts"),
-        ({"micro_batch_layouts": PADDED * 2}, "expected one or two different layouts"),
-        (
-            {"partition": PartitionSettings(algorithm=PartitionAlgorithm.PACKED_ROWS)},
-            "packed_rows makes packed micro-batches, and the settings allow padded",
-        ),
-        (
-            {"partition": PartitionSettings(algorithm=PartitionAlgorithm.UNIFORM), "micro_batch_layouts": PACKED},
-            "uniform makes padded micro-batches, and the settings allow packed",
-        ),
-    ],
-)
-def test_settings_that_do_not_go_together(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        settings_of(GPT, **changes)
-
-
-def test_the_published_files_plan_packed_rows() -> None:
-    costs = TableCostModel.load(A100_COSTS["gpt"])
-    options = settings_of(GPT, encoder_layers=8, micro_batch_layouts=BOTH, memory_limit_bytes=40 * 10**9)
-    planned = Planner(msgspec.structs.replace(options, hidden_size=4096), costs).plan(batch(GPT, 60), 0)
-    assert {mb.layout for mb in planned.replicas[0].micro_batches} >= {BatchLayout.PACKED}

@@ -11,9 +11,9 @@ from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import ModelFamily, Recompute
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.planner_cases import batch, batch_of, cost_model, of_lengths, planner, settings
 
 FAMILIES = list(ModelFamily)
@@ -40,11 +40,6 @@ def test_plans_are_valid(family: ModelFamily, changes: dict[str, Any], samples: 
     assert plan.iteration == 7
     assert len(plan.replicas) == changes.get("data_parallel", 1)
     assert all(replica.micro_batches for replica in plan.replicas)
-
-
-def test_uneven_layers() -> None:
-    uneven = planner(ModelFamily.T5, pipeline_parallel=3, layers_per_stage=(3, 3, 2))
-    verify(uneven.plan(batch(ModelFamily.T5, 20), 0))
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -105,9 +100,8 @@ def test_recompute_is_chosen_where_memory_is_short() -> None:
 
 
 EMPTY = of_lengths([])
-
-
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
+PACKED = {"micro_batch_layouts": (BatchLayout.PACKED,)}
 SHORT = {"memory_limit_bytes": 25_000_000, "recompute": (Recompute.NONE,)}
 TOO_LONG = r"sample 1 of padded shape 1x3000\+16 lies outside the cost model's lengths"
 TOO_LARGE = r"sample 1 of padded shape 1x2000 needs \d+ MB of activations on stage \d, which has \d+ MB"
@@ -122,11 +116,10 @@ TOO_LARGE = r"sample 1 of padded shape 1x2000 needs \d+ MB of activations on sta
         (T5, {}, batch_of((9, 0)), DataError, "sample 0 has 9 input and 0 target"),
         (T5, {}, batch_of((9, 9), (3000, 9)), InfeasibleError, TOO_LONG),
         (GPT, SHORT, batch_of((9, 0), (2000, 0)), InfeasibleError, TOO_LARGE),
+        (GPT, PACKED, batch_of((9, 0), (4000, 0)), InfeasibleError, "sample 1 of padded shape 1x4000 lies outside"),
     ],
 )
-def test_what_cannot_be_planned(
-    family: ModelFamily, changes: dict[str, Any], given: GlobalBatch, error: type[Exception], message: str
-) -> None:
+def test_what_cannot_be_planned(family, changes, given, error, message):
     with pytest.raises(error, match=message):
         planner(family, **changes).plan(given, 0)
 
@@ -143,6 +136,10 @@ def test_a_cost_model_of_another_family() -> None:
         Planner(settings(ModelFamily.GPT), cost_model(ModelFamily.T5))
 
 
+def of(algorithm: str) -> PartitionSettings:
+    return PartitionSettings(algorithm=PartitionAlgorithm(algorithm))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -155,6 +152,10 @@ def test_a_cost_model_of_another_family() -> None:
             {"scatter_gather": ScatterGather.ON, "tensor_parallel": 2, "sequence_parallel": True},
             "to divide messages over, got parts of the sequence on each",
         ),
+        ({"micro_batch_layouts": ()}, "expected one or two different layouts"),
+        ({"micro_batch_layouts": (BatchLayout.PADDED,) * 2}, "expected one or two different layouts"),
+        ({"partition": of("packed_rows")}, "packed_rows makes packed micro-batches, and the settings allow padded"),
+        ({"partition": of("uniform")} | PACKED, "uniform makes padded micro-batches, and the settings allow packed"),
     ],
 )
 def test_settings_that_cannot_be_honoured(changes: dict[str, Any], message: str) -> None:

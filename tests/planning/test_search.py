@@ -20,6 +20,7 @@ from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.planning.planner_cases import of_lengths
 
+GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 GB = 10**9
 
 
@@ -55,55 +56,35 @@ def time_of(plan: IterationPlan) -> int:
     return plan.totals.predicted_ns
 
 
-CASES = [
-    (ModelFamily.GPT, 4, 1, 80, 40),
-    (ModelFamily.GPT, 2, 2, 80, 40),
-    (ModelFamily.GPT, 4, 1, 80, 2.45),
-    (ModelFamily.GPT, 1, 1, 30, 40),
-    (ModelFamily.GPT, 4, 3, 3, 40),
-    (ModelFamily.T5, 4, 1, 80, 40),
-    (ModelFamily.T5, 3, 2, 60, 40),
-    (ModelFamily.T5, 4, 1, 1, 40),
-]
-
-
-@pytest.mark.parametrize(("family", "pp", "dp", "samples", "memory_gb"), CASES)
-def test_a_searched_plan_is_valid_and_no_slower_than_1f1b(family, pp, dp, samples, memory_gb):
-    for seed in range(2):
-        given = batch(samples, family, seed)
-        found = planner(family, pp, dp, memory_gb=memory_gb, search_evaluations=400).plan(given, 0)
-        verify(found, expected_samples=range(samples))
-        assert all(replica.micro_batches for replica in found.replicas)
-        plain = planner(family, pp, dp, memory_gb=memory_gb, method="1f1b").plan(given, 0)
-        tight = memory_gb < 40  # the room that is left for messages is not the same
-        assert time_of(found) <= time_of(plain) * (1.001 if tight else 1)
-
-
 @pytest.mark.parametrize(
     ("family", "pp", "dp", "chunks", "samples", "memory_gb"),
     [
-        (ModelFamily.GPT, 4, 1, 2, 80, 40),
-        (ModelFamily.GPT, 2, 2, 3, 60, 40),
-        (ModelFamily.GPT, 4, 1, 2, 80, 2.85),
-        (ModelFamily.T5, 3, 2, 2, 60, 40),
-        (ModelFamily.T5, 2, 1, 3, 40, 40),
-        (ModelFamily.T5, 4, 1, 2, 1, 40),
+        (GPT, 4, 1, 1, 80, 40),
+        (GPT, 2, 2, 1, 80, 40),
+        (GPT, 4, 1, 1, 80, 2.45),
+        (GPT, 1, 1, 1, 30, 40),
+        (GPT, 4, 3, 1, 3, 40),
+        (T5, 4, 1, 1, 80, 40),
+        (T5, 3, 2, 1, 60, 40),
+        (T5, 4, 1, 1, 1, 40),
+        (GPT, 4, 1, 2, 80, 40),
+        (GPT, 2, 2, 3, 60, 40),
+        (GPT, 4, 1, 2, 80, 2.85),
+        (T5, 3, 2, 2, 60, 40),
+        (T5, 2, 1, 3, 40, 40),
+        (T5, 4, 1, 2, 1, 40),
     ],
 )
-def test_virtual_stages_are_searched_too(family, pp, dp, chunks, samples, memory_gb):
-    """Valid, and no slower than interleaved 1F1B."""
-    given = batch(samples, family, 0)
-    found = planner(family, pp, dp, chunks=chunks, memory_gb=memory_gb, search_evaluations=200).plan(given, 0)
-    verify(found, expected_samples=range(samples))
-    plain = planner(family, pp, dp, chunks=chunks, memory_gb=memory_gb, method="1f1b").plan(given, 0)
-    assert time_of(found) <= time_of(plain)
-
-
-@pytest.mark.parametrize("family", ModelFamily)
-def test_evaluations_are_searched_too(family):
-    plan = planner(family, 3, 2, search_evaluations=200).plan(batch(30, family, 1), 0, forward_only=True)
-    verify(plan, expected_samples=range(30))
-    assert plan.forward_only and all(replica.micro_batches for replica in plan.replicas)
+def test_a_searched_plan_is_valid_and_no_slower_than_1f1b(family, pp, dp, chunks, samples, memory_gb):
+    layout = {"chunks": chunks, "memory_gb": memory_gb}
+    for seed in range(2):
+        given = batch(samples, family, seed)
+        found = planner(family, pp, dp, search_evaluations=300, **layout).plan(given, 0)
+        verify(found, expected_samples=range(samples))
+        assert all(replica.micro_batches for replica in found.replicas)
+        plain = planner(family, pp, dp, method="1f1b", **layout).plan(given, 0)
+        tight = memory_gb < 40  # the room that is left for messages is not the same
+        assert time_of(found) <= time_of(plain) * (1.001 if tight else 1)
 
 
 def test_more_evaluations_make_no_worse_plan():
@@ -112,21 +93,9 @@ def test_more_evaluations_make_no_worse_plan():
     assert times[1] <= times[0] and times[2] < times[0]
 
 
-def test_the_same_input_gives_the_same_plan_and_another_seed_may_not():
+def test_another_seed_may_give_another_plan():
     given = batch(60, ModelFamily.GPT, 4)
-    first, again = (digest(planner(ModelFamily.GPT, 4, search_evaluations=300).plan(given, 0)) for _ in range(2))
-    assert first == again
-    other = planner(ModelFamily.GPT, 4, search_evaluations=300, seed=1).plan(given, 0)
-    assert digest(other) != first
-
-
-def test_short_memory_is_kept_to():
-    given = batch(60, ModelFamily.GPT, 5)
-    roomy = planner(ModelFamily.GPT, 4, search_evaluations=300).plan(given, 0)
-    tight = planner(ModelFamily.GPT, 4, memory_gb=2.45, search_evaluations=300).plan(given, 0)
-    modes = {mb.recompute for replica in tight.replicas for mb in replica.micro_batches}
-    assert modes != {Recompute.NONE}
-    assert time_of(tight) >= time_of(roomy)
+    assert len({digest(planner(GPT, 4, search_evaluations=300, seed=seed).plan(given, 0)) for seed in (0, 1)}) == 2
 
 
 @pytest.mark.parametrize("family", ModelFamily)

@@ -97,12 +97,6 @@ def test_a_queued_link_carries_one_message_at_a_time():
     assert [event.start_ns for event in queued] == [8, 15, 22]
 
 
-def test_an_iteration_without_micro_batches_takes_no_time():
-    problem = random_problem(0, 3)
-    run = simulate(problem, one_f_one_b(problem))
-    assert (run.makespan_ns, run.busy_ns, run.peak_bytes) == (0, (0, 0, 0), (10, 10, 10))
-
-
 def test_an_order_that_stalls_is_refused_with_where_it_stands():
     order = ((Forward(0), Backward(0), Forward(1), Backward(1)), (Forward(0), Forward(1), Backward(0), Backward(1)))
     with pytest.raises(PlanningError, match="the pass order stalls: stage 0 at B0, stage 1 at F1"):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from megatron_dynapipe.errors import PlanError, StallError
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.instructions import Backward, Forward, RecvStart, RecvWait
-from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.transfer_rules import (
     CUDA_RULES,
     GLOO_RULES,
@@ -140,13 +139,6 @@ def test_no_more_passes_than_asked_for_run_while_a_receive_is_pending(most):
                 pending = {payload: passes + 1 for payload, passes in pending.items()}
         assert not pending and max(seen) <= most
         assert most == 0 or max(seen) >= 1
-
-
-def test_a_receive_right_before_its_wait():
-    problem = random_problem(2, 2)
-    words = [format_instruction(i) for i in lists_of(problem, SCHEDULES["1f1b"](problem), CUDA_RULES)[0]]
-    at = words.index("WAIT_RECV_B0<1")
-    assert words[at - 1].startswith("RECV_B0<1") and "F1" in words[:at]
 
 
 PLANS = [(ModelFamily.GPT, {}), (ModelFamily.T5, {"pipeline_parallel": 4}), (ModelFamily.GPT, {"chunks": 2})]

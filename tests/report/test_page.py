@@ -83,22 +83,6 @@ def test_many_tasks_are_a_table_of_extremes_with_the_whole_first(run, tasks, lin
     assert tasks <= 20 or chart.table[12] == ["… 57 others", "", ""]
 
 
-def test_instructions_are_said_in_full(run):
-    words = timeline_panels(run.timelines)[-1]["measured"]["kinds"]
-    assert "F0" in words["forward"]["text"] and "WAIT_RECV_F0<0" in words["transfer"]["text"]
-
-
-def test_weight_gradients_are_a_kind_of_their_own():
-    events = [
-        Event(each(0), at * MS, (at + 1) * MS) for at, each in enumerate((Forward, BackwardInput, BackwardWeight))
-    ]
-    timeline = RecordedTimeline(iteration=0, replica=0, planned=(events,), measured=(events,))
-    kinds = timeline_panels([timeline])[0]["planned"]["kinds"]
-    assert {kind: boxes["text"] for kind, boxes in kinds.items()} == {
-        "forward": ["F0"], "backward": ["BI0"], "weights": ["BW0"]
-    }  # fmt: skip
-
-
 def test_a_limit_far_above_is_said_and_does_not_flatten_the_bars(run):
     (start,) = run.starts
     for limit, is_drawn in ((start.memory_limit_bytes, True), (100 * start.memory_limit_bytes, False)):
@@ -114,29 +98,6 @@ def test_lines_are_thinned_out_to_means():
     assert thinned([], []) == ([], [])
 
 
-def test_a_page_has_room_for_so_many_timelines(run, monkeypatch):
-    boxes = sum(timeline_panels(run.timelines)[0][side]["boxes"] for side in ("planned", "measured"))
-    monkeypatch.setattr(module, "MOST_BOXES", 3 * boxes)
-    assert [each["name"] for each in timeline_panels(run.timelines)] == ["iteration 1", "iteration 4", "iteration 6"]
-    monkeypatch.setattr(module, "MOST_BOXES", 1)
-    assert [each["name"] for each in timeline_panels(run.timelines)] == ["iteration 6"]
-
-
-def test_the_shortest_boxes_are_left_out_and_counted(run, monkeypatch):
-    monkeypatch.setattr(module, "MOST_DRAWN", 10)
-    shown = timeline_panels(run.timelines)[-1]["measured"]
-    whole = sum(len(events) for events in run.timelines[-1].measured)
-    assert shown["boxes"] == 10 and shown["left_out"] == whole - 10
-
-
-def test_timelines_of_64_stages_stay_within_the_page(tmp_path):
-    run = read_run(write_run(tmp_path, iterations=40, stages=64, micro_batches=8))
-    charts = {chart.name: chart for chart in run_charts(run)}
-    assert len(charts["stages"].traces[0]["x"]) == 64
-    panels = timeline_panels(run.timelines)
-    assert sum(each[side]["boxes"] for each in panels for side in ("planned", "measured")) <= module.MOST_BOXES
-
-
 def test_without_plotly_the_error_says_what_to_install(run, tmp_path, monkeypatch):
     real = builtins.__import__
 
@@ -150,3 +111,29 @@ def test_without_plotly_the_error_says_what_to_install(run, tmp_path, monkeypatc
         write_page(run, summarise(run.iterations, maximum=run.maximum), tmp_path / "p.html", title="t")
     assert caught.value.hint == "pip install 'megatron-dynapipe[plots]'"
     assert not (tmp_path / "p.html").exists()
+
+
+def test_instructions_are_said_in_full_by_kind(run):
+    words = timeline_panels(run.timelines)[-1]["measured"]["kinds"]
+    assert "F0" in words["forward"]["text"] and "WAIT_RECV_F0<0" in words["transfer"]["text"]
+    halves = enumerate((Forward, BackwardInput, BackwardWeight))
+    events = [Event(each(0), at * MS, (at + 1) * MS) for at, each in halves]
+    timeline = RecordedTimeline(iteration=0, replica=0, planned=(events,), measured=(events,))
+    texts = {kind: boxes["text"] for kind, boxes in timeline_panels([timeline])[0]["planned"]["kinds"].items()}
+    assert texts == {"forward": ["F0"], "backward": ["BI0"], "weights": ["BW0"]}
+
+
+def test_a_page_has_room_for_so_many_timelines_and_boxes(run, tmp_path, monkeypatch):
+    large = read_run(write_run(tmp_path, iterations=40, stages=64, micro_batches=8))
+    (stages,) = [chart for chart in run_charts(large) if chart.name == "stages"]
+    assert len(stages.traces[0]["x"]) == 64
+    panels = timeline_panels(large.timelines)
+    assert sum(each[side]["boxes"] for each in panels for side in ("planned", "measured")) <= module.MOST_BOXES
+    boxes = sum(timeline_panels(run.timelines)[0][side]["boxes"] for side in ("planned", "measured"))
+    for most, left in ((3 * boxes, ["iteration 1", "iteration 4", "iteration 6"]), (1, ["iteration 6"])):
+        monkeypatch.setattr(module, "MOST_BOXES", most)
+        assert [each["name"] for each in timeline_panels(run.timelines)] == left
+    monkeypatch.setattr(module, "MOST_DRAWN", 10)  # the shortest are left out and counted
+    shown = timeline_panels(run.timelines)[-1]["measured"]
+    whole = sum(len(events) for events in run.timelines[-1].measured)
+    assert shown["boxes"] == 10 and shown["left_out"] == whole - 10

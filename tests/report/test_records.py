@@ -12,25 +12,26 @@ from megatron_dynapipe.units import Shape
 TOTALS = Totals(samples=4, real_tokens=60, padded_positions=80, micro_batches=(2, 1), predicted_ns=900)
 
 
-def test_records_are_appended_and_read_back(tmp_path):
-    path = tmp_path / "run" / "rank-0.jsonl"
-    iteration = IterationRecord(
-        iteration=3, measured_ns=5, predicted_ns=4, plan_wait_ns=1, totals=TOTALS, shapes=(Shape(2, 16, 8),)
+def record(iteration: int) -> IterationRecord:
+    return IterationRecord(
+        iteration=iteration, measured_ns=5, predicted_ns=4, plan_wait_ns=1, totals=TOTALS, shapes=(Shape(2, 16, 8),)
     )
+
+
+def test_records_are_appended_and_read_back_and_those_of_an_earlier_run_replaced(tmp_path):
+    path = tmp_path / "run" / "rank-0.jsonl"
+    with pytest.raises(DataError, match="expected a file of records, found nothing at"):
+        read_records(path)
     timeline = TimelineRecord(
         iteration=3, replica=0, stage=1, planned=(Event(Forward(0), 0, 9),), measured=(Event(Forward(0, 1), 1, 8),)
     )
+    RecordFile(path).add_iteration(record(1))
     file = RecordFile(path)
-    file.add_iteration(iteration)
+    file.add_iteration(record(3))
     file.add_last(timeline)
     assert file.read() == path.read_bytes()
-    assert read_records(path) == [iteration, timeline]
+    assert read_records(path) == [record(3), timeline]
     assert path.read_text().splitlines()[0].startswith('{"type":"iteration","iteration":3,')
-
-
-def test_no_file(tmp_path):
-    with pytest.raises(DataError, match="expected a file of records, found nothing at"):
-        read_records(tmp_path / "nothing.jsonl")
 
 
 @pytest.mark.parametrize("line", ["{", '{"type":"loss"}', '{"type":"iteration","iteration":"a"}'])
@@ -39,18 +40,6 @@ def test_a_broken_line_is_named(tmp_path, line):
     path.write_text(f'{{"type":"timeline","iteration":0,"replica":0,"stage":0,"planned":[],"measured":[]}}\n{line}\n')
     with pytest.raises(DataError, match="line 2: "):
         read_records(path)
-
-
-def record(iteration: int) -> IterationRecord:
-    return IterationRecord(
-        iteration=iteration, measured_ns=5, predicted_ns=4, plan_wait_ns=1, totals=TOTALS, shapes=(Shape(2, 16, 8),)
-    )
-
-
-def test_the_file_of_an_earlier_run_is_replaced(tmp_path):
-    for iteration in range(2):
-        RecordFile(tmp_path / "rank-0.jsonl").add_iteration(record(iteration))
-    assert read_records(tmp_path / "rank-0.jsonl") == [record(1)]
 
 
 @pytest.mark.parametrize(("iterations", "most_bytes"), [(10, 100_000), (5_000, 100_000), (2_000, 5_000), (5, 10)])

@@ -56,12 +56,6 @@ def test_losses_of_replicas_are_means_over_tokens(tmp_path):
     assert read_run(tmp_path).losses == {"lm loss": {0: 3.0}, "task a": {}}  # (400 + 200) / (40 + 160)
 
 
-def test_ranks_of_an_earlier_larger_run_are_not_read(tmp_path):
-    write_run(tmp_path, stages=4)
-    write_run(tmp_path, stages=2)
-    assert list(read_run(tmp_path).stages) == [0, 1]
-
-
 def test_a_run_that_was_morphed_is_read_as_one(tmp_path):
     write_run(tmp_path, iterations=6, stages=4)
     keep_earlier(tmp_path, run_record(stages=2, first=4))
@@ -86,26 +80,6 @@ def test_records_of_another_run_go(tmp_path, first, data):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_a_line_that_is_being_written_is_passed_over(tmp_path):
-    path = write_run(tmp_path, iterations=3, stages=2) / "rank-1.jsonl"
-    whole = read_records(path)
-    path.write_bytes(path.read_bytes() + b'{"type":"stage","itera')
-    assert read_records(path) == whole
-
-
-def test_an_iteration_that_a_stage_has_not_recorded_has_no_timeline(tmp_path):
-    write_run(tmp_path, iterations=3, stages=2)
-    path = tmp_path / "rank-1.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if '"timeline","iteration":2' not in line))
-    assert [each.iteration for each in read_run(tmp_path).timelines] == [0, 1]
-
-
-def test_a_folder_without_records_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"expected records of a run, rank-0\.jsonl and others, found none"):
-        read_run(tmp_path)
-
-
 def test_timelines_are_thinned_out_alike_on_all_ranks(tmp_path):
     kept = []
     for rank, most_bytes in enumerate((1_000_000, 3_000)):
@@ -122,3 +96,18 @@ def test_timelines_are_thinned_out_alike_on_all_ranks(tmp_path):
         kept.append([each.iteration for each in read_records(file.path) if isinstance(each, TimelineRecord)])
     assert kept[0] == kept[1] == list(range(5, 300, 16))
     assert len(kept[0]) <= MOST_TIMELINES
+
+
+def test_what_is_not_there_yet_or_any_more_is_passed_over(tmp_path):
+    """A line that is being written, an iteration that a stage has not recorded, ranks of an earlier, larger run."""
+    with pytest.raises(DataError, match=r"expected records of a run, rank-0\.jsonl and others, found none"):
+        read_run(tmp_path)
+    write_run(tmp_path, stages=4)
+    path = write_run(tmp_path, iterations=3, stages=2) / "rank-1.jsonl"
+    assert list(read_run(tmp_path).stages) == [0, 1]
+    whole, text = read_records(path), path.read_text()
+    path.write_text(text + '{"type":"stage","itera')
+    assert read_records(path) == whole
+    lines = text.splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"timeline","iteration":2' not in line))
+    assert [each.iteration for each in read_run(tmp_path).timelines] == [0, 1]

@@ -26,29 +26,28 @@ def record(iteration, *, measured_ms=20.0, predicted_ms=10.0, wait_ms=0.0, batch
     )
 
 
-def test_padding_is_held_against_the_maximum():
-    summary = summarise([record(0), record(1)], maximum=MAXIMUM)
-    assert summary.padding_efficiency == 0.75
-    assert summary.maximum_padding_efficiency == 60 / (4 * 100)
-
-
-def test_micro_batches_and_shapes():
+def test_micro_batches_and_shapes_are_held_against_the_maximum():
     records = [
         record(0, batches=(2, 1)),
         record(1, batches=(5, 4), shapes=(Shape(1, 64, 8), Shape(9, 8, 16))),
         record(2, batches=(2, 2)),
     ]
     summary = summarise(records, maximum=MAXIMUM)
+    assert (summary.padding_efficiency, summary.maximum_padding_efficiency) == (0.75, 60 / (4 * 100))
     assert str(summary.micro_batches) == "3 / 4 / 9"
     assert (summary.sizes.minimum, summary.sizes.maximum) == (1, 9)
     assert (summary.input_lengths.minimum, summary.input_lengths.maximum) == (8, 64)
     assert (summary.target_lengths.minimum, summary.target_lengths.maximum) == (8, 16)
 
 
-def test_packed_rows_are_counted():
-    packed = msgspec.structs.replace(record(1), packed=1)
-    text = format_summary(summarise([record(0), packed], maximum=MAXIMUM))
-    assert "micro-batches per iteration 3 / 3 / 3 (min / median / max), 50% of them packed rows\n" in text
+def test_of_replicas_the_slowest_counts_and_some_may_have_no_micro_batches():
+    both = [record(0, measured_ms=20), record(0, measured_ms=30, shapes=(Shape(7, 8, 8),)), record(0, shapes=())]
+    summary = summarise(both, maximum=MAXIMUM)
+    assert (summary.iterations, summary.measured_ms, summary.sizes.minimum, summary.sizes.maximum) == (1, 30, 4, 7)
+    with pytest.raises(DataError, match="expected at least one iteration"):
+        summarise([], maximum=MAXIMUM)
+    with pytest.raises(DataError, match="expected at least one micro-batch to sum up, got none"):
+        summarise([record(0, shapes=())], maximum=MAXIMUM)
 
 
 def test_predictions_of_computed_costs_are_scaled_by_the_first_measured_iterations_and_judged_by_the_rest():
@@ -75,49 +74,25 @@ def test_predictions_of_measured_costs_are_reported_as_logged_the_last_half_too(
     assert summarise([record(0)], maximum=MAXIMUM).prediction_error is None
 
 
-def test_waits_for_plans_count_after_the_second_iteration():
-    summary = summarise([record(0, wait_ms=900), record(1, wait_ms=50), record(2, wait_ms=5)], maximum=MAXIMUM)
-    assert summary.plan_wait_share == 5 / 25
-
-
 def test_the_first_iterations_of_a_later_start_count_in_no_rate():
     times = {4: {"measured_ms": 900, "wait_ms": 900}, 5: {"wait_ms": 70}}
     records = [record(i, **{"measured_ms": 20, "predicted_ms": 20} | times.get(i, {})) for i in range(8)]
     summary = summarise(records, maximum=MAXIMUM, starts=[0, 4])
     assert (summary.plan_wait_share, summary.prediction_error) == (0, 0)
     assert summary.tokens_per_second == pytest.approx(6 * 60 / 0.190)
-
-
-def test_tokens_per_second_leave_the_first_iteration_out():
-    summary = summarise([record(0, measured_ms=1e6), record(1, measured_ms=20, wait_ms=10)], maximum=MAXIMUM)
-    assert summary.tokens_per_second == pytest.approx(60 / 0.030)
-
-
-def test_of_replicas_the_slowest_counts():
-    both = [record(0, measured_ms=20), record(0, measured_ms=30, shapes=(Shape(7, 8, 8),))]
-    summary = summarise(both, maximum=MAXIMUM)
-    assert (summary.iterations, summary.measured_ms, summary.sizes.maximum) == (1, 30, 7)
-
-
-def test_a_replica_without_micro_batches_is_no_trouble():
-    summary = summarise([record(0), record(0, shapes=())], maximum=MAXIMUM)
-    assert summary.sizes.minimum == 4
-
-
-def test_nothing_to_sum_up():
-    with pytest.raises(DataError, match="expected at least one iteration to sum up, got none"):
-        summarise([], maximum=MAXIMUM)
-    with pytest.raises(DataError, match="expected at least one micro-batch to sum up, got none"):
-        summarise([record(0, shapes=())], maximum=MAXIMUM)
+    early = [record(0, wait_ms=900, measured_ms=1e6), record(1, wait_ms=50), record(2, wait_ms=5)]
+    summary = summarise(early, maximum=MAXIMUM)
+    assert summary.plan_wait_share == 5 / 25 and summary.tokens_per_second == pytest.approx(2 * 60 / 0.095)
 
 
 def test_text():
-    records = [record(i) for i in range(8)]
+    packed = msgspec.structs.replace(record(1), packed=1)
+    records = [record(0), packed, *(record(i) for i in range(2, 8))]
     summary = summarise(records, maximum=MAXIMUM, computed_costs=True, pictures=[Path("out/timeline.png")])
     assert format_summary(summary) == (
         "8 iterations, 3,000 tokens per second\n"
         "padding efficiency 75.0% (15.0% with every sample padded to the maximum)\n"
-        "micro-batches per iteration 3 / 3 / 3 (min / median / max)\n"
+        "micro-batches per iteration 3 / 3 / 3 (min / median / max), 12% of them packed rows\n"
         "shapes: 4 rows, 16 input positions, 8 target positions\n"
         "time per iteration 20.0 ms measured, 20.0 ms predicted by computed costs, scaled by 2 from the first"
         " iterations (error 0.0%, of the last half 0.0%; medians)\n"

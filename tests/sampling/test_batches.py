@@ -1,7 +1,6 @@
 """Boundaries of batches against rules simple enough to be right, and orders of tasks."""
 
 from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.sampling import batches as batches_module
-from megatron_dynapipe.sampling.batches import Batches, LastBatch, TaskDraws, TaskRows, draws_of_rates, token_batches
+from megatron_dynapipe.sampling.batches import Batches, LastBatch, TaskDraws, TaskRows, draws_of_rates, key_of, permuted
 
 
 def by_hand(
@@ -47,9 +46,7 @@ def by_hand(
     last=st.sampled_from(list(LastBatch)),
     at_once=st.integers(1, 40),
 )
-def test_boundaries(
-    lengths: list[int], epochs: int, samples: int, tokens: int | None, last: LastBatch, at_once: int
-) -> None:
+def test_boundaries(lengths, epochs, samples, tokens, last, at_once):
     batches_module._AT_ONCE = at_once
     size = len(lengths)
     of = np.array(lengths, np.int64)
@@ -67,28 +64,6 @@ def test_boundaries(
     with pytest.raises(ConfigError, match="after which the epochs end"):
         made.bounds(len(expected))
     batches_module._AT_ONCE = 2**16
-
-
-def test_without_an_end() -> None:
-    assert Batches(10, samples=4).bounds(10**12) == (4 * 10**12, 4 * 10**12 + 4)
-    assert Batches(10, samples=4).count is None
-    assert Batches(10, samples=4, last=LastBatch.KEEP).bounds(5) == (18, 20)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "expected batches of samples or of tokens"),
-        ({"samples": 2, "tokens": 2}, "expected batches of samples or of tokens"),
-    ],
-)
-def test_bad_sizes(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Batches(10, **arguments)  # type: ignore[arg-type]
-
-
-def test_token_batches() -> None:
-    assert token_batches(np.array([3, 3, 3, 9, 1, 1]), 6) == [2, 3, 4, 6]
 
 
 @settings(deadline=None)
@@ -115,12 +90,29 @@ def test_every_row_of_a_task_before_one_again(sizes: list[int], rates: list[floa
     assert np.concatenate([order.rows(0, cut), order.rows(cut, len(rows))]).tolist() == rows.tolist()
 
 
-def test_rows_of_mixed_tasks() -> None:
-    mixed = TaskRows.of(np.array([2, 0, 2, 0, 1], np.int16))
-    assert (mixed.tasks.tolist(), mixed.starts.tolist(), mixed.sizes.tolist()) == ([0, 1, 2], [0, 2, 3], [2, 1, 2])
-    assert mixed.order is not None and mixed.order.tolist() == [1, 3, 4, 0, 2]
-    apart = TaskRows.of(np.array([2, 2, 0, 1, 1], np.int16))
-    assert (apart.tasks.tolist(), apart.starts.tolist(), apart.sizes.tolist()) == ([2, 0, 1], [0, 2, 3], [2, 1, 2])
-    assert apart.order is None
-    for first, last in pairwise([0, 3, 5]):
-        assert len(TaskDraws(0, apart, [2, 1, 2]).rows(first, last)) == last - first
+def test_without_an_end() -> None:
+    assert Batches(10, samples=4).bounds(10**12) == (4 * 10**12, 4 * 10**12 + 4)
+    assert Batches(10, samples=4).count is None
+    assert Batches(10, samples=4, last=LastBatch.KEEP).bounds(5) == (18, 20)
+    for sizes in ({}, {"samples": 2, "tokens": 2}):
+        with pytest.raises(ConfigError, match="expected batches of samples or of tokens"):
+            Batches(10, **sizes)
+
+
+def test_sizes_and_keys_may_differ_by_place() -> None:
+    sizes = np.array([5, 9, 5, 1000, 1])
+    places = np.array([4, 8, 4, 999, 0])
+    keys = key_of(7, np.array([0, 1, 0, 2, 3]))
+    alone = [
+        int(permuted(np.array([place]), size, key)[0]) for place, size, key in zip(places, sizes, keys, strict=True)
+    ]
+    assert permuted(places, sizes, keys).tolist() == alone
+
+
+def test_it_looks_random() -> None:
+    """Places of neighbours are far apart, and another key gives another order."""
+    size = 10_000
+    one, two = (permuted(np.arange(size), size, key_of(seed)) for seed in (1, 2))
+    assert abs(np.corrcoef(np.arange(size), one)[0, 1]) < 0.05
+    assert abs(np.corrcoef(one, two)[0, 1]) < 0.05
+    assert 0.25 < np.abs(np.diff(one)).mean() / size < 0.42  # a third for a random order

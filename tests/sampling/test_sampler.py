@@ -1,9 +1,10 @@
 """The sampler against tables small enough to check by eye, and its promises by Hypothesis."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import ConfigError, DataError
@@ -64,51 +65,6 @@ def test_long_samples_are_counted() -> None:
     assert "were truncated" in str(truncated)
 
 
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [
-        (
-            "t5",
-            "expected samples of at most 10 input and 4 target tokens, sample 2 has 11 and 1 (3 of 5 samples",
-        ),
-        ("gpt", "expected samples of at most 10 tokens (input and target), sample 1 has 14 (3 of 5 samples"),
-    ],
-)
-def test_long_samples_fail_by_default(family: str, message: str) -> None:
-    with pytest.raises(DataError) as caught:
-        Sampler(table(PAIRS), settings(family=ModelFamily(family)))
-    assert message in str(caught.value)
-    assert "--dynapipe-long-samples truncate" in str(caught.value)
-
-
-def test_nothing_left() -> None:
-    with pytest.raises(DataError, match=r"expected at least 1 usable sample, got 0 of 1 \(1 are too long\)"):
-        Sampler(table([(20, 1)]), settings(long_samples=LongSamples.SKIP))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seed": -1}, "expected seed of at least 0, got -1"),
-        ({"samples_per_iteration": 0}, "expected samples_per_iteration of at least 1, got 0"),
-        ({"max_input_length": 0}, "expected max_input_length of at least 1, got 0"),
-        (
-            {"max_input_length": 1, "family": ModelFamily.GPT},
-            "expected max_input_length of at least 2, got 1",
-        ),
-        ({"max_target_length": 0}, "expected max_target_length of at least 1, got 0"),
-    ],
-)
-def test_settings_are_checked(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        settings(**changes)
-
-
-def test_negative_iteration() -> None:
-    with pytest.raises(ConfigError, match="expected an iteration of at least 0, got -1"):
-        Sampler(table(PAIRS[:2]), settings()).batch(-1)
-
-
 def test_golden_order() -> None:
     """The order of a seed is frozen: changing it would give resumed runs other samples."""
     sampler = Sampler(table([(size, 1) for size in range(1, 8)]), settings(samples_per_iteration=7))
@@ -118,47 +74,8 @@ def test_golden_order() -> None:
 GOLDEN = [[0, 3, 1, 4, 2, 6, 5], [2, 4, 3, 5, 1, 6, 0]]
 
 
-@examples(deadline=None)
-@given(
-    samples=st.integers(1, 40),
-    per_iteration=st.integers(1, 100),
-    seed=st.integers(0, 2**40),
-    order=st.permutations(range(6)),
-)
-def test_every_epoch_holds_every_sample_once(samples: int, per_iteration: int, seed: int, order: list[int]) -> None:
-    """Whatever order iterations are asked for, their concatenation is epoch after epoch of permutations."""
-    lengths = table([(1 + at % 9, 1 + at % 3) for at in range(samples)])
-    run = settings(seed=seed, samples_per_iteration=per_iteration)
-    sampler = Sampler(lengths, run)
-    batches = {iteration: sampler.batch(iteration) for iteration in order}
-    stream = np.concatenate([batches[iteration].sample_ids for iteration in range(6)])
-    for epoch in range(len(stream) // samples):
-        assert sorted(stream[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
-    for iteration, batch in batches.items():
-        assert len(batch) == per_iteration
-        assert np.array_equal(batch.input_lengths, lengths.input[batch.sample_ids])
-        assert np.array_equal(batch.sample_ids, Sampler(lengths, run).batch(iteration).sample_ids)
-
-
-def test_seeds_and_epochs_differ() -> None:
-    lengths = table([(1, 1)] * 50)
-    first = Sampler(lengths, settings(samples_per_iteration=50))
-    other = Sampler(lengths, settings(samples_per_iteration=50, seed=2))
-    assert first.batch(0).sample_ids.tolist() != first.batch(1).sample_ids.tolist()
-    assert first.batch(0).sample_ids.tolist() != other.batch(0).sample_ids.tolist()
-
-
-def test_mixture_needs_tasks() -> None:
-    with pytest.raises(ConfigError, match="expected the samples' tasks for 2 rates, got none"):
-        Sampler(table(PAIRS[:2]), settings(task_rates=(1.0, 2.0)))
-    with pytest.raises(DataError, match="expected the tasks of 2 samples, got those of 1"):
-        Sampler(table(PAIRS[:2]), settings(task_rates=(1.0, 2.0)), np.zeros(1, np.int16))
-
-
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 50)), min_size=1, max_size=60), st.integers(1, 3000))
-def test_a_divided_batch_has_the_same_samples_in_order_in_parts_of_about_that_size(
-    pairs: list[tuple[int, int]], tokens: int
-) -> None:
+def test_a_divided_batch_has_the_same_samples_in_order_in_parts_of_about_that_size(pairs, tokens):
     lengths = table(pairs)
     whole = GlobalBatch(
         iteration=3, sample_ids=np.arange(len(pairs)), input_lengths=lengths.input, target_lengths=lengths.target
@@ -169,3 +86,35 @@ def test_a_divided_batch_has_the_same_samples_in_order_in_parts_of_about_that_si
     longest = max(sum(pair) for pair in pairs)
     assert all(len(part) and part.iteration == 3 for part in parts)
     assert max(part.tokens for part in parts) <= 1.5 * max(tokens, longest) + longest
+
+
+SKIP = {"long_samples": LongSamples.SKIP}
+RATES = {"task_rates": (1.0, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "changes", "tasks", "message"),
+    [
+        (PAIRS, {}, None, "at most 10 input and 4 target tokens, sample 2 has 11 and 1 (3 of 5 samples"),
+        (PAIRS, {"family": ModelFamily.GPT}, None, "at most 10 tokens (input and target), sample 1 has 14 (3 of 5 sam"),
+        ([(20, 1)], SKIP, None, "expected at least 1 usable sample, got 0 of 1 (1 are too long)"),
+        (PAIRS[:2], RATES, None, "expected the samples' tasks for 2 rates, got none"),
+        (PAIRS[:2], RATES, np.zeros(1, np.int16), "expected the tasks of 2 samples, got those of 1"),
+        ([], {"seed": -1}, None, "expected seed of at least 0, got -1"),
+        ([], {"samples_per_iteration": 0}, None, "expected samples_per_iteration of at least 1, got 0"),
+        ([], {"max_input_length": 0}, None, "expected max_input_length of at least 1, got 0"),
+        (
+            [],
+            {"max_input_length": 1, "family": ModelFamily.GPT},
+            None,
+            "expected max_input_length of at least 2, got 1",
+        ),
+        ([], {"max_target_length": 0}, None, "expected max_target_length of at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_sampled(pairs, changes, tasks, message) -> None:
+    with pytest.raises((ConfigError, DataError), match=re.escape(message)) as caught:
+        Sampler(table(pairs or [(1, 1)]), settings(**changes), tasks)
+    assert ("--dynapipe-long-samples truncate" in str(caught.value)) == (pairs is PAIRS)
+    with pytest.raises(ConfigError, match="expected an iteration of at least 0, got -1"):
+        Sampler(table(PAIRS[:2]), settings()).batch(-1)

@@ -54,24 +54,31 @@ def texts(tokenizer: Path, encode: Encoder, *rows: Any) -> list[tuple[str, str, 
     return samples
 
 
-def test_columns(tokenizer: Path) -> None:
-    task = TaskSpec(task_column="kind", source="x", columns=InputAndTarget(input="q", target="a"))
-    rows = [{"kind": "b", "q": "one", "a": "two", "more": 1}, {"kind": "a", "q": "☃", "a": "<pad>"}]
-    assert texts(tokenizer, encoder(tokenizer, task), *rows) == [("b", "one", "two"), ("a", "☃", "<pad>")]
-
-
-def test_templates(tokenizer: Path) -> None:
-    task = TaskSpec(name="n", source="x", template="Q: {{ q | upper }} ||| {{ a[0].text }}")
-    assert texts(tokenizer, encoder(tokenizer, task), {"q": "one", "a": [{"text": "t"}]}) == [("n", "Q: ONE", "t")]
-
-
-def test_plain_text_for_the_next_token(tokenizer: Path) -> None:
-    task = TaskSpec(name="n", source="x", text="t", length=4)
-    assert texts(tokenizer, encoder(tokenizer, task), {"t": "abcdefg"}, {"t": "hi"}) == [
-        ("n", "a", "bcd"),
-        ("n", "e", "fg"),
-        ("n", "h", "i"),
-    ]
+@pytest.mark.parametrize(
+    ("task", "rows", "expected"),
+    [
+        pytest.param(
+            {"task_column": "kind", "columns": InputAndTarget(input="q", target="a")},
+            [{"kind": "b", "q": "one", "a": "two", "more": 1}, {"kind": "a", "q": "☃", "a": "<pad>"}],
+            [("b", "one", "two"), ("a", "☃", "<pad>")],
+            id="columns",
+        ),
+        pytest.param(
+            {"name": "n", "template": "Q: {{ q | upper }} ||| {{ a[0].text }}"},
+            [{"q": "one", "a": [{"text": "t"}]}],
+            [("n", "Q: ONE", "t")],
+            id="a template",
+        ),
+        pytest.param(
+            {"name": "n", "text": "t", "length": 4},
+            [{"t": "abcdefg"}, {"t": "hi"}],
+            [("n", "a", "bcd"), ("n", "e", "fg"), ("n", "h", "i")],
+            id="plain text for the next token",
+        ),
+    ],
+)
+def test_sources(tokenizer: Path, task: dict[str, Any], rows: list[Any], expected: list[tuple[str, str, str]]) -> None:
+    assert texts(tokenizer, encoder(tokenizer, TaskSpec(source="x", **task)), *rows) == expected
 
 
 def test_plain_text_with_spans_removed(tokenizer: Path) -> None:
@@ -92,6 +99,23 @@ def test_conversations(tokenizer: Path) -> None:
     assert (sample, given[first:end]) == (0, "yo\n")
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "expected a tokenizer with a chat template for conversations, it has none"),
+        (
+            "{{ messages[-1].content }}{% if add_generation_prompt %}:{% endif %}",
+            "line 1: expected a chat template that keeps earlier turns as they were, turn",
+        ),
+    ],
+)
+def test_chat_templates_that_cannot_be(tokenizer: Path, template: str | None, said: str) -> None:
+    task = TaskSpec(name="n", source="x", messages="m")
+    row = {"m": [{"role": role, "content": content} for role, content in TURNS]}
+    with pytest.raises(DataError, match=said):
+        encoder(tokenizer, task, chat_template=template)(block(row), 0)
+
+
 @pytest.mark.parametrize("side", ["right", "left", "middle"])
 def test_spans_move_with_what_is_left(tokenizer: Path, side: str) -> None:
     """Half of a turn that is cut through is still learned."""
@@ -109,6 +133,7 @@ def test_spans_move_with_what_is_left(tokenizer: Path, side: str) -> None:
 
 
 PAIR = TaskSpec(task_column="task", source="x")
+CHATS = TaskSpec(name="n", source="x", messages="m")
 
 
 @pytest.mark.parametrize(
@@ -125,12 +150,8 @@ PAIR = TaskSpec(task_column="task", source="x")
         (TaskSpec(name="n", source="x", template="{{ q }}|||{{ b }}"), {"q": "x"}, "'b' is undefined (it has q)"),
         (TaskSpec(name="n", source="x", template="{{ q.z.y }}|||a"), {"q": {}}, "a field that the row does not have"),
         (TaskSpec(name="n", source="x", template="{{ 1 / q }}|||a"), {"q": 0}, "the template cannot be rendered"),
-        (TaskSpec(name="n", source="x", messages="m"), {"m": [{"role": "user"}]}, "missing required field `content`"),
-        (
-            TaskSpec(name="n", source="x", messages="m"),
-            {"m": [{"role": "user", "content": "hi"}]},
-            "expected a conversation with a turn of the assistant, found none",
-        ),
+        (CHATS, {"m": [{"role": "user"}]}, "missing required field `content`"),
+        (CHATS, {"m": [{"role": "user", "content": "hi"}]}, "expected a conversation with a turn of the assistant"),
         (TaskSpec(name="n", source="x", text="t"), {"t": "a"}, "expected every input to have at least 1 token"),
     ],
 )
@@ -145,20 +166,6 @@ def test_bad_rows(tokenizer: Path, task: TaskSpec, row: Any, message: str) -> No
         encoder(tokenizer, task)(block(good, row), 0)
     assert message in caught.value.message
     assert caught.value.message.startswith("rows.jsonl, line 3")  # a blank line stands between
-
-
-def test_a_tokenizer_without_a_chat_template(tokenizer: Path) -> None:
-    task = TaskSpec(name="n", source="x", messages="m")
-    with pytest.raises(DataError, match="expected a tokenizer with a chat template for conversations, it has none"):
-        encoder(tokenizer, task, chat_template=None)(block({"m": []}), 0)
-
-
-def test_a_template_that_changes_earlier_turns(tokenizer: Path) -> None:
-    task = TaskSpec(name="n", source="x", messages="m")
-    last_only = "{{ messages[-1].content }}{% if add_generation_prompt %}:{% endif %}"
-    row = {"m": [{"role": role, "content": content} for role, content in TURNS]}
-    with pytest.raises(DataError, match="line 1: expected a chat template that keeps earlier turns as they were, turn"):
-        encoder(tokenizer, task, chat_template=last_only)(block(row), 0)
 
 
 def test_a_large_sample(tokenizer: Path) -> None:

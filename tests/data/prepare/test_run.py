@@ -88,12 +88,6 @@ def test_special_tokens_in_text_are_text(tmp_path: Path) -> None:
     assert empty == []
 
 
-def test_vocabulary_larger_than_the_text(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"expected text enough for a vocabulary of 5000, got \d+ entries out of it"):
-        prepare(tmp_path / "data", vocabulary_size=5000)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_bad_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected a tokenizer folder at .*nowhere, found none"):
         tokenizers.load_tokenizer(tmp_path / "nowhere")
@@ -113,73 +107,6 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "kept"), [("truncate", 10), ("skip", 8)])
-def test_long_samples(tmp_path: Path, policy: str, kept: int) -> None:
-    run = PrepareSettings(
-        source="test",
-        vocabulary_size=270,
-        max_input_length=12,
-        max_target_length=9,
-        long_samples=LongSamples(policy),
-    )
-    prepared = prepare_dataset(LONG, tmp_path / "data", run)
-    (note,) = prepared.notes
-    assert (
-        note
-        == {
-            "truncate": "2 of 10 samples were truncated to the maximum lengths",
-            "skip": "2 samples were left out: too long",
-        }[policy]
-    )
-    assert sum(prepared.meta.split_samples.values()) == kept
-    assert prepared.meta.skipped == ({"too_long": 2} if policy == "skip" else {})
-    assert prepared.meta.truncated == ({"copy": 2} if policy == "truncate" else {})
-    assert (prepared.meta.max_input_length, prepared.meta.max_target_length) == (12, 9)
-    longest = [open_split(tmp_path / "data", split).lengths for split in SPLITS]
-    assert max(int(part.input.max(initial=0)) for part in longest) <= 12
-    assert max(int(part.target.max(initial=0)) for part in longest) <= 9
-
-
-def test_long_samples_fail_by_default(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"sample, row 0 \(task 'copy'\): expected .* of at most 12 input tokens, this one has"
-    ):
-        prepare(tmp_path / "data", LONG, vocabulary_size=270, max_input_length=12)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_all_too_long(tmp_path: Path) -> None:
-    limits = {"max_input_length": 1, "max_target_length": 1}
-    with pytest.raises(DataError, match="expected at least 1 sample for training, got 0: all others are too long"):
-        prepare(tmp_path / "data", LONG, vocabulary_size=270, long_samples=LongSamples.SKIP, **limits)
-
-
-@pytest.mark.parametrize(
-    ("sample", "name"), [(TextSample("copy", "", "fox"), "input"), (TextSample("copy", "fox", ""), "target")]
-)
-def test_empty_samples(tmp_path: Path, sample: TextSample, name: str) -> None:
-    rows = [*text_samples(), sample]
-    with pytest.raises(DataError, match=rf"row 40 \(task 'copy'\): expected every {name} to have at least 1 token"):
-        prepare(tmp_path / "data", rows)
-    run = PrepareSettings(source="test", vocabulary_size=300, skip_empty=True)
-    prepared = prepare_dataset(rows, tmp_path / "data", run)
-    assert prepared.meta.skipped == {"empty": 1}
-    assert sum(prepared.meta.split_samples.values()) == 40
-
-
-def test_no_samples(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="expected at least 1 sample, got 0"):
-        prepare(tmp_path / "data", [])
-
-
-def test_failure_keeps_the_old_dataset(tmp_path: Path) -> None:
-    prepare(tmp_path / "data")
-    before = files(tmp_path / "data")
-    with pytest.raises(DataError):
-        prepare(tmp_path / "data", [*text_samples(), TextSample("copy", "fox", "")])
-    assert files(tmp_path / "data") == before
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -193,8 +120,54 @@ def test_settings_are_checked(changes: dict[str, float], message: str) -> None:
         PrepareSettings(source="test", **changes)  # type: ignore[arg-type]
 
 
-def test_too_many_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("policy", "note", "kept"),
+    [
+        ("truncate", "2 of 10 samples were truncated to the maximum lengths", {"truncated": {"copy": 2}}),
+        ("skip", "2 samples were left out: too long", {"skipped": {"too_long": 2}}),
+    ],
+)
+def test_long_samples(tmp_path: Path, policy: str, note: str, kept: dict[str, dict[str, int]]) -> None:
+    limits = {"max_input_length": 12, "max_target_length": 9, "long_samples": LongSamples(policy)}
+    run = PrepareSettings(source="test", vocabulary_size=270, **limits)
+    prepared = prepare_dataset(LONG, tmp_path / "data", run)
+    assert prepared.notes == (note,)
+    meta = prepared.meta
+    assert sum(meta.split_samples.values()) == (10 if policy == "truncate" else 8)
+    assert {"skipped": meta.skipped, "truncated": meta.truncated} == {"skipped": {}, "truncated": {}} | kept
+    assert (meta.max_input_length, meta.max_target_length) == (12, 9)
+    longest = [open_split(tmp_path / "data", split).lengths for split in SPLITS]
+    assert max(int(part.input.max(initial=0)) for part in longest) <= 12
+    assert max(int(part.target.max(initial=0)) for part in longest) <= 9
+
+
+NO_INPUT, NO_TARGET = TextSample("copy", "", "fox"), TextSample("copy", "fox", "")
+TOO_LONG = {"vocabulary_size": 270, "max_input_length": 12}
+ALL_TOO_LONG = {"vocabulary_size": 270, "max_input_length": 1, "max_target_length": 1}
+
+
+@pytest.mark.parametrize(
+    ("samples", "changes", "message"),
+    [
+        (text_samples(), {"vocabulary_size": 5000}, r"text enough for a vocabulary of 5000, got \d+ entries out of it"),
+        (LONG, TOO_LONG, r"sample, row 0 \(task 'copy'\): expected .* of at most 12 input tokens, this one has"),
+        (LONG, ALL_TOO_LONG | {"long_samples": LongSamples.SKIP}, "for training, got 0: all others are too long"),
+        ([], {}, "expected at least 1 sample, got 0"),
+        ([TextSample(f"task {at}", SENTENCE, f"{at} dogs") for at in range(21)], {}, "at most 20 tasks, got 21"),
+        ([*text_samples(), NO_INPUT], {}, r"row 40 \(task 'copy'\): expected every input to have at least 1 token"),
+        ([*text_samples(), NO_TARGET], {}, r"row 40 \(task 'copy'\): expected every target to have at least 1 token"),
+    ],
+    ids=["vocabulary", "too long", "all too long", "none", "tasks", "no input", "no target"],
+)
+def test_what_makes_no_dataset_leaves_what_was_there(tmp_path, monkeypatch, samples, changes, message) -> None:
     monkeypatch.setattr(staging, "MOST_TASKS", 20)
-    rows = [TextSample(f"task {at}", SENTENCE, f"{at} dogs and {at} foxes") for at in range(21)]
-    with pytest.raises(DataError, match="expected at most 20 tasks, got 21"):
-        prepare(tmp_path / "data", rows)
+    (tmp_path / "data").mkdir()
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path / "data", samples, **changes)
+    assert files(tmp_path) == {} and list(tmp_path.iterdir()) == [tmp_path / "data"]
+
+
+def test_empty_samples_may_be_left_out(tmp_path: Path) -> None:
+    run = PrepareSettings(source="test", vocabulary_size=300, skip_empty=True)
+    meta = prepare_dataset([*text_samples(), NO_INPUT], tmp_path / "data", run).meta
+    assert meta.skipped == {"empty": 1} and sum(meta.split_samples.values()) == 40

@@ -93,6 +93,7 @@ REFUSED = {
     "--seq-length 60": "--seq-length to be a multiple of 8, got 60",
     "--hidden-size 30": "Megatron refuses these arguments: ",
     "--save checkpoints": "Megatron refuses these arguments: assert args.save_interval is not None",
+    "--non-persistent-ckpt-type local": "Megatron refuses these arguments: ",
     "--lr-warmup-iters 2": "expected a warm-up shorter than the 2 iterations",
     "--pretrained-checkpoint nowhere": "expected Megatron's checkpoints in --pretrained-checkpoint nowhere",
     "--train-samples 32": "expected one of --train-iters, --train-samples, got both",
