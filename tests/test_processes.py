@@ -47,9 +47,7 @@ def test_a_long_log_is_not_read_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["folder", "full disk"])
-def test_a_file_that_cannot_be_written_stops_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, full: bool
-) -> None:
+def test_a_file_that_cannot_be_written_stops_nothing(tmp_path, caplog, monkeypatch, full):
     path = tmp_path / "log"
     if full:
         monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_bavail=0))

@@ -18,7 +18,8 @@ import msgspec
 
 from megatron_dynapipe.units import Recompute
 
-_Rate = Annotated[int, msgspec.Meta(ge=0, le=2**30)]
+LARGEST_RATE = 2**30
+_Rate = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_RATE)]
 Kind = Literal["encoder", "decoder", "expert"]
 """Of a layer; a decoder-only model's are encoder layers, and expert layers where only some have experts."""
 

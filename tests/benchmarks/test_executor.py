@@ -60,7 +60,7 @@ def run_pieces(*, divided: bool, rank: int, world_size: int) -> list[tuple[int, 
         iteration(pieces.pieces_of(16, 4), divided=divided)
         gc.freeze()  # collections are quick then
         with LiveStorages() as live:
-            for _ in range(200):
+            for _ in range(60):
                 iteration(pieces.pieces_of(16, 4), divided=divided)
                 gc.collect()
                 found.append((live.bytes, live.peak_bytes))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dynapipe.cli.batches import dataset_batches
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.report.comparison import geometric_mean, geometric_means
 from megatron_dynapipe.sampling import LengthTable, LongSamples, Sampler, SamplerSettings
@@ -112,6 +113,20 @@ def test_the_sampler_s_own_batches(dataset: Path, cost_file: Path, capsys: pytes
         tokens = int(sampler.batch(iteration).input_lengths.sum())
         assert padding["tokens_per_second"] * padding["ms"] / 1e3 == pytest.approx(tokens)
         assert tokens / padding["padding_efficiency"] == pytest.approx(10 * (-(-(longest - 1) // 8) * 8))
+
+
+@pytest.mark.parametrize("family", list(ModelFamily))
+def test_batches_of_a_dataset(dataset: Path, family: ModelFamily) -> None:
+    """As a run with --tokens-per-global-batch draws them; an epoch is every sample."""
+    found = dataset_batches(dataset, family, batches=3, samples=64, seed=1, tokens=400)
+    assert [batch.id for batch in found] == [f"iteration-{at}" for at in range(3)]
+    for batch in found:
+        assert (batch.target is not None) == (family is ModelFamily.T5)
+        assert 300 < sum(batch.input) + sum(batch.target or []) <= 400
+    lengths = LengthTable.read(dataset, "train")
+    (batch,) = dataset_batches(dataset, ModelFamily.T5, batches=1, samples=64, seed=1)
+    pairs = zip(lengths.input.tolist(), lengths.target.tolist(), strict=True)
+    assert sorted(zip(batch.input, batch.target or [], strict=True)) == sorted(pairs)
 
 
 def test_data_s_own_seed_and_lengths(dataset, cost_file, tmp_path, capsys) -> None:

@@ -82,9 +82,7 @@ def test_files_without_an_end_are_not_read(endless: Path, batches_file: Path, co
         (("keys", "tp1_none", "tp"), 2**70, "tp"),
     ],
 )
-def test_numbers_that_no_cost_model_has(
-    batches_file: Path, cost_file: Path, capsys: Any, place: tuple[str, ...], value: object, said: str
-) -> None:
+def test_numbers_that_no_cost_model_has(batches_file, cost_file, capsys, place, value, said):
     file = json.loads(cost_file.read_text())
     holder = file
     for name in place[:-1]:
@@ -119,9 +117,7 @@ def test_numbers_that_no_cost_model_has(
         ("--max-seq-len", "1e3"),
     ],
 )
-def test_numbers_that_no_plan_is_made_of(
-    batches_file: Path, cost_file: Path, capsys: Any, words: tuple[str, str]
-) -> None:
+def test_numbers_that_no_plan_is_made_of(batches_file, cost_file, capsys, words):
     assert refused(capsys, *arguments("plan", batches_file, cost_file, *words))
 
 
@@ -132,9 +128,7 @@ def test_a_full_disk_behind_stdout_is_one_error(batches_file: Path, cost_file: P
     assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
 
 
-def test_outputs_that_cannot_be_written_are_one_error(
-    tmp_path: Path, batches_file: Path, cost_file: Path, capsys: Any
-) -> None:
+def test_outputs_that_cannot_be_written_are_one_error(tmp_path, batches_file, cost_file, capsys):
     said = refused(capsys, *arguments("plan", batches_file, cost_file, "--output", "/proc/plans"))
     assert "cannot write /proc/plans/b0.plan" in said
     assert main(arguments("plan", batches_file, cost_file, "--output", str(tmp_path))) == 0
@@ -154,9 +148,7 @@ def test_outputs_that_cannot_be_written_are_one_error(
         ("store", "start", "--memory-limit-mb", str(10**30)),
     ],
 )
-def test_arguments_that_libraries_choke_on(
-    tmp_path: Path, cost_file: Path, capsys: Any, words: tuple[str, ...]
-) -> None:
+def test_arguments_that_libraries_choke_on(tmp_path, cost_file, capsys, words):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"task": "a", "input": "b", "target": "c"}\n')
     assert refused(capsys, *(word.format(costs=cost_file, rows=rows) for word in words))

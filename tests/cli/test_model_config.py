@@ -70,9 +70,7 @@ T5_V1_1 |= {"vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_em
         pytest.param(T5_V1_1, {"gated": True, "relative_buckets": 32, "tied": False}, 0.0770, id="t5 v1.1"),
     ],
 )  # fmt: skip
-def test_configurations_of_hugging_face(
-    tmp_path: Path, given: dict[str, Any], expected: dict[str, Any], billions: float
-) -> None:
+def test_configurations_of_hugging_face(tmp_path, given, expected, billions):
     args = arguments(written(tmp_path, given))
     take_model_config(args)
     shape = model_shape(args)
@@ -133,10 +131,7 @@ def test_what_has_no_sizes_is_refused(tmp_path: Path, text: str | None, said: st
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            {"num-layers": 4, "hidden-size": 64, "multi-latent-attention": True},
-            "for multi-latent-attention",
-        ),
+        ({"num-layers": 4, "hidden-size": 64, "multi-latent-attention": True}, "for multi-latent-attention"),
         ({"model_type": "gemma2", "hidden_size": 64, "num_hidden_layers": 4}, "a model of type gemma2"),
         (
             {**LLAMA, "model_type": "mistral", "sliding_window": 64, "max_position_embeddings": 4096},
@@ -167,9 +162,7 @@ def test_a_flag_may_only_say_what_the_file_says(tmp_path: Path) -> None:
             take_model_config(arguments(path, **wrong))
 
 
-def test_a_batch_is_planned_for_the_file_s_model(
-    cost_file: Path, batches_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_batch_is_planned_for_the_file_s_model(cost_file, batches_file, tmp_path, capsys):
     path = written(tmp_path, {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2})
     words = ["plan", "--batches", str(batches_file), "--cost-model", str(cost_file), "--device-memory-mb", "9000"]
     words += ["--recompute", "none", "--json"]
@@ -181,9 +174,7 @@ def test_a_batch_is_planned_for_the_file_s_model(
     assert "pass --model gpt, or --model-config FILE" in capsys.readouterr().err
 
 
-def test_costs_of_another_model_are_refused(
-    cost_file: Path, batches_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_costs_of_another_model_are_refused(cost_file, batches_file, tmp_path, capsys):
     file = json.loads(cost_file.read_text())
     file["model"] |= {"heads": 8, "ffn": 99, "vocabulary": 1024}
     cost_file.write_text(json.dumps(file))
@@ -207,15 +198,8 @@ def test_nothing_is_asked_for_that_a_file_says(batches_file: Path, capsys: pytes
     words = ["--batches", str(batches_file), "--cost-model", "analytic", "--cluster", "h100_80gb", "--limit", "1"]
     words += ["--model-config", str(CONFIGS / "llama_like_8b.yaml"), "--json"]
     more = {"plan": [], "compare": [], "tune": ["--devices", "16", "--top", "1", "--workers", "1"]}
-    layout = [
-        "--data-parallel",
-        "4",
-        "--pipeline-parallel",
-        "4",
-        "--distributed-optimizer",
-        "--search-evaluations",
-        "10",
-    ]
+    layout = ["--data-parallel", "4", "--pipeline-parallel", "4", "--distributed-optimizer"]
+    layout += ["--search-evaluations", "10"]
     for command, own in more.items():
         assert main.main([command, *words, *(own or layout)]) == 0, command
         said = json.loads(capsys.readouterr().out)["cluster"]

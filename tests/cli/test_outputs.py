@@ -145,9 +145,7 @@ def test_own_files_are_replaced_and_links_stay(output: Output, inputs: Inputs, p
 
 
 @walk
-def test_files_and_folders_of_the_user_stay(
-    output: Output, inputs: Inputs, path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_and_folders_of_the_user_stay(output, inputs, path, capsys):
     for content in STRANGERS.values():
         path.write_bytes(content)
         assert "a file that this program wrote, it is another" in refused(output, inputs, path, capsys)
@@ -160,9 +158,7 @@ def test_files_and_folders_of_the_user_stay(
 
 
 @walk
-def test_what_cannot_be_written_is_said_before_the_work(
-    output: Output, inputs: Inputs, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_written_is_said_before_the_work(output, inputs, path, capsys, monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)  # as for a user who is not root
     for name in ("planning.planner.Planner", "report.run.read_records", "plan.codec.decode_plan"):
         monkeypatch.setattr(f"megatron_dynapipe.{name}", None)  # what takes long
@@ -170,9 +166,7 @@ def test_what_cannot_be_written_is_said_before_the_work(
 
 
 @walk
-def test_a_full_device_is_one_line_and_leaves_the_old_file(
-    output: Output, inputs: Inputs, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_device_is_one_line_and_leaves_the_old_file(output, inputs, path, capsys, monkeypatch):
     assert output.run(inputs, path) == 0
     before = path.read_bytes()
     capsys.readouterr()
@@ -186,13 +180,7 @@ def test_a_full_device_is_one_line_and_leaves_the_old_file(
 
 
 @pytest.mark.parametrize("command", [pytest.param(each, id=name) for name, each in FOLDERS.items()])
-def test_folders_of_the_user_stay(
-    command: Callable[[Inputs, Path], list[str]],
-    inputs: Inputs,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_folders_of_the_user_stay(command, inputs, tmp_path, capsys, monkeypatch):
     """Said before the work, of which these inputs would allow none."""
     path = tmp_path / "made"
     monkeypatch.setattr("megatron_dynapipe.data.demo.stdlib_samples", text_samples)  # in place of seconds
@@ -220,9 +208,7 @@ def test_folders_of_the_user_stay(
     assert "is read-only" in refused(path)
 
 
-def test_a_profile_says_before_it_measures_that_its_file_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_says_before_it_measures_that_its_file_cannot_be_written(tmp_path, capsys):
     path = tmp_path / "costs.json"
     path.write_bytes(STRANGERS["lengths"])
     assert main(["profile", "--model", "gpt", "--output", str(path), "--", "--dynapipe-device", "cpu"]) == 2

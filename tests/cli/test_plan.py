@@ -95,9 +95,7 @@ def test_batches_that_cannot_be_read(tmp_path, cost_file, content, message, caps
     assert message in capsys.readouterr().err
 
 
-def test_messages_count_whole_unless_they_are_to_be_divided(
-    batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_messages_count_whole_unless_they_are_to_be_divided(batches_file, cost_file, capsys):
     file = json.loads(cost_file.read_text())
     file["keys"]["tp2_none"] = file["keys"]["tp1_none"] | {"tp": 2}
     cost_file.write_text(json.dumps(file))
@@ -110,9 +108,7 @@ def test_messages_count_whole_unless_they_are_to_be_divided(
     assert predicted["default"] == predicted["off"] > predicted["auto"] == predicted["on"]
 
 
-def test_links_are_the_cost_model_s_unless_they_are_given(
-    batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_links_are_the_cost_model_s_unless_they_are_given(batches_file, cost_file, capsys):
     """Ten seconds of latency, as a file says it was measured."""
 
     def predicted_ms(*options: str) -> float:
@@ -152,9 +148,7 @@ def test_a_plan_where_the_published_planner_finds_none(tmp_path: Path, capsys: p
     assert report(capsys)["iterations"][0]["error"] is None
 
 
-def test_what_is_needed_and_what_there_is_differ_as_written(
-    batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_needed_and_what_there_is_differ_as_written(batches_file, cost_file, capsys):
     """40 MB of model state and 22 MB of activations of 200 positions: a byte is lacking."""
     flags = ("--device-memory-mb", "61.999999", "--limit", "1", "--layout", "padded")
     assert main(arguments("plan", batches_file, cost_file, *flags)) == 1

@@ -39,9 +39,7 @@ def started() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate(timeout=120)
 
 
-def test_inspect_says_what_is_held_and_what_went_wrong(
-    started: tuple[subprocess.Popen[str], str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_says_what_is_held_and_what_went_wrong(started, capsys):
     _, url = started
     failure = PlannerFailure(planner=0, doing="planning iteration 5 of train", error="E: no", hint="try", details="…")
     with open_store(url) as store:
@@ -64,9 +62,7 @@ def test_inspect_says_what_is_held_and_what_went_wrong(
         assert error in capsys.readouterr().out
 
 
-def test_a_server_is_stopped_once_no_job_uses_it(
-    started: tuple[subprocess.Popen[str], str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_is_stopped_once_no_job_uses_it(started, capsys):
     process, url = started
     with open_store(url) as store:
         store.announce(KEYS.progress("train"), 3)
@@ -82,9 +78,7 @@ def test_a_server_is_stopped_once_no_job_uses_it(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_start_leaves_no_server(
-    started: tuple[subprocess.Popen[str], str], capsys: pytest.CaptureFixture[str], number: signal.Signals
-) -> None:
+def test_interrupted_start_leaves_no_server(started, capsys, number):
     process, url = started
     process.send_signal(number)
     _, err = process.communicate(timeout=120)

@@ -46,9 +46,7 @@ def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureF
     assert "optimizer state, of 5 MB" in out and "0 plans" in out
 
 
-def test_the_best_layout_is_written_as_a_run_file(
-    batches_file: Path, cost_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_layout_is_written_as_a_run_file(batches_file, cost_file, tmp_path, capsys):
     path = tmp_path / "best.yaml"
     assert main(arguments(batches_file, cost_file, "--json", "--write-config", str(path))) == 0
     best = report(capsys)["layouts"][0]
@@ -93,13 +91,7 @@ def test_bad_arguments(batches_file, cost_file, more, error, capsys) -> None:
     assert error in capsys.readouterr().err
 
 
-def test_the_best_are_trained_and_ranked_by_measurement(
-    batches_file: Path,
-    cost_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_best_are_trained_and_ranked_by_measurement(batches_file, cost_file, tmp_path, capsys, monkeypatch):
     # In place of torchrun and a training script: one that takes less time the more stages its layout has.
     script = tmp_path / "train.py"
     line = "print(f' iteration {n:8d}/       2 | elapsed time per iteration (ms): {100 / stages:.1f} |')"

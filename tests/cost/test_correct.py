@@ -7,9 +7,6 @@ import pytest
 
 from megatron_dynapipe.cost import (
     ABSENT,
-    CPU_RATES,
-    AnalyticCostModel,
-    ModelShape,
     PipelineLayout,
     Row,
     TableCostModel,
@@ -23,6 +20,7 @@ from megatron_dynapipe.cost.tables import LayerTables
 from megatron_dynapipe.cost.write import as_file
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute, Shape, round_up
+from tests.planning.planner_cases import cost_model
 
 LAYOUT = PipelineLayout.equal(ModelFamily.T5, 4, 4, 2)
 TRUTH = Correction(
@@ -32,17 +30,13 @@ TRUTH = Correction(
 )  # fmt: skip
 
 
-def analytic(family: ModelFamily) -> AnalyticCostModel:
-    shape = ModelShape(family=family, hidden=128, heads=4, kv_channels=32, ffn=512, vocabulary=4096)
-    return AnalyticCostModel(shape, CPU_RATES, max_size=32, max_length=512)
-
-
-MODEL = analytic(ModelFamily.T5)
+MODEL = cost_model(ModelFamily.T5, max_size=32, max_length=512)
 PREFIX = np.arange(10**6, 13 * 10**6, 10**6).reshape(4, 3)
 
 
 def tables(family: ModelFamily = ModelFamily.T5) -> LayerTables:
-    return analytic(family).tables(tensor_parallel=1, recompute=Recompute.NONE)
+    model = cost_model(family, max_size=32, max_length=512)
+    return model.tables(tensor_parallel=1, recompute=Recompute.NONE)
 
 
 def samples(grid: LayerTables, count: int, *, noise: float, seed: int = 0) -> list[PassSample]:
@@ -187,6 +181,42 @@ def test_a_grid_reads_back_from_its_file_exactly(family: ModelFamily) -> None:
         assert back.packed.prefix.tolist() == grid.packed.prefix.tolist() != PREFIX.tolist()
     for name in ("row_inputs", "row_targets", "linear", "inputs", "targets", "attention"):
         assert getattr(back.packed, name).tolist() == getattr(grid.packed, name).tolist(), name
+
+
+@pytest.mark.parametrize(("split", "told"), [((1.5, 2, 0.5), True), ((2.5, 1.5), False)])
+def test_a_wrong_division_of_layers_is_corrected_where_passes_tell(split: tuple[float, ...], told: bool) -> None:
+    """Attention takes three times as much of a layer, against its MLP, as costs say.
+
+    Of two stages, one has the attention more and the other the head: what is wrong goes to both. What stages take is
+    right in any case.
+    """
+    base = tables(ModelFamily.GPT)
+    odds = {Row.ENCODER_FORWARD: 3000, Row.ENCODER_BACKWARD: 3000}
+    truth = corrected(base, dataclasses.replace(TRUTH, forward_offset_ns=0, backward_offset_ns=0, odds=odds))
+    layout = PipelineLayout(family=ModelFamily.GPT, encoder_layers=4, decoder_layers=0, layers_per_stage=split)
+    draw, found = np.random.default_rng(2), []
+    for _ in range(80):
+        shape = Shape(int(draw.integers(1, 16)), 8 * int(draw.integers(1, 40)), 0)
+        costs = stage_costs(truth, layout, *(np.array([n]) for n in shape))
+        for stage in range(len(split)):
+            times = [int(ns[0, stage] * draw.lognormal(0, 0.02)) for ns in (costs.forward_ns, costs.backward_ns)]
+            found.append(PassSample(stage=stage, shape=shape, recompute=Recompute.NONE, forward_ns=times[0],
+                                    backward_ns=times[1]))  # fmt: skip
+    learnt = corrected(base, fit_correction(found, {Recompute.NONE: base}, layout))
+    query = np.array([5]), np.array([160]), np.array([0])
+    for way in ("FORWARD", "BACKWARD"):
+        shares = [
+            float(each.values[Row[f"ENCODER_ATTENTION_{way}"]].sum() / each.values[Row[f"ENCODER_{way}"]].sum())
+            for each in (base, learnt, truth)
+        ]
+        left = (shares[2] - shares[1]) / (shares[2] - shares[0])
+        assert abs(left) < 0.25 if told else 0.5 < left < 1, f"of the error of a share {left:.2f} is left"
+    expected, got = stage_costs(truth, layout, *query), stage_costs(learnt, layout, *query)
+    assert got.forward_ns == pytest.approx(expected.forward_ns, rel=0.05)
+    assert got.backward_ns == pytest.approx(expected.backward_ns, rel=0.05)
+    packed = [packed_layer_costs(each, np.array([160, 40]), np.array([0, 0])) for each in (learnt, truth)]
+    row = Row.ENCODER_ATTENTION_FORWARD
+    assert not told or packed[0][row] == pytest.approx(packed[1][row], rel=0.1)
 
 
 def test_passes_that_do_not_belong_to_the_run_are_refused() -> None:

@@ -13,7 +13,10 @@ import pytest
 from megatron_dynapipe.cost import (
     ABSENT,
     CPU_RATES,
+    LARGEST_COST,
     AnalyticCostModel,
+    LayerState,
+    LayerTables,
     ModelShape,
     Row,
     TableCostModel,
@@ -65,6 +68,8 @@ def at(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 FORWARD = ("keys", "tp1_none", "time_ms", "encoder.forward")
+IN_PACKED = ("keys", "tp1_none", "packed")
+PACKED_FORWARD = (*IN_PACKED, "time_ms", "encoder.forward")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,7 @@ FORWARD = ("keys", "tp1_none", "time_ms", "encoder.forward")
             at("format", value="dynapipe-cost-model/3"),
             "expected format 'dynapipe-cost-model/1' or 'dynapipe-cost-model/2'",
         ),
-        (at("keys", "tp1_none", "packed", value=PACKED), "packed rows need format 'dynapipe-cost-model/2'"),
+        (at("format", value="dynapipe-cost-model/1"), "packed rows need format 'dynapipe-cost-model/2'"),
         (at("surprise", value=1), "surprise"),
         (at("keys", value={}), r"at `\$.keys`"),
         (at("keys", "tp1_none", "tp", value=0), r"at `\$.keys\[...\].tp`"),
@@ -90,32 +95,17 @@ FORWARD = ("keys", "tp1_none", "time_ms", "encoder.forward")
         (at(*FORWARD, "8", value=[[0, 1.0]]), r"time_ms"),
         (at(*FORWARD, "8", value=[[1, -1.0]]), "expected a cost of 0 or more at length 8, size 1, got -1.0"),
         (at(*FORWARD, "8", value=[[1]]), r"time_ms"),
-    ],
-)
-def test_a_damaged_file_is_refused_naming_the_field(change: Callable[[dict[str, Any]], None], message: str) -> None:
-    document = json.loads(json.dumps(GOOD))
-    change(document)
-    with pytest.raises(CostModelError, match=message):
-        TableCostModel.decode(json.dumps(document).encode(), origin="the file")
-
-
-IN_PACKED = ("keys", "tp1_none", "packed")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (at(*IN_PACKED, "time_ms", "encoder.forward", value=...), "expected packed time_ms of"),
+        (at(*PACKED_FORWARD, value=...), "expected packed time_ms of"),
         (at(*IN_PACKED, "time_ms", "decoder.forward", value={"linear": POSITIONS}), "expected packed time_ms of"),
-        (at(*IN_PACKED, "time_ms", "encoder.forward", "linear", value={"8,8": 1.0}), "keys of 1 positive length"),
-        (at(*IN_PACKED, "time_ms", "encoder.forward", "linear", value={}), "the table is empty"),
-        (at(*IN_PACKED, "time_ms", "encoder.forward", "linear", value={"8": -1.0}), "Expected `float` >= 0"),
+        (at(*PACKED_FORWARD, "linear", value={"8,8": 1.0}), "keys of 1 positive length"),
+        (at(*PACKED_FORWARD, "linear", value={}), "the table is empty"),
+        (at(*PACKED_FORWARD, "linear", value={"8": -1.0}), "Expected `float` >= 0"),
         (at(*IN_PACKED, "surprise", value={}), "surprise"),
     ],
 )
-def test_damaged_packed_tables_are_refused(change: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_a_damaged_file_is_refused_naming_the_field(change: Callable[[dict[str, Any]], None], message: str) -> None:
     with pytest.raises(CostModelError, match=message):
-        TableCostModel.decode(packed_file(change))
+        TableCostModel.decode(packed_file(change), origin="the file")
 
 
 NOTHING = [b"", b"{", b"[]", b'{"format": "dynapipe-cost-model/1"}', b"\xff"]
@@ -189,6 +179,7 @@ def test_a_hole_is_infeasible_around_it_and_nowhere_else() -> None:
     assert forward(2, 32) == 64_000_000 and forward(4, 16) == 64_000_000
     assert forward(8, 16) == forward(1, 40) == ABSENT  # beyond the grid
     assert forward(1, 4) == forward(1, 8)  # below it: an upper bound
+    assert forward(1, 12) == 12_000_000 and forward(1, 32) == 32_000_000  # on edges, also one that the hole ends
 
 
 def test_a_combination_that_is_not_there_is_answered_with_those_that_are() -> None:
@@ -224,3 +215,23 @@ def test_packed_tables() -> None:
     assert costs[Row.ENCODER_PEAK] == 50_000_000 + 500_000 + 500_000
     assert costs[Row.HEAD_FORWARD] == 2_000_000
     assert decode_file(encode_file(decode_file(packed_file(), origin="x")), origin="x").keys["tp1_none"].packed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sizes": np.array([3, 1])}, "sizes must increase"),
+        ({"inputs": np.array([8, 16, 24])}, "must have the shape"),
+        ({"values": np.full((len(Row), 2, 2, 1), -2)}, "between 0 and"),
+        ({"values": np.full((len(Row), 2, 2, 1), LARGEST_COST + 1)}, "between 0 and"),
+        ({"values": np.arange(4 * len(Row)).reshape(-1, 2, 2, 1) + ABSENT}, "absent from all rows or from none"),
+        ({"of_stages": np.zeros((3, len(Row), 2, 1, 1))}, "values of a stage must have the shape"),
+    ],
+)
+def test_tables_that_are_no_grid_are_refused(change: dict[str, Any], message: str) -> None:
+    grid = {"sizes": np.array([1, 3]), "inputs": np.array([8, 24]), "targets": np.array([0])}
+    good = grid | {"values": np.zeros((len(Row), 2, 2, 1), np.int64)}
+    state = LayerState(embedding_bytes=1, encoder_bytes=1)
+    LayerTables(**good, state=state)
+    with pytest.raises(CostModelError, match=message):
+        LayerTables(**(good | change), state=state)

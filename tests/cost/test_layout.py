@@ -9,7 +9,6 @@ from megatron_dynapipe.cost import (
     LayerTables,
     PipelineLayout,
     Row,
-    boundary_bytes,
     even_split,
     parse_split,
     stage_costs,
@@ -66,16 +65,6 @@ def t5(*split: float, chunks: int = 1, encoder: int = 3) -> PipelineLayout:
     )
 
 
-def test_a_stage_is_the_sum_of_its_layers_and_the_last_has_the_head() -> None:
-    costs = stage_costs(flat(), t5(2, 2, 2), ONE, EIGHT, EIGHT)
-    assert costs.forward_ns.tolist() == [[20, 110, 1200]]
-    assert costs.backward_ns.tolist() == [[40, 220, 2400]]
-    alone = PipelineLayout(family=ModelFamily.GPT, encoder_layers=3, layers_per_stage=(0, 3, 0))
-    costs = stage_costs(flat(), alone, ONE, EIGHT, EIGHT)  # the embedding and the head on stages of their own
-    assert costs.forward_ns.tolist() == [[0, 30, 1000]]
-    assert costs.stored_bytes[0, :2].tolist() == [0, 9] and costs.peak_bytes[0, 0] == 0
-
-
 @pytest.mark.parametrize(
     ("changes", "stored", "peak"),
     [
@@ -124,15 +113,6 @@ def test_model_state() -> None:
     chunked = t5(1, 2, 2, 1, chunks=2)  # two of whose stages share a rank
     state = chunked.model_state_bytes(flat().state, data_parallel=1, distributed_optimizer=False)
     assert state.tolist() == [8 * (10 + 1000 + 200 + 1000), 8 * (20 + 100)]
-
-
-def test_boundaries_of_t5() -> None:
-    """Inside the decoder both states cross; a stage that begins in the decoder returns gradients for both."""
-    hidden, sizes, inputs, targets = 4, np.array([2]), np.array([16]), np.array([8])
-    activations, gradients = boundary_bytes(t5(3, 1, 1), hidden, sizes, inputs, targets)
-    encoder, decoder = 2 * 2 * 16 * 4, 2 * 2 * 8 * 4
-    assert activations.tolist() == [[encoder, encoder + decoder]]
-    assert gradients.tolist() == [[encoder + decoder, encoder + decoder]]
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,7 @@ def test_links_between_nodes_are_slower() -> None:
         ),
     ],
 )
-def test_given_links_win_over_measured_ones_and_these_over_defaults(
-    given: dict[str, float], measured: dict[str, Link], expected: tuple[float, ...]
-) -> None:
+def test_given_links_win_over_measured_ones_and_these_over_defaults(given, measured, expected):
     network = Network.over(measured, devices_per_node=4, **given)
     assert network.devices_per_node == 4
     intra = network.intra_node_gbps, network.intra_node_latency_us
@@ -68,9 +66,7 @@ def test_refuses_impossible_links(setting: dict[str, float]) -> None:
         ({"devices_per_node": 2, "inter_node_latency_us": 0}, MESSAGE, 480, 480),
     ],
 )
-def test_a_message_is_divided_where_that_is_faster(
-    network: dict[str, float], message_bytes: int, whole_us: float, divided_us: float
-) -> None:
+def test_a_message_is_divided_where_that_is_faster(network, message_bytes, whole_us, divided_us):
     made = Network(**({"devices_per_node": 4} | network))  # type: ignore[arg-type]
     expected_us = {
         ScatterGather.OFF: whole_us,

@@ -155,9 +155,7 @@ SMALL, OTHER = "expected 1…{} {} positions, sample 0 needs {}", "expected {} o
         ("gpt", micro_batch([1], Shape(1, 8), inputs=[3]), OTHER.format("3 tokens", 2)),
     ],
 )
-def test_plans_that_the_shape_or_the_dataset_does_not_fit(
-    folder: Path, family: str, plan: MicroBatch, message: str
-) -> None:
+def test_plans_that_the_shape_or_the_dataset_does_not_fit(folder, family, plan, message):
     with pytest.raises((PlanError, DataError)) as caught:
         collate(folder, family, plan)
     assert message in str(caught.value)

@@ -34,14 +34,10 @@ def test_statistics_by_task(tmp_path: Path) -> None:
     assert len({len(line) for line in table[1:]}) == 1
 
 
-def test_empty_split(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="expected samples in the split 'valid', got 0") as caught:
+def test_splits_without_statistics(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"samples in the split 'valid', got 0[\s\S]*hint: it has samples in train"):
         dataset_statistics(write_dataset(tmp_path), "valid")
-    assert "hint: it has samples in train" in str(caught.value)
-
-
-def test_more_tasks_than_named(tmp_path: Path) -> None:
-    np.save(task_ids_path(write_dataset(tmp_path), "train"), np.array([0, 1, 2, 0], np.int16))
+    np.save(task_ids_path(tmp_path, "train"), np.array([0, 1, 2, 0], np.int16))
     with pytest.raises(DataError, match=r"manifest\.json: expected 3 tasks, got 2"):
         dataset_statistics(tmp_path, "train")
 

@@ -20,9 +20,7 @@ def test_a_formula_comes_to_its_figure(what: str, formula: str, figure: str) -> 
     assert value == pytest.approx(float(figure), abs=0.6 * 10.0**-decimals)
 
 
-def test_the_command_prints_what_the_page_shows(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_what_the_page_shows(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     block = re.search(r"```console\n\$ (.+)\n([^`]+)```", PAGE)
     assert block is not None and len(FORMULAS) == 20

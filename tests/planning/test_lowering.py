@@ -2,9 +2,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Backward, Forward, RecvStart, RecvWait, SendStart, SendWait
 from megatron_dynapipe.plan.text import format_instruction, parse_stages
 from megatron_dynapipe.plan.verify import verify_lists
+from megatron_dynapipe.planning.boundary import BoundarySettings, BoundaryTensor, boundary_tensors
 from megatron_dynapipe.planning.lowering import (
     Topology,
     add_data,
@@ -16,6 +19,7 @@ from megatron_dynapipe.planning.lowering import (
     lower,
 )
 from megatron_dynapipe.planning.schedules import SCHEDULES
+from megatron_dynapipe.units import ModelFamily, Shape
 from tests.helpers.plans import random_problem
 
 SHAPE = ((8, 1, 4),)
@@ -34,82 +38,90 @@ def stages(*texts):
     return parse_stages("\n".join(f"stage {stage}: {text}" for stage, text in enumerate(texts)))
 
 
-def test_data_comes_before_the_first_pass_and_goes_after_the_last_forward():
-    assert lines(add_data(stages("F0 F1 B0 B1"))) == ["LOAD0 F0 FREE_DATA0 LOAD1 F1 FREE_DATA1 B0 B1"]
-    assert lines(add_data(stages("F0 F0.1 B0.1 B0"))) == ["LOAD0 F0 F0.1 FREE_DATA0 B0.1 B0"]
+TWO = topology(2, 2)
+CHUNKS, EVALUATION = topology(2, 1, chunks=2), topology(2, 1, forward_only=True)
+SENT = "F0 SEND_F0>1[8x1x4] B0", "F0 B0 SEND_B0>0[8x1x4]"
 
 
-def test_results_are_sent_right_away():
-    two = add_sends(stages("F0 B0", "F0 B0"), topology(2, 1))
-    assert lines(two) == ["F0 SEND_F0>1[8x1x4] B0", "F0 B0 SEND_B0>0[8x1x4]"]
-    wrapped = add_sends(stages("F0 F0.1", "F0 F0.1"), topology(2, 1, chunks=2))
-    assert lines(wrapped) == [
-        "F0 SEND_F0>1[8x1x4] F0.1 SEND_F0.1>1[8x1x4]",
-        "F0 SEND_F0>0[8x1x4] F0.1",
-    ]
+@pytest.mark.parametrize(
+    ("lowered", "expected"),
+    [
+        pytest.param(
+            add_data(stages("F0 F1 B0 B1", "F0 F0.1 B0.1 B0")),
+            ["LOAD0 F0 FREE_DATA0 LOAD1 F1 FREE_DATA1 B0 B1", "LOAD0 F0 F0.1 FREE_DATA0 B0.1 B0"],
+            id="data comes before the first pass and goes after the last forward",
+        ),
+        pytest.param(add_sends(stages("F0 B0", "F0 B0"), TWO), [*SENT], id="results are sent right away"),
+        pytest.param(
+            add_sends(stages("F0 F0.1", "F0 F0.1"), CHUNKS),
+            ["F0 SEND_F0>1[8x1x4] F0.1 SEND_F0.1>1[8x1x4]", "F0 SEND_F0>0[8x1x4] F0.1"],
+            id="also to the next chunk",
+        ),
+        pytest.param(
+            add_recv_waits(stages(*SENT), TWO),
+            [
+                "F0 SEND_F0>1[8x1x4] RECV_B0<1[8x1x4] WAIT_RECV_B0<1 B0",
+                "RECV_F0<0[8x1x4] WAIT_RECV_F0<0 F0 B0 SEND_B0>0[8x1x4]",
+            ],
+            id="passes wait for their input",
+        ),
+        pytest.param(
+            add_recv_waits(stages("F0 SEND_F0>1[8x1x4] F1 SEND_F1>1[8x1x4]", "F1 F0"), TWO)[1:],
+            ["RECV_F0<0[8x1x4] WAIT_RECV_F0<0 RECV_F1<0[8x1x4] WAIT_RECV_F1<0 F1 F0"],
+            id="messages that a channel carries first are waited for first",
+        ),
+        pytest.param(
+            add_recv_starts(
+                stages(
+                    "RECV_F0<1[8x1x4] WAIT_RECV_F0<1 F0 RECV_F1<1[8x1x4] WAIT_RECV_F1<1 F1 "
+                    "RECV_B0<1[8x1x4] WAIT_RECV_B0<1"
+                )
+            ),
+            ["RECV_F0<1[8x1x4] RECV_B0<1[8x1x4] WAIT_RECV_F0<1 RECV_F1<1[8x1x4] F0 WAIT_RECV_F1<1 F1 WAIT_RECV_B0<1"],
+            id="receives start as soon as their channel is free",
+        ),
+        pytest.param(
+            add_send_waits(
+                stages(
+                    "F0 SEND_F0>1[8x1x4] F1 SEND_F1>1[8x1x4] WAIT_RECV_B0<1 B0 WAIT_RECV_B1<1 B1",
+                    "WAIT_RECV_F0<0 F0 B0 SEND_B0>0[8x1x4] WAIT_RECV_F1<0 F1 B1 SEND_B1>0[8x1x4]",
+                ),
+                TWO,
+            ),
+            [
+                "F0 SEND_F0>1[8x1x4] F1 SEND_F1>1[8x1x4] WAIT_RECV_B0<1 WAIT_SEND_F0>1 FREE_OUTPUT0 B0 "
+                "WAIT_RECV_B1<1 WAIT_SEND_F1>1 FREE_OUTPUT1 B1",
+                "WAIT_RECV_F0<0 F0 B0 SEND_B0>0[8x1x4] WAIT_RECV_F1<0 F1 B1 SEND_B1>0[8x1x4] "
+                "WAIT_SEND_B0>0 FREE_INPUT_GRAD0 WAIT_SEND_B1>0 FREE_INPUT_GRAD1",
+            ],
+            id="sends are waited for once an answer proves them complete",
+        ),
+        pytest.param(
+            add_frees(stages("F0 B0", "F0 B0"), TWO),
+            ["F0 B0 FREE_OUTPUT_GRAD0", "F0 B0 FREE_INPUT0"],
+            id="what was received is dropped after its last use",
+        ),
+        pytest.param(
+            add_frees(stages("F0", "F0"), EVALUATION), ["F0", "F0 FREE_INPUT0"], id="in an evaluation after its forward"
+        ),
+        pytest.param(
+            lower(((Forward(0), Backward(0)),) * 2, topology(2, 1)),
+            [
+                "RECV_B0<1[8x1x4] LOAD0 F0 SEND_F0>1[8x1x4] FREE_DATA0 WAIT_RECV_B0<1 WAIT_SEND_F0>1 FREE_OUTPUT0 B0 "
+                "FREE_OUTPUT_GRAD0",
+                "RECV_F0<0[8x1x4] LOAD0 WAIT_RECV_F0<0 F0 FREE_DATA0 B0 FREE_INPUT0 SEND_B0>0[8x1x4] WAIT_SEND_B0>0 "
+                "FREE_INPUT_GRAD0",
+            ],
+            id="the whole way down",
+        ),
+    ],
+)
+def test_passes_over_lists(lowered, expected):
+    assert lines(lowered) == expected
 
 
-def test_passes_wait_for_their_input():
-    given = stages("F0 SEND_F0>1[8x1x4] B0", "F0 B0 SEND_B0>0[8x1x4]")
-    assert lines(add_recv_waits(given, topology(2, 1))) == [
-        "F0 SEND_F0>1[8x1x4] RECV_B0<1[8x1x4] WAIT_RECV_B0<1 B0",
-        "RECV_F0<0[8x1x4] WAIT_RECV_F0<0 F0 B0 SEND_B0>0[8x1x4]",
-    ]
-
-
-def test_messages_that_a_channel_carries_first_are_waited_for_first():
-    given = stages("F0 SEND_F0>1[8x1x4] F1 SEND_F1>1[8x1x4]", "F1 F0")
-    assert lines(add_recv_waits(given, topology(2, 2)))[1] == (
-        "RECV_F0<0[8x1x4] WAIT_RECV_F0<0 RECV_F1<0[8x1x4] WAIT_RECV_F1<0 F1 F0"
-    )
-
-
-def test_receives_start_as_soon_as_their_channel_is_free():
-    given = stages(
-        "RECV_F0<1[8x1x4] WAIT_RECV_F0<1 F0 RECV_F1<1[8x1x4] WAIT_RECV_F1<1 F1 RECV_B0<1[8x1x4] WAIT_RECV_B0<1"
-    )
-    assert lines(add_recv_starts(given)) == [
-        "RECV_F0<1[8x1x4] RECV_B0<1[8x1x4] WAIT_RECV_F0<1 RECV_F1<1[8x1x4] F0 WAIT_RECV_F1<1 F1 WAIT_RECV_B0<1"
-    ]
-
-
-def test_sends_are_waited_for_once_an_answer_proves_them_complete():
-    given = stages(
-        "F0 SEND_F0>1[8x1x4] F1 SEND_F1>1[8x1x4] WAIT_RECV_B0<1 B0 WAIT_RECV_B1<1 B1",
-        "WAIT_RECV_F0<0 F0 B0 SEND_B0>0[8x1x4] WAIT_RECV_F1<0 F1 B1 SEND_B1>0[8x1x4]",
-    )
-    assert lines(add_send_waits(given, topology(2, 2))) == [
-        "F0 SEND_F0>1[8x1x4] F1 SEND_F1>1[8x1x4] WAIT_RECV_B0<1 WAIT_SEND_F0>1 FREE_OUTPUT0 B0 "
-        "WAIT_RECV_B1<1 WAIT_SEND_F1>1 FREE_OUTPUT1 B1",
-        "WAIT_RECV_F0<0 F0 B0 SEND_B0>0[8x1x4] WAIT_RECV_F1<0 F1 B1 SEND_B1>0[8x1x4] "
-        "WAIT_SEND_B0>0 FREE_INPUT_GRAD0 WAIT_SEND_B1>0 FREE_INPUT_GRAD1",
-    ]
-
-
-def test_what_was_received_is_dropped_after_its_last_use():
-    assert lines(add_frees(stages("F0 B0", "F0 B0"), topology(2, 1))) == [
-        "F0 B0 FREE_OUTPUT_GRAD0",
-        "F0 B0 FREE_INPUT0",
-    ]
-    forward_only = topology(2, 1, forward_only=True)
-    assert lines(add_frees(stages("F0", "F0"), forward_only)) == ["F0", "F0 FREE_INPUT0"]
-
-
-def test_the_whole_way_down():
-    order = ((Forward(0), Backward(0)), (Forward(0), Backward(0)))
-    assert lines(lower(order, topology(2, 1))) == [
-        "RECV_B0<1[8x1x4] LOAD0 F0 SEND_F0>1[8x1x4] FREE_DATA0 WAIT_RECV_B0<1 WAIT_SEND_F0>1 FREE_OUTPUT0 B0 "
-        "FREE_OUTPUT_GRAD0",
-        "RECV_F0<0[8x1x4] LOAD0 WAIT_RECV_F0<0 F0 FREE_DATA0 B0 FREE_INPUT0 SEND_B0>0[8x1x4] WAIT_SEND_B0>0 "
-        "FREE_INPUT_GRAD0",
-    ]
-
-
-def test_a_replica_without_micro_batches_does_nothing():
+def test_a_replica_without_micro_batches_and_a_rank_without_neighbours():
     assert lower(((), ()), topology(2, 0)) == ((), ())
-
-
-def test_several_chunks_need_several_ranks():
     with pytest.raises(AssertionError, match="no use for several chunks"):
         topology(1, 1, chunks=2)
 
@@ -169,3 +181,44 @@ def test_ranks_that_run_forwards_in_different_orders_keep_outputs_to_the_end():
     verify_lists(lists, micro_batches=8, forward_only=True)
     last = max(i for i, step in enumerate(lists[0]) if isinstance(step, Forward))
     assert not any(isinstance(step, SendWait) for step in lists[0][:last])
+
+
+E, D = BoundaryTensor.ENCODER, BoundaryTensor.DECODER
+
+
+@pytest.mark.parametrize(
+    ("layers", "encoder_layers", "expected"),
+    [
+        ((4, 4), 4, ((E,),)),  # the encoder ends with stage 0
+        ((2, 2, 2, 2), 4, ((E,), (E,), (E, D))),
+        ((3, 3, 2), 4, ((E,), (E, D))),  # stage 1 holds the last encoder and the first decoder layers
+        ((5, 3), 4, ((E, D),)),
+        ((8,), 4, ()),
+    ],
+)
+def test_t5_passes_the_decoders_state_once_it_has_begun(layers, encoder_layers, expected):
+    decoder_layers = sum(layers) - encoder_layers
+    layout = PipelineLayout(
+        family=ModelFamily.T5, encoder_layers=encoder_layers, decoder_layers=decoder_layers, layers_per_stage=layers
+    )
+    assert boundary_tensors(layout) == expected
+
+
+def test_gpt_passes_one_tensor():
+    layout = PipelineLayout(family=ModelFamily.GPT, encoder_layers=8, layers_per_stage=(2, 3, 3))
+    assert boundary_tensors(layout) == ((E,), (E,))
+
+
+def test_shapes():
+    settings = BoundarySettings(tensors=((E,), (E, D)), hidden_size=128)
+    assert settings.shapes([Shape(3, 64, 16)]) == ((((64, 3, 128),), ((64, 3, 128), (16, 3, 128))),)
+    divided = BoundarySettings(tensors=((E,), (E, D)), hidden_size=128, sequence_parallel=4)
+    assert divided.shapes([Shape(3, 64, 16)]) == ((((16, 3, 128),), ((16, 3, 128), (4, 3, 128))),)
+
+
+def test_refusals():
+    with pytest.raises(PlanningError, match="expected a hidden size and a sequence-parallel size of at least 1"):
+        BoundarySettings(tensors=(), hidden_size=0)
+    settings = BoundarySettings(tensors=((E,),), hidden_size=128, sequence_parallel=3)
+    with pytest.raises(PlanningError, match="expected the lengths of shape 3x64 to be divisible by the sequence-par"):
+        settings.shapes([Shape(3, 64)])

@@ -7,10 +7,9 @@ import sys
 import msgspec
 import pytest
 
-from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Instruction
 from megatron_dynapipe.plan.memory import message_elements
-from megatron_dynapipe.plan.verify import verify, verify_lists
+from megatron_dynapipe.plan.verify import verify_lists
 from megatron_dynapipe.plan.verify_buffers import Dimensions
 from megatron_dynapipe.planning.native import core, fast_verify
 from tests.helpers.plans import make_plan
@@ -58,16 +57,6 @@ def test_bytes_that_are_no_lists_hold_nothing():
 def test_the_native_boundary_refuses_what_does_not_fit(chunks, micro_batches, message):
     with pytest.raises(ValueError, match=f"expected {message}"):
         core.fast_verify(b"\x90", chunks, micro_batches, False)
-
-
-def test_where_it_refuses_verify_says_why():
-    plan = make_plan((2,), 2)
-    verify(plan, fast_verify=fast_verify)
-    replica = plan.replicas[0]
-    stage = msgspec.structs.replace(replica.stages[0], instructions=replica.stages[0].instructions[:-1])
-    broken = msgspec.structs.replace(replica, stages=(stage, *replica.stages[1:]))
-    with pytest.raises(PlanError, match="the list ends with OUTPUT_GRAD of micro-batch 1, chunk 0 USED"):
-        verify(msgspec.structs.replace(plan, replicas=(broken,)), fast_verify=fast_verify)
 
 
 def test_a_missing_core_says_how_to_build_it():

@@ -107,15 +107,12 @@ def own_values(stages: int, change: Any = lambda values: None) -> np.ndarray:
         ({"inputs": ints()}, "between 1 and 2\\^24 samples"),
         ({"targets": ints(0)}, "as many target lengths as input lengths"),
         ({"inputs": ints(8, -1, 8)}, "lengths from 0 to 2\\^20"),
-        ({"inputs": ints(8, 2**62, 8)}, "lengths from 0 to 2\\^20"),
         ({"encoder_layers": layers(1)}, "encoder and decoder layers of the same stages"),
         ({"encoder_layers": layers(1, -1)}, "0 to 65536 layers"),
-        ({"encoder_layers": layers(1, 2**62)}, "0 to 65536 layers"),
         ({"encoder_layers": layers(1, 2**62), "decoder_layers": layers(0, 2**62)}, "0 to 65536 layers"),
         ({"encoder_layers": np.array([[0, 1, 2], [1, 1, 0]])}, "at most one MLP and one attention"),
         ({"encoder_layers": np.ones((2, 2), np.int64)}, "MLPs, layers and attentions"),
         ({"chunks": 65}, "between 1 and 64 chunks"),
-        ({"chunks": 0}, "between 1 and 64 chunks"),
         ({"chunks": 2}, "layers of every virtual stage"),
         ({"chunks": 2, "model_state": ints(0), "in_flight": np.array([[1]])}, "several chunks only on several stages"),
         ({"in_flight": np.full((1, 2), 2**15, np.int64)}, "1 to 16384 micro-batches in flight"),
@@ -129,7 +126,6 @@ def own_values(stages: int, change: Any = lambda values: None) -> np.ndarray:
         ({"latency_ns": np.zeros(2)}, "links between neighbouring stages"),
         ({"gbps": np.zeros(0)}, "links between neighbouring stages"),
         ({"latency_ns": np.array([-1.0])}, "latencies from 0"),
-        ({"latency_ns": np.array([np.nan])}, "latencies from 0"),
         ({"gbps": np.zeros(1)}, "a rate above 0 on every link"),
         ({"in_flight": np.zeros((0, 2), np.int64)}, "between 1 and 26 options"),
         ({"in_flight": np.zeros((1, 2), np.int64)}, "1 to 16384 micro-batches in flight"),
@@ -171,12 +167,9 @@ CALLS = {
     ("method", "change", "message"),
     [
         ("partition", {"orders": []}, "at least one order"),
-        ("partition", {"orders": [ints(0, 1)]}, "name every sample once"),
         ("partition", {"orders": [ints(0, 1, 1)]}, "name every sample once"),
         ("partition", {"orders": [ints(0, 1, 3)]}, "name every sample once"),
-        ("partition", {"orders": [ints(0, 1, -1)]}, "name every sample once"),
         ("search", {"order": ints(0, 1)}, "name every sample once"),
-        ("search", {"partitions": [(ints(1, 1), ints(0, 0))]}, "micro-batches that add up to all samples"),
         ("search", {"partitions": [(ints(1, 3), ints(0, 0))]}, "micro-batches that add up to all samples"),
         ("search", {"partitions": [(ints(0, 3), ints(0, 0))]}, "micro-batches that add up to all samples"),
         ("search", {"partitions": [(ints(1, 2), ints(0, 1))]}, "modes that there are"),
@@ -190,7 +183,6 @@ CALLS = {
         ("packed_costs", {"sizes": ints(0)}, "samples of every row"),
         ("packed_costs", {"sizes": ints(3)}, "samples of every row"),
         ("packed_costs", {"samples": ints(0, 3)}, "samples that there are"),
-        ("packed_costs", {"samples": ints(0, -1)}, "samples that there are"),
         ("packed_costs", {"modes": ints(1)}, "modes that there are"),
         ("packed_costs", {"modes": ints()}, "a mode for every row"),
     ],
@@ -204,14 +196,10 @@ def test_wrong_calls_raise(method: str, change: dict[str, Any], message: str) ->
     "change",
     [
         {"inputs": np.array([8.0, 8.0, 8.0])},
-        {"targets": np.array([0.0, 0.0, 0.0])},
         {"inputs": np.array([8, 8, 8], np.int32)},
-        {"model_state": np.array([0.0, 0.0])},
         {"gbps": ints(100)},
         {"decoder_forward": ints(0)},
-        {"in_flight": np.array([[2.0, 1.0]])},
         {"modes": [(ints(1, 4), ints(8), ints(0), *[np.ones((len(Row), 2, 1, 1))] * 2)]},
-        {"modes": [(np.array([1.0, 4.0]), ints(8), ints(0), *[np.ones((len(Row), 2, 1, 1), np.int64)] * 2)]},
         {"inputs": np.array([[8]])},
         {"inputs": None},
         {"modes": [(ints(1, 4), ints(8), ints(0), *[np.ones((len(Row), 2), np.int64)] * 2)]},
@@ -237,6 +225,9 @@ def test_the_package_raises_an_error_of_its_own(problem: Any) -> None:
 
 numbers = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 9)
 arrays = st.lists(numbers, max_size=5).map(lambda values: ints(*values))
+TYPED = dict.fromkeys(("decoder_forward", "decoder_backward"), lambda array: array > 0)
+TYPED |= dict.fromkeys(("latency_ns", "gbps"), lambda array: array.astype(float))
+TYPED |= {"in_flight": lambda array: array[None], "chains": lambda array: array.astype(np.int32)}
 
 
 @settings(max_examples=1000, deadline=None)
@@ -257,19 +248,13 @@ def test_fuzz(data: st.DataObject) -> None:
                 counts = data.draw(arrays)
                 last = data.draw(st.sampled_from([counts % 2, counts]))
                 arguments[name] = np.stack([counts % 2, counts, last], axis=1)
-            case "in_flight":
-                arguments[name] = data.draw(arrays)[None]
-            case "decoder_forward" | "decoder_backward":
-                arguments[name] = data.draw(arrays) > 0
-            case "chains":
-                arguments[name] = data.draw(arrays).astype(np.int32)
-            case "latency_ns" | "gbps":
-                arguments[name] = data.draw(arrays).astype(float)
+            case _ if name in TYPED:
+                arguments[name] = TYPED[name](data.draw(arrays))
             case "packed":
                 axes = [data.draw(arrays) for _ in range(4)]
                 values = np.full((len(Row), len(axes[0]), len(axes[1])), data.draw(numbers), np.int64)
                 arguments[name] = [(*axes[:2], values, *axes[2:], values)]
-            case "forward_only" | "peak_covers_backward" | "may_pad" | "may_pack":
+            case _ if isinstance(arguments[name], bool):
                 arguments[name] = data.draw(st.booleans())
             case _ if isinstance(arguments[name], int):
                 arguments[name] = data.draw(numbers)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,57 +76,23 @@ def test_the_rule_is_that_of_padded_shares(problem: BatchProblem, data: st.DataO
         assert all(abs(f - e) <= len(rows) + 1 for f, e in zip(found.tolist(), expected, strict=True))
 
 
-def tables(values: list[int], *, sizes: tuple[int, ...] = (1, 2, 4)) -> LayerTables:
-    """One length, 8; forwards of an encoder layer at the sizes."""
-    every = np.zeros((len(Row), len(sizes), 1, 1), np.int64)
-    every[Row.ENCODER_FORWARD, :, 0, 0] = values
-    every[:, np.array(values) == ABSENT] = ABSENT
-    return LayerTables(
-        sizes=np.array(sizes), inputs=np.array([8]), targets=np.array([0]), values=every, separate=every, state=STATE
-    )
-
-
-@pytest.mark.parametrize(
-    ("values", "samples", "expected"),
-    [
-        pytest.param([100, 120, 160], 1, 100, id="alone: a padded micro-batch of one"),
-        pytest.param([100, 120, 160], 2, 120, id="two equal ones: a padded micro-batch of two"),
-        pytest.param([100, 120, 160], 3, 140, id="three: between two and four"),
-        pytest.param([100, 120, 160], 8, 320, id="eight: each a fourth of four, the largest size"),
-        pytest.param([100, 120, ABSENT], 4, 240, id="four did not fit: each a half of two"),
-        pytest.param([100, 120, ABSENT], 3, 180, id="three, and four did not fit: each a half of two"),
-    ],
-)
-def test_shares(values: list[int], samples: int, expected: int) -> None:
-    costs = packed_layer_costs(tables(values), np.full(samples, 8), np.zeros(samples, np.int64))
-    assert costs is not None and costs[Row.ENCODER_FORWARD] == expected
-
-
-def test_a_short_sample_beside_a_long_one_costs_its_part_of_the_row() -> None:
-    """8 + 24 positions: the short one is charged a fourth of 4 of its kind, the long one 3/4 of 4/3 of its kind."""
-    grid = np.zeros((len(Row), 3, 2, 1), np.int64)
-    grid[Row.ENCODER_FORWARD, :, :, 0] = [[100, 300], [120, 500], [160, 900]]
-    longer = replace(tables([1, 1, 1]), inputs=np.array([8, 24]), values=grid, separate=grid)
-    costs = packed_layer_costs(longer, np.array([8, 24]), np.zeros(2, np.int64))
-    assert costs is not None
-    assert costs[Row.ENCODER_FORWARD] == 160 // 4 + round((300 + 200 / 3) * 3 / 4)
-
-
 def test_measured_rows_cost_a_linear_part_and_each_sample_s_attention() -> None:
-    zeros, own = np.zeros((len(Row), 2, 1), np.int64), np.zeros((len(Row), 3, 1), np.int64)
-    zeros[Row.ENCODER_FORWARD, :, 0] = [10, 90]
+    """An encoder layer's forward; of padded micro-batches nothing is asked."""
+    linear, own = np.zeros((len(Row), 2, 1), np.int64), np.zeros((len(Row), 3, 1), np.int64)
+    linear[Row.ENCODER_FORWARD, :, 0] = [10, 90]
     own[Row.ENCODER_FORWARD, :, 0] = [1, 4, ABSENT]
+    eight, none = np.array([8]), np.array([0])
     packed = PackedTables(
         row_inputs=np.array([8, 24]),
-        row_targets=np.array([0]),
-        linear=zeros,
+        row_targets=none,
+        linear=linear,
         inputs=np.array([8, 16, 24]),
-        targets=np.array([0]),
+        targets=none,
         attention=own,
     )
-    measured = replace(tables([1, 1, 1]), packed=packed)
-    none = np.zeros(2, np.int64)
-    costs = packed_layer_costs(measured, np.array([8, 8]), none)
+    padded = np.zeros((len(Row), 1, 1, 1), np.int64)
+    measured = LayerTables(sizes=np.array([1]), inputs=eight, targets=none, values=padded, state=STATE, packed=packed)
+    costs = packed_layer_costs(measured, np.array([8, 8]), np.zeros(2, np.int64))
     assert costs is not None and costs[Row.ENCODER_FORWARD] == 50 + 1 + 1
-    assert packed_layer_costs(measured, np.array([16, 16]), none) is None  # a longer row than was measured
-    assert packed_layer_costs(measured, np.array([20]), none[:1]) is None  # a longer sample than fits
+    assert packed_layer_costs(measured, np.array([16, 16]), np.zeros(2, np.int64)) is None  # a longer row than measured
+    assert packed_layer_costs(measured, np.array([20]), none) is None  # a longer sample than fits

@@ -1,7 +1,6 @@
 """Packed rows as a choice of the planner."""
 
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -68,9 +67,7 @@ def plan(
         (T5, PACKED, {"forward_only": True}),
     ],
 )
-def test_every_sample_is_planned_in_allowed_layouts_the_same_way_twice(
-    family: ModelFamily, layouts: tuple[BatchLayout, ...], changes: dict[str, Any]
-) -> None:
+def test_every_sample_is_planned_in_allowed_layouts_the_same_way_twice(family, layouts, changes):
     planned, again = (plan(family, layouts, batch(family, 40), **changes) for _ in range(2))
     verify(planned, expected_samples=range(100, 140))
     assert planned.layouts == layouts and digest(again) == digest(planned)

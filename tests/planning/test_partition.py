@@ -1,7 +1,8 @@
-"""The partition of an order is the best there is, and improving an order costs nothing."""
+"""The partition of an order is the best there is, improving an order costs nothing, and replicas share it evenly."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,67 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import LayerTables, Network, PipelineLayout, Row
-from megatron_dynapipe.planning.partition import candidate_orders, partition
+from megatron_dynapipe.planning.balance import assign, pipeline_time
+from megatron_dynapipe.planning.partition import candidate_orders
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.planning.partition_oracle import STATE, batch_problems, brute_force
 
 Found = tuple[list[int], list[int], int, int]
 """Sizes, modes, warm-up and total of a partition, as the native core returns them."""
-
-
-def by_size(forward: list[int], replicas: int, *, stored: int = 0) -> BatchProblem:
-    """Equal samples on two stages with a layer each; forwards of micro-batches of 1, 2, … samples."""
-    values = np.zeros((len(Row), len(forward), 1, 1), np.int64)
-    values[Row.ENCODER_FORWARD, :, 0, 0] = forward
-    values[Row.ENCODER_STORED, :, 0, 0] = values[Row.ENCODER_PEAK, :, 0, 0] = stored * np.arange(1, len(forward) + 1)
-    one, none = np.array([8]), np.array([0])
-    tables = LayerTables(sizes=np.arange(1, len(forward) + 1), inputs=one, targets=none, values=values, state=STATE)
-    return BatchProblem(
-        inputs=np.full(len(forward), 8),
-        targets=np.zeros(len(forward), np.int64),
-        input_positions=np.full(len(forward), 8),
-        target_positions=np.zeros(len(forward), np.int64),
-        layouts=(BatchLayout.PADDED,),
-        modes=(tables,),
-        layout=PipelineLayout(family=ModelFamily.GPT, encoder_layers=2, layers_per_stage=(1, 1)),
-        model_state_bytes=np.zeros(2, np.int64),
-        memory_limit_bytes=100,
-        in_flight=np.array([[2, 1]]),
-        replicas=replicas,
-        links=Network().links(virtual_stages=2, stages=2, ranks_per_stage=1),
-        bytes_per_position=1,
-    )
-
-
-@pytest.mark.parametrize(
-    ("problem", "expected"),
-    [
-        pytest.param(by_size([5], 1), ([1], 5, 5), id="one sample"),
-        pytest.param(by_size([5, 6], 1), ([2], 6, 6), id="together is cheaper"),
-        pytest.param(by_size([5, 10], 1), ([1, 1], 5, 10), id="a long micro-batch warms up slowly"),
-        pytest.param(by_size([6, 9], 1), ([1, 1], 6, 12), id="of ties, the least warm-up"),
-        pytest.param(by_size([5, 9], 4), ([1, 1], 5, 10), id="replicas share the total, not the warm-up"),
-        pytest.param(by_size([5, 6], 1, stored=50), ([1, 1], 5, 10), id="memory allows one each, two in flight"),
-    ],
-)
-def test_partition(problem: BatchProblem, expected: tuple[list[int], int, int]) -> None:
-    (sizes, _, warmup, total), *_ = found(problem, [as_given(problem)], improve=False)[1]
-    assert (sizes, warmup, total) == expected
-
-
-def test_no_partition_fits() -> None:
-    assert partition(by_size([5, 6], 1, stored=51), [np.arange(2)], improve=False).partitions == ()
-
-
-def test_a_large_order_is_partitioned_block_by_block() -> None:
-    """Pairs are best; with 20,001 samples one is left over."""
-    problem = by_size([5, 6], 1)
-    inputs, targets = np.full(20_001, 8), np.zeros(20_001, np.int64)
-    large = replace(problem, inputs=inputs, targets=targets, input_positions=inputs, target_positions=targets)
-    (sizes, _, warmup, total), *_ = found(large, [as_given(large)], improve=True)[1]
-    assert (warmup, total) == (6, 10_000 * 6 + 5)
-    assert sorted(sizes) == [1] + [2] * 10_000
 
 
 def as_given(problem: BatchProblem) -> IntArray:
@@ -134,3 +82,63 @@ def improving_costs_no_more(problem: BatchProblem) -> None:
         assert bool(before[1][0][0]) == bool(after[1][0][0])
         if before[1][0][0]:
             assert objective(one, after[1][0]) <= objective(one, before[1][0])
+
+
+@pytest.mark.parametrize(
+    ("times", "replicas", "expected"),
+    [
+        pytest.param([[4], [3], [3], [2]], 2, [[0, 3], [1, 2]], id="sums are even"),
+        pytest.param([[5], [1], [1], [1]], 3, [[0], [1, 3], [2]], id="numbers may differ"),
+        pytest.param([[2, 8], [2, 8], [8, 2], [8, 2]], 2, [[0, 2], [1, 3]], id="stages are even, not only sums"),
+        pytest.param([[5], [0]], 2, [[0], [1]], id="a replica without work still gets one"),
+        pytest.param([[5, 1], [7, 1]], 1, [[0, 1]], id="one replica"),
+    ],
+)
+def test_assign(times: list[list[int]], replicas: int, expected: list[list[int]]) -> None:
+    assert [rows.tolist() for rows in assign(np.array(times, np.int64), replicas)] == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 3).flatmap(
+        lambda r: st.lists(st.lists(st.integers(0, 50), min_size=r, max_size=r), min_size=1, max_size=7)
+    ),
+    st.integers(1, 3),
+)
+def test_assigns_everything_and_comes_near_the_best(given: list[list[int]], replicas: int) -> None:
+    times = np.array(given, np.int64)
+    assigned = assign(times, replicas)
+    assert sorted(np.concatenate(assigned).tolist()) == list(range(len(times)))
+    assert min(len(rows) for rows in assigned) >= (1 if len(times) >= replicas else 0)
+    slowest = max(pipeline_time(times[rows]) for rows in assigned)
+    owners = (np.array(owner) for owner in product(range(replicas), repeat=len(times)))
+    best = min(max(pipeline_time(times[owner == r]) for r in range(replicas)) for owner in owners)
+    assert slowest <= 1.5 * best
+
+
+def test_a_large_order_is_partitioned_block_by_block() -> None:
+    """Pairs are best: 6 ns for two samples, 5 for one; of 20,001 one is left over."""
+    samples, one = 20_001, np.array([8])
+    values = np.zeros((len(Row), 2, 1, 1), np.int64)
+    values[Row.ENCODER_FORWARD, :, 0, 0] = [5, 6]
+    none = np.zeros(1, np.int64)
+    tables = LayerTables(sizes=np.arange(1, 3), inputs=one, targets=none, values=values, state=STATE)
+    inputs, targets = np.full(samples, 8), np.zeros(samples, np.int64)
+    large = BatchProblem(
+        inputs=inputs,
+        targets=targets,
+        input_positions=inputs,
+        target_positions=targets,
+        layouts=(BatchLayout.PADDED,),
+        modes=(tables,),
+        layout=PipelineLayout(family=ModelFamily.GPT, encoder_layers=2, layers_per_stage=(1, 1)),
+        model_state_bytes=np.zeros(2, np.int64),
+        memory_limit_bytes=100,
+        in_flight=np.array([[2, 1]]),
+        replicas=1,
+        links=Network().links(virtual_stages=2, stages=2, ranks_per_stage=1),
+        bytes_per_position=1,
+    )
+    (sizes, _, warmup, total), *_ = found(large, [as_given(large)], improve=True)[1]
+    assert (warmup, total) == (6, 10_000 * 6 + 5)
+    assert sorted(sizes) == [1] + [2] * 10_000

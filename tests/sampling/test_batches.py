@@ -46,9 +46,7 @@ def by_hand(
     last=st.sampled_from(list(LastBatch)),
     at_once=st.integers(1, 40),
 )
-def test_boundaries(
-    lengths: list[int], epochs: int, samples: int, tokens: int | None, last: LastBatch, at_once: int
-) -> None:
+def test_boundaries(lengths, epochs, samples, tokens, last, at_once):
     batches_module._AT_ONCE = at_once
     size = len(lengths)
     of = np.array(lengths, np.int64)

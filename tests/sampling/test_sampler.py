@@ -75,9 +75,7 @@ GOLDEN = [[0, 3, 1, 4, 2, 6, 5], [2, 4, 3, 5, 1, 6, 0]]
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 50)), min_size=1, max_size=60), st.integers(1, 3000))
-def test_a_divided_batch_has_the_same_samples_in_order_in_parts_of_about_that_size(
-    pairs: list[tuple[int, int]], tokens: int
-) -> None:
+def test_a_divided_batch_has_the_same_samples_in_order_in_parts_of_about_that_size(pairs, tokens):
     lengths = table(pairs)
     whole = GlobalBatch(
         iteration=3, sample_ids=np.arange(len(pairs)), input_lengths=lengths.input, target_lengths=lengths.target

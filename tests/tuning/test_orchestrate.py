@@ -111,13 +111,10 @@ def test_a_reduction_overlaps_with_the_stages_before():
     weights = profile(layer(1), layer(1, parameters=1_000_000))
     problem = OrchestrationProblem(weights, 2, 2, Topology(devices=3, network=SLOW))
     # F0 to 2, halves on stage 1: F to 3, B to 5; then stage 0's B to 9, beside a reduction of 2 · 1/2 · 1 ms.
-    assert (
-        problem.predicted_ns(Assignment(ends=(1, 2), placements=((1, 0, 0), (0, 1, 1)), micro_batches=1)) == 9_000_000
-    )
     # The other way round the halves are first: F to 1, F to 3, B to 7, B to 9.
-    assert (
-        problem.predicted_ns(Assignment(ends=(1, 2), placements=((1, 1, 0), (0, 0, 1)), micro_batches=1)) == 9_000_000
-    )
+    for placements in (((1, 0, 0), (0, 1, 1)), ((1, 1, 0), (0, 0, 1))):
+        assert problem.predicted_ns(Assignment(ends=(1, 2), placements=placements, micro_batches=1)) == 9_000_000
+    assert one_f_one_b_codes(3, 2).tolist() == [[0, 4, 1, 8, 5, 9], [0, 1, 4, 5, 8, 9]]
 
 
 def test_what_has_many_weights_is_not_replicated():
@@ -130,30 +127,22 @@ def test_what_has_many_weights_is_not_replicated():
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "latency_us", "ns_per_byte"),
+    ("what", "stages", "latency_us", "ns_per_byte"),
     [
-        ((2, 0), (0, 2), 10, 1),  # all of it between the nodes
-        ((2, 0), (1, 1), 10, 0.5),  # half of it
-        ((2, 1), (2, 1), 0, 0.1 / 3),  # every replica sends its third to one beside it
-        ((1, 0), (3, 0), 0, 0.1),  # one device sends everything
-        ((1, 1), (1, 1), 0, 0.05),
-        ((0, 1), (1, 0), 10, 1),
+        ("transfer", ((2, 0), (0, 2)), 10, 1),  # all of it between the nodes
+        ("transfer", ((2, 0), (1, 1)), 10, 0.5),  # half of it
+        ("transfer", ((2, 1), (2, 1)), 0, 0.1 / 3),  # every replica sends its third to one beside it
+        ("transfer", ((1, 0), (3, 0)), 0, 0.1),  # one device sends everything
+        ("transfer", ((1, 1), (1, 1)), 0, 0.05),
+        ("transfer", ((0, 1), (1, 0)), 10, 1),
+        ("reduction", ((1, 0),), 0, 0),
+        ("reduction", ((4, 0),), 0, 2 * 3 / 4 * 0.1),
+        ("reduction", ((1, 1),), 20, 1),
+        ("reduction", ((2, 1),), 20, 2 * 1 / 2 * 0.1 + 1),
     ],
 )
-def test_transfers(source, target, latency_us, ns_per_byte):
-    latency, rate = cluster(8, 4).transfer(source, target)
-    assert latency == latency_us * 1e3
-    assert rate == pytest.approx(ns_per_byte)
-
-
-@pytest.mark.parametrize(
-    ("stage", "latency_us", "ns_per_byte"),
-    [((1, 0), 0, 0), ((4, 0), 0, 2 * 3 / 4 * 0.1), ((1, 1), 20, 1), ((2, 1), 20, 2 * 1 / 2 * 0.1 + 1)],
-)
-def test_reductions(stage, latency_us, ns_per_byte):
-    latency, rate = cluster(8, 4).reduction(stage)
-    assert latency == latency_us * 1e3
-    assert rate == pytest.approx(ns_per_byte)
+def test_transfers_and_reductions(what, stages, latency_us, ns_per_byte):
+    assert getattr(cluster(8, 4), what)(*stages) == (latency_us * 1e3, pytest.approx(ns_per_byte))
 
 
 def test_placements():
@@ -176,31 +165,25 @@ def test_times_between_sizes_that_were_measured():
     assert measured.single_device_ms(4, 8) == 22
 
 
+ONE = {"name": "test", "sizes": (1,), "layers": (layer(1),)}
+
+
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("make", "error", "said"),
     [
-        ({"layers": ()}, "at least one layer"),
-        ({"sizes": (2, 2)}, "rising numbers of samples"),
-        ({"sizes": (1, 2)}, "a time for each of 2 sizes"),
-        ({"layers": (layer(float("nan")),)}, "times and sizes of at least 0"),
+        (lambda: LayerProfile(**ONE | {"layers": ()}), CostModelError, "at least one layer"),
+        (lambda: LayerProfile(**ONE | {"sizes": (2, 2)}), CostModelError, "rising numbers of samples"),
+        (lambda: LayerProfile(**ONE | {"sizes": (1, 2)}), CostModelError, "a time for each of 2 sizes"),
+        (lambda: profile(layer(float("nan"))), CostModelError, "times and sizes of at least 0"),
+        (lambda: orchestrate(profile(layer(1)), 2, 3, cluster(2)), ConfigError, "a multiple of the micro-batch"),
+        (lambda: orchestrate(profile(layer(1)), 0, 4, cluster(2)), ConfigError, "a multiple of the micro-batch"),
+        (lambda: orchestrate(profile(layer(1)), 2, 0, cluster(2)), ConfigError, "a multiple of the micro-batch"),
+        (lambda: cluster(0), ConfigError, "expected"),
+        (lambda: cluster(65), ConfigError, "expected"),
+        (lambda: cluster(2, memory=0), ConfigError, "expected"),
     ],
+    ids=range(10),
 )
-def test_profiles_that_cannot_be(change, said):
-    with pytest.raises(CostModelError, match=said):
-        LayerProfile(**({"name": "test", "sizes": (1,), "layers": (layer(1),)} | change))
-
-
-@pytest.mark.parametrize("sizes", [(2, 3), (0, 4), (2, 0)])
-def test_batches_that_do_not_divide(sizes):
-    with pytest.raises(ConfigError, match="a multiple of the micro-batch"):
-        orchestrate(profile(layer(1)), *sizes, cluster(2))
-
-
-@pytest.mark.parametrize("change", [{"devices": 0}, {"devices": 65}, {"devices": 2, "memory_bytes": 0}])
-def test_clusters_that_cannot_be(change):
-    with pytest.raises(ConfigError, match="expected"):
-        Topology(**change)
-
-
-def test_order_of_passes():
-    assert one_f_one_b_codes(3, 2).tolist() == [[0, 4, 1, 8, 5, 9], [0, 1, 4, 5, 8, 9]]
+def test_what_cannot_be(make, error, said):
+    with pytest.raises(error, match=said):
+        make()

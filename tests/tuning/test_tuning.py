@@ -71,9 +71,7 @@ def exhaustive(family: ModelFamily, batches: list[GlobalBatch], space: Space, **
 @pytest.mark.parametrize("family", [GPT, T5])
 @pytest.mark.parametrize("layouts", [(BatchLayout.PADDED,), BOTH])
 @pytest.mark.parametrize("memory_mb", [2000, 20])
-def test_the_best_are_those_of_the_exhaustive_search(
-    family: ModelFamily, layouts: tuple[BatchLayout, ...], memory_mb: int
-) -> None:
+def test_the_best_are_those_of_the_exhaustive_search(family, layouts, memory_mb):
     batches = [batch(family, 12, seed=seed) for seed in range(2)]
     space = Space(devices=4, chunks=(1, 2))
     changes = {"micro_batch_layouts": layouts, "memory_limit_bytes": memory_mb * 10**6}
@@ -116,14 +114,7 @@ def test_processes_find_what_one_process_finds() -> None:
     chunks=st.sampled_from([1, 2]),
     latency_us=st.sampled_from([0.0, 300.0]),
 )
-def test_no_plan_is_faster_than_its_bound(
-    seed: int,
-    family: ModelFamily,
-    layouts: tuple[BatchLayout, ...],
-    layout: tuple[int, int, int],
-    chunks: int,
-    latency_us: float,
-) -> None:
+def test_no_plan_is_faster_than_its_bound(seed, family, layouts, layout, chunks, latency_us):
     data, tensor, pipeline = layout
     wanted = base(
         family,
@@ -169,9 +160,7 @@ class Uneven:
     layouts=st.sampled_from([(BatchLayout.PADDED,), (BatchLayout.PACKED,), BOTH]),
     layout=st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4), (2, 2)]),
 )
-def test_bounds_hold_whatever_was_measured(
-    seed: int, lengths: list[int], layouts: tuple[BatchLayout, ...], layout: tuple[int, int]
-) -> None:
+def test_bounds_hold_whatever_was_measured(seed, lengths, layouts, layout):
     data, pipeline = layout
     wanted = base(GPT, data_parallel=data, pipeline_parallel=pipeline, micro_batch_layouts=layouts)
     costs, one = Uneven(seed), of_lengths(lengths)
@@ -196,14 +185,19 @@ def test_sizes_that_were_not_measured_are_no_bug_of_the_planner(seed: int, lengt
         Planner(base(GPT, data_parallel=2, pipeline_parallel=1), Uneven(seed)).plan(of_lengths(lengths), 0)
 
 
-def test_costs_of_one_division_into_stages_are_refused() -> None:
-    class Divided(Uneven):
-        def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
-            tables = super().tables(tensor_parallel=tensor_parallel, recompute=recompute)
-            return replace(tables, of_stages=tables.values[None])
+class Divided(Uneven):
+    """Costs of one division into stages."""
 
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+        tables = super().tables(tensor_parallel=tensor_parallel, recompute=recompute)
+        return replace(tables, of_stages=tables.values[None])
+
+
+def test_costs_and_batches_that_leave_no_layout() -> None:
     (layout,) = tune(base(GPT), Divided(0), [batch(GPT, 4)], Space(devices=1)).layouts
     assert layout.error == "costs of one division into stages say nothing of others: give those of layers"
+    (layout,) = tune(base(GPT), cost_model(GPT), [batch(GPT, 4), of_lengths([9, 5000])], Space(devices=1)).layouts
+    assert layout.status is Status.INFEASIBLE and str(layout.error).startswith("batch 1: ")
 
 
 @pytest.mark.parametrize("family", [GPT, T5])
@@ -246,12 +240,6 @@ def test_layouts_that_cannot_be_used_say_why() -> None:
     assert heads[-1].error == "tensor parallelism must divide the 4 attention heads, got 8"
 
 
-def test_a_layout_of_which_a_batch_has_no_plan_is_infeasible() -> None:
-    tuning = tune(base(GPT), cost_model(GPT), [batch(GPT, 4), of_lengths([9, 5000])], Space(devices=1))
-    (layout,) = tuning.layouts
-    assert layout.status is Status.INFEASIBLE and str(layout.error).startswith("batch 1: ")
-
-
 def test_an_interrupted_search_has_what_was_planned() -> None:
     def interrupt(plans: int, most: int, best_ms: float | None) -> None:
         assert plans <= most
@@ -273,21 +261,6 @@ def test_the_choice_of_training_can_be_tried() -> None:
     tuning = tune(base(GPT), cost_model(GPT), [batch(GPT, 12)], chunked, rates=RATES, top=9)
     (staged,) = [each for each in tuning.layouts if each.pipeline_parallel == 2]
     assert staged.status is Status.PLANNED and len(staged.layers_per_stage or ()) == 4
-
-
-@pytest.mark.parametrize("changes", [{"top": 0}, {"workers": 0}])
-def test_settings_of_the_search_are_checked(changes: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="at least one batch, best layout and process"):
-        tune(base(GPT), cost_model(GPT), [batch(GPT, 4)], Space(devices=1), **changes)
-
-
-def test_a_space_is_checked() -> None:
-    with pytest.raises(ConfigError, match="at least one device, got 0"):
-        Space(devices=0)
-    with pytest.raises(ConfigError, match="numbers of chunks"):
-        Space(devices=1, chunks=(0,))
-    with pytest.raises(ConfigError, match="gradients of at least 1 byte"):
-        StepRates(gradient_bytes=0)
 
 
 def test_the_even_split_has_the_least_work_on_its_busiest_stage() -> None:
@@ -319,14 +292,24 @@ GBPS = Network(devices_per_node=8, intra_node_gbps=8, inter_node_gbps=4, inter_n
         ((2, 8, 2), False, 2 * (8000 * 2 + 1000), 4000 * 30),  # one of a node
     ],
 )
-def test_reduction_and_step(layout: tuple[int, int, int], sharded: bool, reduction_ns: int, optimizer_ns: int) -> None:
-    data, tensor, pipeline = layout
-    wanted = base(
-        GPT,
-        data_parallel=data,
-        tensor_parallel=tensor,
-        pipeline_parallel=pipeline,
-        distributed_optimizer=sharded,
-        network=GBPS,
-    )
+def test_reduction_and_step(layout, sharded, reduction_ns, optimizer_ns) -> None:
+    sizes = dict(zip(("data_parallel", "tensor_parallel", "pipeline_parallel"), layout, strict=True))
+    wanted = base(GPT, distributed_optimizer=sharded, network=GBPS, **sizes)
     assert step_ns(wanted, LAYER, StepRates(memory_bytes_per_second=1e9)) == (reduction_ns, optimizer_ns)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: tune(base(GPT), cost_model(GPT), [], Space(devices=1)), "at least one batch, best layout and process"),
+        (lambda: tune(base(GPT), cost_model(GPT), [batch(GPT, 4)], Space(devices=1), top=0), "best layout and process"),
+        (lambda: tune(base(GPT), cost_model(GPT), [batch(GPT, 4)], Space(devices=1), workers=0), "layout and process"),
+        (lambda: Space(devices=0), "at least one device, got 0"),
+        (lambda: Space(devices=1, chunks=(0,)), "numbers of chunks"),
+        (lambda: StepRates(gradient_bytes=0), "gradients of at least 1 byte"),
+    ],
+    ids=range(6),
+)
+def test_what_cannot_be_tuned(make, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make()

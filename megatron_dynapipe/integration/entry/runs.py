@@ -150,7 +150,7 @@ def _preflight(run: RunConfig) -> None:
     if folder := loaded(run.checkpoints):
         check_digests(folder, rank=run.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if run.checkpoints.local_folder is not None:
-        check_archives(run.checkpoints.local_folder / str(run.rank))
+        check_archives(run.checkpoints.local_folder)
     elastic_run.lock_checkpoints(run)
 
 

@@ -37,7 +37,7 @@ from megatron_dynapipe.integration.execution.task_losses import named_losses
 from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
 from megatron_dynapipe.integration.flags.plan_inputs import Progress, plan_inputs
-from megatron_dynapipe.integration.flags.resume_record import CheckpointRecords, checkpoint_records
+from megatron_dynapipe.integration.flags.resume_record import CheckpointRecords, LocalRecords, checkpoint_records
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.hooks.timers import add_times
@@ -87,7 +87,7 @@ class Session:
         self._make_batch = make_batch
         self._wrap_step = wrap_step
         self._device = run.device
-        self._records: Sequence[CheckpointRecords] = ()
+        self._records: Sequence[CheckpointRecords | LocalRecords] = ()
         self._modules: list[torch.nn.Module] = []
         self._context: MicroBatchContext | None = None
         self._resources = ExitStack()

@@ -336,7 +336,7 @@ def megatron_arguments(arguments: Sequence[str], settle: Callable[[argparse.Name
 
     try:
         args: argparse.Namespace = parse_and_validate_args(extra_args_provider=extend)
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ValueError, RuntimeError) as error:
         raise ConfigError(_refusal(error), hint="--help lists all flags") from error
     if relative:
         args.position_embedding_type = "relative"

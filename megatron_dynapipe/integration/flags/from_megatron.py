@@ -259,7 +259,7 @@ def _checkpoints(args: argparse.Namespace) -> CheckpointConfig:
         step=getattr(args, "ckpt_step", None),
         non_persistent=kind == "global",
         non_persistent_folder=None if folder is None else Path(folder),
-        local_folder=Path(args.non_persistent_local_ckpt_dir) if kind == "local" else None,
+        local_folder=Path(args.non_persistent_local_ckpt_dir, str(args.rank)) if kind == "local" else None,
         pretrained=None if args.pretrained_checkpoint is None else Path(args.pretrained_checkpoint),
         allows_other_data=args.dynapipe_allow_other_data or args.finetune,
         weights=weights,

@@ -2,10 +2,12 @@
 
     CHECKPOINTS/iter_0000010/dynapipe.json                      beside Megatron's own files
     CHECKPOINTS/non_persistent/iter_0000012/dynapipe.json       where they are of the type `global`
+    LOCAL/0/dynapipe.json                                       of the type `local`: beside rank 0's, for all of them
 
 another model, vocabulary      refused: the weights would not mean the same
 other data                     refused, unless --dynapipe-allow-other-data (or Megatron's --finetune) says so
-another layout, split, plan    fine, and named in one line
+another layout, split          fine, and named in one line; refused by local checkpoints, each rank's own part of it
+another plan                   fine, and named in one line
 """
 
 import logging
@@ -32,6 +34,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 NAME = "dynapipe.json"
 _OF_A_START = (".first_iteration", ".iterations", ".model_state_bytes")
+_LAYOUT = tuple(
+    f"planner.{name}"
+    for name in (
+        *("data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel"),
+        *("chunks", "layers_per_stage", "distributed_optimizer"),
+    )
+)
+"""Settings by which every rank holds what it does."""
 _MOST_NAMED = 8
 
 
@@ -44,7 +54,7 @@ class CheckpointConfig:
         step: the iteration to load; None for the last.
         non_persistent: whether Megatron saves checkpoints in between that every layout can load.
         non_persistent_folder: where; None for a folder inside `save`.
-        local_folder: where Megatron saves those that one layout can load, a folder for each rank of a node; else None.
+        local_folder: where Megatron saves this rank's part of those that one layout can load; else None.
         pretrained: Megatron's folder of the checkpoint to begin from where there is none to go on from.
         allows_other_data: whether the data may be other than the checkpoint's.
         weights: arguments that decide which weights a model has and what they mean.
@@ -151,9 +161,7 @@ class CheckpointRecords:
         self._known = last
         folder = checkpoint_of(self._checkpoints, last_iteration(self._checkpoints))
         if folder is not None and folder.is_dir():
-            fresh = folder / f".{NAME}.unfinished"
-            fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self._record), indent=1) + b"\n")
-            fresh.replace(folder / NAME)
+            _write_record(folder, self._record)
             (folder / digests.NAME).unlink(missing_ok=True)  # of a checkpoint that this one has replaced
             threading.Thread(target=_write_digests, args=(folder,)).start()  # the process ends after it
 
@@ -165,6 +173,36 @@ class CheckpointRecords:
             return None
 
 
+class LocalRecords:
+    """Puts a run's record beside the local checkpoints that a rank saves.
+
+    Args:
+        folder: of the rank.
+        record: of this run.
+    """
+
+    def __init__(self, folder: Path, record: ResumeRecord) -> None:
+        self._folder, self._record, self._known = folder, record, _last_local(folder)
+
+    def update(self) -> None:
+        """Write the record if a checkpoint has been saved since the last call; raises OSError."""
+        last = _last_local(self._folder)
+        if last != self._known:
+            self._known = last
+            _write_record(self._folder, self._record)
+
+
+def _last_local(folder: Path) -> int | None:
+    """The iteration of a rank's last local checkpoint, which Megatron names; None where there is none."""
+    return max((int(path.name[5:12]) for path in folder.glob(f"iter_???????_{folder.name}_local.pt")), default=None)
+
+
+def _write_record(folder: Path, record: ResumeRecord) -> None:
+    fresh = folder / f".{NAME}.unfinished"
+    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    fresh.replace(folder / NAME)
+
+
 def _write_digests(folder: Path) -> None:
     try:
         digests.write_digests(folder)
@@ -172,13 +210,14 @@ def _write_digests(folder: Path) -> None:
         logger.warning("no digests of the checkpoint %s, which is not compared when it is loaded: %s", folder, error)
 
 
-def checkpoint_records(run: "RunConfig", inputs: PlanInputs) -> list[CheckpointRecords]:
+def checkpoint_records(run: "RunConfig", inputs: PlanInputs) -> list[CheckpointRecords | LocalRecords]:
     """What puts a run's record into the checkpoints that it saves, lasting and not; empty where it saves none."""
-    own = run.checkpoints.save
+    own, local = run.checkpoints.save, run.checkpoints.local_folder
     if own is None:
         return []
     record, emergency = record_of(run, inputs), run.checkpoints.emergency_folder(own)
-    return [CheckpointRecords(folder, record) for folder in (own, emergency) if folder is not None]
+    lasting = [CheckpointRecords(folder, record) for folder in (own, emergency) if folder is not None]
+    return [*lasting, *([] if local is None else [LocalRecords(local, record)])]
 
 
 def checkpoint_of(checkpoints: Path, iteration: int | None) -> Path | None:
@@ -215,11 +254,13 @@ def loaded(checkpoints: CheckpointConfig) -> Path | None:
 
 def resumed(checkpoints: CheckpointConfig) -> Path | None:
     """The folder of the checkpoint that Megatron is going to go on from; None if there is none."""
-    own, step = checkpoints.load, checkpoints.step
+    own, step, local = checkpoints.load, checkpoints.step, checkpoints.local_folder
     if own is None:
         return None
     other = checkpoints.emergency_folder(own)
     last, found = None if other is None else last_iteration(other), step or last_iteration(own)
+    if local is not None and (here := _last_local(local)) is not None and here >= (found or 0):
+        return local
     if other is not None and last is not None and last >= (found or 0):
         return checkpoint_of(other, last)
     return checkpoint_of(own, found)
@@ -229,7 +270,8 @@ def check_resumed(checkpoints: CheckpointConfig, record: ResumeRecord) -> str | 
     """Compare a run with the checkpoint that it resumes; what to tell the user, if anything.
 
     Raises:
-        ConfigError: the checkpoint is of another model or vocabulary, or its record cannot be read.
+        ConfigError: the checkpoint is of another model or vocabulary, of another layout than it can be loaded in, or
+            its record cannot be read.
         DataError: it was trained on other data.
     """
     folder = resumed(checkpoints)
@@ -243,6 +285,14 @@ def check_resumed(checkpoints: CheckpointConfig, record: ResumeRecord) -> str | 
         raise ConfigError(
             f"expected the model and vocabulary of the checkpoint {folder}, got {named(found)}",
             hint="resume with the flags and the tokenizer that it was trained with, or leave --load out",
+        )
+    layouts = ({name: each.settings.get(name, "absent") for name in _LAYOUT} for each in (saved, record))
+    if folder == checkpoints.local_folder and (found := _differences(*layouts)):
+        raise ConfigError(
+            f"expected the layout of the local checkpoint {folder}, which every rank loads its own part of, got"
+            f" {named(found)}",
+            hint="resume in the layout that saved it, or delete it to go on from an earlier checkpoint; those of"
+            " --non-persistent-ckpt-type global load in any layout",
         )
     shared = saved.dataset.keys() & record.dataset.keys()  # evaluations may have been turned on or off
     data = _differences(*({name: files[name] for name in shared} for files in (saved.dataset, record.dataset)))

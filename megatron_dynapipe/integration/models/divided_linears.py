@@ -39,6 +39,10 @@ class _Call:
     group: Any
 
 
+_Left = tuple[_Call, Tensor, Tensor]
+"""A linear's call, its input and the gradient of its output."""
+
+
 @dataclass(slots=True, eq=False)
 class WeightHalves:
     """What first halves leave to second ones.
@@ -48,18 +52,18 @@ class WeightHalves:
     """
 
     key: Key | None = None
-    _left: dict[Key, deque[tuple[_Call, Tensor, Tensor]]] = field(default_factory=dict)
+    _left: dict[Key, deque[_Left]] = field(default_factory=dict)
 
     def leave(self, key: Key, call: _Call, given: Tensor, gradient: Tensor) -> None:
         """Keep a linear's input and its output's gradient for the second half."""
         self._left.setdefault(key, deque()).append((call, given, gradient))
 
     def add_weight_gradients(self, key: Key) -> None:
-        """Run the second half: weights' gradients are added up where the hooks on them do it."""
+        """Run the second half: one pass through a graph of the weights alone, so that the hooks on them run."""
         left = self._left.pop(key, deque())
-        while left:  # each pair of tensors is dropped once it is used
-            call, given, gradient = left.popleft()
-            _add_weight_gradient(call, given, gradient)
+        ends = [_WeightGradient.apply(left, call.weight) for call, _, _ in left]  # type: ignore[no-untyped-call]
+        if ends:
+            torch.autograd.backward(ends, ends)
 
     def clear(self) -> None:
         """Drop what an iteration that did not end has left."""
@@ -111,6 +115,19 @@ class _DividedLinear(torch.autograd.Function):
         return None, None, None, made, of_bias
 
 
+class _WeightGradient(torch.autograd.Function):
+    """The second half of one linear's backward. Autograd takes what it returns as the gradient, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, left: deque[_Left], weight: Tensor) -> Tensor:
+        ctx.left = left
+        return weight.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor | None]:
+        return None, _weight_gradient(*ctx.left.pop())  # the latest node runs first
+
+
 def _gathered(call: _Call, given: Tensor) -> Tensor:
     """The whole sequence, where the tensor-parallel ranks share it."""
     if not call.gathers_input:
@@ -118,14 +135,6 @@ def _gathered(call: _Call, given: Tensor) -> Tensor:
     whole = given.new_empty((given.shape[0] * call.group.size(), *given.shape[1:]))
     layers.dist_all_gather_func(whole, given.contiguous(), group=call.group)
     return whole
-
-
-def _add_weight_gradient(call: _Call, given: Tensor, gradient: Tensor) -> None:
-    """Let autograd add up the gradient, so that its hooks on the weight run."""
-    with torch.no_grad():
-        made = _weight_gradient(call, given, gradient)
-    if made is not None:
-        torch.autograd.backward(call.weight, made)
 
 
 def _weight_gradient(call: _Call, given: Tensor, gradient: Tensor) -> Tensor | None:

@@ -4,7 +4,6 @@ import csv
 import gzip
 import io
 import json
-import os
 from pathlib import Path
 
 import datasets
@@ -72,6 +71,8 @@ def test_every_form_gives_the_rows(tmp_path: Path, monkeypatch, name: str, block
     assert read(tmp_path / name) == ROWS
     blocks = list(file_blocks(tmp_path / name))
     assert len(blocks) > 1 or block_bytes == 1_000_000
+    done = [block.done for block in blocks]
+    assert done == sorted(done) and (done[-1] == (tmp_path / name).stat().st_size or name.endswith(".arrow"))
     start = blocks[0].first
     for block in blocks:
         assert block.first == start
@@ -128,21 +129,6 @@ def test_unreadable_files(tmp_path: Path, name: str, content: bytes | None, mess
         list(file_blocks(tmp_path / name))
     assert message in caught.value.message
     assert name in caught.value.message
-
-
-def test_a_file_without_an_end_is_not_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "rows.jsonl")
-    for path in (tmp_path / "rows.jsonl", Path("/dev/zero")):
-        with pytest.raises(DataError, match="expected a regular file"):
-            list(file_blocks(path))
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
-def test_progress_ends_with_the_files_size(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.write_bytes(FORMS[name])
-    done = [block.done for block in file_blocks(path)]
-    assert done == sorted(done) and done[-1] == path.stat().st_size
 
 
 def test_a_large_row_is_one_row(tmp_path: Path) -> None:

@@ -83,9 +83,7 @@ def test_a_missing_chat_template_and_a_given_tokenizer(tmp_path: Path, no_traini
         ({"max_input_length": 5}, {"input": ""}, "expected every input to have at least 1 token"),
     ],
 )
-def test_rows_that_no_tokenizer_makes_usable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], row: dict[str, str], said: str
-) -> None:
+def test_rows_that_no_tokenizer_makes_usable(tmp_path, monkeypatch, changes, row, said):
     """The text that a tokenizer is trained on is looked at on its way, before it learns from it."""
     monkeypatch.setattr(text, "_FIRST_ROWS", 1)
     seen: list[str] = []

@@ -108,9 +108,7 @@ entry = st.tuples(
 @given(
     entries=st.lists(entry, min_size=1, max_size=4), policy=st.sampled_from([LongSamples.SKIP, LongSamples.TRUNCATE])
 )
-def test_samples_in_are_samples_out(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: Path, entries: Any, policy: LongSamples
-) -> None:
+def test_samples_in_are_samples_out(tmp_path_factory, tokenizer, entries, policy):
     given_entries = [(TaskSpec(name=f"task {at}", source="x", **spec), rows) for at, (spec, rows) in enumerate(entries)]
     folder = tmp_path_factory.mktemp("mixture") / "data"
     limits = {"max_input_length": 5, "long_samples": policy, "skip_empty": True}

@@ -68,17 +68,19 @@ def test_files_beside_a_dataset_are_named_and_stay(tmp_path: Path, made: dict[st
     assert names(tmp_path) == ["data"]
 
 
-def test_links_beside_a_dataset_stay(tmp_path: Path, made: dict[str, bytes]) -> None:
+def test_links_beside_a_dataset_and_a_folder_where_it_would_be_made_stay(tmp_path, made) -> None:
     folder = write(tmp_path / "data", made)
     (folder / "runs").symlink_to(write(tmp_path / "runs", {"log": b"mine"}))
     with pytest.raises(DataError, match="found runs"):
         prepare(folder, text_samples(30))
     assert (folder / "runs" / "log").read_bytes() == b"mine"
+    staging = write(tmp_path / ".other.prepare", {"thesis.tex": b"mine"})
+    with pytest.raises(DataError, match=r"to hold an unfinished dataset, found thesis\.tex"):
+        prepare(tmp_path / "other")
+    assert (staging / "thesis.tex").read_bytes() == b"mine"
 
 
-def test_a_file_that_comes_while_the_dataset_is_made_stays(
-    tmp_path: Path, made: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_comes_while_the_dataset_is_made_stays(tmp_path, made, monkeypatch):
     folder = write(tmp_path / "data", made)
     with monkeypatch.context() as patched:
         real = run.write_meta
@@ -89,13 +91,6 @@ def test_a_file_that_comes_while_the_dataset_is_made_stays(
     (folder / "notes.txt").unlink()
     assert sum(prepare(folder, text_samples(30)).split_samples.values()) == 30
     assert names(tmp_path) == ["data"]
-
-
-def test_a_folder_where_datasets_are_made_is_not_emptied(tmp_path: Path) -> None:
-    write(tmp_path / ".data.prepare", {"thesis.tex": b"mine"})
-    with pytest.raises(DataError, match=r"to hold an unfinished dataset, found thesis\.tex"):
-        prepare(tmp_path / "data")
-    assert (tmp_path / ".data.prepare" / "thesis.tex").read_bytes() == b"mine"
 
 
 def test_a_dataset_is_replaced(tmp_path: Path, made: dict[str, bytes]) -> None:
@@ -134,9 +129,7 @@ def test_a_link_stays_one(tmp_path: Path, made: dict[str, bytes], is_there: bool
     assert names(tmp_path) == ["disk", "link"] and names(folder.parent) == ["data"]
 
 
-def test_paths_that_cannot_be_written_are_one_line(
-    tmp_path: Path, made: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_that_cannot_be_written_are_one_line(tmp_path, made, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for path, said in (
@@ -164,9 +157,7 @@ def no_room() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_file_that_cannot_be_written_is_one_line(
-    tmp_path: Path, made: dict[str, bytes], no_room: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path, made, no_room, monkeypatch):
     """The tokenizer's library has errors of its own."""
     monkeypatch.setattr(run, "check_first_rows", lambda *_: None)
     with pytest.raises(DataError, match="File too large") as caught:

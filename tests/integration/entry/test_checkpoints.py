@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.helpers.entry_scripts import losses
+from tests.helpers.entry_scripts import losses, reported, train
 
 # flags of the model, for all layouts
 MODELS = {
@@ -76,4 +76,20 @@ def test_an_emergency_checkpoint_resumes_with_layers_divided_otherwise(data, tmp
     (folder / "latest_checkpointed_iteration.txt").unlink()
     flags = f"{resuming} {kind} --train-iters 4 --load {folder}"
     resumed = losses(model, data, flags, ranks=2, report=tmp_path / "b")
+    assert resumed == {"4": pytest.approx(saved["4"], rel=1e-5)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "t5"])
+def test_a_local_checkpoint_resumes_with_the_same_half_layers_alone(data, tmp_path, model):
+    """Each rank loads its own part: no layout but the one that saved it, which is said before anything is loaded."""
+    pytest.importorskip("nvidia_resiliency_ext")
+    flags = f"--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir {tmp_path / 'local'} --train-iters 4 "
+    flags += f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'} --save-interval 100"
+    saving = f"{HALVES} {flags} --non-persistent-save-interval 3"
+    saved = losses(model, data, saving, ranks=2, report=tmp_path / "a")
+    shutil.rmtree(tmp_path / "saved")
+    runs = train(model, data, f"{WHOLE} {flags}", ranks=2, report=tmp_path / "b", status=2)
+    assert "expected the layout of the local checkpoint" in reported(runs) and "(was [2.5,1.5])" in reported(runs)
+    resumed = losses(model, data, f"{HALVES} {flags}", ranks=2, report=tmp_path / "c")
     assert resumed == {"4": pytest.approx(saved["4"], rel=1e-5)}

@@ -11,6 +11,7 @@ from megatron_dynapipe.integration.flags.resume_record import (
     NAME,
     CheckpointConfig,
     CheckpointRecords,
+    LocalRecords,
     ResumeRecord,
     check_resumed,
     loaded,
@@ -132,6 +133,23 @@ def test_the_emergency_checkpoint_is_compared_where_megatron_loads_it(
         resume(checkpoints, RECORD, **flags)
     elsewhere = checkpoints / "elsewhere"
     assert resume(checkpoints, RECORD, non_persistent=True, non_persistent_folder=elsewhere) is None
+
+
+def test_a_local_checkpoint_resumes_in_its_own_layout_alone(checkpoints: Path) -> None:
+    """Every rank loads its own part, whatever layers it now has: Megatron would end among keys that do not match."""
+    local, halves = checkpoints / "local" / "0", {"planner.layers_per_stage": "[2.5,1.5]"}
+    local.mkdir(parents=True)
+    saved = replace(RECORD, settings=RECORD.settings | halves)
+    records = LocalRecords(local, saved)
+    (local / "iter_0000005_1_local.pt").touch()  # kept for another rank
+    records.update()
+    assert resume(checkpoints, RECORD, local_folder=local) is None, "Megatron loads the lasting one"
+    (local / "iter_0000005_0_local.pt").touch()
+    records.update()
+    assert resume(checkpoints, saved, local_folder=local) is None
+    with pytest.raises(ConfigError, match=r"local checkpoint .*local/0.*layers_per_stage null \(was \[2.5,1.5\]\)"):
+        resume(checkpoints, RECORD, local_folder=local)
+    assert resume(checkpoints, RECORD) is None and resume(checkpoints, RECORD, local_folder=local, step=6) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b"[" * 100_000])

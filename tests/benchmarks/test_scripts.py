@@ -1,0 +1,142 @@
+"""The benchmarks' scripts run: those for GPUs on a CPU over the same code paths, real training at small size."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import machine
+from benchmarks.gpu import run as gpu
+from tests.helpers.random_dataset import make_dataset
+from tests.tuning.test_graph_profile import node
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: str | Path, timeout_s: float = 240) -> str:
+    """Standard output of Python in this checkout."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+@pytest.mark.skipif(not (ROOT / ".demo" / "data").exists(), reason="the demo data is not built (make setup)")
+def test_the_gpu_script_runs_on_a_cpu(tmp_path):
+    output = tmp_path / "report.json"
+    run("benchmarks/gpu/run.py", "--device", "cpu", "--small", "--output", output, timeout_s=470)
+    report = read(output)
+    assert report["format"] == "dynapipe-gpu-report/1" and report["device"] == "cpu" and report["torch"]
+    outcomes = {check["name"]: check["outcome"] for check in report["checks"]}
+    assert {name for name, outcome in outcomes.items() if outcome != "passed"} == {
+        "tests marked gpu",
+        "t5: entry script, Transformer Engine's layers, against the CPU",
+        "compute-sanitizer",
+    }
+    figures = {check["name"]: check["figures"] for check in report["checks"]}
+    assert figures["t5: throughput of real training"]["planned_tokens_per_s"] > 0
+    assert figures["t5: 2 stages on one device, bf16"]["gradients"] > 1e-4, "bf16, not fp32"
+
+
+def test_a_figure_out_of_bounds_and_a_failed_process_are_failures(tmp_path):
+    def python(code, seconds):
+        return lambda: machine.run([[sys.executable, "-c", code]], machine.Budget(seconds), log=tmp_path / "log")
+
+    def made(check):
+        return gpu.line_of(gpu.made("it", check)).replace("\n", " | ")
+
+    bad = made(lambda: gpu.within({"ratio": (1.5, 1.02), "losses": (0.1, 1.0)}))
+    assert bad.startswith("failed") and "ratio 1.5, ratio_bound 1.02, losses 0.1" in bad
+    worse = made(python("print('said'); raise SystemExit(3)", 60))
+    assert worse.startswith("failed") and "ended with 3" in worse and "said" in worse
+    late = made(python("import time; time.sleep(60)", 6))
+    assert late.startswith("failed") and "time.sleep" in late
+    never = made(python("", 0))
+    assert never.startswith("not run") and "no time left" in never
+    assert made(lambda: gpu.within({"ratio": (float("nan"), 1.02)})).startswith("failed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_accuracy_of_costs(tmp_path):
+    words = ("--output", tmp_path, "--size", "small", "--models", "gpt")
+    run("-m", "benchmarks.cost_accuracy.run", *words, timeout_s=400)
+    figures = read(tmp_path / "figures.json")["gpt"]
+    assert figures["as profiled"]["iterations"] == 3 and figures["as profiled"]["mean_error"] < 2
+    assert abs(figures["memory"]["error_of_both"][0]) < 0.2
+    assert {"device", "dtype", "attention", "torch", "date"} <= figures["provenance"].keys()
+    assert read(tmp_path / "gpt.json")["peak_covers_backward"]
+
+
+@pytest.mark.slow
+def test_methods_train_the_same_function(tmp_path):
+    """Four methods on one batch: equal first losses, and the form of the report."""
+    words = ("--quick", "--model", "t5", "--batches", "1", "--rounds", "1", "--json", tmp_path / "report.json")
+    run("benchmarks/throughput/run.py", *words, "--data", make_dataset(tmp_path / "data"), timeout_s=280)
+    report = read(tmp_path / "report.json")
+    assert report["format"] == "dynapipe-throughput/1"
+    losses = [row["first_loss"] for row in report["rows"]]
+    assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_emergency_checkpoints_are_measured(tmp_path):
+    words = ("--models", "gpt", "--ranks", "1", "--every", "4", "--count", "3", "--json", tmp_path / "report.json")
+    run("-m", "benchmarks.elastic.emergency", *words, "--data", make_dataset(tmp_path / "data"), timeout_s=850)
+    found = read(tmp_path / "report.json")
+    assert [row["save"] for row in found] == ["sync", "async"]
+    assert all(row["size_mb"] > 0 and row["saves"] > 0 for row in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_nodes_of_which_one_is_lost_and_comes_back(tmp_path):
+    words = ("--nodes", "2", "--events", "4", "--only", "kill,join,notice,rank", "--json", tmp_path / "report.json")
+    run("-m", "benchmarks.elastic.run", *words, "--data", make_dataset(tmp_path / "data"), timeout_s=1700)
+    found = read(tmp_path / "report.json")
+    assert [(row["before"], row["after"]) for row in found["rows"]] == [(2, 1), (1, 2), (2, 1), (1, 1)]
+    assert found["left"] == 0 and found["distance"] < 1e-4
+    assert found["rows"][2]["resumed"] >= found["rows"][2]["last"], "nothing is lost after a notice"
+
+
+def test_no_published_plan_of_unequal_replicas_is_faster(tmp_path):
+    """Over a profile of the published form, on every cluster."""
+    folder = tmp_path / "profiling_results"
+    folder.mkdir()
+    layers = [node(1, "Input"), *(node(n, "Conv", 1, 2, "1e7", 1e4 if n < 23 else 1e8) for n in range(2, 27))]
+    edges = [f"\tnode{n} -- node{n + 1}" for n in range(1, 26)]
+    (folder / "vgg-19-pbs-32.txt").write_text("\n".join([*layers, *edges]))
+    run("-m", "benchmarks.orchestrate.run", tmp_path, "--models", "vgg-19", "--json", tmp_path / "rows.json")
+    rows = read(tmp_path / "rows.json")
+    assert [(row["cluster"], row["samples"]) for row in rows[:3]] == [("A", "whole"), ("A", "divided"), ("B", "whole")]
+    assert [row["paper_plan"] for row in rows] == ["16"] * 4 + ["15:1"] * 2
+    for row in rows:
+        assert row["paper_ratio"] <= 1 and row["planner_ratio"] <= 1
+        assert row["paper_ratio"] == pytest.approx(row["ms"] / row["paper_ms"])
+
+
+def test_the_choice_is_held_against_the_published_best_layout():
+    said = run("-m", "benchmarks.tuning.run", "published", "--models", "gpt", "--lengths", "512")
+    row = [cell.strip() for cell in said.splitlines()[-1].strip("|").split("|")]
+    assert row[:2] == ["GPT, 32 layers", "512"] and row[4] == "2·1·4"
+    assert float(row[3]) / float(row[5]) < 0.95  # faster than the published best
+    assert row[7] == row[4] and row[8] == "0.0%"
