@@ -107,9 +107,6 @@ def summarise(
     }
     rest = warm if scale is None else warm[SCALING_ITERATIONS:]  # none that the scale is of
     judged = [run for run in rest if run.predicted_ns > 0 and run.measured_ns > 0]
-    prefetched = [
-        run for run in warm if not any(0 < run.iteration - begin < PREFETCHED_ITERATION for begin in begins)
-    ] or runs
     tokens = sum(run.totals.real_tokens for run in runs)
     shapes = [shape for run in runs for shape in run.shapes]
     if not shapes:
@@ -129,7 +126,7 @@ def summarise(
         prediction_scale=scale,
         prediction_error=_error(judged, predicted),
         late_prediction_error=_error(judged[len(judged) // 2 :], predicted),
-        plan_wait_share=sum(run.plan_wait_ns for run in prefetched) / sum(map(whole_ns, prefetched)),
+        plan_wait_share=_wait_share(warm, begins, runs),
         pictures=tuple(pictures),
         memory=max(memory, key=lambda each: each.fragment_bytes, default=None),
     )
@@ -215,6 +212,12 @@ def _scale(runs: Sequence[IterationRecord]) -> float | None:
     """Measured over predicted time in the first measured iterations that computed costs planned."""
     first = [run for run in runs if run.predicted_ns > 0 and run.cost_model_version == 0]
     return median(r.measured_ns / r.predicted_ns for r in first[:SCALING_ITERATIONS]) if first else None
+
+
+def _wait_share(warm: Sequence[IterationRecord], begins: Collection[int], runs: Sequence[IterationRecord]) -> float:
+    late = [run for run in warm if not any(0 < run.iteration - begin < PREFETCHED_ITERATION for begin in begins)]
+    counted = late or runs
+    return sum(run.plan_wait_ns for run in counted) / sum(map(whole_ns, counted))
 
 
 def _error(runs: Sequence[IterationRecord], predicted: Mapping[int, float]) -> float | None:
