@@ -9,6 +9,7 @@
 
 #include "arrays.h"
 #include "checks.h"
+#include "chosen.h"
 #include "costs.h"
 #include "fast_verify.h"
 #include "list_schedule.h"
@@ -112,11 +113,10 @@ public:
         return {std::move(best.order), std::move(found)};
     }
 
-    // samples of all micro-batches one after another, how many each has, modes, whether packed, and passes of a replica
-    using Replica = std::tuple<Integers, Integers, Integers, std::vector<bool>, std::vector<Pass>>;
+    using Replica = std::tuple<Chosen, std::vector<Pass>>;  // and passes
 
     std::vector<Replica> run_search(const Ints& order, const std::vector<std::tuple<Ints, Ints>>& partitions,
-                                    int64_t evaluations, uint64_t seed) {
+                                    int64_t evaluations, uint64_t seed, const std::vector<Chosen>& given) {
         const Integers places = checked_order(order);
         require(evaluations >= kDefaultEvaluations, "at least 0 evaluations");
         std::vector<std::vector<Run>> checked;
@@ -125,17 +125,11 @@ public:
         nb::gil_scoped_release release;
         const std::lock_guard<std::mutex> guard(mutex_);
         BatchMaker maker(problem_, *costs_, places);
-        dynapipe::Found found = search(problem_, *costs_, maker, checked, evaluations, seed);
-        for (size_t r = 0; r < found.replicas.size(); ++r) {
-            auto& [samples, sizes, modes, packed, passes] = result.emplace_back();
-            for (const MicroBatch* batch : found.replicas[r].micro_batches) {
-                for (int32_t place : batch->samples) samples.push_back(maker.sample(place));
-                sizes.push_back(batch->samples.size());
-                modes.push_back(batch->mode);
-                packed.push_back(batch->packed);
-            }
-            passes = std::move(found.orders[r]);
-        }
+        const std::vector<ReplicaState> begin = restored(problem_, given, maker);
+        if (begin.size() < given.size()) return result;
+        dynapipe::Found found = search(problem_, *costs_, maker, checked, evaluations, seed, begin);
+        for (size_t r = 0; r < found.replicas.size(); ++r)
+            result.emplace_back(chosen_of(found.replicas[r], maker), std::move(found.orders[r]));
         return result;
     }
 
@@ -375,7 +369,8 @@ NB_MODULE(_native, module) {
         .def("partition", &BatchProblem::partition, "orders"_a.noconvert(), "improve"_a,
              "The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits.")
         .def("search", &BatchProblem::run_search, "order"_a.noconvert(), "partitions"_a.noconvert(), "evaluations"_a,
-             "seed"_a, "(samples, sizes, modes, whether packed, passes of every stage) per replica.")
+             "seed"_a, "given"_a = std::vector<Chosen>(),
+             "((samples, sizes, modes, whether packed, policy), passes of every stage) per replica.")
         .def("packed_costs", &BatchProblem::packed_costs, "samples"_a.noconvert(), "sizes"_a.noconvert(),
              "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each packed row.")
         .def("costs", &BatchProblem::costs, "sizes"_a.noconvert(), "inputs"_a.noconvert(), "targets"_a.noconvert(),

@@ -9,9 +9,7 @@ namespace {
 
 constexpr int64_t kBudget = 1'000'000;  // micro-batches on chunks that are simulated, over all trials
 
-}  // namespace
-
-void join_halves(const PipelineShape& shape, const MicroBatches& batches, std::vector<Pass>& order) {
+void join(const PipelineShape& shape, const MicroBatches& batches, std::vector<Pass>& order) {
     if (batches.empty()) return;
     std::vector<PassCosts> costs;
     for (const MicroBatch* batch : batches) costs.push_back(*batch->costs);
@@ -35,6 +33,14 @@ void join_halves(const PipelineShape& shape, const MicroBatches& batches, std::v
             std::rotate(second, end - 1, end);
         }
     }
+}
+
+}  // namespace
+
+void join_halves(const Problem& problem, Found& found) {
+    if (problem.division != Division::kAuto) return;
+    for (size_t r = 0; r < found.orders.size(); ++r)
+        join(problem.pipeline, found.replicas[r].micro_batches, found.orders[r]);
 }
 
 }  // namespace dynapipe

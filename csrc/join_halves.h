@@ -1,15 +1,12 @@
 // Joining the halves of divided backward passes that gain nothing.
 #pragma once
 
-#include <vector>
-
-#include "batches.h"
-#include "pipeline.h"
+#include "search.h"
 
 namespace dynapipe {
 
-// Joins every divided backward pass of an order [stages][passes] whose halves, run together, make the iteration no
-// longer. Each one takes a simulation: with more than 350 rows on eight stages only the first ones of a stage are tried.
-void join_halves(const PipelineShape& shape, const MicroBatches& batches, std::vector<Pass>& order);
+// Joins every divided backward pass of a solution whose halves, run together, make its replica's time no longer, where
+// passes are divided as far as that gains. Each one takes a simulation: with more than 350 rows on eight stages only the first ones of a stage are tried.
+void join_halves(const Problem& problem, Found& found);
 
 }  // namespace dynapipe

@@ -19,28 +19,12 @@ namespace dynapipe {
 namespace {
 
 constexpr int64_t kBudget = 190'000;  // packed rows of a replica, on chunks, that a default search schedules on all stages
-constexpr int64_t kLargeBudget = 7'500'000;  // that it schedules at most, so that large batches take seconds
+constexpr int64_t kLargeBudget = 2'500'000;  // that it schedules at most, so that large batches take seconds
 constexpr int64_t kLeast = 2500, kMost = 7500;
 constexpr int64_t kGap = 2;  // of policies to begin with
 constexpr int64_t kLeastGain = 64;  // dividing passes for less than a 64th may lose to a search that does not
+constexpr int64_t kGivenPart = 4;  // a search from a given solution takes the 4th of the evaluations
 constexpr int64_t kStartMargin = 32;  // starts that are longer than the best so far by more than its 32nd are dropped
-
-// All replicas of a solution and what they come to.
-struct Solution {
-    std::vector<ReplicaState> replicas;
-
-    int64_t slowest() const {
-        int64_t most = 0;
-        for (const ReplicaState& replica : replicas) most = std::max(most, replica.makespan);
-        return most;
-    }
-    // The slowest replica's makespan first; a faster other replica is room for later mutations.
-    int64_t objective() const {
-        int64_t sum = 0;
-        for (const ReplicaState& replica : replicas) sum += replica.makespan;
-        return slowest() + sum / static_cast<int64_t>(16 * replicas.size());
-    }
-};
 
 class Search {
 public:
@@ -51,9 +35,11 @@ public:
           mutations_(problem, maker, chains_, division != Division::kOff, seed), left_(std::max<int64_t>(evaluations, 0)),
           by_default_(evaluations == kDefaultEvaluations) {}
 
-    Found run(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed);
+    Found run(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed, int64_t most);
+    Found run_from(Solution given);
 
 private:
+    Found improved(std::vector<Solution> solutions);
     int64_t evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds = nullptr);
     std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions,
                                  const std::vector<MicroBatches>& packed);
@@ -227,6 +213,7 @@ void Search::compete(std::vector<Solution>& solutions) {
     };
     static constexpr Round kPaddedRounds[] = {{2, 2, 3}}, kPackedRounds[] = {{6, 1, 5}, {3, 1, 5}};
     const int64_t evaluations = left_;
+    if (by_default_ && evaluations < kLeast / 2) solutions.resize(1);  // of a large batch, which others would not reach
     const auto rounds = problem_.may_pack ? std::pair(std::begin(kPackedRounds), std::end(kPackedRounds))
                                           : std::pair(std::begin(kPaddedRounds), std::end(kPaddedRounds));
     for (auto round = rounds.first; round != rounds.second; ++round) {
@@ -240,11 +227,31 @@ void Search::compete(std::vector<Solution>& solutions) {
     if (left_ > 0) improve(solutions[0], left_);
 }
 
-Found Search::run(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed) {
+// Nothing where every start is longer than `most`.
+Found Search::run(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed,
+                  int64_t most) {
     std::vector<Solution> solutions = starts(partitions, packed);
-    Found found;
-    if (solutions.empty()) return found;
+    if (solutions.empty() || solutions[0].slowest() > most) return {};
     if (by_default_) left_ = default_evaluations(solutions[0]);
+    return improved(std::move(solutions));
+}
+
+// From a solution of the same micro-batches in more memory.
+Found Search::run_from(Solution given) {
+    if (by_default_) left_ = default_evaluations(given);
+    left_ /= kGivenPart;
+    for (ReplicaState& replica : given.replicas) {
+        if (replica.micro_batches.empty()) continue;
+        replica.makespan = evaluate(replica, kUnreachable);
+        if (replica.makespan >= kUnreachable) begin_packed(replica);
+        if (replica.makespan >= kUnreachable) return {};
+    }
+    return improved({std::move(given)});
+}
+
+Found Search::improved(std::vector<Solution> solutions) {
+    Found found;
+    found.begun = solutions[0].slowest();
     // A part of what is left is for jitter. With several chunks nothing is replayed under jitter.
     const int64_t part = problem_.may_pack ? 8 : 5;
     const int64_t robustifying = problem_.pipeline.chunks > 1 ? 0 : std::max<int64_t>(left_, 0) / part;
@@ -366,20 +373,25 @@ void Search::robustify(Solution& best, int64_t evaluations) {
 }  // namespace
 
 Found search(const Problem& problem, CostCache& costs, BatchMaker& maker,
-             const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed) {
+             const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed,
+             const std::vector<ReplicaState>& given) {
+    if (!given.empty()) {
+        Found found = Search(problem, costs, maker, problem.division, evaluations, seed).run_from({given});
+        join_halves(problem, found);
+        return found;
+    }
     const std::vector<MicroBatches> packed =
         problem.may_pack ? packed_starts(problem, costs, maker) : std::vector<MicroBatches>();
-    const auto run = [&](Division as) {
-        return Search(problem, costs, maker, as, evaluations, seed).run(partitions, packed);
+    const auto run = [&](Division as, int64_t most) {
+        return Search(problem, costs, maker, as, evaluations, seed).run(partitions, packed, most);
     };
-    Found found = run(problem.division);
+    Found found = run(problem.division, kUnreachable);
     if (problem.division != Division::kAuto) return found;
     if (evaluations != 0 && found.gain <= found.makespan / kLeastGain) {
-        Found whole = run(Division::kOff);
+        Found whole = run(Division::kOff, found.begun + found.begun / kLeastGain);
         if (whole.makespan <= found.makespan) return whole;
     }
-    for (size_t r = 0; r < found.orders.size(); ++r)
-        join_halves(problem.pipeline, found.replicas[r].micro_batches, found.orders[r]);
+    join_halves(problem, found);
     return found;
 }
 

@@ -9,6 +9,8 @@ _Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 _Flags = npt.NDArray[np.bool_]
 
+_Chosen = tuple[list[int], list[int], list[int], list[bool], list[int]]
+
 class BatchProblem:
     """One batch: its samples, costs and pipeline, and the cache of costs that all steps of planning share."""
 
@@ -51,11 +53,18 @@ class BatchProblem:
         """The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits."""
 
     def search(
-        self, *, order: _Ints, partitions: Sequence[tuple[_Ints, _Ints]], evaluations: int, seed: int
-    ) -> list[tuple[list[int], list[int], list[int], list[bool], list[int]]]:
-        """(samples, sizes, modes, whether packed, passes of every stage) per replica; empty where none fits.
+        self,
+        *,
+        order: _Ints,
+        partitions: Sequence[tuple[_Ints, _Ints]],
+        evaluations: int,
+        seed: int,
+        given: Sequence[_Chosen] = ...,
+    ) -> list[tuple[_Chosen, list[int]]]:
+        """What is chosen and the passes of every stage, per replica; empty where none fits.
 
-        Samples are those of all micro-batches one after another. -1 evaluations take the default.
+        Chosen are samples, sizes, modes, whether packed, and the policy. Samples are those of all micro-batches one
+        after another. -1 evaluations take the default. A search begins with the given alone, if there are any.
         """
 
     def costs(self, *, sizes: _Ints, inputs: _Ints, targets: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:

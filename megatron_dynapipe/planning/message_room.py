@@ -1,6 +1,6 @@
 """Room for messages: passes are planned in all memory, and again in less where messages do not fit beside them.
 
-    all memory ──► too little left ──► less by what messages take there ──► fits, as a rule
+    all memory ──► too little left ──► searched on in less by what messages take there ──► fits, as a rule
                                        └► no plan ──► half of that
 
 Most plans leave room anyway and stay what they are.
@@ -17,11 +17,15 @@ from megatron_dynapipe.planning.problem import IntArray
 MOST_ATTEMPTS = 8
 
 
-def leave_room_for_messages(attempt: Callable[[IntArray], IterationPlan], stages: int) -> IterationPlan:
+def leave_room_for_messages[Planned](
+    planned: Callable[[IntArray, Planned | None], Planned], verified: Callable[[Planned], IterationPlan], stages: int
+) -> IterationPlan:
     """The first plan whose passes and messages fit.
 
     Args:
-        attempt: plans passes that leave so many bytes of every stage's memory, int64[stages], and verifies the plan.
+        planned: plans passes that leave so many bytes of every stage's memory, int64[stages], beginning with those
+            planned last, if any.
+        verified: makes them a plan, and verifies it with its messages.
         stages: pipeline stages.
 
     Raises:
@@ -29,9 +33,11 @@ def leave_room_for_messages(attempt: Callable[[IntArray], IterationPlan], stages
     """
     too_little: IntArray | None = None
     reserved: IntArray = np.zeros(stages, np.int64)
+    last: Planned | None = None
     for _ in range(MOST_ATTEMPTS):
         try:
-            return attempt(reserved)
+            last = planned(reserved, last)
+            return verified(last)
         except PlanMemoryError as error:
             message = error.message
             too_little, reserved = reserved, np.maximum(reserved, error.message_bytes)

@@ -7,20 +7,19 @@ GlobalBatch ── lengths ──► Samples ── order ──► candidate or
 
 import hashlib
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost import CostModel, LayerTables
 from megatron_dynapipe.errors import CostModelError, InfeasibleError, PlanningError, StallError
-from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
+from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning.assembly import replica_plans
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, baseline_partitions
-from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.lockstep import Lockstep
-from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.message_room import leave_room_for_messages
 from megatron_dynapipe.planning.native import fast_verify
 from megatron_dynapipe.planning.packed_baselines import packed_partitions
@@ -34,6 +33,16 @@ from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.stopwatch import timed
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, in_mb
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planned:
+    """What is to be lowered: `entries` in micro-batches, and where a search in less memory begins."""
+
+    cut: CutBatch | None
+    begin: OrderedPartitions | None
+    entries: Samples
+    scheduled: ScheduledBatch
 
 
 class Planner:
@@ -88,11 +97,6 @@ class Planner:
             del named["expert_parallel"], named["expert_imbalance"], named["expert_layers"]
         identity = msgspec.json.encode([named, cost_model.digest])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
-        self._boundaries = BoundarySettings(
-            tensors=boundary_tensors(self.layout),
-            hidden_size=settings.hidden_size,
-            sequence_parallel=settings.tensor_parallel if settings.sequence_parallel else 1,
-        )
 
     def under(self, rules: TransferRules) -> "Planner":
         """A planner under these rules of transfers; this one where its settings have rules of their own."""
@@ -120,14 +124,21 @@ class Planner:
         """`plan`, with the seconds spent in "ordering", "partition", "schedule", "lowering" and "verify"."""
         seconds: dict[str, float] = {}
         found = leave_room_for_messages(
-            lambda reserved: self._attempt(batch, iteration, forward_only, reserved, seconds), self.layout.stages
+            lambda reserved, last: self._planned(batch, forward_only, reserved, last, seconds),
+            lambda planned: self._verified(batch, planned, iteration, forward_only, seconds),
+            self.layout.stages,
         )
         return found, seconds
 
-    def _attempt(
-        self, batch: GlobalBatch, iteration: int, forward_only: bool, reserved: IntArray, seconds: dict[str, float]
-    ) -> IterationPlan:
-        """The plan of passes that leave so many bytes of every stage's memory; verified with its messages."""
+    def _planned(
+        self,
+        batch: GlobalBatch,
+        forward_only: bool,
+        reserved: IntArray,
+        last: "_Planned | None",
+        seconds: dict[str, float],
+    ) -> "_Planned":
+        """Micro-batches and passes that leave so many bytes of every stage's memory; searched on from the last ones."""
         with timed(seconds, "ordering"):
             batched = self.samples(batch)
             group = self.settings.in_step
@@ -137,27 +148,70 @@ class Planner:
         with timed(seconds, "partition"):
             problem = self.problem(samples, forward_only=forward_only, reserved=reserved)
             problem = replace(problem, replicas=problem.replicas // group)
-            partitioned = self._partition(problem, orders)
         with timed(seconds, "schedule"):
-            cut, scheduled = self._chosen(samples, problem, orders, partitioned)
-            entries = samples if cut is None else cut.samples
-            if together is not None and scheduled is not None:
-                problem = self.problem(batched, forward_only=forward_only, reserved=reserved)
-                entries, scheduled = together.spread(batched, problem, cut, scheduled, self.settings)
+            cut, scheduled = self._searched_on(problem, last)
+        if scheduled is None:
+            with timed(seconds, "partition"):
+                partitioned = self._partition(problem, orders)
+            with timed(seconds, "schedule"):
+                cut, scheduled = self._chosen(samples, problem, orders, partitioned)
         if scheduled is None:
             problem = self.problem(batched, forward_only=forward_only, reserved=reserved)
             raise explain_infeasible(batched, problem)
+        begin, entries = scheduled.begin, samples if cut is None else cut.samples
+        if together is not None:
+            with timed(seconds, "schedule"):
+                problem = self.problem(batched, forward_only=forward_only, reserved=reserved)
+                entries, scheduled = together.spread(batched, problem, cut, scheduled, self.settings)
+        return _Planned(cut, begin, entries, scheduled)
+
+    def _verified(
+        self,
+        batch: GlobalBatch,
+        planned: "_Planned",
+        iteration: int,
+        forward_only: bool,
+        seconds: dict[str, float],
+    ) -> IterationPlan:
+        """The plan, verified with its messages."""
         with timed(seconds, "lowering"):
-            plan = self._lower(entries, scheduled, iteration, forward_only)
+            plan = IterationPlan(
+                iteration=iteration,
+                family=self.settings.family,
+                forward_only=forward_only,
+                settings_digest=self.digest,
+                pipeline_stages=self.layout.stages,
+                chunks=self.layout.chunks,
+                memory_limit_bytes=self.settings.memory_limit_bytes,
+                model_state_bytes=tuple(self.model_state_bytes.tolist()),
+                peak_covers_backward=self._peak_covers_backward,
+                layouts=self.settings.micro_batch_layouts,
+                in_step=self.settings.in_step,
+                replicas=replica_plans(self.settings, planned.entries, planned.scheduled),
+            )
         with timed(seconds, "verify"):
             verify(
                 plan,
-                expected_samples=batched.ids.tolist(),
+                expected_samples=batch.sample_ids.tolist(),
                 fast_verify=fast_verify,
                 ordered_starts=self.settings.transfers.ordered_starts,
                 element_bytes=self.settings.element_bytes,
             )
         return plan
+
+    def _searched_on(
+        self, problem: BatchProblem, last: "_Planned | None"
+    ) -> tuple[CutBatch | None, ScheduledBatch | None]:
+        """As `_chosen`, from what was planned in more memory; no schedule where that is much longer now."""
+        if last is None or last.begin is None:
+            return None, None
+        cut = last.cut
+        if cut is not None:
+            problem = replace(cut.problem, model_state_bytes=problem.model_state_bytes)
+        found = self._schedule(problem, last.begin, searchable=True)
+        if found is None or found.makespan_ns > last.scheduled.makespan_ns * (1 + LEAST_GAIN):
+            return None, None
+        return cut, found
 
     def _chosen(
         self, samples: Samples, problem: BatchProblem, orders: list[IntArray], partitioned: OrderedPartitions
@@ -339,57 +393,3 @@ class Planner:
                     raise stalled
                 return None
             problem = replace(problem, transfers=following)
-
-    def _lower(self, samples: Samples, scheduled: ScheduledBatch, iteration: int, forward_only: bool) -> IterationPlan:
-        return IterationPlan(
-            iteration=iteration,
-            family=self.settings.family,
-            forward_only=forward_only,
-            settings_digest=self.digest,
-            pipeline_stages=self.layout.stages,
-            chunks=self.layout.chunks,
-            memory_limit_bytes=self.settings.memory_limit_bytes,
-            model_state_bytes=tuple(self.model_state_bytes.tolist()),
-            peak_covers_backward=self._peak_covers_backward,
-            layouts=self.settings.micro_batch_layouts,
-            in_step=self.settings.in_step,
-            replicas=tuple(
-                self._lower_replica(samples, scheduled, replica, forward_only)
-                for replica in range(len(scheduled.replicas))
-            ),
-        )
-
-    def _lower_replica(
-        self, samples: Samples, scheduled: ScheduledBatch, replica: int, forward_only: bool
-    ) -> ReplicaPlan:
-        rows, schedule = scheduled.replicas[replica], scheduled.schedules[replica]
-        topology = Topology(
-            stages=self.layout.stages,
-            chunks=self.layout.chunks,
-            shapes=self._boundaries.shapes([scheduled.shapes[row] for row in rows]),
-            forward_only=forward_only,
-            receive_ahead=scheduled.costs.transfers.receive_ahead,
-        )
-        lists = lower(schedule.order, topology)
-        return ReplicaPlan(
-            micro_batches=tuple(self._micro_batch(samples, scheduled, int(row)) for row in rows),
-            stages=tuple(
-                StagePlan(stage=stage, instructions=instructions, predicted=schedule.timeline[stage])
-                for stage, instructions in enumerate(lists)
-            ),
-            predicted_ns=schedule.makespan_ns,
-        )
-
-    def _micro_batch(self, samples: Samples, scheduled: ScheduledBatch, row: int) -> MicroBatch:
-        members = scheduled.members[row]
-        return MicroBatch(
-            sample_ids=tuple(samples.ids[members].tolist()),
-            input_lengths=tuple(samples.input_tokens[members].tolist()),
-            target_lengths=tuple(samples.target_tokens[members].tolist()),
-            shape=scheduled.shapes[row],
-            layout=scheduled.layouts[row],
-            recompute=self.settings.recompute[int(scheduled.modes[row])],
-            stored_bytes=tuple(scheduled.costs.stored_bytes[row].tolist()),
-            peak_bytes=tuple(scheduled.costs.peak_bytes[row].tolist()),
-            pieces=samples.pieces_of(members),
-        )

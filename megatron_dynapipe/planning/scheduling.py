@@ -30,6 +30,7 @@ class ScheduledBatch:
         costs: its costs on every virtual stage.
         replicas: micro-batches of each replica, in the order in which they enter its pipeline.
         schedules: of each replica.
+        begin: where another search may begin; None where this is not of a search.
     """
 
     members: list[IntArray]
@@ -39,6 +40,7 @@ class ScheduledBatch:
     costs: ScheduleProblem
     replicas: list[IntArray]
     schedules: list[Schedule]
+    begin: OrderedPartitions | None = None
 
     @property
     def makespan_ns(self) -> int:
@@ -110,6 +112,7 @@ def _searched(problem: BatchProblem, partitioned: OrderedPartitions, chosen: Sch
         costs=costs,
         replicas=replicas,
         schedules=schedules,
+        begin=OrderedPartitions(order=partitioned.order, chosen=tuple(replica.chosen for replica in solution)),
     )
 
 

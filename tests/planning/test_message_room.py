@@ -1,6 +1,5 @@
 """Messages are planned memory: what a list holds of them, and plans that leave them room."""
 
-import msgspec
 import pytest
 
 from megatron_dynapipe.errors import InfeasibleError, PlanMemoryError
@@ -52,21 +51,34 @@ def test_plans_with_room_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_room_is_sought_between_too_little_and_too_much() -> None:
     """Messages take 40 beside passes that are given all memory; leaving so much fits no schedule, leaving 20 does."""
-    tried: list[int] = []
-    plan = msgspec.UNSET
+    tried: list[tuple[int, int | None]] = []
 
-    def attempt(reserved):
-        tried.append(int(reserved[0]))
+    def planned(reserved, last):
+        tried.append((int(reserved[0]), last))
         if reserved[0] > 30:
             raise InfeasibleError("no schedule fits")
-        if reserved[0] < 20:
+        return int(reserved[0])
+
+    def verified(leaves):
+        if leaves < 20:
             raise PlanMemoryError("over", (40,))
-        return plan
+        return leaves
 
-    assert leave_room_for_messages(attempt, 1) is plan and tried == [0, 40, 20]
+    assert leave_room_for_messages(planned, verified, 1) == 20 and tried == [(0, None), (40, 0), (20, 0)]
     with pytest.raises(InfeasibleError, match="passes fit, but not beside their messages: over"):
-        leave_room_for_messages(lambda reserved: _raise(PlanMemoryError("over", (40,))), 1)
+        leave_room_for_messages(lambda reserved, _: 0, verified, 1)
 
 
-def _raise(error: Exception) -> None:
-    raise error
+def test_a_plan_without_room_is_searched_on_and_not_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search in less memory begins with the micro-batches of the one in all memory, which are hardly changed."""
+    begun = []
+    schedule = planner_module.schedule_batch
+
+    def recorded(problem, partitioned, *args, **kwargs):
+        begun.append(len(partitioned.chosen))
+        return schedule(problem, partitioned, *args, **kwargs)
+
+    monkeypatch.setattr(planner_module, "schedule_batch", recorded)
+    limit = {"memory_limit_bytes": 24_000_000, "pipeline_parallel": 4, "element_bytes": 4}
+    planner(ModelFamily.GPT, **limit).plan(batch(ModelFamily.GPT, 60), 0)
+    assert begun[0] == 0 and begun[1:] and set(begun[1:]) == {1}
