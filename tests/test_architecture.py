@@ -255,11 +255,7 @@ def test_files_and_functions_stay_small() -> None:
         ("integration.hooks.replacements", "from megatron.core import parallel_state", None),
         ("integration.execution.transport", "from ..supply.plan_supply import PlanSupply", None),
         ("integration.supply.recorder", "from ..execution import transport", "supply (layer 3) imports"),
-        (
-            "integration.hooks.timers",
-            "from ..models import norms",
-            "imports integration/models (layer 1)",
-        ),
+        ("integration.hooks.timers", "from ..models import norms", "imports integration/models (layer 1)"),
         ("integration.flags.new", "from ..somewhere import x", "not in the table"),
         ("somewhere.new", "import json", "not in the table"),
     ],

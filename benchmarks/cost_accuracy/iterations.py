@@ -13,7 +13,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
+
 from megatron_dynapipe import config, cpu
+from megatron_dynapipe.cost import TableCostModel, stage_costs
+from megatron_dynapipe.plan.instructions import Pass
+from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.plan.memory import high_water_marks, message_elements
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.runtime.memory import LiveStorages
+from megatron_dynapipe.sampling import LengthTable, Sampler
+from megatron_dynapipe.service.recalibration import Measurements, corrected_file
+from megatron_dynapipe.units import ModelFamily
 
 cpu.quieten()
 
@@ -36,7 +50,6 @@ def main() -> None:
     flags = args.flags[1:] if args.flags[:1] == ["--"] else args.flags
     cpu.enable(config.value_of(flags, "dynapipe-device", "auto"))  # type: ignore[arg-type]
     from megatron_dynapipe.integration.profiling.setup import prepared
-    from megatron_dynapipe.units import ModelFamily
 
     flags += ["--dynapipe-cost-model", str(args.cost_model)]
     family, stages = ModelFamily(args.model), int(os.environ["WORLD_SIZE"])
@@ -63,9 +76,6 @@ class Bench:
 
         from benchmarks.throughput.model import build
         from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
-        from megatron_dynapipe.planning.planner import Planner
-        from megatron_dynapipe.runtime.control_group import ControlGroup
-        from megatron_dynapipe.sampling import LengthTable, Sampler
 
         inputs = _plan_inputs(setup)
         model, optimizer = build(setup)
@@ -80,8 +90,6 @@ class Bench:
 
     def measure(self, iterations: int, *, until: float | None) -> dict[str, Any]:
         """Iterations of new batches, each followed by one of batch 0: errors of prediction, spread of the repeats."""
-        import numpy as np
-
         errors: list[float] = []
         pairs: list[tuple[float, float]] = []
         repeats: list[float] = []
@@ -107,11 +115,6 @@ class Bench:
 
     def stages(self) -> list[dict[str, float]]:
         """Predicted over measured time of all passes so far on every stage, forward and backward."""
-        import numpy as np
-        import torch
-
-        from megatron_dynapipe.cost import stage_costs
-
         settings, sums = self._base.settings, np.zeros((2, 2))
         for sample in self._passes:
             tables = self._base.cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=sample.recompute)
@@ -126,12 +129,6 @@ class Bench:
 
     def learn(self) -> None:
         """Correct the cost model by all passes measured so far, of all ranks, and plan with it from here on."""
-        import torch.distributed as dist
-
-        from megatron_dynapipe.cost import TableCostModel
-        from megatron_dynapipe.planning.planner import Planner
-        from megatron_dynapipe.service.recalibration import Measurements, corrected_file
-
         mine = Measurements(passes=tuple(self._passes)).encode().decode()
         texts = [self._control.broadcast_text(mine, source=rank) for rank in range(dist.get_world_size())]
         samples = [sample for text in texts for sample in Measurements.decode(text.encode()).passes]
@@ -140,8 +137,6 @@ class Bench:
 
     def memory(self) -> dict[str, list[float]]:
         """Peak of one iteration on every stage in MB: activations and messages under way as planned, all as counted."""
-        import torch
-
         samples = self._samples(0)
         plan = self._pipeline.plan(samples)
         activations, messages = _planned(plan, self._stage, self._base.settings.element_bytes)
@@ -157,11 +152,7 @@ class Bench:
 
     def _step(self, batch: int) -> tuple[float, float]:
         """(predicted, measured) seconds of one iteration, as stage 0 sees it."""
-        import torch
-        import torch.distributed as dist
-
         from megatron_dynapipe.integration.supply.calibration import measured_passes
-        from megatron_dynapipe.plan.iteration import StageEntry
 
         samples = self._samples(batch)
         plan = self._pipeline.plan(samples)
@@ -175,14 +166,10 @@ class Bench:
 
     def _agreed(self, mine: bool) -> bool:
         """Rank 0's answer on all ranks."""
-        import torch
-
         return bool(self._control.gather(torch.tensor([mine]))[0])
 
     def _samples(self, iteration: int) -> list[Any]:
         """Random tokens of a global batch's lengths."""
-        import numpy as np
-
         batch = self._sampler.batch(iteration)
         draw = np.random.default_rng(iteration)
         return [
@@ -202,9 +189,6 @@ def _plan_inputs(setup: Any) -> Any:
 
 def _planned(plan: Any, stage: int, element_bytes: int) -> tuple[int, int]:
     """Bytes of activations, without model state, and of messages, while the pass runs that needs most."""
-    from megatron_dynapipe.plan.instructions import Pass
-    from megatron_dynapipe.plan.memory import high_water_marks, message_elements
-
     instructions = plan.replicas[0].stages[stage].instructions
     steps = [step for step, each in enumerate(instructions) if isinstance(each, Pass)]
     messages = [n * element_bytes for n in message_elements(instructions, forward_only=plan.forward_only)]
@@ -216,10 +200,6 @@ def _planned(plan: Any, stage: int, element_bytes: int) -> tuple[int, int]:
 
 def _counted(run: Callable[[], Any], device: Any) -> int:
     """The most bytes that a run holds above what was there before: by the allocator, on the CPU by hooks."""
-    import torch
-
-    from megatron_dynapipe.runtime.memory import LiveStorages
-
     if device.type == "cpu":
         with LiveStorages() as live:
             run()

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.elastic.nodes import Job, free_port, lines_of, start_agent
+from benchmarks.elastic.nodes import Job, lines_of, start_agent
+from tests.store.servers import free_port
 
 WAYS = {"sync": (), "async": ("--async-save",)}
 SAVED = re.compile(r"saving checkpoint at iteration +(\d+) to \S*non_persistent")

@@ -17,17 +17,14 @@ from typing import NamedTuple, Self
 
 import psutil
 
-ROOT = Path(__file__).parents[2]
-SMALL = {
-    "t5": "--encoder-num-layers 2 --decoder-num-layers 2 --seq-length 64 --decoder-seq-length 24",
-    "gpt": "--num-layers 4 --seq-length 96",
-}
-TRAINING = (
-    "--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --max-position-embeddings 96 --global-batch-size 24 "
-    "--attention-dropout 0 --hidden-dropout 0 --calculate-per-token-loss --lr 1e-3 --lr-decay-style constant --seed 7 "
-    "--log-interval 1 --eval-interval 100 --eval-iters 0 --transformer-impl local --no-persist-layer-norm "
-    "--no-masked-softmax-fusion --no-bias-dropout-fusion --dynapipe-calibrate 0 --dynapipe-timeout-s 900 "
-    "--dynapipe-device cpu --dynapipe-long-samples truncate --train-iters 1000000 --save-interval 1000000"
+from benchmarks.common import ROOT
+from tests.helpers.entry_scripts import SMALL, TRAINING
+from tests.store.servers import free_port
+
+FLAGS = (
+    f"{TRAINING} --global-batch-size 24 --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--no-bias-dropout-fusion --dynapipe-calibrate 0 --dynapipe-timeout-s 900 --dynapipe-device cpu "
+    "--dynapipe-long-samples truncate --train-iters 1000000 --save-interval 1000000"
 )
 LINE = re.compile(r"\[([\d-]+ [\d:.]+)\] iteration +(\d+)/.*?consumed samples: +(\d+) .*?lm loss: ([0-9.E+-]+)")
 STARTED = re.compile(r"launch: \d+ nodes, (\d+) ranks")
@@ -225,7 +222,7 @@ def start_agent(
 ) -> subprocess.Popen[bytes]:
     """An agent of `launch`, with flags of its own and more of the run's; both write to a log."""
     argv = [sys.executable, "-m", "megatron_dynapipe", "launch", *flags, "--save-timeout", "900"]
-    argv += [f"pretrain_{job.model}_multitask.py", *SMALL[job.model].split(), *TRAINING.split()]
+    argv += [f"pretrain_{job.model}_multitask.py", *SMALL[job.model].split(), *FLAGS.split()]
     argv += ["--dynapipe-data", str(job.data), "--save", str(folder / "saved")]
     argv += ["--dynapipe-report-dir", str(folder / "report"), *more]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
@@ -238,12 +235,6 @@ def number_in(path: Path) -> int:
     with suppress(OSError, ValueError):
         return int(path.read_text())
     return 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def lines_of(log: str) -> Iterator[ITERATION]:

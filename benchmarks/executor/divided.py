@@ -10,13 +10,13 @@ from megatron_dynapipe import cpu
 
 ON_CPU = cpu.enable()
 
-import argparse  # noqa: E402
-import os  # noqa: E402
+import argparse
+import os
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks.executor import overhead, pieces  # noqa: E402
-from benchmarks.executor.pairs import add_arguments, measure, report  # noqa: E402
+from benchmarks.executor import overhead, pieces
+from benchmarks.executor.pairs import add_arguments, measure, report
 
 
 def compare(options: argparse.Namespace, device: torch.device) -> dict[str, object]:

@@ -16,27 +16,27 @@ from megatron_dynapipe import cpu
 
 ON_CPU = cpu.enable()
 
-import argparse  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
-from pathlib import Path  # noqa: E402
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks.common import wall_clock  # noqa: E402
-from benchmarks.executor import overhead, pieces  # noqa: E402
-from benchmarks.executor.pairs import add_arguments  # noqa: E402
-from megatron_dynapipe.cost import TableCostModel  # noqa: E402
-from megatron_dynapipe.data.segments import CutSegment  # noqa: E402
-from megatron_dynapipe.errors import InfeasibleError  # noqa: E402
-from megatron_dynapipe.plan.iteration import MicroBatch  # noqa: E402
-from megatron_dynapipe.plan.memory import peak_bytes  # noqa: E402
-from megatron_dynapipe.planning.planner import Planner  # noqa: E402
-from megatron_dynapipe.planning.samples import batch_of_positions  # noqa: E402
-from megatron_dynapipe.planning.settings import PlannerSettings  # noqa: E402
-from megatron_dynapipe.runtime.memory import LiveStorages  # noqa: E402
-from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute  # noqa: E402
+from benchmarks.common import wall_clock
+from benchmarks.executor import overhead, pieces
+from benchmarks.executor.pairs import add_arguments
+from megatron_dynapipe.cost import TableCostModel
+from megatron_dynapipe.data.segments import CutSegment
+from megatron_dynapipe.errors import InfeasibleError
+from megatron_dynapipe.plan.iteration import MicroBatch
+from megatron_dynapipe.plan.memory import peak_bytes
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.samples import batch_of_positions
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.runtime.memory import LiveStorages
+from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
 
 
 def planner(options: argparse.Namespace, limit_bytes: int, slices: str) -> Planner:

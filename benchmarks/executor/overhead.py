@@ -11,38 +11,38 @@ from megatron_dynapipe import cpu
 
 ON_CPU = cpu.enable()
 
-import argparse  # noqa: E402
-import contextlib  # noqa: E402
-import os  # noqa: E402
-from collections.abc import Iterator, Sequence  # noqa: E402
-from dataclasses import replace  # noqa: E402
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from benchmarks.executor.pairs import Iteration, add_arguments, measure, report  # noqa: E402
-from megatron_dynapipe.cost import PipelineLayout  # noqa: E402
-from megatron_dynapipe.integration.execution.forward_backward import run_iteration  # noqa: E402
-from megatron_dynapipe.integration.execution.step_functions import gpt_step  # noqa: E402
-from megatron_dynapipe.integration.execution.transport import connect  # noqa: E402
-from megatron_dynapipe.plan.instructions import Backward, Forward, Pass  # noqa: E402
-from megatron_dynapipe.plan.iteration import StagePlan  # noqa: E402
-from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors  # noqa: E402
-from megatron_dynapipe.planning.lowering import Topology, lower  # noqa: E402
-from megatron_dynapipe.runtime import StepRunner, TorchTransport  # noqa: E402
-from megatron_dynapipe.runtime.control_group import ControlGroup  # noqa: E402
-from megatron_dynapipe.units import ModelFamily, Shape  # noqa: E402
+from benchmarks.executor.pairs import Iteration, add_arguments, measure, report
+from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.integration.execution.forward_backward import run_iteration
+from megatron_dynapipe.integration.execution.step_functions import gpt_step
+from megatron_dynapipe.integration.execution.transport import connect
+from megatron_dynapipe.plan.instructions import Backward, Forward, Pass
+from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
+from megatron_dynapipe.planning.lowering import Topology, lower
+from megatron_dynapipe.runtime import StepRunner, TorchTransport
+from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.units import ModelFamily, Shape
 
 
 def build(

@@ -12,28 +12,28 @@ from megatron_dynapipe import cpu
 
 ON_CPU = cpu.enable()
 
-import argparse  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-from collections.abc import Callable, Sequence  # noqa: E402
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-from benchmarks.common import in_turns, interval  # noqa: E402
-from benchmarks.executor import overhead  # noqa: E402
-from benchmarks.executor.pairs import add_arguments, timed  # noqa: E402
-from megatron_dynapipe.data.segments import CutSegment, RowSegments  # noqa: E402
-from megatron_dynapipe.integration.execution.forward_backward import run_iteration  # noqa: E402
-from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch  # noqa: E402
-from megatron_dynapipe.integration.execution.step_functions import gpt_step  # noqa: E402
-from megatron_dynapipe.integration.execution.transport import connect  # noqa: E402
-from megatron_dynapipe.integration.models.attention import SdpaCoreAttention  # noqa: E402
-from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, self_row  # noqa: E402
-from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward  # noqa: E402
-from megatron_dynapipe.runtime import StepRunner, TorchTransport  # noqa: E402
-from megatron_dynapipe.runtime.control_group import ControlGroup  # noqa: E402
-from megatron_dynapipe.units import Recompute, Shape  # noqa: E402
+from benchmarks.common import in_turns, interval
+from benchmarks.executor import overhead
+from benchmarks.executor.pairs import add_arguments, timed
+from megatron_dynapipe.data.segments import CutSegment, RowSegments
+from megatron_dynapipe.integration.execution.forward_backward import run_iteration
+from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
+from megatron_dynapipe.integration.execution.step_functions import gpt_step
+from megatron_dynapipe.integration.execution.transport import connect
+from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, self_row
+from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward
+from megatron_dynapipe.runtime import StepRunner, TorchTransport
+from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.units import Recompute, Shape
 
 Cuts = dict[int, CutSegment]
 Iteration = Callable[..., None]

@@ -28,7 +28,7 @@ from benchmarks.common import DEMO_DATA
 from benchmarks.elastic.nodes import ITERATION
 from benchmarks.faults import elastic
 from benchmarks.faults.disturbances import FAULTS, Scene, can_mount
-from benchmarks.faults.runs import TOLERANCE, Run, losses, parting, with_checksums
+from benchmarks.faults.runs import TOLERANCE, Run, losses, parting
 
 SMALL = "--global-batch-size 4 --dynapipe-timeout-s 120 --lr-decay-iters 500"
 """The learning rate of an iteration is the same in longer and in shorter runs."""
@@ -63,7 +63,7 @@ def main() -> int:
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        data = with_checksums(options.data, Path(folder) / "data")
+        data = options.data
         flags = f"{SMALL} --train-iters {options.iterations} --dynapipe-lookahead {Scene.ahead}"
         expected = undisturbed(Path(folder) / "undisturbed", data, flags)
         elastic_expected = elastic.undisturbed(Path(folder) / "undisturbed-elastic", data)

@@ -1,10 +1,8 @@
 """Small runs of training on two stages, started, watched and compared."""
 
 import re
-import shutil
 import subprocess
 import time
-import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,26 +19,6 @@ FLAGS = (
 TOLERANCE = 1e-5
 """Of a loss, relative: lines have seven digits, and a plan that measured times have changed rounds otherwise."""
 START_S, END_S = 300, 180
-
-
-def with_checksums(source: Path, folder: Path) -> Path:
-    """A copy of a dataset, with digests and checksums as `data prepare` writes them."""
-    import msgspec
-    import numpy as np
-
-    from megatron_dynapipe.data.identity import FileDigests, checksums_path, files_of
-    from megatron_dynapipe.data.indexed import IndexedReader
-    from megatron_dynapipe.data.meta import SPLITS, read_meta, write_meta
-
-    shutil.copytree(source, folder)
-    for split in SPLITS:
-        checksums_path(folder / split).unlink(missing_ok=True)
-        reader = IndexedReader(folder / split)
-        sums = [zlib.crc32(b"".join(part.tobytes() for part in reader[sample])) for sample in range(len(reader))]
-        np.save(checksums_path(folder / split), np.asarray(sums, np.uint32))
-    files = {path.name: FileDigests.of(path) for split in SPLITS for path in files_of(folder, split)}
-    write_meta(folder, msgspec.structs.replace(read_meta(folder), files=files))
-    return folder
 
 
 class Run:

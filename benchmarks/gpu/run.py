@@ -28,9 +28,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is started by its path
 
 from benchmarks.common import DEMO_DATA, ROOT, torchrun
-from benchmarks.gpu.machine import Budget, NotRunError, ProcessFailedError, free_port, provenance, run
+from benchmarks.gpu.machine import Budget, NotRunError, ProcessFailedError, provenance, run
 from megatron_dynapipe.integration.entry.bootstrap import environment
 from tests.helpers.layouts.compare import deviation
+from tests.helpers.layouts.layout import named
+from tests.store.servers import free_port
 
 EXACT = 1e-4
 """How far fp32 may be from one process with samples one by one, relative: the bound of docs/parallelism.md."""
@@ -39,13 +41,9 @@ RATIO = 1.02
 """Of iteration times, executor to Megatron's own schedule."""
 VARYING_RATIO = 0.95
 """The same on varying shapes, to `variable_seq_lengths`."""
-LEARNED = "learned_absolute"
-"""Megatron's default for positions."""
 LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 
 Figures = dict[str, float | int | str]
-Layout = dict[str, Any]
-"""Fields of `tests.helpers.layouts.layout.Layout`."""
 Bounds = tuple[float, float]
 """Of the relative distances of gradients and of losses."""
 
@@ -69,30 +67,18 @@ class Check:
     note: str = ""
 
 
-SPREAD: dict[str, Layout] = {
-    "t5, 2 stages": {"family": "t5", "stages": 2, "recompute": ["full", "selective", "none"]},
-    "gpt, 4 stages, 2 replicas, overlapped": {
-        "family": "gpt",
-        "stages": 4,
-        "replicas": 2,
-        "distributed_optimizer": True,
-        "overlap": True,
-        "gather": True,
-    },
-    "t5, tensor 2, 2 stages, sequence parallel": {"family": "t5", "tensor": 2, "stages": 2, "sequence": True},
-    "gpt, 2 stages of 2 chunks": {"family": "gpt", "stages": 2, "chunks": 2},
-}
-"""Layouts with a rank on each GPU."""
-SMALL_SPREAD = ("t5, 2 stages", "gpt, 2 stages of 2 chunks")
-PARTS: dict[str, Layout] = {
-    "t5: relative positions in packed rows, by flex_attention": {
-        "family": "t5",
-        "positions": "relative",
-        "rows": "packed",
-    },
-    "gpt: long samples in slices": {"family": "gpt", "rows": "planned", "slices": 16},
-    "gpt: half layers, backward passes in halves": {"family": "gpt", "split": [2.5, 1.5], "divided": 1},
-    "t5: half layers, the encoder's end inside a stage": {"family": "t5", "split": [1.5, 2.5]},
+SPREAD = (
+    "t5 1x2x1, recompute mixed",
+    "gpt 1x2x1, two chunks",
+    "gpt 1x4x2, distributed optimizer, overlapped, gathered in passes",
+    "t5 2x2x1, sequence parallel",
+)
+"""Layouts with a rank on each GPU; the first two also where little is checked."""
+PARTS = {
+    "t5: relative positions in packed rows, by flex_attention": "t5 1x2x1, relative positions, packed",
+    "gpt: long samples in slices": "gpt 1x2x1, slices of 16",
+    "gpt: half layers, backward passes in halves": "gpt 1x2x1, layers 2.5+1.5, divided",
+    "t5: half layers, the encoder's end inside a stage": "t5 1x2x1, layers 1.5+2.5",
 }
 """Two stages on one device, in bf16."""
 
@@ -114,36 +100,22 @@ class Case:
     def steps(self) -> int:
         return 2 if self.small else 5
 
-    def train(
-        self,
-        layout: Layout,
-        *,
-        ranks: int = 1,
-        device: str | None = None,
-        reference: bool = False,
-        spread: bool = False,
-        soak: int = 0,
-        lists: bool = False,
-    ) -> list[Any]:
-        """What every rank of a layout learned, in fresh processes: all on one device, or each on its own."""
-        log = Path(tempfile.mkdtemp(dir=self.folder)) / "rank"
+    def train(self, row: str, *more: object, alone: bool = True, device: str | None = None) -> list[Any]:
+        """What every rank of a layout (`named` reads it) learned, in fresh processes: all on one device, or apart."""
+        log, layout = Path(tempfile.mkdtemp(dir=self.folder)) / "rank", named(row)
         words = [sys.executable, "-m", "benchmarks.gpu.worker", "--device", device or self.device]
-        words += ["--layout", json.dumps(layout), "--steps", str(self.steps)]
-        words += ["--reference"] if reference else []
-        words += ["--spread"] if spread else []
-        words += ["--soak", str(soak)] if soak else []
-        words += ["--lists"] if lists else []
+        words += ["--layout", row, "--steps", str(self.steps), *([] if alone else ["--spread"]), *map(str, more)]
+        ranks = layout.ranks
         files = [log.with_suffix(f".{rank}.pt") for rank in range(ranks)]
         common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         common |= {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
         if self.device == "cuda":  # as a run sets it: one hardware queue with tensor parallelism
             major, _ = torch.cuda.get_device_capability()
-            tensor = layout.get("tensor", 1)
-            common |= environment(tensor_parallel=tensor, capability=major, environ=os.environ)
+            common |= environment(tensor_parallel=layout.tensor, capability=major, environ=os.environ)
         run(
             [[*words, "--output", str(file)] for file in files],
             self.budget,
-            environments=[common | {"RANK": str(r), "LOCAL_RANK": str(r if spread else 0)} for r in range(ranks)],
+            environments=[common | {"RANK": str(r), "LOCAL_RANK": str(0 if alone else r)} for r in range(ranks)],
             log=log,
         )
         return [torch.load(file, weights_only=True) for file in files]
@@ -165,7 +137,8 @@ def gpu_tests(case: Case) -> Figures:
 
 def one_rank(case: Case, reference: Callable[[str], Any], family: str) -> Figures:
     """One rank, fp32, NCCL: through `Pipeline`, against samples one by one on the CPU."""
-    gradients, losses = deviation(case.train({"family": family}), reference(family))
+    row = f"{family} 1x1x1"
+    gradients, losses = deviation(case.train(row), reference(row))
     return within({"gradients": (gradients, EXACT), "losses": (losses, EXACT)})
 
 
@@ -188,28 +161,30 @@ def entry(case: Case, family: str, ranks: int, extra: str = "") -> Figures:
     return within({"losses": (apart, 10 * EXACT)}) | {"iterations": len(losses["cpu"])}
 
 
-def stages(case: Case, reference: Callable[..., Any], bounds: Callable[..., Bounds], wanted: Layout) -> Figures:
+def model_of(row: str) -> str:
+    """One rank of a layout's model."""
+    layout = named(row)
+    return f"{layout.family} 1x1x1" + (", relative positions" if layout.positions == "relative" else "")
+
+
+def stages(case: Case, reference: Callable[[str], Any], bounds: Callable[[str], Bounds], row: str) -> Figures:
     """Several stages on one GPU, through the host, within bounds of the reference."""
-    model = wanted["family"], *([wanted["positions"]] if "positions" in wanted else [])
-    gradients, losses = deviation(case.train(wanted, ranks=wanted["stages"]), reference(*model))
-    most = bounds(*model)
+    gradients, losses = deviation(case.train(row), reference(model_of(row)))
+    most = bounds(model_of(row))
     return within({"gradients": (gradients, most[0]), "losses": (losses, most[1])})
 
 
-def spread(case: Case, reference: Callable[[str], Any], wanted: Layout) -> Figures:
+def spread(case: Case, reference: Callable[[str], Any], row: str) -> Figures:
     """Each rank on a GPU of its own, over NCCL, under the rules of training there, against samples one by one."""
-    ranks = wanted.get("tensor", 1) * wanted.get("stages", 1) * wanted.get("replicas", 1)
-    need_devices(case, ranks)
-    given = {**wanted, "transfers": "cuda"}
-    gradients, losses = deviation(case.train(given, ranks=ranks, spread=True), reference(wanted["family"]))
+    need_devices(case, named(row).ranks)
+    gradients, losses = deviation(case.train(f"{row}, rules of CUDA", alone=False), reference(model_of(row)))
     return within({"gradients": (gradients, EXACT), "losses": (losses, EXACT)})
 
 
 def soak(case: Case) -> Figures:
     """Hundreds of iterations of changing shapes on two stages: nothing is kept from one to the next."""
     need_devices(case, 2)
-    wanted = {"family": "t5", "stages": 2, "transfers": "cuda"}
-    found = case.train(wanted, ranks=2, spread=True, soak=16 if case.small else 500)
+    found = case.train("t5 1x2x1, rules of CUDA", "--soak", 16 if case.small else 500, alone=False)
     grown = {name: max(one[name][-1] - one[name][0] for one in found) for name in ("tensors", "bytes")}
     reserved = max(one["reserved_mb"][-1] - one["reserved_mb"][0] for one in found)
     return within({name: (float(more), 0.0) for name, more in grown.items()}) | {"reserved_mb": reserved}
@@ -219,8 +194,7 @@ def large_messages(case: Case) -> Figures:
     """The lists of a T5 of four stages as a job of tensor 2 runs them, with passes of one product each."""
     ranks = 4 if case.small else 8
     need_devices(case, ranks)
-    wanted = {"family": "t5", "tensor": ranks // 4, "stages": 4, "transfers": "cuda"}
-    found = case.train(wanted, ranks=ranks, spread=True, lists=True)
+    found = case.train(f"t5 {ranks // 4}x4x1, rules of CUDA", "--lists", alone=False)
     return {name: max(one[name] for one in found) for name in ("largest_message_mb", "messages", "seconds")}
 
 
@@ -237,13 +211,11 @@ def need_devices(case: Case, ranks: int) -> None:
         raise NotRunError(f"{ranks} GPUs are needed, each with one rank over NCCL; found {torch.cuda.device_count()}")
 
 
-def bf16_bounds(case: Case, reference: Callable[..., Any], family: str, positions: str = LEARNED) -> Bounds:
+def bf16_bounds(case: Case, reference: Callable[[str], Any], model: str) -> Bounds:
     """Twice as far from the reference, at most, as one process is that gets the same samples in two orders; losses are
     allowed one rounding besides."""
-    orders = [list(range(12)), list(reversed(range(12)))]
-    model = {"family": family, "positions": positions, "dtype": "bf16"}
-    alone = [case.train({**model, "samples": order}) for order in orders]
-    gradients, losses = zip(*(deviation(found, reference(family, positions)) for found in alone), strict=True)
+    alone = [case.train(f"{model}, bf16{order}") for order in ("", ", samples reversed")]
+    gradients, losses = zip(*(deviation(found, reference(model)) for found in alone), strict=True)
     return 2 * max(gradients), max(2 * max(losses), BF16_ROUNDING)
 
 
@@ -286,7 +258,7 @@ def sanitizer(case: Case) -> Figures:
     if case.device == "cpu" or tool is None:
         raise NotRunError("no GPU" if case.device == "cpu" else "compute-sanitizer is not installed")
     words = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all", sys.executable]
-    words += ["-m", "benchmarks.gpu.worker", "--device", "cuda", "--layout", '{"family": "t5"}', "--steps", "1"]
+    words += ["-m", "benchmarks.gpu.worker", "--device", "cuda", "--layout", "t5 1x1x1", "--steps", "1"]
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environment |= {"MASTER_PORT": str(free_port()), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     output = ["--output", str(case.folder / "sanitized.pt")]
@@ -312,30 +284,28 @@ def checks(case: Case) -> Iterator[tuple[str, Callable[[], Figures]]]:
     """What is checked, in order: what says most comes first, if time runs out."""
 
     @cache
-    def reference(family: str, positions: str = LEARNED) -> Any:
-        return case.train({"family": family, "positions": positions}, device="cpu", reference=True)[0]
+    def reference(model: str) -> Any:
+        return case.train(model, "--reference", device="cpu")[0]
 
     yield "tests marked gpu", partial(gpu_tests, case)
     for family in case.families:
         yield f"{family}: one rank against the CPU", partial(one_rank, case, reference, family)
     noise = cache(partial(bf16_bounds, case, reference))
-    for family in case.families:
-        for count in (2,) if case.small else (2, 4):
-            wanted = {"family": family, "stages": count, "dtype": "bf16"}
-            yield f"{family}: {count} stages on one device, bf16", partial(stages, case, reference, noise, wanted)
-    for family in case.families:
-        packed = {"family": family, "stages": 2, "dtype": "bf16", "rows": "packed"}
-        yield f"{family}: packed rows, 2 stages on one device, bf16", partial(stages, case, reference, noise, packed)
+    staged = {
+        f"{family}: {count} stages on one device, bf16": f"{family} 1x{count}x1"
+        for family in case.families
+        for count in ((2,) if case.small else (2, 4))
+    }
+    staged |= {f"{each}: packed rows, 2 stages on one device, bf16": f"{each} 1x2x1, packed" for each in case.families}
+    for name, row in (staged | PARTS).items():
+        yield name, partial(stages, case, reference, noise, f"{row}, bf16")
     if not case.small:
-        mixed = {"family": "t5", "stages": 1, "rows": "mixed"}
-        yield "t5: packed and padded rows, fp32", partial(stages, case, reference, lambda _: (EXACT, EXACT), mixed)
-    for name, wanted in PARTS.items():
-        yield name, partial(stages, case, reference, noise, {**wanted, "stages": 2, "dtype": "bf16"})
-    two = {"family": "t5", "stages": 2}
-    yield "t5: 2 stages on one device, fp32", partial(stages, case, reference, lambda _: (EXACT, EXACT), two)
-    for name, wanted in SPREAD.items():
-        if not case.small or name in SMALL_SPREAD:
-            yield f"over NCCL: {name}", partial(spread, case, reference, wanted)
+        mixed = partial(stages, case, reference, lambda _: (EXACT, EXACT), "t5 1x1x1, rows mixed")
+        yield "t5: packed and padded rows, fp32", mixed
+    two = partial(stages, case, reference, lambda _: (EXACT, EXACT), "t5 1x2x1")
+    yield "t5: 2 stages on one device, fp32", two
+    for row in SPREAD[:2] if case.small else SPREAD:
+        yield f"over NCCL: {row}", partial(spread, case, reference, row)
     yield "over NCCL: soak", partial(soak, case)
     yield "over NCCL: lists of a t5, tensor 2, 4 stages, messages above NCCL's buffers", partial(large_messages, case)
     yield "executor against Megatron, 1 stage", partial(overhead, case, "overhead", 1, RATIO)

@@ -1,13 +1,12 @@
 """One rank of a check of `run.py`: trains a layout of the tests' tiny models, and writes down what it learned.
 
-    RANK=0 WORLD_SIZE=1 … python -m benchmarks.gpu.worker --device cuda --layout '{"family": "t5"}' --output FILE
+    RANK=0 WORLD_SIZE=1 … python -m benchmarks.gpu.worker --device cuda --layout "t5 1x1x1" --output FILE
 
 All ranks are on the first GPU: one of them talks over NCCL, several over gloo and through the host. With --spread
 each is on its own GPU, over NCCL.
 """
 
 import argparse
-import json
 import os
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from megatron_dynapipe import cpu
 
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--device", choices=("cpu", "cuda"), required=True)
-PARSER.add_argument("--layout", type=json.loads, required=True, help="fields of the tests' `Layout`")
+PARSER.add_argument("--layout", required=True, help="as the rows of the tests' tables say it")
 PARSER.add_argument("--reference", action="store_true", help="samples one by one, by plain autograd")
 PARSER.add_argument("--spread", action="store_true", help="every rank on a device of its own, over NCCL")
 PARSER.add_argument("--soak", type=int, default=0, metavar="N", help="N iterations of changing shapes, memory watched")
@@ -27,16 +26,16 @@ OPTIONS = PARSER.parse_args()
 cpu.quieten()
 cpu.enable(OPTIONS.device)  # before Megatron is imported
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-from megatron_dynapipe.integration.execution import transport  # noqa: E402
-from tests.helpers.layouts import lists, probes, reference, trainer  # noqa: E402
-from tests.helpers.layouts.layout import Layout  # noqa: E402
+from megatron_dynapipe.integration.execution import transport
+from tests.helpers.layouts import lists, probes, reference, trainer
+from tests.helpers.layouts.layout import named
 
 
 def main() -> None:
-    world_size, layout = int(os.environ["WORLD_SIZE"]), Layout.of(OPTIONS.layout)
+    world_size, layout = int(os.environ["WORLD_SIZE"]), named(OPTIONS.layout)
     alone = world_size == 1 or OPTIONS.spread
     if OPTIONS.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -16,28 +16,28 @@ from megatron_dynapipe import cpu
 cpu.quieten()
 cpu.enable()
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
-from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from benchmarks.common import in_turns, interval, show_interval  # noqa: E402
-from megatron_dynapipe.data.segments import (  # noqa: E402
+from benchmarks.common import in_turns, interval, show_interval
+from megatron_dynapipe.data.segments import (
     RowSegments,
     causal_mask,
     decoder_mask,
     encoder_mask,
 )
-from megatron_dynapipe.integration.hooks.cross_entropy import chunked_cross_entropy  # noqa: E402
-from megatron_dynapipe.integration.hooks.fused_kernels import WeightGradients  # noqa: E402
-from megatron_dynapipe.integration.models.attention import SdpaCoreAttention  # noqa: E402
-from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, self_row  # noqa: E402
-from megatron_dynapipe.units import round_up  # noqa: E402
+from megatron_dynapipe.integration.hooks.cross_entropy import chunked_cross_entropy
+from megatron_dynapipe.integration.hooks.fused_kernels import WeightGradients
+from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, self_row
+from megatron_dynapipe.units import round_up
 
 SHAPES = ((16, 64, 4, 32), (8, 128, 4, 32), (2, 512, 4, 32), (4, 512, 8, 64), (1, 1536, 4, 32))
 """Samples, positions, heads, head size; the first and the last are ends of what the demo's plans hold."""

@@ -1,6 +1,6 @@
 """Our plans against those that DAPPLE publishes, under one simulator: its five models on its three kinds of cluster.
 
-python benchmarks/orchestrate/run.py PATH_TO_DAPPLE [--models vgg-19,…] [--json FILE]
+python -m benchmarks.orchestrate.run PATH_TO_DAPPLE [--models vgg-19,…] [--json FILE]
 
 PATH_TO_DAPPLE is a checkout of https://github.com/AlibabaPAI/DAPPLE, whose folder profiling_results is read.
 """
@@ -14,8 +14,9 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from published import BY_PAPER, BY_PLANNER, Published
 
+from benchmarks.common import markdown
+from benchmarks.orchestrate.published import BY_PAPER, BY_PLANNER, Published
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.tuning import LayerProfile, Orchestration, Topology, orchestrate
 from megatron_dynapipe.tuning.layer_profile import read_graph_profile
@@ -127,8 +128,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     wanted = {name.lower() for name in args.models.split(",")}
-    print("| model | cluster | samples | ours | ms | bound | paper | ours / it | planner | ours / it | s |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    columns = "model, cluster, samples, ours, ms, bound, paper, ours / it, planner, ours / it, s"
+    print(markdown(columns.split(", "), []))
     rows = []
     for model in MODELS:
         if model.name.lower() not in wanted:

@@ -106,7 +106,7 @@ def global_batches(family: str, max_seq_len: int, tokens: int) -> list[GlobalBat
     """Two global batches of so many tokens: the recorded ones where there are any, else the first cut ones."""
     recorded = [each for each in _recorded(family, max_seq_len) if each["tokens"] == tokens]
     if len(recorded) > 1:
-        return [_batch(_samples(each)) for each in recorded]
+        return [recorded_batch(each) for each in recorded]
     return cut_batches(family, max_seq_len, tokens, count=2)
 
 
@@ -119,6 +119,11 @@ def cut_batches(family: str, max_seq_len: int, tokens: int, *, count: int, skip:
 @cache
 def _recorded(family: str, max_seq_len: int) -> list[dict[str, Any]]:
     return [each for each in recorded_batches() if (each["model"], each["max_seq_len"]) == (family, max_seq_len)]
+
+
+def recorded_batch(recorded: dict[str, Any]) -> GlobalBatch:
+    """A batch of the batches file as the planner takes it."""
+    return _batch(_samples(recorded))
 
 
 def _samples(recorded: dict[str, Any]) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ models train is a column of `benchmarks/throughput`.
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -110,33 +110,27 @@ def timed(planner: Planner, batches: Sequence[GlobalBatch]) -> tuple[float | Non
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Planning time over the maximum length, over the size, and as a share of the iteration."""
     figure, (axes,) = charts.canvas(1, 3, width=4.4, height=3.8)
-    by_length = [row for row in rows if row.tokens == USUAL_SIZE]
     by_size = sorted((row for row in rows if row.max_seq_len == USUAL_LENGTH), key=lambda row: row.tokens)
     models = list(dict.fromkeys(row.model for row in rows))
-    own = {model: [row for row in by_length if row.model == model] for model in models}
-    seconds = {model: [row.planning_seconds for row in own[model]] for model in models}
-    seconds |= {f"published planner, {model}": [row.published_seconds for row in own[model]] for model in models}
-    lengths = [str(length) for length in LENGTHS]
-    charts.lines(
-        axes[0],
-        lengths,
-        seconds,
-        title="65,536 tokens; dashed: published planner",
-        x="maximum length, tokens",
-        y="seconds a plan",
-    )
+
+    def of_models(every: Sequence[Row], value: Callable[[Row], float | None]) -> dict[str, list[float | None]]:
+        return {model: [value(row) for row in every if row.model == model] for model in models}
+
+    by_length = [row for row in rows if row.tokens == USUAL_SIZE]
+    seconds = of_models(by_length, lambda row: row.planning_seconds)
+    published = of_models(by_length, lambda row: row.published_seconds)
+    seconds |= {f"published planner, {model}": values for model, values in published.items()}
+    title = "65,536 tokens; dashed: published planner"
+    charts.lines(axes[0], [*map(str, LENGTHS)], seconds, title=title, x="maximum length, tokens", y="seconds a plan")
     axes[0].set_ylim(0.01, 20)
     axes[0].set_yscale("log")
     sizes = [f"{tokens // 1024}k" for tokens in TOKENS]
-    of_size = {model: [row for row in by_size if row.model == model] for model in models}
-    planning = {model: [row.planning_seconds for row in each] for model, each in of_size.items()}
+    planning = of_models(by_size, lambda row: row.planning_seconds)
     charts.lines(axes[1], sizes, planning, title="maximum length 2048", x="global batch, tokens", y="seconds a plan")
-    shares = {
-        model: [
-            100 * (row.planning_seconds or 0) / row.iteration_seconds if row.iteration_seconds else None for row in each
-        ]
-        for model, each in of_size.items()
-    }
+    shares = of_models(
+        by_size,
+        lambda row: 100 * (row.planning_seconds or 0) / row.iteration_seconds if row.iteration_seconds else None,
+    )
     title = "planning over iteration, maximum length 2048"
     charts.lines(axes[2], sizes, shares, title=title, x="global batch, tokens", y="% of the iteration, one core")
     charts.legend(figure, [axes], width=2.8)

@@ -104,13 +104,6 @@ def chosen_split(
         return None
 
 
-def settings_of(case: Case, layout: Layout, method: str, split: tuple[int, ...] | None) -> PlannerSettings:
-    """The method's settings: planned, or 1F1B over an equal split."""
-    if method == "dynapipe":
-        return case.settings(layout, layers_per_stage=split)
-    return case.settings(layout, schedule=ScheduleSettings(method="1f1b"))
-
-
 def _row(case: Case, point: Point, method: str, layout: Layout, split: tuple[int, ...] | None) -> Row:
     row = Row(model=case.model, gpus=case.gpus, max_seq_len=point.max_seq_len, tokens=point.tokens, method=method)
     try:
@@ -131,9 +124,11 @@ def _row(case: Case, point: Point, method: str, layout: Layout, split: tuple[int
 def _predictions(
     case: Case, point: Point, method: str, layout: Layout, split: tuple[int, ...] | None
 ) -> Iterator[Prediction]:
-    settings = settings_of(case, layout, method, split)
+    """Planned, or by 1F1B over an equal split."""
+    own = {"layers_per_stage": split} if method == "dynapipe" else {"schedule": ScheduleSettings(method="1f1b")}
     for batch in point.batches:
-        yield predict(method, batch, longest(case.family, point.max_seq_len), settings, case.costs)
+        longest_pair = longest(case.family, point.max_seq_len)
+        yield predict(method, batch, longest_pair, case.settings(layout, **own), case.costs)
 
 
 def _speed(row: Row) -> float:

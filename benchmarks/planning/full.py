@@ -1,7 +1,6 @@
 """Full planning, order to verified plan, held against the published planner on the same batches.
 
-    python benchmarks/planning/full.py [--tokens 65536] [--settings t5:1,1,8 …] [--split auto] [--layout padded]
-        [--markdown]
+    python -m benchmarks.planning.full [--tokens 65536] [--settings t5:1,1,8 …] [--split auto] [--layout padded]
 
 Every setting's batches are planned by `megatron-dynapipe plan --json` in one process on one core, and scored by
 `score_plans.py`, which rebuilds time and memory from the cost model file alone. Columns:
@@ -21,33 +20,24 @@ With `--split auto` each batch's layer split is chosen from the larger batches o
 import argparse
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
-from cases import COSTS, published_results, recorded_batches
+from benchmarks.common import ROOT, environment, markdown
+from benchmarks.planning.cases import COSTS, published_results, recorded_batches
 
-ROOT = Path(__file__).resolve().parents[2]
 MEMORY_MB = 36_000
-MODELS = {
-    "gpt": {"plan": ["--layers", "32"], "score": ["--layers", "32"], "hidden": "4096"},
-    "t5": {
-        "plan": ["--encoder-layers", "24", "--decoder-layers", "24"],
-        "score": ["--encoder-layers", "24", "--decoder-layers", "24"],
-        "hidden": "1024",
-    },
-}
+MODELS = {"gpt": ("--layers 32", "4096"), "t5": ("--encoder-layers 24 --decoder-layers 24", "1024")}
+"""Flags of the layers, and the hidden size."""
 SETTINGS = (
     *("gpt:1,1,8", "gpt:1,2,4", "gpt:1,4,2", "gpt:2,1,4", "gpt:4,2,4"),
     *("t5:1,1,8", "t5:1,2,4", "t5:1,4,2", "t5:1,8,1", "t5:2,2,2"),
 )
 SPLIT_FROM_TOKENS = 262_144
 COLUMNS = ("setting", "batches", "ms", "CPU ms", "verify", "faster", "ratio", "worst", "idle", "bound")
-WIDTHS = (-12, 7, 7, 7, 6, 7, 6, 6, 5, 6)
 
 
 def main() -> None:
@@ -59,12 +49,9 @@ def main() -> None:
     parser.add_argument("--slices", default="auto", help="auto, off or N: long samples of GPT cut into pieces")
     parser.add_argument("--split-backward", default="off", help="auto, on or off: backward passes in halves")
     parser.add_argument("--evaluations", type=int, help="of the search; default: the planner's")
-    parser.add_argument("--markdown", action="store_true", help="print rows of the README's tables")
     args = parser.parse_args()
     every, results = recorded_batches(), published_results()
-    _print(COLUMNS, args.markdown)
-    if args.markdown:
-        print("|---" * len(COLUMNS) + "|")
+    print(markdown(COLUMNS, []), flush=True)
     rows: dict[str, list[dict]] = {model: [] for model in MODELS}
     for setting in args.settings:
         model, _, layout = setting.partition(":")
@@ -80,10 +67,10 @@ def main() -> None:
         for row in planned:
             row["published"] = known[row["id"]]
         rows[model] += planned
-        _row(setting, planned, args.markdown)
+        _row(setting, planned)
     for model, planned in rows.items():
         if any("error" not in row for row in planned):
-            _row(f"all {model}", [row for row in planned if "error" not in row], args.markdown)
+            _row(f"all {model}", [row for row in planned if "error" not in row])
 
 
 def _groups(batches: list[dict], split: str) -> list[list[dict]]:
@@ -96,10 +83,9 @@ def _groups(batches: list[dict], split: str) -> list[list[dict]]:
 
 def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict], every: list[dict]) -> list[dict]:
     """Plan some batches of a setting and score them; one dictionary per batch."""
-    about = MODELS[model]
+    layers, hidden = MODELS[model]
     data, tensor, pipeline = layout.split(",")
     cost = COSTS[model]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = {"plan": folder / "batches.json", "split": folder / "split.json", "report": folder / "report.json"}
@@ -112,12 +98,12 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
             command += ["--search-evaluations", str(args.evaluations)]
         if args.split == "auto":
             command += split_from(files["split"], model, batches[0]["max_seq_len"], every)
-        planned = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+        planned = subprocess.run(command, check=False, capture_output=True, text=True, env=environment())
         if planned.returncode == 2:
             return [{"id": batch["id"], "error": planned.stderr.strip().splitlines()[0]} for batch in batches]
         files["report"].write_text(planned.stdout)
         score = [sys.executable, ROOT / "benchmarks/planning/score_plans.py", files["report"], files["plan"], cost]
-        score += ["--model", model, *about["score"], "--hidden", about["hidden"], "--split", args.split]
+        score += ["--model", model, *layers.split(), "--hidden", hidden, "--split", args.split]
         score += ["--dp", data, "--tp", tensor, "--pp", pipeline, "--memory-mb", str(MEMORY_MB)]
         scored = subprocess.run(score, check=False, capture_output=True, text=True)
         lines = [json.loads(line) for line in scored.stdout.splitlines() if line.startswith("{")]
@@ -130,11 +116,11 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
 
 def arguments(command: str, model: str, layout: str, batches: Path) -> list[str]:
     """The command line of `plan` or `compare` for one setting."""
-    data, tensor, pipeline = layout.split(",")
+    (layers, hidden), (data, tensor, pipeline) = MODELS[model], layout.split(",")
     return [
         *(sys.executable, "-m", "megatron_dynapipe", command, "--json", "--batches", str(batches)),
-        *("--cost-model", str(COSTS[model]), "--model", model, *MODELS[model]["plan"]),
-        *("--hidden-size", MODELS[model]["hidden"], "--device-memory-mb", str(MEMORY_MB), "--distributed-optimizer"),
+        *("--cost-model", str(COSTS[model]), "--model", model, *layers.split()),
+        *("--hidden-size", hidden, "--device-memory-mb", str(MEMORY_MB), "--distributed-optimizer"),
         *("--data-parallel", data, "--tensor-parallel", tensor, "--pipeline-parallel", pipeline),
     ]
 
@@ -151,7 +137,7 @@ def write(path: Path, batches: list[dict]) -> None:
     path.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": batches}))
 
 
-def _row(name: str, rows: list[dict], markdown: bool) -> None:
+def _row(name: str, rows: list[dict]) -> None:
     planned = [row for row in rows if "error" not in row]
     compared = [row for row in planned if "ratio" in row]
     cells = [name, f"{len(planned)}/{len(rows)}"]
@@ -168,17 +154,10 @@ def _row(name: str, rows: list[dict], markdown: bool) -> None:
             f"{statistics.mean(1 - row['busy'] for row in planned):.1%}",
             f"{statistics.mean(row['of_bound'] for row in planned):.1%}",
         ]
-    _print(cells, markdown)
+    print("| " + " | ".join(cells) + " |", flush=True)
     for row in rows:
         if "error" in row:
             print(f"    {row['id']}: {row['error']}", file=sys.stderr)
-
-
-def _print(cells: Sequence[str], markdown: bool) -> None:
-    if markdown:
-        print("| " + " | ".join(cells) + " |", flush=True)
-    else:
-        print(" ".join(f"{c:{'<' if w < 0 else '>'}{abs(w)}}" for c, w in zip(cells, WIDTHS, strict=False)), flush=True)
 
 
 def _geometric(values: list[float]) -> float:

@@ -1,6 +1,6 @@
 """Planned iterations over those of other packers, as `megatron-dynapipe compare` predicts them on A100 costs.
 
-    python benchmarks/planning/rivals.py [--settings gpt:1,1,8 …] [--lengths 2048 8192]
+    python -m benchmarks.planning.rivals [--settings gpt:1,1,8 …] [--lengths 2048 8192]
 
 Batches of 65,536 tokens; the plan's layer split is chosen from the larger batches of the same mixture and maximum
 length, the others run equal layers with 1F1B, and of every recompute mode and multiple of the row the fastest. A line
@@ -9,14 +9,14 @@ per setting and length has the geometric mean of real tokens per second over eac
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from cases import recorded_batches
-from full import ROOT, arguments, split_from, write
+from benchmarks.common import environment
+from benchmarks.planning.cases import recorded_batches
+from benchmarks.planning.full import arguments, split_from, write
 
 RIVALS = ("packed_rows", "dp_balanced", "default_dynamic_cp", "verl", "slime")
 SETTINGS = ("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "gpt:4,2,4", "t5:1,1,8", "t5:1,2,4")
@@ -46,8 +46,7 @@ def _compared(model: str, layout: str, length: int, every: list[dict]) -> dict[s
         write(folder / "batches.json", chosen)
         command = arguments("compare", model, layout, folder / "batches.json")
         command += split_from(folder / "split.json", model, length, every)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment())
     if done.returncode:
         sys.exit(done.stderr)
     found: dict[str, float] = json.loads(done.stdout)["methods"]["dynapipe"]["geomean_over"]

@@ -1,6 +1,6 @@
 """How long one large batch takes to plan, with everything on, and how much memory.
 
-    python benchmarks/planning/scale.py [--samples 100000] [--settings gpt:1,1,8 t5:1,1,8]
+    python -m benchmarks.planning.scale [--samples 100000] [--settings gpt:1,1,8 t5:1,1,8]
 
 The samples are those of the recorded batches of 2,048 positions, again and again. Costs, memory and links are those of
 `full.py`; packed rows, pieces, divided backward passes and half layers are on, the layer split is chosen from the
@@ -10,15 +10,15 @@ larger batches. One process on one core for each setting; memory is that of the 
 import argparse
 import itertools
 import json
-import os
 import resource
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from cases import recorded_batches
-from full import ROOT, arguments, split_from, write
+from benchmarks.common import environment
+from benchmarks.planning.cases import recorded_batches
+from benchmarks.planning.full import arguments, split_from, write
 
 LONGEST = 2048
 
@@ -52,8 +52,7 @@ def _planned(model: str, layout: str, samples: int, every: list[dict]) -> tuple[
         write(folder / "batch.json", [{"id": "large", **drawn}])
         command = arguments("plan", model, layout, folder / "batch.json")
         command += split_from(folder / "split.json", model, LONGEST, every)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment())
     if done.returncode == 2:
         sys.exit(done.stderr)
     (iteration,) = json.loads(done.stdout)["iterations"]

@@ -1,6 +1,6 @@
 """What a setting of the planner costs or gains: predicted time of every batch over that of plans without it.
 
-    python benchmarks/planning/variants.py chunks|transfers|in-step [--settings t5:1,2,4 …] [--chunks 2]
+    python -m benchmarks.planning.variants chunks|transfers|in-step [--settings t5:1,2,4 …] [--chunks 2]
 
 chunks: a searched order of several chunks on each rank over interleaved 1F1B on the best of the same cuts, and over a
 searched order with one chunk. transfers: plans under the rules of transfers on GPUs over plans under gloo's, and how
@@ -14,12 +14,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cases import batches, planner
-
+from benchmarks.paper.clusters import USUAL_SIZE, Case, recorded_batch
+from benchmarks.planning.cases import recorded_batches
 from megatron_dynapipe.errors import PlanError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, TransferRules
 from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.units import BatchLayout
 
@@ -59,11 +60,16 @@ def main() -> None:
 
 def plans(setting: str, **changes: Any) -> Plans:
     """A plan of every batch; None where there is none."""
-    planned_by = planner(setting, **changes)
+    model, _, layout = setting.partition(":")
+    data, tensor, pipeline = map(int, layout.split(","))
+    case, usual = Case(model, 8), {"micro_batch_layouts": (BatchLayout.PADDED,)}
+    planner = Planner(case.settings((data, tensor, pipeline), **usual | changes), case.costs)
     made: Plans = []
-    for batch in batches(setting.partition(":")[0]):
+    for batch in recorded_batches():
+        if batch["model"] != model or batch["tokens"] != USUAL_SIZE:
+            continue
         try:
-            made.append(planned_by.plan(batch, 0))
+            made.append(planner.plan(recorded_batch(batch), 0))
         except PlanningError:
             made.append(None)
     return made

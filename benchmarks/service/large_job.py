@@ -22,18 +22,70 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import psutil
 
-from benchmarks.service.jobs import service_settings, write_lengths
-from megatron_dynapipe.service import PlanClient, PlannerProcess, ServiceSettings
+from megatron_dynapipe.cost import A100_RATES, ModelShape
+from megatron_dynapipe.data.indexed import write_index
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import SamplerSettings
+from megatron_dynapipe.service import (
+    AnalyticCosts,
+    PlanClient,
+    PlanInputs,
+    PlannerProcess,
+    ServiceSettings,
+    SplitSettings,
+)
 from megatron_dynapipe.service.settings import decode_settings, encode_settings
-from megatron_dynapipe.store import StoreServer, open_store
+from megatron_dynapipe.store import StoreAddress, StoreServer, new_job_name, open_store
+from megatron_dynapipe.units import ModelFamily
 
 REPLICAS, TENSOR, STAGES = 32, 2, 16
+LAYERS, HIDDEN, LONGEST, SAMPLES = 32, 4096, 4096, 8192
 AHEAD = 2
 """How far a rank's prefetched plan is ahead of the iteration in training."""
 P99_MS = 50.0
 type Fetch = tuple[int, float, bool]  # iteration, milliseconds, whether the plan was not there yet
+
+
+def write_lengths(folder: Path, *, samples: int, mean: int) -> None:
+    """A dataset whose samples have lengths and no tokens: skewed, as instructions' are; planners read lengths."""
+    random = np.random.default_rng(0)
+    whole = np.clip(random.lognormal(np.log(mean) - 0.5, 1.0, samples), 4, LONGEST).astype(np.int64)
+    targets = np.maximum(whole // 8, 1)
+    lengths = np.stack([whole - targets, targets], axis=1).reshape(-1).astype(np.int32)
+    write_index(folder / "train", np.dtype("<u2"), samples, lambda: [lengths])
+    with (folder / "train.bin").open("wb") as file:
+        file.truncate(2 * int(lengths.sum()))
+
+
+def service_settings(store: StoreAddress, folder: Path, planners: int) -> ServiceSettings:
+    """A job of a GPT of 6.7B's layers."""
+    sampler = SamplerSettings(family=ModelFamily.GPT, seed=1, samples_per_iteration=SAMPLES, max_input_length=LONGEST)
+    shape = ModelShape(
+        family=ModelFamily.GPT, hidden=HIDDEN, heads=32, kv_channels=128, ffn=4 * HIDDEN, vocabulary=32_000
+    )
+    planner = PlannerSettings(
+        family=ModelFamily.GPT,
+        encoder_layers=LAYERS,
+        hidden_size=HIDDEN,
+        data_parallel=REPLICAS,
+        tensor_parallel=TENSOR,
+        pipeline_parallel=STAGES,
+        memory_limit_bytes=60_000 * 1_000_000,
+        distributed_optimizer=True,
+    )
+    inputs = PlanInputs(
+        data_folder=str(folder),
+        splits=(SplitSettings(name="train", sampler=sampler),),
+        planner=planner,
+        costs=AnalyticCosts(shape=shape, rates=A100_RATES, max_size=256, max_length=LONGEST),
+    )
+    return ServiceSettings(
+        store=store, job=new_job_name(), settings_digest=inputs.digest(), inputs=inputs, retention_s=None,
+        planners=planners,
+    )  # fmt: skip
 
 
 def read(
@@ -76,12 +128,9 @@ def main() -> int:
     options = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        write_lengths(folder, samples=60_000, mean=512, longest=4096)
+        write_lengths(folder, samples=60_000, mean=512)
         server = stack.enter_context(StoreServer())
-        settings = service_settings(
-            server.address, folder, layout=(REPLICAS, TENSOR, STAGES), layers=32, hidden=4096, samples=8192,
-            longest=4096, planners=options.planners,
-        )  # fmt: skip
+        settings = service_settings(server.address, folder, options.planners)
         planners = [
             stack.enter_context(
                 PlannerProcess(

@@ -9,9 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from benchmarks.throughput.methods import ABLATIONS, METHODS, Spec
 from benchmarks.throughput.model import build
 from benchmarks.throughput.rows import joined, rows_of_2023
+from megatron_dynapipe.data.meta import open_split, read_meta
+from megatron_dynapipe.plan.instructions import Pass
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.sampling import LengthTable, Sampler
+from megatron_dynapipe.units import BYTES_PER_MB
 
 TIMEOUT_S = 1800.0
 """Of a wait for the driver, which may be starting the other jobs, and of a transfer."""
@@ -21,11 +30,8 @@ class Job:
     """A method's pipeline on this rank, and the batches that it runs."""
 
     def __init__(self, spec: Spec, setup: Any) -> None:
-        from megatron_dynapipe.data.meta import open_split, read_meta
         from megatron_dynapipe.integration.flags.from_megatron import run_config
         from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
-        from megatron_dynapipe.runtime.control_group import ControlGroup
-        from megatron_dynapipe.sampling import LengthTable, Sampler
 
         method = (METHODS | ABLATIONS)[spec.method]
         run = setup.args
@@ -49,7 +55,6 @@ class Job:
     def prepare(self, settings: Any, costs: Any, tokens: Any) -> None:
         """Build what trains."""
         from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
-        from megatron_dynapipe.planning.planner import Planner
 
         model, optimizer = build(self._setup)
         planner = Planner(settings, costs.load())
@@ -75,8 +80,6 @@ class Job:
 
     def _run(self, number: int) -> dict[str, Any]:
         """Train one global batch; the weights change, the batch does not."""
-        from megatron_dynapipe.plan.instructions import Pass
-
         samples = self.samples(number)
         planning = time.thread_time_ns()  # the planner has one thread, and others may be on its core
         plan = self._pipeline.plan(samples)
@@ -97,8 +100,6 @@ class Job:
 
     def timed[T](self, call: Callable[[], T]) -> tuple[T, dict[str, Any]]:
         """What a call gives on all ranks at once, its ms and the peak memory of the rank that has most."""
-        import torch.distributed as dist
-
         self._reset_peak()
         dist.barrier()
         self._synchronise()
@@ -111,8 +112,6 @@ class Job:
 
     def gathered(self, value: int) -> list[int]:
         """A number of every rank."""
-        import torch
-
         return [int(each) for each in self._control.gather(torch.tensor([value]))]
 
     def samples(self, number: int) -> list[Any]:
@@ -128,22 +127,16 @@ class Job:
         return rows_of_2023(whole, self._row) if self._joins else whole
 
     def _synchronise(self) -> None:
-        import torch
-
         if self._setup.device.type == "cuda":
             torch.cuda.synchronize(self._setup.device)
 
     def _reset_peak(self) -> None:
-        import torch
-
         if self._setup.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._setup.device)
         else:
             Path("/proc/self/clear_refs").write_text("5")  # the kernel's own high-water mark, from now on
 
     def _peak(self) -> int:
-        import torch
-
         if self._setup.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._setup.device)
         (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
@@ -153,7 +146,6 @@ class Job:
 def divide_memory(setup: Any, jobs: int) -> None:
     """Give each of so many jobs on the same GPUs its part of the memory, unless the run says how much it may use."""
     from megatron_dynapipe.integration.flags.machine import cluster_of, device_memory_bytes
-    from megatron_dynapipe.units import BYTES_PER_MB
 
     run = setup.args
     if run.dynapipe_device_memory_limit is None:

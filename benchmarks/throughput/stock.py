@@ -3,12 +3,18 @@
 The tokens of a global batch are cut into rows of the maximum length. The size of micro-batches is found in the warm-up.
 """
 
-from collections.abc import Iterator
 from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.training.argument_utils import core_transformer_config_from_args
 
 from benchmarks.throughput.job import Job
 from benchmarks.throughput.model import wrapped
 from benchmarks.throughput.rows import equal_rows
+from tests.helpers.stock_megatron import forward_step, model_provider
 
 SIZES = (1, 2, 4)
 
@@ -18,26 +24,15 @@ class StockJob(Job):
 
     def prepare(self, _settings: Any, _costs: Any, _tokens: Any) -> None:
         """Build Megatron's GPT with its own layers."""
-        from megatron.core import parallel_state
-        from megatron.core.distributed import finalize_model_grads
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.training.argument_utils import core_transformer_config_from_args
-
         run = self._setup.args
         config = core_transformer_config_from_args(run)
         config.calculate_per_token_loss = True
         config.finalize_model_grads_func = finalize_model_grads
         config.variable_seq_lengths = False
-        module = GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization=run.normalization),
-            vocab_size=run.padded_vocab_size,
-            max_sequence_length=run.max_position_embeddings,
+        module = model_provider(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=not run.untie_embeddings_and_output_weights,
-            position_embedding_type=run.position_embedding_type,
+            config=config,
         ).to(device=self._setup.device, dtype=run.params_dtype)
         self._model, self._optimizer = wrapped(self._setup, module)
         config.no_sync_func = self._model.no_sync
@@ -45,9 +40,6 @@ class StockJob(Job):
         self._size: int | None = None
 
     def _run(self, number: int) -> dict[str, Any]:
-        import torch
-        from megatron.core import parallel_state
-
         replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         every = equal_rows(self.samples(number), self._setup.args.seq_length + 1, multiple=replicas)
         rows = torch.from_numpy(every[replica::replicas]).to(self._setup.device)
@@ -76,13 +68,11 @@ class StockJob(Job):
 
     def _step(self, rows: Any, size: int) -> float:
         """One iteration; its loss on the last stage, else 0."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         reports = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=_micro_batches(rows, size),
+            data_iterator=iter(rows.split(size)),
             model=[self._model],
             num_microbatches=len(rows) // size,
             seq_length=rows.size(1) - 1,
@@ -93,28 +83,3 @@ class StockJob(Job):
         total = sum(float(report["lm loss"][0]) for report in reports)
         tokens = sum(float(report["lm loss"][1]) for report in reports)
         return total / tokens if tokens else 0.0
-
-
-def _micro_batches(rows: Any, size: int) -> Iterator[Any]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
-
-
-def forward_step(batches: Iterator[Any], model: Any) -> tuple[Any, Any]:
-    """A micro-batch through the stage."""
-    import torch
-
-    samples = next(batches)
-    tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
-    length = tokens.size(1)
-    mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
-    positions = torch.arange(length, device=tokens.device).expand_as(tokens)
-    return model(tokens, positions, mask, labels=labels), loss_of
-
-
-def loss_of(losses: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Sum of the tokens' losses, their number, and both for the report."""
-    import torch
-
-    total, tokens = losses.sum(), torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
-    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.to(total.dtype)])}

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_dynapipe.data.indexed import write_samples
 from megatron_dynapipe.data.meta import DatasetMeta, read_meta, write_meta
+from tests.helpers.random_dataset import word_tokenizer
 
 TASKS = {
     "classify": (40, 3, 4.0),
@@ -66,8 +67,8 @@ def make(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         made = Path(temporary) / "made"
-        (made / "tokenizer").mkdir(parents=True)
-        _tokenizer(made / "tokenizer", vocabulary)
+        made.mkdir()
+        word_tokenizer(made / "tokenizer", vocabulary)
         draw = np.random.default_rng(seed)
         counts = {
             split: _write(made, split, int(samples * share), vocabulary, longest, draw)
@@ -100,21 +101,6 @@ def _write(
     write_samples(folder / split, ((tokens[:inputs], tokens[inputs:]) for inputs, tokens in drawn), vocabulary)
     np.save(folder / f"{split}.tasks.npy", tasks)
     return {name: int((tasks == place).sum()) for place, name in enumerate(TASKS)}
-
-
-def _tokenizer(folder: Path, vocabulary: int) -> None:
-    """A word for every token: entry scripts want a tokenizer."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{token}": token for token in range(SPECIAL, vocabulary)}
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")),
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-    )
-    fast.save_pretrained(folder)
 
 
 if __name__ == "__main__":

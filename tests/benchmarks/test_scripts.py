@@ -125,7 +125,7 @@ def test_no_published_plan_of_unequal_replicas_is_faster(tmp_path):
     layers = [node(1, "Input"), *(node(n, "Conv", 1, 2, "1e7", 1e4 if n < 23 else 1e8) for n in range(2, 27))]
     edges = [f"\tnode{n} -- node{n + 1}" for n in range(1, 26)]
     (folder / "vgg-19-pbs-32.txt").write_text("\n".join([*layers, *edges]))
-    run("benchmarks/orchestrate/run.py", tmp_path, "--models", "vgg-19", "--json", tmp_path / "rows.json")
+    run("-m", "benchmarks.orchestrate.run", tmp_path, "--models", "vgg-19", "--json", tmp_path / "rows.json")
     rows = read(tmp_path / "rows.json")
     assert [(row["cluster"], row["samples"]) for row in rows[:3]] == [("A", "whole"), ("A", "divided"), ("B", "whole")]
     assert [row["paper_plan"] for row in rows] == ["16"] * 4 + ["15:1"] * 2

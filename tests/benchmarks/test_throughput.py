@@ -10,12 +10,12 @@ import pytest
 from benchmarks.common import interval, ratio_of_sums
 from benchmarks.throughput import comparison, devices, methods, report, rows, synthetic, training
 from megatron_dynapipe import config
-from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
+from megatron_dynapipe.cost import A100_RATES
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import GlobalBatch, LengthTable
+from megatron_dynapipe.sampling import LengthTable
 from megatron_dynapipe.units import BatchLayout, ModelFamily
+from tests.planning.planner_cases import batch_of, cost_model, settings
 
 NAMES = ("num-layers", "encoder-num-layers", "decoder-num-layers")
 NAMES += ("seq-length", "decoder-seq-length", "max-position-embeddings")
@@ -116,11 +116,7 @@ def test_a_maximum_length_truncates_and_leaves_shorter_targets(tmp_path):
 
 @pytest.mark.parametrize(
     ("together", "expected"),
-    [
-        (4, [["b", "a", "c", "d"]]),
-        (2, [["b", "a"], ["a", "c"], ["a", "d"]]),
-        (3, [["b", "a", "c"], ["a", "d"]]),
-    ],
+    [(4, [["b", "a", "c", "d"]]), (2, [["b", "a"], ["a", "c"], ["a", "d"]]), (3, [["b", "a", "c"], ["a", "d"]])],
 )
 def test_groups_hold_the_base_and_every_other_method_once(together, expected):
     assert comparison.groups(["b", "a", "c", "d"], "a", together) == expected
@@ -158,7 +154,7 @@ def test_run_files_for_gpus_fit_the_synthetic_mixture(family):
 
 
 def test_a_synthetic_dataset_is_drawn_from_its_seed(monkeypatch, tmp_path):
-    monkeypatch.setattr(synthetic, "_tokenizer", lambda folder, vocabulary: None)
+    monkeypatch.setattr(synthetic, "word_tokenizer", lambda folder, vocabulary: None)
     sizes = {"samples": 400, "vocabulary": 64, "longest": (512, 60)}
     folders = [synthetic.make(tmp_path / name, **sizes, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     one, same, other = ((folder / "train.bin").read_bytes() for folder in folders)
@@ -230,19 +226,9 @@ def test_equal_rows_cut_the_tokens_as_they_come():
 
 def test_every_method_plans():
     """With its own settings over those of a run; ablations too."""
-    shape = ModelShape(family=ModelFamily.T5, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=512)
-    costs = AnalyticCostModel(shape, A100_RATES, max_size=64, max_length=1024)
-    run = PlannerSettings(
-        family=ModelFamily.T5,
-        encoder_layers=4,
-        decoder_layers=4,
-        hidden_size=64,
-        pipeline_parallel=2,
-        memory_limit_bytes=10**9,
-        micro_batch_layouts=tuple(BatchLayout),
-    )
-    lengths = np.array([9, 200, 30, 77, 120, 31], np.int32)
-    batch = GlobalBatch(iteration=0, sample_ids=np.arange(6), input_lengths=lengths, target_lengths=lengths // 4 + 1)
+    t5 = ModelFamily.T5
+    costs = cost_model(t5, hidden=64, vocabulary=512, rates=A100_RATES, max_size=64, max_length=1024)
+    run = settings(t5, hidden_size=64, micro_batch_layouts=tuple(BatchLayout))
+    batch = batch_of(*((n, n // 4 + 1) for n in (9, 200, 30, 77, 120, 31)))
     for method in (methods.METHODS | methods.ABLATIONS).values():
-        totals = Planner(method.planner(run, (256, 64)), costs).plan(batch, 0).totals
-        assert totals.samples == 6
+        assert Planner(method.planner(run, (256, 64)), costs).plan(batch, 0).totals.samples == 6

@@ -131,10 +131,7 @@ def test_what_has_no_sizes_is_refused(tmp_path: Path, text: str | None, said: st
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            {"num-layers": 4, "hidden-size": 64, "multi-latent-attention": True},
-            "for multi-latent-attention",
-        ),
+        ({"num-layers": 4, "hidden-size": 64, "multi-latent-attention": True}, "for multi-latent-attention"),
         ({"model_type": "gemma2", "hidden_size": 64, "num_hidden_layers": 4}, "a model of type gemma2"),
         (
             {**LLAMA, "model_type": "mistral", "sliding_window": 64, "max_position_embeddings": 4096},
@@ -201,15 +198,8 @@ def test_nothing_is_asked_for_that_a_file_says(batches_file: Path, capsys: pytes
     words = ["--batches", str(batches_file), "--cost-model", "analytic", "--cluster", "h100_80gb", "--limit", "1"]
     words += ["--model-config", str(CONFIGS / "llama_like_8b.yaml"), "--json"]
     more = {"plan": [], "compare": [], "tune": ["--devices", "16", "--top", "1", "--workers", "1"]}
-    layout = [
-        "--data-parallel",
-        "4",
-        "--pipeline-parallel",
-        "4",
-        "--distributed-optimizer",
-        "--search-evaluations",
-        "10",
-    ]
+    layout = ["--data-parallel", "4", "--pipeline-parallel", "4", "--distributed-optimizer"]
+    layout += ["--search-evaluations", "10"]
     for command, own in more.items():
         assert main.main([command, *words, *(own or layout)]) == 0, command
         said = json.loads(capsys.readouterr().out)["cluster"]

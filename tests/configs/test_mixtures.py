@@ -25,12 +25,7 @@ def test_flan_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     (path,) = (path for path in MIXTURES if path.name == "flan_like.yaml")
     for place, task in enumerate(read_mixture(path).tasks):
         rows = [
-            {
-                "inputs": f"question {at}",
-                "targets": f"{at}",
-                "task_name": f"task {place}.{at % 2}",
-                "_template_idx": at,
-            }
+            {"inputs": f"question {at}", "targets": f"{at}", "task_name": f"task {place}.{at % 2}", "_template_idx": at}
             for at in range(40)
         ]
         folder = tmp_path / "hub" / str(task.hub) / "data"

@@ -94,11 +94,7 @@ def test_geometric_axes(first: int, last: int, between: bool, points: list[int])
 
 @pytest.mark.parametrize(
     ("tensor_parallel", "size", "length", "message"),
-    [
-        (3, 8, 64, "must divide the 4 attention heads, got 3"),
-        (1, 0, 64, "max_size ≥ 1"),
-        (1, 8, 4, "max_length ≥ 8"),
-    ],
+    [(3, 8, 64, "must divide the 4 attention heads, got 3"), (1, 0, 64, "max_size ≥ 1"), (1, 8, 4, "max_length ≥ 8")],
 )
 def test_what_cannot_be_is_refused(tensor_parallel: int, size: int, length: int, message: str) -> None:
     with pytest.raises(CostModelError, match=message):

@@ -7,9 +7,6 @@ import pytest
 
 from megatron_dynapipe.cost import (
     ABSENT,
-    CPU_RATES,
-    AnalyticCostModel,
-    ModelShape,
     PipelineLayout,
     Row,
     TableCostModel,
@@ -23,6 +20,7 @@ from megatron_dynapipe.cost.tables import LayerTables
 from megatron_dynapipe.cost.write import as_file
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute, Shape, round_up
+from tests.planning.planner_cases import cost_model
 
 LAYOUT = PipelineLayout.equal(ModelFamily.T5, 4, 4, 2)
 TRUTH = Correction(
@@ -32,17 +30,13 @@ TRUTH = Correction(
 )  # fmt: skip
 
 
-def analytic(family: ModelFamily) -> AnalyticCostModel:
-    shape = ModelShape(family=family, hidden=128, heads=4, kv_channels=32, ffn=512, vocabulary=4096)
-    return AnalyticCostModel(shape, CPU_RATES, max_size=32, max_length=512)
-
-
-MODEL = analytic(ModelFamily.T5)
+MODEL = cost_model(ModelFamily.T5, max_size=32, max_length=512)
 PREFIX = np.arange(10**6, 13 * 10**6, 10**6).reshape(4, 3)
 
 
 def tables(family: ModelFamily = ModelFamily.T5) -> LayerTables:
-    return analytic(family).tables(tensor_parallel=1, recompute=Recompute.NONE)
+    model = cost_model(family, max_size=32, max_length=512)
+    return model.tables(tensor_parallel=1, recompute=Recompute.NONE)
 
 
 def samples(grid: LayerTables, count: int, *, noise: float, seed: int = 0) -> list[PassSample]:

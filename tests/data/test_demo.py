@@ -57,9 +57,7 @@ def test_samples_of_a_source_file() -> None:
         TextSample("signature", "write signature:\nDoes nothing at all.", "def nothing()"),
         TextSample("signature", "write signature:\nshort", "def wait(*steps)"),
         TextSample(
-            "signature",
-            "write signature:\nReturn the area, scaled.",
-            "def area(self, scale: float=1.0) -> float",
+            "signature", "write signature:\nReturn the area, scaled.", "def area(self, scale: float=1.0) -> float"
         ),
         TextSample(
             "function_summary",
@@ -69,8 +67,10 @@ def test_samples_of_a_source_file() -> None:
     ]
 
 
-def test_long_modules_are_cut_at_a_line() -> None:
+def test_long_modules_are_cut_at_a_line_and_some_files_give_nothing() -> None:
     source = '"""A module of many lines."""\n' + "".join(f"value_{at} = {at}\n" for at in range(1000))
+    for nothing in (b"def (", b"\xff\xfe", b"x = 1", b"\x00"):
+        assert list(samples_of_source(nothing)) == []
     (sample,) = samples_of_source(source.encode())
     assert len(sample.input) < 4100
     last = sample.input.splitlines()[-1]
@@ -78,28 +78,22 @@ def test_long_modules_are_cut_at_a_line() -> None:
     assert name == f"value_{value}"
 
 
-@pytest.mark.parametrize("source", [b"def (", b"\xff\xfe", b"x = 1", b"\x00"])
-def test_files_that_give_nothing(source: bytes) -> None:
-    assert list(samples_of_source(source)) == []
-
-
-def test_skips_tests_and_installed_packages(tmp_path: Path) -> None:
+def test_skips_tests_and_installed_packages_the_same_way_each_time(tmp_path: Path) -> None:
     for folder in ("lib", "test", "site-packages/other", "idlelib"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "module.py").write_text(SOURCE.replace("Shapes", f"Shapes of {folder}"))
     samples = stdlib_samples(100, tmp_path)
     assert stdlib_samples(100, tmp_path) == samples, "the same each time"
-    assert [sample.target for sample in samples if sample.task == "module_summary"] == ["Shapes of lib and areas."]
-
-
-def test_no_source(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected the source of Python's standard library in .*, found none for func"):
-        stdlib_samples(10, tmp_path)
+        stdlib_samples(10, tmp_path / "none")
+    assert [sample.target for sample in samples if sample.task == "module_summary"] == ["Shapes of lib and areas."]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo") / "data"
+    """That of set-up, where this Python built one; else a new one, which takes a while."""
+    made = Path(__file__).parents[2] / ".demo" / "data"
+    folder = made if demo._up_to_date(made) else tmp_path_factory.mktemp("demo") / "data"
     build_demo(folder)
     return folder
 

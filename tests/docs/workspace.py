@@ -43,11 +43,7 @@ _MODEL = {
 }
 """What the files of `configs/` have instead of their own numbers, where they have such a key."""
 _CHAT = "{% for m in messages %}{{ m['content'] }}{% generation %}{% endgeneration %}{% endfor %}"
-_SLURM = {
-    "sbatch": 'shift 2\nexec bash "$@"',
-    "srun": 'shift\nexec "$@"',
-    "scontrol": "echo 127.0.0.1",
-}
+_SLURM = {"sbatch": 'shift 2\nexec bash "$@"', "srun": 'shift\nexec "$@"', "scontrol": "echo 127.0.0.1"}
 
 
 def make_workspace(folder: Path) -> dict[str, str]:

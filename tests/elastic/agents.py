@@ -51,8 +51,7 @@ class Nodes:
     def __exit__(self, *_: object) -> None:
         for agent in self._started:
             if agent.poll() is None:
-                for process in [*psutil.Process(agent.pid).children(recursive=True), agent]:
-                    process.kill()
+                kill(agent)
             agent.wait(DEADLINE_S)
 
     def start(
@@ -109,3 +108,9 @@ class Nodes:
             said = "\n".join(path.read_text()[-2000:] for path in sorted(self.folder.glob("agent-*")))
             assert time.monotonic() < deadline, f"expected {what} within {DEADLINE_S:.0f} s: {self.log()}\n{said}"
             time.sleep(0.1)
+
+
+def kill(agent: subprocess.Popen[bytes]) -> None:
+    """With all that it has started."""
+    for process in [*psutil.Process(agent.pid).children(recursive=True), psutil.Process(agent.pid)]:
+        process.kill()

@@ -14,7 +14,7 @@ from megatron_dynapipe.elastic import rendezvous
 from megatron_dynapipe.elastic.launch import MOST_FRUITLESS
 from megatron_dynapipe.elastic.rendezvous import KEY_VARIABLE
 from megatron_dynapipe.errors import ConfigError
-from tests.elastic.agents import DEADLINE_S, TOY, Nodes
+from tests.elastic.agents import DEADLINE_S, TOY, Nodes, kill
 from tests.store.servers import free_port
 
 
@@ -48,8 +48,7 @@ def test_a_lost_rank_is_started_again_and_counted_and_a_lost_node_is_noticed(nod
     nodes.await_starts(1)
     lost = nodes.start(*flags)
     nodes.await_starts(2)
-    for process in [*psutil.Process(lost.pid).children(recursive=True), psutil.Process(lost.pid)]:
-        process.kill()
+    kill(lost)
     nodes.await_starts(1, rounds=2)
     assert "1 of 2 nodes are silent or have left" in nodes.said(0)
     nodes.signal_rank(0, signal.SIGKILL)

@@ -67,18 +67,6 @@ def test_split_points_are_those_between_stages(alone: Path) -> None:
     assert ModuleLayout.of(found, COSTS).split_points == ()
 
 
-def test_ranks_are_left_out_or_waited_for_where_no_layout_fits(alone: Path) -> None:
-    """Three ranks are three replicas or three stages; memory for one segment takes four."""
-    largest = max(segment.state_mb + segment.largest_mb() for segment in COSTS.segments)
-    limit = round(largest * 1.2 * 10**6)
-    found = choice(1, 4, limit)
-    assert found.ranks == 0 and found.needed > 1 and found.reason.startswith("1 ranks: ")
-    with pytest.raises(ConfigError, match="no layout of up to 1 ranks fits"):
-        choice(1, 1, limit)
-    more = choice(6, 6, limit)
-    assert more.ranks >= found.needed
-
-
 def test_costs_that_cannot_be_read_are_named(alone: Path) -> None:
     with pytest.raises(CostModelError, match="cannot read the cost model /nowhere"):
         layout_for("/nowhere", LENGTHS, memory_limit_bytes=LIMIT)
@@ -201,14 +189,27 @@ def undisturbed(costs: Path, folder: Path) -> dict[int, tuple[str, float]]:
     return losses_of(done.stdout)
 
 
+def script_of(costs: Path, folder: Path, iterations: int = ITERATIONS) -> list[str]:
+    return [str(SCRIPT), "--costs", str(costs), "--save", str(folder / "run"), "--iterations", str(iterations)]
+
+
+def assert_as_undisturbed(found: dict[int, tuple[str, float]], costs: Path, folder: Path) -> None:
+    """Every iteration has its loss, and the last ones are one rank's."""
+    assert list(found) == list(range(ITERATIONS))
+    layouts = [layout for layout, _ in found.values()]
+    assert layouts[0] != layouts[-1] == "{'replicas': 1, 'stages': 1}"
+    expected = undisturbed(costs, folder / "undisturbed")
+    for iteration, (_, loss) in found.items():
+        assert loss == pytest.approx(expected[iteration][1], rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_example_goes_on_when_a_node_leaves_on_notice(
     costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    script = [str(SCRIPT), "--costs", str(costs), "--save", str(tmp_path / "run"), "--iterations", str(ITERATIONS)]
-    with Nodes(tmp_path, free_port(), least=1, most=2, script=script) as nodes:
+    with Nodes(tmp_path, free_port(), least=1, most=2, script=script_of(costs, tmp_path)) as nodes:
         stays = nodes.start("--last-call", "20")
         nodes.await_host()
         leaves = nodes.start("--last-call", "20")
@@ -216,12 +217,7 @@ def test_the_example_goes_on_when_a_node_leaves_on_notice(
         leaves.send_signal(signal.SIGUSR1)
         assert leaves.wait(DEADLINE_S) == 0 and stays.wait(DEADLINE_S) == 0
         found = trained(nodes)
-    assert list(found) == list(range(ITERATIONS))
-    layouts = [layout for layout, _ in found.values()]
-    assert layouts[0] != layouts[-1] == "{'replicas': 1, 'stages': 1}"
-    expected = undisturbed(costs, tmp_path / "undisturbed")
-    for iteration, (_, loss) in found.items():
-        assert loss == pytest.approx(expected[iteration][1], rel=1e-4)
+    assert_as_undisturbed(found, costs, tmp_path)
 
 
 @pytest.mark.slow
@@ -229,8 +225,7 @@ def test_the_example_goes_on_when_a_node_leaves_on_notice(
 def test_ranks_do_not_outlive_a_killed_agent(costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They went on to save, beside the ranks of the next `launch`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    script = [str(SCRIPT), "--costs", str(costs), "--save", str(tmp_path / "run"), "--iterations", "100000"]
-    with Nodes(tmp_path, free_port(), least=1, most=1, script=script) as nodes:
+    with Nodes(tmp_path, free_port(), least=1, most=1, script=script_of(costs, tmp_path, 100_000)) as nodes:
         agent = nodes.start()
         nodes.until(lambda: len(losses_of(nodes.said(0))) > 3, "three iterations")
         ranks = psutil.Process(agent.pid).children(recursive=True)

@@ -1,14 +1,12 @@
 """Two nodes of a job as network namespaces: one is cut off or killed, the other goes on from the last checkpoint."""
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.elastic.agents import DEADLINE_S, Nodes
-from tests.elastic.test_module_runs import ITERATIONS, SCRIPT, costs, trained, undisturbed
+from tests.elastic.agents import DEADLINE_S, Nodes, kill
+from tests.elastic.test_module_runs import assert_as_undisturbed, costs, script_of, trained
 from tests.helpers.namespaces import ADDRESSES, inside, ip, two_nodes
 
 __all__ = ["costs"]
@@ -21,11 +19,6 @@ def namespaces() -> Iterator[tuple[str, str]]:
         yield names
 
 
-def kill(agent: subprocess.Popen[bytes]) -> None:
-    for process in [*psutil.Process(agent.pid).children(recursive=True), psutil.Process(agent.pid)]:
-        process.kill()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("event", ["killed", "cut off"])
@@ -34,9 +27,8 @@ def test_the_other_node_goes_on(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "link0")
-    script = [str(SCRIPT), "--costs", str(costs), "--save", str(tmp_path / "run"), "--iterations", str(ITERATIONS)]
     flags = ("--last-call", "20", "--emergency-every", str(EVERY), "--rdzv-conf", "read_timeout=30")
-    with Nodes(tmp_path, 29400, least=1, most=2, script=script, host=ADDRESSES[0]) as nodes:
+    with Nodes(tmp_path, 29400, least=1, most=2, script=script_of(costs, tmp_path), host=ADDRESSES[0]) as nodes:
         stays, lost = (
             nodes.start(*flags, address=address, before=inside(name))
             for name, address in zip(namespaces, ADDRESSES, strict=True)
@@ -49,10 +41,5 @@ def test_the_other_node_goes_on(
         assert stays.wait(DEADLINE_S) == 0, nodes.said(0)[-3000:]
         assert lost.wait(DEADLINE_S) != 0, nodes.said(1)[-3000:]
         found = trained(nodes)
-    assert list(found) == list(range(ITERATIONS))
-    layouts = [layout for layout, _ in found.values()]
-    assert layouts[0] != layouts[-1] == "{'replicas': 1, 'stages': 1}"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    expected = undisturbed(costs, tmp_path / "undisturbed")
-    for iteration, (_, loss) in found.items():
-        assert loss == pytest.approx(expected[iteration][1], rel=1e-4)
+    assert_as_undisturbed(found, costs, tmp_path)

@@ -170,8 +170,3 @@ def stage_entry(iteration: int, *micro_batches: MicroBatch, stage: int = 0, **ch
         ),
     }
     return StageEntry(iteration=iteration, micro_batches=micro_batches, **(fields | changes))
-
-
-def samples_of(plan: IterationPlan) -> list[int]:
-    """Ids of all samples of a plan."""
-    return [sample for replica in plan.replicas for batch in replica.micro_batches for sample in batch.sample_ids]

@@ -50,7 +50,7 @@ def run_ranks(
         ranks = []
         for rank in range(world_size):
             receiver, sender = _context.Pipe(duplex=False)
-            env = _environment(rank, world_size, rendezvous.port) | dict(environment or {})
+            env = rank_environment(rank, world_size, rendezvous.port) | dict(environment or {})
             stacks = Path(folder) / f"stacks{rank}"
             process = _context.Process(
                 target=_run_rank,
@@ -63,7 +63,8 @@ def run_ranks(
         return _collect(ranks, deadline_s)
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun says to a rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

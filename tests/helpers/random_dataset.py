@@ -11,6 +11,18 @@ from megatron_dynapipe.data.meta import DatasetMeta, write_meta
 VOCABULARY = 512
 
 
+def word_tokenizer(folder: Path, vocabulary: int) -> None:
+    """A tokenizer with a word for every token."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    folder.mkdir(parents=True)
+    fast.save_pretrained(folder)
+
+
 def make_dataset(
     folder: Path,
     samples: int = 64,
@@ -24,14 +36,7 @@ def make_dataset(
 
     Samples take turns among the tasks, of which `rates` says how often training draws each.
     """
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    folder.mkdir(parents=True)
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    fast.save_pretrained(folder / "tokenizer")
+    word_tokenizer(folder / "tokenizer", VOCABULARY)
     draw = np.random.default_rng(5)
     for split in ("train", "valid", "test"):
         ends = (lengths, (1, target))

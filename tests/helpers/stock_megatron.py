@@ -73,12 +73,13 @@ def forward_step(batches, model):
     samples = next(batches)
     tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
     length = tokens.size(1)
-    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-    return model(tokens, torch.arange(length).expand_as(tokens), mask, labels=labels), loss_function
+    mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+    positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+    return model(tokens, positions, mask, labels=labels), loss_function
 
 
 def loss_function(losses):
-    total, tokens = losses.sum(), torch.tensor(losses.numel(), dtype=torch.int)
+    total, tokens = losses.sum(), torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
 
 

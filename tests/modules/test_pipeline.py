@@ -11,8 +11,6 @@ from torch import nn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.trace import ReadAttributes
 from tests.helpers.processes import run_ranks
-from tests.modules.models import CASES
-from tests.modules.training import SIZES, train
 
 OFFSET = 0.0
 
@@ -321,11 +319,3 @@ def test_a_changed_file_of_a_checkpoint_is_named_on_every_rank(tmp_path):
     file.write_bytes(content)
     for said in run_ranks(missing, 2, {"folder": str(folder)}):
         assert "expected the files that were saved, found others under __1_0.distcp" in said
-
-
-@pytest.mark.slow
-def test_shared_weights_are_equal_after_twenty_steps():
-    sizes = [SIZES[step % len(SIZES)] for step in range(20)]
-    ranks = run_ranks(train, 4, {"name": "gpt2", "replicas": 2, "sizes": sizes}, deadline_s=240)
-    assert all(found["losses"] == pytest.approx(found["expected"], abs=1e-4) for found in ranks)
-    assert all(found["weights"] < 1e-4 for found in ranks), CASES

@@ -121,29 +121,10 @@ def test_a_damaged_file_is_refused(change, said):
         SegmentCosts.decode(msgspec.json.encode(file))
 
 
-def test_a_file_that_is_missing_is_refused(tmp_path):
-    with pytest.raises(CostModelError, match="cannot read the cost model"):
-        SegmentCosts.load(tmp_path / "none.json")
-
-
 def planner_of(stages: int = 2, replicas: int = 1, weights: tuple[float, ...] = (1, 1, 1, 1), **more: Any) -> Any:
     costs = costs_of(*weights)
     stage_of = divide_segments(costs, costs.points, stages)
     return ModulePlanner(costs, stage_of, stages=stages, replicas=replicas, memory_limit_bytes=10**9, **more)
-
-
-def test_the_planner_takes_the_costs_of_segments():
-    plan = planner_of(replicas=2).plan([8, 9, 30, 31, 60, 5, 7, 33], 3)
-    assert plan.pipeline_stages == 2 and len(plan.replicas) == 2
-    ids = sorted(i for replica in plan.replicas for mb in replica.micro_batches for i in mb.sample_ids)
-    assert ids == list(range(8))
-    longest = max(mb.shape.input_length for replica in plan.replicas for mb in replica.micro_batches)
-    assert longest == 64
-
-
-def test_a_heavier_stage_makes_predictions_longer_and_memory_larger():
-    light, heavy = (planner_of(weights=weights).plan([32] * 8, 0) for weights in ((1, 1, 1, 1), (1, 1, 1, 3)))
-    assert heavy.totals.predicted_ns > light.totals.predicted_ns
 
 
 def test_every_stage_is_planned_with_its_own_costs():

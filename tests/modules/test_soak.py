@@ -1,21 +1,25 @@
 """Two hundred iterations of changing shapes leave a rank's memory where it was."""
 
-import runpy
-from pathlib import Path
+import gc
 
+import psutil
 import pytest
-import torch.distributed as dist
+import torch
 
 from tests.helpers.processes import run_ranks
-from tests.modules.models import quiet
-
-SOAK = Path(__file__).parents[2] / "benchmarks" / "executor" / "soak.py"
+from tests.modules.test_pipeline import toy_batch, toy_pipeline
 
 
-def soak(rank: int, world_size: int) -> tuple[float, float]:
-    quiet()
-    dist.init_process_group("gloo")
-    return runpy.run_path(str(SOAK))["run"](200)
+def soak(rank: int, world_size: int) -> list[int]:
+    """Resident bytes after a quarter of the iterations, and at the end."""
+    draw, (_, pipeline), found = torch.Generator().manual_seed(0), toy_pipeline(), []
+    for iteration in range(200):
+        size, length = torch.randint(2, 60, (2,), generator=draw).tolist()
+        pipeline.step(toy_batch(size, length, iteration))
+        if iteration in (49, 199):
+            gc.collect()
+            found.append(psutil.Process().memory_info().rss)
+    return found
 
 
 @pytest.mark.slow

@@ -8,28 +8,10 @@ from torch import nn
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.modules.uneven import UnevenPipeline, stage_of_plan
-from megatron_dynapipe.runtime.sliced import shared_rows, slices
 from megatron_dynapipe.tuning import Layer, LayerProfile, Topology, orchestrate
 from tests.helpers.processes import run_ranks
 
 WIDTH = 6
-
-
-def test_slices_of_a_unit():
-    assert slices(6, 2) == [range(3), range(3, 6)]
-    assert slices(5, 3) == [range(2), range(2, 4), range(4, 5)]
-
-
-@pytest.mark.parametrize(
-    ("mine", "replicas", "shared"),
-    [
-        (range(3), 1, [(0, slice(0, 3))]),
-        (range(3, 6), 3, [(1, slice(0, 1)), (2, slice(1, 3))]),
-        (range(2, 4), 2, [(0, slice(0, 1)), (1, slice(1, 2))]),
-    ],
-)
-def test_rows_that_two_stages_share(mine, replicas, shared):
-    assert shared_rows(mine, slices(6, replicas)) == shared
 
 
 def layers() -> list[nn.Module]:

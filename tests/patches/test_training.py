@@ -17,6 +17,7 @@ from megatron_dynapipe import patching
 from megatron_dynapipe.report.run import read_run
 from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, train
 from tests.helpers.megatron_wheels import VERSIONS, unpack
+from tests.helpers.processes import rank_environment
 from tests.helpers.random_dataset import make_dataset
 
 BY_HAND = Path(__file__).with_name("pretrain_gpt_by_hand.py")
@@ -179,20 +180,11 @@ def launch(
 ) -> list[str]:
     """Run a script on ranks whose Megatron is the checkout's; each rank's output."""
     rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {
-        "PYTHONPATH": f"{checkout}{os.pathsep}{ROOT}",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(rendezvous.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
+    common = {"PYTHONPATH": f"{checkout}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, str(script), *flags.split(), "--dynapipe-report-dir", str(folder / "report")]
     started = []
     for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOSSES": str(folder / f"losses-{rank}.json")}
+        own = rank_environment(rank, ranks, rendezvous.port) | {"LOSSES": str(folder / f"losses-{rank}.json")}
         log = (folder / f"rank-{rank}.log").open("w")
         process = subprocess.Popen(
             command, cwd=checkout, env=os.environ | common | own, stdout=log, stderr=subprocess.STDOUT

@@ -68,8 +68,7 @@ class RandomPlan:
             order = divided(order, seed)
         boundaries = BoundarySettings(tensors=self.tensors, hidden_size=HIDDEN).shapes(self.shapes)
         self.lists = lower(
-            order,
-            Topology(stages=stages, chunks=self.chunks, shapes=boundaries, forward_only=self.forward_only),
+            order, Topology(stages=stages, chunks=self.chunks, shapes=boundaries, forward_only=self.forward_only)
         )
         verify_lists(self.lists, micro_batches=self.micro_batches, chunks=self.chunks, forward_only=self.forward_only)
 

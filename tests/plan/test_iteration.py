@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_dynapipe.errors import PlanError
-from megatron_dynapipe.plan.iteration import MicroBatch, Totals
+from megatron_dynapipe.plan.iteration import MicroBatch, Piece, Totals
 from megatron_dynapipe.units import BatchLayout, Recompute, Shape
 from tests.helpers.plans import make_plan
 
@@ -32,6 +32,7 @@ NONE = {"sample_ids": (), "input_lengths": (), "target_lengths": (), "shape": Sh
         (NONE, "expected 1 samples with their lengths in a padded"),
         (PACKED | {"shape": Shape(2, 16, 8)}, r"a packed micro-batch of 1 row, got shape 2x16\+8 with 2 rows"),
         (PACKED | {"input_lengths": (10,)}, r"expected 2 samples .* in a packed micro-batch .* 2 sample ids, 1 input"),
+        ({"pieces": (Piece(0, 8), Piece(0, 8))}, "expected pieces in a packed micro-batch alone"),
         ({"peak_bytes": (7,)}, "expected stored and peak bytes for the same virtual stages, got 2 and 1"),
     ],
 )

@@ -101,17 +101,3 @@ def test_chains_in_order_are_accepted(text: str) -> None:
 def test_chains_out_of_order_are_refused(text: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         check_chain_order(4, ROWS, passes(text))
-
-
-def test_pieces_stand_in_packed_rows_alone() -> None:
-    with pytest.raises(PlanError, match="expected pieces in a packed micro-batch alone"):
-        MicroBatch(
-            sample_ids=(1,),
-            input_lengths=(9,),
-            target_lengths=(0,),
-            shape=Shape(1, 8),
-            recompute=Recompute.NONE,
-            stored_bytes=(1,),
-            peak_bytes=(1,),
-            pieces=(Piece(0, 8),),
-        )

@@ -6,16 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import (
-    ABSENT,
-    LayerState,
-    LayerTables,
-    Network,
-    PipelineLayout,
-    Row,
-    of_halves,
-    stage_costs,
-)
+from megatron_dynapipe.cost import ABSENT, LayerState, LayerTables, Network, PipelineLayout, Row, of_halves, stage_costs
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 
@@ -73,11 +64,7 @@ def pipeline_layouts(draw: st.DrawFn, family: ModelFamily) -> PipelineLayout:
     layers = sum(counts) // 2
     encoder = draw(st.integers(1, layers - 1)) if family is ModelFamily.T5 else layers
     return PipelineLayout(
-        family=family,
-        encoder_layers=encoder,
-        decoder_layers=layers - encoder,
-        layers_per_stage=split,
-        chunks=chunks,
+        family=family, encoder_layers=encoder, decoder_layers=layers - encoder, layers_per_stage=split, chunks=chunks
     )
 
 

@@ -5,22 +5,33 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape
+from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, DeviceRates, ModelShape
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily
 
 
-def cost_model(family: ModelFamily, *, max_length: int = 2048) -> AnalyticCostModel:
-    shape = ModelShape(family=family, hidden=128, heads=4, kv_channels=32, ffn=512, vocabulary=4096)
-    return AnalyticCostModel(shape, CPU_RATES, max_size=256, max_length=max_length)
+def cost_model(
+    family: ModelFamily,
+    *,
+    hidden: int = 128,
+    heads: int = 4,
+    vocabulary: int = 4096,
+    rates: DeviceRates = CPU_RATES,
+    max_size: int = 256,
+    max_length: int = 2048,
+) -> AnalyticCostModel:
+    shape = ModelShape(
+        family=family, hidden=hidden, heads=heads, kv_channels=hidden // heads, ffn=4 * hidden, vocabulary=vocabulary
+    )
+    return AnalyticCostModel(shape, rates, max_size=max_size, max_length=max_length)
 
 
 def settings(family: ModelFamily, **changes: Any) -> PlannerSettings:
-    layers = {"encoder_layers": 4, "decoder_layers": 4 if family is ModelFamily.T5 else 0}
-    given = {"pipeline_parallel": 2, "memory_limit_bytes": 2 * 10**9} | layers | changes
-    return PlannerSettings(family=family, hidden_size=128, **given)
+    given = {"encoder_layers": 4, "decoder_layers": 4 if family is ModelFamily.T5 else 0, "hidden_size": 128}
+    given |= {"pipeline_parallel": 2, "memory_limit_bytes": 2 * 10**9}
+    return PlannerSettings(family=family, **given | changes)
 
 
 def planner(family: ModelFamily, **changes: Any) -> Planner:

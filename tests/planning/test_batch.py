@@ -11,6 +11,8 @@ from megatron_dynapipe.units import ModelFamily
 
 SHAPE = {"hidden": 256, "heads": 8, "kv_channels": 32, "ffn": 1024, "vocabulary": 1000}
 LENGTHS = [int(n) for n in np.random.default_rng(0).lognormal(4.5, 1, 61).clip(8, 1000)]
+ONE_BY_ONE = {"partition": PartitionSettings(algorithm=PartitionAlgorithm.UNIFORM, micro_batch_size=1)}
+ONE_BY_ONE |= {"micro_batch_layouts": ("padded",)}
 LAYOUT = {"layers": 8, "memory_mb": 4000, "pipeline_parallel": 2, "data_parallel": 4}
 
 
@@ -34,24 +36,19 @@ def test_replicas_in_step_have_equal_counts_and_like_positions() -> None:
     assert free.predicted_ms <= planned.predicted_ms < 1.3 * free.predicted_ms
     work = [[sum(LENGTHS[i] for i in one) for one in position] for position in zip(*planned.samples, strict=True)]
     assert sum(map(max, work)) < 1.2 * sum(LENGTHS) / 4
-
-
-def test_an_encoder_and_decoder_model() -> None:
-    planned = plan_batch(
-        [(n, n // 4 + 3) for n in LENGTHS], costs(ModelFamily.T5), **LAYOUT | {"layers": (4, 4)}, equal_counts=True
-    )
+    pairs, layout = [(n, n // 4 + 3) for n in LENGTHS], LAYOUT | {"layers": (4, 4)}
+    planned = plan_batch(pairs, costs(ModelFamily.T5), equal_counts=True, **layout)
     assert len({len(replica) for replica in planned.samples}) == 1
 
 
-def test_too_few_samples_for_replicas_in_step() -> None:
-    with pytest.raises(PlanningError, match="3 samples cannot be divided into equally many"):
-        plan_batch([10, 20, 30], costs(), equal_counts=True, **LAYOUT)
-    one = PartitionSettings(algorithm=PartitionAlgorithm.UNIFORM, micro_batch_size=1)
-    settings = LAYOUT | {"partition": one, "micro_batch_layouts": ("padded",)}
-    with pytest.raises(PlanningError, match="5 samples cannot be divided into equally many"):
-        plan_batch([900] * 5, costs(), equal_counts=True, **settings)
-
-
-def test_a_setting_that_there_is_not() -> None:
-    with pytest.raises(ConfigError, match="unknown field `stages`"):
-        plan_batch(LENGTHS, costs(), stages=2, **LAYOUT)
+@pytest.mark.parametrize(
+    ("lengths", "changes", "error", "said"),
+    [
+        ([10, 20, 30], {}, PlanningError, "3 samples cannot be divided into equally many"),
+        ([900] * 5, ONE_BY_ONE, PlanningError, "5 samples cannot be divided into equally many"),
+        (LENGTHS, {"stages": 2}, ConfigError, "unknown field `stages`"),
+    ],
+)
+def test_what_cannot_be_planned(lengths, changes, error, said) -> None:
+    with pytest.raises(error, match=said):
+        plan_batch(lengths, costs(), equal_counts=True, **LAYOUT | changes)

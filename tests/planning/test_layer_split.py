@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, LayerState, LayerTables, ModelShape, Network, Row
+from megatron_dynapipe.cost import A100_RATES, LayerState, LayerTables, Network, Row
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import ModelFamily, Recompute
-from tests.planning.planner_cases import batch_of
+from tests.planning.planner_cases import batch_of, cost_model
 
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 SIZES = np.array([1, 2, 4, 8, 16], np.int64)
@@ -161,21 +161,11 @@ def test_no_sample_that_fitted_is_lost(lengths: list[int], head: int, room: int)
 
 def test_a_layer_is_divided_where_that_evens_stages() -> None:
     """Three layers on two stages; attention is about a third of each."""
-    shape = ModelShape(family=GPT, hidden=512, heads=8, kv_channels=64, ffn=2048, vocabulary=512)
     rates = msgspec.structs.replace(A100_RATES, layer_overhead_us=0.0)
-    costs = AnalyticCostModel(shape, rates, max_size=16, max_length=512)
-    settings = PlannerSettings(
-        family=GPT,
-        encoder_layers=3,
-        hidden_size=512,
-        pipeline_parallel=2,
-        layers_per_stage=(2, 1),
-        memory_limit_bytes=10**10,
-        recompute=(Recompute.NONE,),
-        network=Network(inter_node_latency_us=0.0),
-    )
-    assert choose_layer_split(settings, costs, [batch_of(*[(400, 0)] * 16)]) == (1.5, 1.5)
-    assert choose_layer_split(settings, costs, [batch_of(*[(400, 0)] * 16)], halves=False) == (2, 1)
+    costs = cost_model(GPT, hidden=512, heads=8, vocabulary=512, rates=rates, max_size=16, max_length=512)
+    options = msgspec.structs.replace(run_settings(Costs(GPT), (2, 1)), hidden_size=512, memory_limit_bytes=10**10)
+    assert choose_layer_split(options, costs, [batch_of(*[(400, 0)] * 16)]) == (1.5, 1.5)
+    assert choose_layer_split(options, costs, [batch_of(*[(400, 0)] * 16)], halves=False) == (2, 1)
 
 
 def test_chunks_of_a_stage_are_evened_together() -> None:

@@ -15,10 +15,11 @@ from tests.planning.planner_cases import planner
 GPT = ModelFamily.GPT
 
 
-def planned(lengths: list[int], **changes: object) -> IterationPlan:
+def planned(lengths: list[int], *, ids: list[int] | None = None, **changes: object) -> IterationPlan:
     settings = {"data_parallel": 2, "lockstep": 2, "micro_batch_layouts": tuple(BatchLayout)} | changes
     tokens = np.array(lengths, np.int32)
-    batch = GlobalBatch(iteration=0, sample_ids=np.arange(len(tokens)), input_lengths=tokens, target_lengths=0 * tokens)
+    sample_ids = np.arange(len(tokens)) if ids is None else np.array(ids)
+    batch = GlobalBatch(iteration=0, sample_ids=sample_ids, input_lengths=tokens, target_lengths=0 * tokens)
     return planner(GPT, **settings).plan(batch, 0)
 
 
@@ -57,17 +58,8 @@ def test_samples_of_a_row_are_cut_at_the_same_positions() -> None:
 
 
 def test_a_sample_that_a_batch_holds_twice_stays_whole() -> None:
-    tokens = np.array([1601, 1601, 1409, 101], np.int32)
-    twice = GlobalBatch(iteration=0, sample_ids=np.array([5, 6, 5, 5]), input_lengths=tokens, target_lengths=0 * tokens)
-    changes = {"data_parallel": 2, "lockstep": 2, "slices": 400, "micro_batch_layouts": (BatchLayout.PACKED,)}
-    plan = planner(GPT, **changes).plan(twice, 0)
-    assert plan.totals.samples == 4
-
-
-def test_plans_of_free_replicas_say_nothing_of_steps() -> None:
-    free = planned([1000, 900, 20], lockstep=False)
-    fields = msgspec.msgpack.decode(codec.encode(free)[24:])
-    assert free.in_step == 1 and len(fields) == len(free.__struct_fields__) - 1
+    lengths, cut = [1601, 1601, 1409, 101], {"slices": 400, "micro_batch_layouts": (BatchLayout.PACKED,)}
+    assert planned(lengths, ids=[5, 6, 5, 5], **cut).totals.samples == 4
 
 
 def changed(plan: IterationPlan, replica: int, **changes: object) -> IterationPlan:

@@ -199,10 +199,7 @@ E, D = BoundaryTensor.ENCODER, BoundaryTensor.DECODER
 def test_t5_passes_the_decoders_state_once_it_has_begun(layers, encoder_layers, expected):
     decoder_layers = sum(layers) - encoder_layers
     layout = PipelineLayout(
-        family=ModelFamily.T5,
-        encoder_layers=encoder_layers,
-        decoder_layers=decoder_layers,
-        layers_per_stage=layers,
+        family=ModelFamily.T5, encoder_layers=encoder_layers, decoder_layers=decoder_layers, layers_per_stage=layers
     )
     assert boundary_tensors(layout) == expected
 

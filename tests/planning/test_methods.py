@@ -4,28 +4,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import A100_RATES, CPU_RATES, AnalyticCostModel, ModelShape
+from megatron_dynapipe.cost import A100_RATES, CPU_RATES, AnalyticCostModel
 from megatron_dynapipe.planning.methods import METHODS, Longest, method_settings, predict, rows_of_longest
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.repredict import repredicted_ns
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily
-from tests.planning.planner_cases import batch_of, of_lengths
+from tests.planning.planner_cases import batch_of, cost_model, of_lengths, settings
 
 
 def model(family: ModelFamily) -> tuple[PlannerSettings, AnalyticCostModel]:
-    shape = ModelShape(family=family, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=512)
-    settings = PlannerSettings(
-        family=family,
-        encoder_layers=4,
-        decoder_layers=0 if family is ModelFamily.GPT else 4,
-        hidden_size=64,
-        pipeline_parallel=2,
-        memory_limit_bytes=10**9,
-        micro_batch_layouts=tuple(BatchLayout),
-    )
-    return settings, AnalyticCostModel(shape, A100_RATES, max_size=64, max_length=1024)
+    run = settings(family, hidden_size=64, memory_limit_bytes=10**9, micro_batch_layouts=tuple(BatchLayout))
+    return run, cost_model(family, hidden=64, vocabulary=512, rates=A100_RATES, max_size=64, max_length=1024)
 
 
 @pytest.mark.parametrize(
@@ -59,34 +50,29 @@ def test_rows_without_masks_are_of_the_longest_length(family, samples, rows, row
 
 @pytest.mark.parametrize("family", list(ModelFamily))
 def test_every_method_predicts_the_same_tokens(family: ModelFamily) -> None:
-    settings, costs = model(family)
+    run, costs = model(family)
     samples = [(n, 0 if family is ModelFamily.GPT else 1 + n // 9) for n in (9, 17, 33, 120, 64, 200, 31, 5)]
     tokens = sum(map(sum, samples))
     longest = Longest.of_tokens(family, 256, 0 if family is ModelFamily.GPT else 64)
-    found = {name: predict(name, batch_of(*samples), longest, settings, costs) for name in METHODS}
+    found = {name: predict(name, batch_of(*samples), longest, run, costs) for name in METHODS}
     for each in found.values():
         assert each.tokens_per_second * each.ms / 1e3 == pytest.approx(tokens)
         assert 0 < each.padding_efficiency <= 1 and 1 <= each.shapes <= each.micro_batches
     assert found["padding"].padding_efficiency == pytest.approx(tokens / (len(samples) * sum(longest)))
     assert found["dynapipe"].ms <= min(each.ms for each in found.values()) * 1.001
-    assert method_settings("padding", longest, settings).micro_batch_layouts == (BatchLayout.PADDED,)
-    assert method_settings("packed_rows", longest, settings).schedule.method == "1f1b"
+    assert method_settings("padding", longest, run).micro_batch_layouts == (BatchLayout.PADDED,)
+    assert method_settings("packed_rows", longest, run).schedule.method == "1f1b"
 
 
-SHAPE = ModelShape(family=ModelFamily.T5, hidden=128, heads=4, kv_channels=32, ffn=512, vocabulary=4096)
 LAYOUTS = [(BatchLayout.PADDED,), (BatchLayout.PACKED,), tuple(BatchLayout)]
 
 
-def planner(rate: float = 1.0, **changes: object) -> Planner:
+def planner(rate: float = 1.0, *, longest: int = 512, **changes: object) -> Planner:
     """For costs of a device so many times as fast."""
-    rates = msgspec.structs.replace(CPU_RATES, **{
-        name: getattr(CPU_RATES, name) * rate for name in ("flops_per_second", "bytes_per_second")
-    })  # fmt: skip
-    settings = PlannerSettings(
-        family=ModelFamily.T5, encoder_layers=4, decoder_layers=4, hidden_size=128, data_parallel=2, tensor_parallel=1,
-        pipeline_parallel=2, memory_limit_bytes=2 * 10**9, **changes,
-    )  # fmt: skip
-    return Planner(settings, AnalyticCostModel(SHAPE, rates, max_size=64, max_length=512))
+    faster = {name: getattr(CPU_RATES, name) * rate for name in ("flops_per_second", "bytes_per_second")}
+    rates = msgspec.structs.replace(CPU_RATES, **faster)
+    run = settings(ModelFamily.T5, data_parallel=2, tensor_parallel=1, **changes)
+    return Planner(run, cost_model(ModelFamily.T5, rates=rates, max_size=64, max_length=longest))
 
 
 def batch(samples: int = 24) -> GlobalBatch:
@@ -110,7 +96,4 @@ def test_by_other_costs_it_takes_no_less_than_a_plan_of_theirs_within_the_search
 
 
 def test_costs_that_do_not_reach_so_far_say_nothing() -> None:
-    plan = planner().plan(batch(), 0)
-    settings = planner().settings
-    small = Planner(settings, AnalyticCostModel(SHAPE, CPU_RATES, max_size=64, max_length=64))
-    assert repredicted_ns(plan, batch(), small) is None
+    assert repredicted_ns(planner().plan(batch(), 0), batch(), planner(longest=64)) is None

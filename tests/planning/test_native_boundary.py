@@ -225,6 +225,9 @@ def test_the_package_raises_an_error_of_its_own(problem: Any) -> None:
 
 numbers = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 9)
 arrays = st.lists(numbers, max_size=5).map(lambda values: ints(*values))
+TYPED = dict.fromkeys(("decoder_forward", "decoder_backward"), lambda array: array > 0)
+TYPED |= dict.fromkeys(("latency_ns", "gbps"), lambda array: array.astype(float))
+TYPED |= {"in_flight": lambda array: array[None], "chains": lambda array: array.astype(np.int32)}
 
 
 @settings(max_examples=1000, deadline=None)
@@ -245,19 +248,13 @@ def test_fuzz(data: st.DataObject) -> None:
                 counts = data.draw(arrays)
                 last = data.draw(st.sampled_from([counts % 2, counts]))
                 arguments[name] = np.stack([counts % 2, counts, last], axis=1)
-            case "in_flight":
-                arguments[name] = data.draw(arrays)[None]
-            case "decoder_forward" | "decoder_backward":
-                arguments[name] = data.draw(arrays) > 0
-            case "chains":
-                arguments[name] = data.draw(arrays).astype(np.int32)
-            case "latency_ns" | "gbps":
-                arguments[name] = data.draw(arrays).astype(float)
+            case _ if name in TYPED:
+                arguments[name] = TYPED[name](data.draw(arrays))
             case "packed":
                 axes = [data.draw(arrays) for _ in range(4)]
                 values = np.full((len(Row), len(axes[0]), len(axes[1])), data.draw(numbers), np.int64)
                 arguments[name] = [(*axes[:2], values, *axes[2:], values)]
-            case "forward_only" | "peak_covers_backward" | "may_pad" | "may_pack":
+            case _ if isinstance(arguments[name], bool):
                 arguments[name] = data.draw(st.booleans())
             case _ if isinstance(arguments[name], int):
                 arguments[name] = data.draw(numbers)

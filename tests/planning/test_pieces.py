@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.cli.plan import _replicas
 from megatron_dynapipe.cli.show import _text
-from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape, TableCostModel
+from megatron_dynapipe.cost import A100_RATES, TableCostModel
 from megatron_dynapipe.cost.packed import packed_layer_costs
 from megatron_dynapipe.cost.pieces import piece_costs, prefix_curvatures
 from megatron_dynapipe.cost.tables import ENCODER_ROWS, PREFIX_UNIT
@@ -29,7 +29,7 @@ from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers import benchmark_data
 from tests.helpers.benchmark_data import A100_COSTS
-from tests.planning.planner_cases import of_lengths
+from tests.planning.planner_cases import cost_model, of_lengths
 
 GPT = ModelFamily.GPT
 COSTS = TableCostModel.load(A100_COSTS["gpt"])
@@ -101,10 +101,8 @@ def test_the_core_charges_pieces_by_the_rules_of_cost_pieces() -> None:
 
 def test_a_piece_pays_for_its_prefix_and_keeps_keys_and_values() -> None:
     own, before, followed = np.array([512, 512, 256]), np.array([0, 512, 1024]), np.array([1, 1, 0])
-    shape = ModelShape(family=GPT, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=512)
-    packed = AnalyticCostModel(shape, A100_RATES, max_size=2, max_length=64).tables(
-        tensor_parallel=1, recompute=Recompute.NONE
-    )
+    made = cost_model(GPT, hidden=64, vocabulary=512, rates=A100_RATES, max_size=2, max_length=64)
+    packed = made.tables(tensor_parallel=1, recompute=Recompute.NONE)
     assert packed.packed is not None
     measured = replace(packed, packed=replace(packed.packed, prefix=np.array([[2 * PREFIX_UNIT, PREFIX_UNIT, 1]] * 4)))
     costs = piece_costs(measured, Recompute.NONE, own=own, before=before, followed=0 * own, element_bytes=2)

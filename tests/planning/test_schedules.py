@@ -20,21 +20,31 @@ def words(passes):
     return " ".join(map(format_instruction, passes))
 
 
-def test_gpipe():
+def test_gpipe_and_1f1b():
     assert words(gpipe(random_problem(3, 2))[0]) == "F0 F1 F2 B0 B1 B2"
     assert words(gpipe(random_problem(2, 2, chunks=2))[1]) == "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"
     assert words(gpipe(random_problem(2, 2, forward_only=True))[0]) == "F0 F1"
-
-
-def test_1f1b():
-    order = one_f_one_b(random_problem(5, 3))
-    assert list(map(words, order)) == [
+    assert list(map(words, one_f_one_b(random_problem(5, 3)))) == [
         "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
         "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4",
         "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
     ]
     assert words(one_f_one_b(random_problem(1, 3))[0]) == "F0 B0"
     assert words(one_f_one_b(random_problem(3, 3), depths=(1, 1, 1))[0]) == "F0 B0 F1 B1 F2 B2"
+
+
+@pytest.mark.parametrize("method", SCHEDULES)
+def test_too_little_memory_names_the_stage_and_settings_are_checked(method):
+    problem = random_problem(3, 2, memory_limit_bytes=15)
+    with pytest.raises(InfeasibleError, match=r"stage . needs 0\.0000\d+ MB with this schedule, of 0\.0000\d+ MB"):
+        schedule(problem, ScheduleSettings(method=method))
+    for wrong, said in (
+        ({"method": "zb"}, "expected a schedule among 1f1b, adaptive, gpipe, got 'zb'"),
+        ({"search_evaluations": -1}, "expected at least 0 search evaluations, got -1"),
+        ({"seed": -5}, r"expected a seed from 0 to 2\^64 - 1, got -5"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            ScheduleSettings(**wrong)
 
 
 def megatron_interleaved(rank, stages, chunks, micro_batches):
@@ -75,15 +85,6 @@ def test_interleaved_1f1b_runs_with_any_number_of_micro_batches(stages, chunks):
         verify_lists(lists, micro_batches=micro_batches, chunks=chunks)
 
 
-def test_settings():
-    with pytest.raises(ConfigError, match="expected a schedule among 1f1b, adaptive, gpipe, got 'zb'"):
-        ScheduleSettings(method="zb")
-    with pytest.raises(ConfigError, match="expected at least 0 search evaluations, got -1"):
-        ScheduleSettings(search_evaluations=-1)
-    with pytest.raises(ConfigError, match=r"expected a seed from 0 to 2\^64 - 1, got -5"):
-        ScheduleSettings(seed=-5)
-
-
 def test_1f1b_holds_fewer_micro_batches_where_memory_is_short():
     problem = random_problem(8, 4)
     roomy = schedule(problem, ScheduleSettings(method="1f1b"))
@@ -92,13 +93,6 @@ def test_1f1b_holds_fewer_micro_batches_where_memory_is_short():
     found = schedule(limited, ScheduleSettings(method="1f1b"))
     assert max(found.peak_bytes) <= tight < max(roomy.peak_bytes)
     assert found.makespan_ns >= roomy.makespan_ns
-
-
-@pytest.mark.parametrize("method", SCHEDULES)
-def test_too_little_memory_names_the_stage(method):
-    problem = random_problem(3, 2, memory_limit_bytes=15)
-    with pytest.raises(InfeasibleError, match=r"stage . needs 0\.0000\d+ MB with this schedule, of 0\.0000\d+ MB"):
-        schedule(problem, ScheduleSettings(method=method))
 
 
 problems = st.builds(

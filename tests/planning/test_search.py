@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import Network, ScatterGather
-from megatron_dynapipe.cost.analytic import A100_RATES, AnalyticCostModel
-from megatron_dynapipe.cost.shape import ModelShape
+from megatron_dynapipe.cost.analytic import A100_RATES
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
@@ -15,10 +14,9 @@ from megatron_dynapipe.planning.partition import Partition
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.search import default_evaluations
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily, Recompute
-from tests.planning.planner_cases import of_lengths
+from tests.planning.planner_cases import cost_model, of_lengths, settings
 
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 GB = 10**9
@@ -34,22 +32,20 @@ def batch(samples: int, family: ModelFamily, seed: int) -> GlobalBatch:
 def planner(
     family: ModelFamily, pp: int, dp: int = 1, *, chunks: int = 1, memory_gb: float = 40, **schedule
 ) -> Planner:
-    t5 = family is ModelFamily.T5
-    shape = ModelShape(family=family, hidden=1024, heads=16, kv_channels=64, ffn=4096, vocabulary=32768)
-    settings = PlannerSettings(
-        family=family,
-        encoder_layers=12 if t5 else 24,
-        decoder_layers=12 if t5 else 0,
+    made = settings(
+        family,
+        encoder_layers=12 if family is T5 else 24,
+        decoder_layers=12 if family is T5 else 0,
         hidden_size=1024,
         data_parallel=dp,
         pipeline_parallel=pp,
         chunks=chunks,
         memory_limit_bytes=int(memory_gb * GB),
-        recompute=(Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL),
+        recompute=tuple(Recompute),
         network=Network(devices_per_node=4),
         schedule=ScheduleSettings(**schedule),
     )
-    return Planner(settings, AnalyticCostModel(shape, A100_RATES, max_size=64, max_length=2048))
+    return Planner(made, cost_model(family, hidden=1024, heads=16, vocabulary=32768, rates=A100_RATES, max_size=64))
 
 
 def time_of(plan: IterationPlan) -> int:
@@ -101,15 +97,15 @@ def test_another_seed_may_give_another_plan():
 @pytest.mark.parametrize("family", ModelFamily)
 def test_messages_sharded_over_tensor_parallel_ranks_make_plans_faster(family):
     """Over links that are worth it for some messages."""
-    settings = msgspec.structs.replace(
+    options = msgspec.structs.replace(
         planner(family, 4, search_evaluations=60).settings,
         tensor_parallel=2,
         scatter_gather=ScatterGather.AUTO,
         network=Network(devices_per_node=4, intra_node_latency_us=20, inter_node_latency_us=50),
     )
-    made = Planner(settings, planner(family, 4).cost_model)
+    made = Planner(options, planner(family, 4).cost_model)
     sharded = made.plan(batch(40, family, 0), 0)
-    whole = Planner(msgspec.structs.replace(settings, scatter_gather=ScatterGather.OFF), made.cost_model)
+    whole = Planner(msgspec.structs.replace(options, scatter_gather=ScatterGather.OFF), made.cost_model)
     assert time_of(sharded) < time_of(whole.plan(batch(40, family, 0), 0))
 
 

@@ -81,20 +81,16 @@ def test_a_gradient_leaves_before_the_half_of_the_weights():
         simulate(even_problem(1, 1), ((Forward(0), BackwardWeight(0), BackwardInput(0)),))
 
 
-def test_messages_take_their_time():
+def test_messages_take_their_time_and_a_queued_link_carries_one_at_a_time():
     problem = even_problem(1, 2, transfer=7)
     assert simulate(problem, gpipe(problem)).timeline == (
         (Event(Forward(0), 0, 1), Event(Backward(0), 18, 20)),
         (Event(Forward(0), 8, 9), Event(Backward(0), 9, 11)),
     )
-
-
-def test_a_queued_link_carries_one_message_at_a_time():
     problem = even_problem(3, 2, transfer=7, forward_only=True)
-    free = simulate(problem, gpipe(problem)).timeline[1]
-    queued = simulate(problem, gpipe(problem), queue_links=True).timeline[1]
-    assert [event.start_ns for event in free] == [8, 9, 10]
-    assert [event.start_ns for event in queued] == [8, 15, 22]
+    for queued, starts in ((False, [8, 9, 10]), (True, [8, 15, 22])):
+        run = simulate(problem, gpipe(problem), queue_links=queued)
+        assert [event.start_ns for event in run.timeline[1]] == starts
 
 
 def test_an_order_that_stalls_is_refused_with_where_it_stands():

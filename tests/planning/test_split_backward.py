@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape, TableCostModel
+from megatron_dynapipe.cost import A100_RATES, TableCostModel
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from megatron_dynapipe.plan.verify import verify
@@ -11,10 +11,9 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
-from tests.planning.planner_cases import of_lengths
+from tests.planning.planner_cases import cost_model, of_lengths
 
-SHAPE = ModelShape(family=ModelFamily.GPT, hidden=1024, heads=16, kv_channels=64, ffn=4096, vocabulary=32768)
-COSTS = AnalyticCostModel(SHAPE, A100_RATES, max_size=64, max_length=1024)
+COSTS = cost_model(ModelFamily.GPT, hidden=1024, heads=16, vocabulary=32768, rates=A100_RATES, max_size=64)
 LENGTHS = [40 + 37 * i % 700 for i in range(48)]
 
 

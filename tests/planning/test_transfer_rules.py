@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from megatron_dynapipe.errors import PlanError, StallError
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.instructions import Backward, Forward, RecvStart, RecvWait
-from megatron_dynapipe.plan.transfer_rules import (
-    CUDA_RULES,
-    GLOO_RULES,
-    MANY_QUEUES_RULES,
-    TransferRules,
-    cuda_rules,
-)
+from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, MANY_QUEUES_RULES, TransferRules, cuda_rules
 from megatron_dynapipe.plan.verify import verify, verify_lists
 from megatron_dynapipe.plan.verify_buffers import Dimensions
 from megatron_dynapipe.planning.lowering import Topology, lower
@@ -167,13 +161,6 @@ def test_interleaved_orders_that_stall_receive_earlier():
     assert all(rules.ordered_starts for rules in CUDA_RULES.relaxed()) and not [*GLOO_RULES.relaxed()]
 
 
-def test_rules_are_decoded_strictly():
-    assert msgspec.json.decode(msgspec.json.encode(CUDA_RULES), type=TransferRules) == CUDA_RULES
-    assert GLOO_RULES.are_plain and not CUDA_RULES.are_plain
-    with pytest.raises(msgspec.ValidationError, match="receive_ahead"):
-        msgspec.convert({"receive_ahead": -1}, TransferRules)
-
-
 def test_memory_does_not_depend_on_the_rules():
     problem = random_problem(6, 3)
     order = SCHEDULES["1f1b"](problem)
@@ -182,17 +169,15 @@ def test_memory_does_not_depend_on_the_rules():
 
 
 def test_a_planner_takes_the_rules_of_a_device_unless_it_has_its_own() -> None:
+    """Tensor-parallel size 1 and Blackwell have 32 hardware queues, in which no start waits for another stream's."""
+    for queues, rules in ((None, CUDA_RULES), ("1", CUDA_RULES), ("8", CUDA_RULES), ("32", MANY_QUEUES_RULES)):
+        assert cuda_rules({} if queues is None else {"CUDA_DEVICE_MAX_CONNECTIONS": queues}) == rules
+    assert GLOO_RULES.are_plain and not CUDA_RULES.are_plain
     plain = planner(ModelFamily.GPT)
     assert plain.under(GLOO_RULES) is plain
     ruled = plain.under(CUDA_RULES)
     assert ruled.settings.transfers == CUDA_RULES and ruled.cost_model is plain.cost_model
     own = planner(ModelFamily.GPT, transfers=TransferRules(receive_ahead=3))
     assert own.under(CUDA_RULES) is own
-
-
-@pytest.mark.parametrize(
-    ("queues", "rules"), [(None, CUDA_RULES), ("1", CUDA_RULES), ("8", CUDA_RULES), ("32", MANY_QUEUES_RULES)]
-)
-def test_rules_by_hardware_queues(queues, rules):
-    """Tensor-parallel size 1 and Blackwell have 32, in which no start waits for another stream's."""
-    assert cuda_rules({} if queues is None else {"CUDA_DEVICE_MAX_CONNECTIONS": queues}) == rules
+    with pytest.raises(msgspec.ValidationError, match="receive_ahead"):
+        msgspec.convert({"receive_ahead": -1}, TransferRules)

@@ -30,10 +30,7 @@ def data_of(page) -> dict:
 
 def test_a_page_holds_everything_it_needs(run, tmp_path):
     page = write_page(
-        run,
-        summarise(run.iterations, maximum=run.maximum),
-        tmp_path / "made" / "page.html",
-        title="</script>",
+        run, summarise(run.iterations, maximum=run.maximum), tmp_path / "made" / "page.html", title="</script>"
     )
     data = data_of(page)
     assert data["title"] == "</script>"

@@ -21,10 +21,7 @@ def test_time_is_counted_by_kind():
     assert (spent["forward"], spent["backward"], spent["transfer"]) == (7, 5, 8)
 
 
-@pytest.mark.parametrize(
-    ("sent_at", "share"),
-    [(0, 0.0), (4, 0.4), (10, 1.0), (12, 1.0)],
-)
+@pytest.mark.parametrize(("sent_at", "share"), [(0, 0.0), (4, 0.4), (10, 1.0), (12, 1.0)])
 def test_a_wait_is_bubble_until_the_peer_begins_to_send(sent_at, share):
     sender = (Event(SendStart(Payload.ACTIVATION, 0, 0, 1, ((2, 2),)), sent_at, sent_at + 1),)
     receiver = (Event(RecvWait(Payload.ACTIVATION, 0, 0, 0), 0, 10), Event(Forward(0), 10, 20))

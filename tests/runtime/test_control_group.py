@@ -92,46 +92,40 @@ def _agree(control, plan: str) -> str:
     return "agreed"
 
 
-def _same_run(*, rank: int, world_size: int, folders: list[str], seeds: list[int]) -> str:
+def _same_runs(*, rank: int, world_size: int, cases: list[tuple[list[str], list[int]]]) -> list[str]:
     import argparse
 
     from megatron_dynapipe.integration.supply.agreement import check_same_run
 
-    def check(control) -> str:
-        sampler = SamplerSettings(
-            family=ModelFamily.GPT, seed=seeds[rank], samples_per_iteration=4, max_input_length=80
-        )
+    os.environ["LOCAL_RANK"] = "0"  # each is a node of its own
+
+    def check(control, folder: str, seed: int) -> str:
+        sampler = SamplerSettings(family=ModelFamily.GPT, seed=seed, samples_per_iteration=4, max_input_length=80)
         shape = ModelShape(family=ModelFamily.GPT, hidden=32, heads=2, kv_channels=16, ffn=64, vocabulary=512)
         inputs = PlanInputs(
-            data_folder=folders[rank],
+            data_folder=folder,
             splits=(SplitSettings(name="train", sampler=sampler),),
             planner=PlannerSettings(family=ModelFamily.GPT, encoder_layers=2, hidden_size=32, memory_limit_bytes=10**9),
             costs=AnalyticCosts(shape=shape, rates=CPU_RATES, max_size=4, max_length=128),
         )
-        os.environ["LOCAL_RANK"] = "0"  # each is a node of its own
         try:
-            check_same_run(control, argparse.Namespace(data=Path(folders[rank])), inputs)
+            check_same_run(control, argparse.Namespace(data=Path(folder)), inputs)
         except DynaPipeError as error:
             return f"{type(error).__name__}: {error.message}"
         return "same"
 
-    return _control(check)
+    return _control(lambda control: [check(control, folders[rank], seeds[rank]) for folders, seeds in cases])
 
 
-def test_nodes_with_other_data_of_equal_lengths_do_not_train(tmp_path):
-    """The same lengths, so that the plans are the same."""
+def test_nodes_with_other_data_of_equal_lengths_or_other_settings_do_not_train(tmp_path):
+    """The lengths are the same, so that the plans of other data are."""
     first = make_dataset(tmp_path / "first")
-    second = shutil.copytree(first, tmp_path / "second")
-    assert run_ranks(_same_run, 2, {"folders": [str(first), str(second)], "seeds": [1, 1]}) == ["same"] * 2
-    content = (second / "train.bin").read_bytes()
-    (second / "train.bin").write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
-    (told,) = set(run_ranks(_same_run, 2, {"folders": [str(first), str(second)], "seeds": [1, 1]}))
-    assert told.startswith("DataError: expected the same dataset on all nodes: the digest of train.bin is ")
-
-
-def test_ranks_with_other_settings_do_not_train(tmp_path):
-    folder = str(make_dataset(tmp_path / "data"))
-    (told,) = set(run_ranks(_same_run, 2, {"folders": [folder] * 2, "seeds": [1, 2]}))
-    assert told == (
-        "ConfigError: expected the same settings on all ranks: splits.train.sampler.seed is 1 on rank 0 and 2 on rank 1"
-    )
+    copied, changed = (str(shutil.copytree(first, tmp_path / name)) for name in ("copied", "changed"))
+    content = Path(changed, "train.bin").read_bytes()
+    Path(changed, "train.bin").write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+    cases = [([str(first), other], seeds) for other, seeds in ((copied, [1, 1]), (changed, [1, 1]), (copied, [1, 2]))]
+    one, other = run_ranks(_same_runs, 2, {"cases": cases})
+    assert one == other and one[0] == "same"
+    assert one[1].startswith("DataError: expected the same dataset on all nodes: the digest of train.bin is ")
+    settings = "ConfigError: expected the same settings on all ranks: splits.train.sampler.seed is 1 on rank 0 and 2 on"
+    assert one[2] == f"{settings} rank 1"

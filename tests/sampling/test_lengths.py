@@ -119,18 +119,16 @@ def test_task_ids_that_are_no_array_are_one_error(tmp_path, content) -> None:
         read_task_ids(tmp_path, "train", 2)
 
 
-def test_files_without_an_end_are_not_read(tmp_path) -> None:
+def test_files_without_an_end_and_indices_of_more_sequences_than_bytes(tmp_path) -> None:
+    (tmp_path / "train.bin").write_bytes(b"")
+    for sequences in (2**40, 2**62, 2**64 - 1):
+        (tmp_path / "train.idx").write_bytes(HEADER.pack(MAGIC, 1, 8, sequences, 1) + bytes(100))
+        with pytest.raises(DataError, match=r"expected .* bytes"):
+            LengthTable.read(tmp_path, "train")
     for name in ("train.idx", "train.bin", "train.tasks.npy"):
+        (tmp_path / name).unlink(missing_ok=True)
         os.mkfifo(tmp_path / name)
     with pytest.raises(DataError, match="expected"):
         read_task_ids(tmp_path, "train", 2)
     with pytest.raises(DataError, match="expected the dataset file"):
-        LengthTable.read(tmp_path, "train")
-
-
-@pytest.mark.parametrize("sequences", [2**40, 2**62, 2**64 - 1])
-def test_an_index_of_more_sequences_than_bytes_is_one_error(tmp_path, sequences) -> None:
-    (tmp_path / "train.bin").write_bytes(b"")
-    (tmp_path / "train.idx").write_bytes(HEADER.pack(MAGIC, 1, 8, sequences, 1) + bytes(100))
-    with pytest.raises(DataError, match=r"expected .* bytes"):
         LengthTable.read(tmp_path, "train")

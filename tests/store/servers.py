@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from megatron_dynapipe.store import StoreAddress, open_store
 from megatron_dynapipe.store.server import find_server_binary
@@ -136,7 +137,10 @@ class Scripted:
         self._pieces, self._pause_s = pieces, pause_s
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._listener.close()
 
     def _accept(self) -> None:

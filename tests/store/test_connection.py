@@ -162,32 +162,26 @@ ENTRY = b"*1\r\n*2\r\n$1\r\nt\r\n*1\r\n*2\r\n$3\r\n7-1\r\n*2\r\n$1\r\nv\r\n$0\r\
 def test_a_wait_that_the_server_ends_early_goes_on() -> None:
     """Attack: a server whose clock jumped ahead ended every wait at once, and the run with it."""
     answers = iter([b"*-1\r\n", b"*-1\r\n", ENTRY])
-    server = Scripted(lambda: [next(answers)])
-    with open_store(server.url, reply_timeout_s=5) as store:
+    with Scripted(lambda: [next(answers)]) as server, open_store(server.url, reply_timeout_s=5) as store:
         assert store.wait_any(["t"], timeout_s=30, what="it") == ("t", b"")
-    server.close()
 
 
 def test_a_reply_that_comes_byte_by_byte_has_a_deadline_as_a_whole() -> None:
     """Attack: a byte each 0.7 s never timed out, since redis-py counts time per receive."""
-    server = Scripted([ENTRY])
-    with open_store(server.url, reply_timeout_s=0.5) as store:
+    with Scripted([ENTRY]) as server, open_store(server.url, reply_timeout_s=0.5) as store:
         assert store.read_progress(["t"]) == {"t": 7}
-    server.close()
-    server = Scripted([ENTRY[at : at + 1] for at in range(len(ENTRY))], pause_s=0.05)
-    with open_store(server.url, reply_timeout_s=0.5) as store, pytest.raises(StoreError, match="Timeout reading"):
+    slow = Scripted([ENTRY[at : at + 1] for at in range(len(ENTRY))], pause_s=0.05)
+    with slow, open_store(slow.url, reply_timeout_s=0.5) as store, pytest.raises(StoreError, match="Timeout reading"):
         store.read_progress(["t"])
-    server.close()
 
 
 def test_a_reply_larger_than_what_was_stored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attack: a value announced as 30 GB filled the memory."""
     monkeypatch.setattr(redis_store, "MAX_VALUE_BYTES", 1000)
     server = Scripted([b"$30000000000\r\n", *[bytes(1_000_000)] * 40])
-    with open_store(server.url, reply_timeout_s=10) as store:
+    with server, open_store(server.url, reply_timeout_s=10) as store:
         with pytest.raises(StoreError, match="the reply is larger than anything that was stored"):
             store.wait_any(["dynapipe:key"], timeout_s=5, what="a plan")
-    server.close()
 
 
 @pytest.mark.parametrize(
@@ -203,9 +197,7 @@ def test_a_reply_larger_than_what_was_stored_is_refused(monkeypatch: pytest.Monk
     ids=["nested", "digits", "no protocol", "a number", "half an entry", "no number"],
 )
 def test_a_reply_that_is_no_servers_is_one_error(answer: bytes, said: str) -> None:
-    server = Scripted([answer])
-    with open_store(server.url, reply_timeout_s=10) as store:
+    with Scripted([answer]) as server, open_store(server.url, reply_timeout_s=10) as store:
         with pytest.raises(StoreError, match=said) as caught:
             store.read_progress(["dynapipe:topic"])
         assert "\n" not in caught.value.message and len(caught.value.message) < 1000
-    server.close()

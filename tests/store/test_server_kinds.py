@@ -44,19 +44,20 @@ def test_servers_that_do_not_are_named(info: str, said: str) -> None:
     assert caught.value.hint is not None and "secret" not in str(caught.value)
 
 
-def test_a_node_of_a_cluster_is_refused(tmp_path: Path) -> None:
+CLUSTER = "cluster-enabled yes\ncluster-port {other}\ncluster-config-file nodes-{port}.conf"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "kind"),
+    [(CLUSTER, (), "Cluster"), ("sentinel monitor mine 127.0.0.1 {other} 1", ("--sentinel",), "Sentinel")],
+)
+def test_a_node_of_a_cluster_and_a_sentinel_are_refused(
+    tmp_path: Path, settings: str, words: tuple[str, ...], kind: str
+) -> None:
     port = free_port()
-    settings = f"port {port}\ncluster-enabled yes\ncluster-port {free_port()}\ncluster-config-file nodes-{port}.conf"
-    with serving(tmp_path, settings, port=port), pytest.raises(StoreError, match="got a Redis Cluster"):
+    given = f"port {port}\n{settings.format(port=port, other=free_port())}"
+    with serving(tmp_path, given, port=port, words=words), pytest.raises(StoreError, match=f"got a Redis {kind}"):
         open_store(f"redis://127.0.0.1:{port}")
-
-
-def test_a_sentinel_is_refused(tmp_path: Path) -> None:
-    port = free_port()
-    settings = f"port {port}\nsentinel monitor mine 127.0.0.1 {free_port()} 1"
-    with serving(tmp_path, settings, port=port, words=("--sentinel",)):
-        with pytest.raises(StoreError, match="got a Redis Sentinel"):
-            open_store(f"redis://127.0.0.1:{port}")
 
 
 def use(url: str) -> None:

@@ -24,14 +24,7 @@ LIMIT = 10**9
 
 def test_every_division_is_planned_and_the_fastest_is_first() -> None:
     costs, batches = costs_of(1, 1, 1, 3, 2), [BATCH, batch_of(*LENGTHS[:20])]
-    tuning = tune_segments(
-        costs,
-        batches,
-        devices=4,
-        memory_limit_bytes=LIMIT,
-        network=NETWORK,
-        schedule=QUICK,
-    )
+    tuning = tune_segments(costs, batches, devices=4, memory_limit_bytes=LIMIT, network=NETWORK, schedule=QUICK)
     assert {(each.data_parallel, each.pipeline_parallel) for each in tuning.layouts} == {(4, 1), (2, 2), (1, 4)}
     times = [each.predicted_ms for each in tuning.layouts if each.predicted_ms is not None]
     assert len(times) == 3 and times == sorted(times)

@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -55,11 +55,6 @@ class Layout:
     slices: int | None = None  # most positions of a piece; None leaves samples whole
     divided: int = 0  # backward passes: of every micro-batch, of every second one, …
     fused: bool = False  # weight gradients added up by the product
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Layout":
-        """From fields as JSON has them: lists for tuples."""
-        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
     @property
     def ranks(self) -> int:
@@ -136,6 +131,8 @@ PHRASES: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": "fp16", "loss_scale": 64.0},
     "dropout": {"dropout": 0.1},
     "fused": {"fused": True},
+    "gathered in passes": {"gather": True},
+    "samples reversed": {"samples": ALL[::-1]},
 }
 """What a row of a table may say of a layout, besides numbers."""
 

@@ -3,6 +3,7 @@
 import gc
 import tracemalloc
 from dataclasses import replace
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, global_batch
 from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.units import BatchLayout, Recompute
 from tests.helpers.layouts.compare import Part
 from tests.helpers.layouts.layout import Layout
@@ -136,27 +138,31 @@ def activations(layout: Layout) -> list[list[tuple[bool, list[int]]]]:
     return [warm, calls[len(warm) :]]
 
 
-def refused(layout: Layout, *, wanted: str) -> str:
-    """What a pipeline says of something that it cannot run."""
+def refused(layout: Layout) -> dict[str, str]:
+    """What a pipeline says of each thing that it cannot run."""
     trainer = Trainer(layout)
-    models, plans, batch = trainer.models, planner(layout), trainer.batch
-    if wanted == "layout":
-        plans = planner(Layout(stages=2))
-    if wanted == "rows":
-        plans.settings = msgspec.structs.replace(plans.settings, micro_batch_layouts=tuple(BatchLayout))
-    if wanted == "loss":
-        models[0].config.calculate_per_token_loss = False
-    if wanted == "fp8":
-        models[0].config.fp8 = "hybrid"
-    if wanted == "modules":
-        models[0].config.recompute_modules = ["core_attn", "layernorm"]
-    try:
-        MegatronPipeline(models, None if wanted == "optimizer" else trainer.optimizer, plans).step(
-            [] if wanted == "batch" else batch
-        )
-    except DynaPipeError as error:
-        return str(error)
-    return "nothing"
+    config, given = trainer.models[0].config, {"optimizer": trainer.optimizer, "batch": trainer.batch}
+    packed = planner(layout)
+    packed.settings = msgspec.structs.replace(packed.settings, micro_batch_layouts=tuple(BatchLayout))
+
+    def said(*, plans: Planner | None = None, **changes: object) -> str:
+        own = {name: changes.pop(name, value) for name, value in given.items()}
+        try:
+            with mock.patch.dict(vars(config), changes):
+                MegatronPipeline(trainer.models, own["optimizer"], plans or planner(layout)).step(own["batch"])
+        except DynaPipeError as error:
+            return str(error)
+        return "nothing"
+
+    return {
+        "layout": said(plans=planner(Layout(stages=2))),
+        "rows": said(plans=packed),
+        "loss": said(calculate_per_token_loss=False),
+        "fp8": said(fp8="hybrid"),
+        "modules": said(recompute_modules=["core_attn", "layernorm"]),
+        "optimizer": said(optimizer=None),
+        "batch": said(batch=[]),
+    }
 
 
 def count_tensors(layout: Layout, *, iterations: int, **where: str) -> dict[str, object]:

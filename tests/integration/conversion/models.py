@@ -138,37 +138,6 @@ def in_memory(*, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def through_files(*, rank: int, world_size: int, folder: str, name: str) -> dict[str, Any]:
-    """The commands there and back: how far logits are from the source's, and the tensors that come back changed."""
-    _without_cuda()
-    from safetensors.torch import load_file
-
-    from megatron_dynapipe.integration.conversion import checkpoint
-    from megatron_dynapipe.integration.conversion.command import from_hugging_face, to_hugging_face
-    from megatron_dynapipe.integration.conversion.families import family, flags, read_config
-
-    source, checkpoints, back = (Path(folder) / part for part in ("hf", "checkpoints", "back"))
-    theirs = make(configs()[name])
-    write(theirs, source)
-    run_file = from_hugging_face(source, checkpoints)
-    to_hugging_face(checkpoints, back, None)
-    config = read_config(checkpoints)
-    with checkpoint.whole_model(flags(config), family(config), config.vocab_size, torch.float32) as model:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(7.0)  # whatever the checkpoint does not bring would show
-        checkpoint.load(model, checkpoints)
-        distance = (our_logits(model) - their_logits(theirs)).abs().max().item()
-    before, after = (load_file(each / "model.safetensors") for each in (source, back))
-    same = before.keys() == after.keys()
-    return {
-        "distance": distance,
-        "changed": [each for each in before if not same or not torch.allclose(before[each], after[each], rtol=1e-6)],
-        "configuration": (back / "config.json").read_bytes() == (source / "config.json").read_bytes(),
-        "run_file": run_file.read_text(),
-    }
-
-
 def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
     """What `convert from-hf` says of folders whose files are not whole, or whose models Megatron does not have."""
     _without_cuda()

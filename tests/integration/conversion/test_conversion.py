@@ -1,10 +1,8 @@
 """Weights of HuggingFace's models in Megatron's: equal logits there, and the same tensors back."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.helpers.processes import run_ranks
 from tests.integration.conversion import models
@@ -49,13 +47,3 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("case", REFUSED)
 def test_files_and_models_that_cannot_be_converted_are_refused_by_name(refused: dict[str, str], case: str) -> None:
     assert REFUSED[case] in refused[case]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mixtral", "t5-v1.1"])
-def test_the_commands_go_there_and_back(tmp_path: Path, name: str) -> None:
-    (told,) = run_ranks(models.through_files, 1, {"folder": str(tmp_path), "name": name}, deadline_s=280)
-    assert told["distance"] < 1e-4
-    assert not told["changed"] and told["configuration"]
-    keys = yaml.safe_load(told["run_file"])
-    assert keys["swiglu"] is True and keys["hidden-size"] == 64

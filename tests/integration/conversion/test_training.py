@@ -77,6 +77,8 @@ def test_training_begins_where_the_source_is_and_comes_back(tmp_path: Path, name
     assert losses["2"] < losses["1"] - 0.01
 
     assert run_ranks(training.convert_back, 1, {"folder": str(tmp_path)}) == [None]
+    written, read = ((tmp_path / folder / "config.json").read_bytes() for folder in ("hf", "back"))
+    assert written == read, "the configuration comes back as it was"
     after = loss(tmp_path / "back", data)
     more = train(name, tmp_path, f"{flags} --train-iters 3 --override-opt-param-scheduler", ranks=ranks)
     assert list(more) == ["3"], "the run's own checkpoint, not the pretrained one"

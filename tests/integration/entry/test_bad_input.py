@@ -23,9 +23,25 @@ def refused(flags: str, data: Path, tmp_path: Path, *, ranks: int = 1) -> str:
     return reported(runs)
 
 
-def test_samples_longer_than_the_maximum_stop_the_run(data, tmp_path):
-    said = refused("--seq-length 32 --pipeline-model-parallel-size 2", data, tmp_path, ranks=2)
-    assert "32" in said and "--dynapipe-long-samples" in said, said
+PIPELINE, TENSOR = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
+DIVIDED = "--dynapipe-scatter-gather on"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "said"),
+    [
+        (f"--seq-length 32 {PIPELINE}", 2, ["32", "--dynapipe-long-samples"]),
+        (PIPELINE, 3, ["(2), got 3", "hint:"]),
+        ("--global-batch-size 15", 2, ["multiple of the 2 data-parallel replicas, got 15"]),
+        (f"{DIVIDED} {TENSOR} --sequence-parallel", 2, ["every rank sends its own part already"]),
+        (f"{DIVIDED} {TENSOR}", 2, ["one stage sends no messages"]),
+        (f"{PIPELINE} --dynapipe-device-memory-limit 0.6", 2, ["MB", "stage"]),
+    ],
+)
+def test_what_no_run_can_do_is_said_by_one_rank(flags, ranks, said, data, tmp_path):
+    """That there are no tensor-parallel ranks to divide messages over is in `flags/test_command_line.py`."""
+    told = refused(flags, data, tmp_path, ranks=ranks)
+    assert all(part in told for part in said), told
 
 
 @pytest.mark.parametrize(("policy", "done"), [("truncate", "truncated"), ("skip", "skipped")])
@@ -66,44 +82,21 @@ def test_a_data_file_shorter_than_its_index_is_refused(data, tmp_path):
     assert str(len(whole)) in said and str(len(whole) - 10) in said
 
 
-def test_a_number_of_ranks_that_the_layout_does_not_divide(data, tmp_path):
-    said = refused("--pipeline-model-parallel-size 2", data, tmp_path, ranks=3)
-    assert "(2), got 3" in said and "hint:" in said
-
-
-def test_a_batch_that_replicas_do_not_divide(data, tmp_path):
-    said = refused("--global-batch-size 15", data, tmp_path, ranks=2)
-    assert "multiple of the 2 data-parallel replicas, got 15" in said
-
-
-def test_no_batch_size_is_refused_with_a_number_of_tokens_too(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(entry_scripts, "COMMON", entry_scripts.COMMON.replace("--global-batch-size", "--seed"))
-    said = refused("--tokens-per-global-batch 512", data, tmp_path)
-    assert (
-        "a multiple of the 1 data-parallel replicas, got none" in said and "with --tokens-per-global-batch, too" in said
-    )
-
-
 @pytest.mark.parametrize(
-    ("flags", "ranks", "said"),
+    ("lacking", "instead", "flags", "said"),
     [
-        ("", 1, "no tensor-parallel ranks to divide messages over"),
-        ("--tensor-model-parallel-size 2 --sequence-parallel", 2, "every rank sends its own part already"),
-        ("--tensor-model-parallel-size 2", 2, "one stage sends no messages"),
+        ("--calculate-per-token-loss", "", "", "hint: add --calculate-per-token-loss"),
+        (
+            "--global-batch-size",
+            "--seed",
+            "--tokens-per-global-batch 512",
+            "1 data-parallel replicas, got none\nhint: wi",
+        ),
     ],
 )
-def test_messages_that_there_is_no_way_to_divide(flags, ranks, said, data, tmp_path):
-    assert said in refused(f"--dynapipe-scatter-gather on {flags}", data, tmp_path, ranks=ranks)
-
-
-def test_a_run_without_per_token_loss_is_refused(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(entry_scripts, "COMMON", entry_scripts.COMMON.replace("--calculate-per-token-loss", ""))
-    assert "hint: add --calculate-per-token-loss" in refused("", data, tmp_path)
-
-
-def test_a_plan_that_does_not_fit_memory_says_what_is_needed(data, tmp_path):
-    said = refused(f"{TWO_STAGES} --dynapipe-device-memory-limit 0.6", data, tmp_path, ranks=2)
-    assert "MB" in said and "stage" in said
+def test_what_every_run_needs_is_asked_for(lacking, instead, flags, said, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(entry_scripts, "COMMON", entry_scripts.COMMON.replace(lacking, instead))
+    assert said in refused(flags, data, tmp_path)
 
 
 def test_a_store_that_cannot_be_reached(data, tmp_path):

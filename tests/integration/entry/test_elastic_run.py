@@ -1,8 +1,6 @@
 """What a rank makes of its command line under `launch`, and that plans of another layout are never read."""
 
 import argparse
-import contextlib
-import itertools
 import signal
 import subprocess
 import sys
@@ -12,18 +10,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from megatron_dynapipe.cost import CPU_RATES, ModelShape
 from megatron_dynapipe.elastic.job import VARIABLE, Job
-from megatron_dynapipe.errors import CheckpointError, ConfigError, StoreTimeoutError
+from megatron_dynapipe.errors import CheckpointError, ConfigError
 from megatron_dynapipe.integration.entry import elastic_run
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
-from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import SamplerSettings
-from megatron_dynapipe.service.client import PlanClient
-from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs, SplitSettings
-from megatron_dynapipe.store import PlanKeys
 from megatron_dynapipe.units import ModelFamily
-from tests.helpers.memory_store import MemoryStore
 
 JOB = Job(most_ranks=4, wait_s=60, emergency_every=20)
 ARGV = ["--lr", "1e-3", "--save", "saved", "--save-interval", "100"]
@@ -170,35 +161,3 @@ def test_a_rank_that_had_a_notice_ends_with_a_status_of_its_own(monkeypatch: pyt
     monkeypatch.setattr(elastic_run, "_has_notice", True)
     assert leave(0) == 75
     assert leave(1) == 1
-
-
-def inputs(**layout: int) -> PlanInputs:
-    sampler = SamplerSettings(
-        family=ModelFamily.GPT, seed=1, samples_per_iteration=12, max_input_length=64, max_target_length=0
-    )
-    shape = ModelShape(family=ModelFamily.GPT, hidden=32, heads=4, kv_channels=8, ffn=64, vocabulary=512)
-    planner = PlannerSettings(
-        family=ModelFamily.GPT, encoder_layers=4, decoder_layers=0, hidden_size=32, memory_limit_bytes=10**9, **layout
-    )
-    split = SplitSettings(name="train", sampler=sampler)
-    return PlanInputs(
-        data_folder="data", splits=(split,), planner=planner, costs=AnalyticCosts(shape=shape, rates=CPU_RATES)
-    )
-
-
-LAYOUTS = ({}, {"data_parallel": 2}, {"pipeline_parallel": 2}, {"pipeline_parallel": 4}, {"tensor_parallel": 2})
-
-
-def test_every_layout_has_plans_of_its_own() -> None:
-    digests = [inputs(**layout).digest() for layout in LAYOUTS]
-    assert all(one != other for one, other in itertools.combinations(digests, 2))
-
-
-def test_plans_of_the_layout_before_are_never_read() -> None:
-    """Even if they lie in the same store under the same job's name."""
-    before, now = (PlanKeys(job="job", settings_digest=inputs(**LAYOUTS[at]).digest()) for at in (1, 2))
-    with contextlib.closing(MemoryStore()) as store:
-        store.put(before.plan(split="train", iteration=5, replica=0, stage=0), b"stale")
-        client = PlanClient(store, now, replica=0, stage=0, deadline_s=0.2)
-        with pytest.raises(StoreTimeoutError):
-            client.fetch("train", 5)

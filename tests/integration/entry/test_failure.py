@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -149,39 +148,35 @@ def test_a_process_of_torchrun_leaves_at_once(monkeypatch):
     assert helper.exitcode == -signal.SIGTERM, "a process that this one has started does not stay"
 
 
-def end_well(rank: int, world_size: int, error: str) -> dict[str, object]:
-    from megatron_dynapipe.errors import ConfigError, ExecutionError
+ENDS = [
+    # an error, the exit status, what is said
+    (None, 0, ""),
+    (ConfigError("expected b, got a"), 2, "error: expected b, got a\n"),
+    (ExecutionError("expected c"), 1, "[rank 0] error: expected c\n"),
+    (SystemExit(7), 7, ""),
+]
+
+
+def end_each(rank: int, world_size: int) -> list[tuple[object, str, bool]]:
     from megatron_dynapipe.integration.entry.failure import process_groups
 
-    dist.init_process_group("gloo", init_method="env://")
-    kinds = {
-        "config": ConfigError("expected b, got a"),
-        "execution": ExecutionError("expected c"),
-        "exit": SystemExit(7),
-    }
-    errors, status = io.StringIO(), 0
-    with contextlib.redirect_stderr(errors):
-        try:
-            with process_groups():
-                if error in kinds:
-                    raise kinds[error]
-        except SystemExit as leaving:
-            status = leaving.code
-    return {"status": status, "stderr": errors.getvalue(), "groups": dist.is_initialized()}
+    found = []
+    for error, _, _ in ENDS:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        errors, status = io.StringIO(), 0
+        with contextlib.redirect_stderr(errors):
+            try:
+                with process_groups():
+                    if error is not None:
+                        raise error
+            except SystemExit as leaving:
+                status = leaving.code
+        found.append((status, errors.getvalue(), dist.is_initialized()))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "said"),
-    [
-        ("none", 0, ""),
-        ("config", 2, "error: expected b, got a\n"),
-        ("execution", 1, "[rank 0] error: expected c\n"),
-        ("exit", 7, ""),
-    ],
-)
-def test_how_a_run_ends(error, status, said):
-    (run,) = run_ranks(end_well, 1, {"error": error})
-    assert run == {"status": status, "stderr": said, "groups": False}
+def test_how_a_run_ends():
+    assert run_ranks(end_each, 1) == [[(status, said, False) for _, status, said in ENDS]]
 
 
 def test_a_checkpoint_without_the_shares_of_experts_is_said_in_our_words():

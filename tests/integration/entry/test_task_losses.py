@@ -14,6 +14,7 @@ from megatron_dynapipe.report.run import read_run
 from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
+from tests.integration.hooks.test_metrics import Board
 
 TASKS = ("a task", "another", "third")
 
@@ -21,19 +22,6 @@ TASKS = ("a task", "another", "third")
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "random", tasks=TASKS)
-
-
-class Board:
-    """What Megatron writes scalars to."""
-
-    def __init__(self) -> None:
-        self.scalars: dict[str, dict[int, float]] = {}
-
-    def add_scalar(self, name: str, value: Any, step: int, **_: Any) -> None:
-        self.scalars.setdefault(name, {})[step] = float(value)
-
-    def __getattr__(self, _: str) -> Any:
-        return lambda *_, **__: None
 
 
 def evaluated(*, rank: int, world_size: int, script: str, argv: list[str]) -> dict[str, Any]:
@@ -73,7 +61,7 @@ def test_losses_by_task_are_logged_drawn_and_reported(
         assert list(recorded) == [2, 4]
         assert [recorded[2], evaluations["test"][name][4]] == pytest.approx([early, test], rel=1e-4)
         assert min(late, again) <= recorded[4] * 1.0001 and recorded[4] <= max(late, again) * 1.0001
-        assert scalars[f"{name} validation"][2] == pytest.approx(recorded[2], rel=1e-4)
+        assert scalars["2"][f"{name} validation"] == pytest.approx(recorded[2], rel=1e-4)
     capsys.readouterr()
     assert main(["report", str(tmp_path)]) == 0
     said = capsys.readouterr().out

@@ -54,6 +54,8 @@ LAYOUTS = (
     "t5 1x2x2, overlapped, one replica without samples",
     "t5 1x4x1",
     "t5 1x3x1, layers 1+2+1 *",
+    "t5 1x2x1, layers 2+1 *",
+    "t5 1x4x1, layers 1+2+1+1",
     "t5 1x2x1, two chunks, recompute mixed, of MLPs *",
     "t5 2x2x2, two chunks, distributed optimizer",
     "t5 2x2x1, sequence parallel, recompute mixed",

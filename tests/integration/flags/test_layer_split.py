@@ -10,66 +10,35 @@ from megatron_dynapipe.units import ModelFamily
 from tests.helpers import entry_scripts
 from tests.helpers.random_dataset import make_dataset
 
+AUTO = "--dynapipe-layers-per-stage auto"
+OBSTACLE = "--pipeline-model-parallel-layout Et|tttL"
+RUNS = {
+    # family, ends of the inputs' lengths, flags, what is true of the layers per stage that are printed
+    "t5, short inputs: the decoder's stage gives the encoder's a layer": (
+        "t5", (1, 3), f"{AUTO} --dynapipe-layout padded", lambda layers: layers[0] >= 3),
+    "gpt, odd: the stage with the head has the fewer": (
+        "gpt", (1, 60), f"{AUTO} --num-layers 5", lambda layers: sum(layers) == 5 and layers[0] > layers[1]),
+    "gpt, virtual stages: evened over both chunks of both ranks": (
+        "gpt", (1, 60), f"{AUTO} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2",
+        lambda layers: len(layers) == 4 and sum(layers) == 8 and layers[1] + layers[3] < 4),
+    "gpt, flags that say more": ("gpt", (1, 60), f"{AUTO} {OBSTACLE}", None),
+    "t5, a layout of two chunks in Megatron's letters": (
+        "t5", (1, 60), "--decoder-num-layers 4 --pipeline-model-parallel-layout Et*2|t|t|(t)*2L", None),
+}  # fmt: skip
 
-def test_a_t5_plans_its_split(tmp_path):
-    """Inputs of one or two tokens: the stage of the decoder and the head gives a layer to the encoder's."""
-    data = make_dataset(tmp_path / "data", lengths=(1, 3), target=20)
-    flags = "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage auto --train-iters 2 --dynapipe-layout padded"
-    runs = entry_scripts.train("t5", data, flags, ranks=2, report=tmp_path / "report")
+
+@pytest.mark.parametrize(("family", "lengths", "flags", "holds"), RUNS.values(), ids=RUNS.keys())
+def test_a_run_of_two_ranks_plans_its_split_and_trains(tmp_path, family, lengths, flags, holds):
+    data = make_dataset(tmp_path / "data", lengths=lengths, tasks=("one", "two"), rates=(1.0, 0.5))
+    flags = f"{flags} --pipeline-model-parallel-size 2 --train-iters 2"
+    runs = entry_scripts.train(family, data, flags, ranks=2, report=tmp_path / "report")
     assert runs[-1]["losses"].keys() == {"1", "2"}
-    split = re.search(r"layers per stage: ([\d.]+),([\d.]+)", runs[0]["stdout"])
-    assert split is not None and float(split[1]) >= 3
-
-
-def test_a_gpt_plans_its_split(tmp_path):
-    """Five layers over two stages: the stage with the head and the loss, of many words, has the fewer."""
-    data = make_dataset(tmp_path / "data", tasks=("one", "two"), rates=(1.0, 0.5))
-    flags = "--num-layers 5 --pipeline-model-parallel-size 2 --dynapipe-layers-per-stage auto --train-iters 2"
-    runs = entry_scripts.train("gpt", data, flags, ranks=2, report=tmp_path / "report")
-    assert runs[-1]["losses"].keys() == {"1", "2"}
-    split = re.search(r"layers per stage: ([\d.]+),([\d.]+)", runs[0]["stdout"])
-    assert split is not None
-    assert float(split[1]) + float(split[2]) == 5 and float(split[1]) > float(split[2])
-
-
-def test_one_stage_has_all_layers(tmp_path):
-    data = make_dataset(tmp_path / "data")
-    flags = "--dynapipe-layers-per-stage auto --train-iters 1"
-    runs = entry_scripts.train("gpt", data, flags, ranks=1, report=tmp_path / "report")
-    assert "layers per stage: 4" in runs[0]["stdout"]
-
-
-def test_virtual_stages_are_planned(tmp_path):
-    """Embedding and head lie on different chunks of different ranks, whose layers are evened over all four."""
-    data = make_dataset(tmp_path / "data")
-    flags = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --train-iters 1 --num-layers 8 "
-    flags += "--dynapipe-layers-per-stage auto"
-    runs = entry_scripts.train("gpt", data, flags, ranks=2, report=tmp_path / "report")
-    assert runs[-1]["losses"].keys() == {"1"}
-    split = re.search(r"layers per stage: ([\d.,]+)", runs[0]["stdout"])
-    assert split is not None
-    layers = [float(word) for word in split[1].split(",")]
-    assert len(layers) == 4 and sum(layers) == 8 and layers[1] + layers[3] < 4
-
-
-@pytest.mark.parametrize(
-    "flags", ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-layout Et|tttL"]
-)
-def test_a_planned_split_gives_way_to_flags_that_say_more(tmp_path, flags):
-    data = make_dataset(tmp_path / "data")
-    flags += " --pipeline-model-parallel-size 2 --dynapipe-layers-per-stage auto --train-iters 1"
-    runs = entry_scripts.train("gpt", data, flags, ranks=2, report=tmp_path / "report")
-    assert runs[-1]["losses"].keys() == {"1"}
-    obstacle = flags.partition(" --pipeline-model-parallel-size")[0]
-    assert f"layers per stage: not planned (auto), since there is {obstacle}" in runs[0]["stdout"]
-
-
-def test_a_t5s_layout_in_megatrons_letters(tmp_path):
-    """Two chunks on each of two ranks."""
-    data = make_dataset(tmp_path / "data")
-    flags = "--decoder-num-layers 4 --pipeline-model-parallel-size 2 --train-iters 2 --pipeline-model-parallel-layout "
-    runs = entry_scripts.train("t5", data, flags + "Et*2|t|t|(t)*2L", ranks=2, report=tmp_path / "report")
-    assert runs[-1]["losses"].keys() == {"1", "2"}
+    said = runs[0]["stdout"]
+    if OBSTACLE in flags:
+        assert f"layers per stage: not planned (auto), since there is {OBSTACLE}" in said
+    if holds is not None:
+        (split,) = re.findall(r"layers per stage: ([\d.,]+)", said)
+        assert holds([float(layers) for layers in split.split(",")]), split
 
 
 def asked(**given: object) -> Namespace:

@@ -24,7 +24,7 @@ class Board:
         self.logged: dict[str, dict[str, float]] = {}
         self.last_step = 0
 
-    def add_scalar(self, name: str, value: float, iteration: int) -> None:
+    def add_scalar(self, name: str, value: float, iteration: int, **_: object) -> None:
         self.scalars.setdefault(str(iteration), {})[name] = float(value)
 
     def log(self, values: dict[str, float], step: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import checkout
-from megatron_dynapipe.integration.hooks import optimizer_patches, replacements
+from megatron_dynapipe.integration.hooks import gloo_reductions, optimizer_patches, replacements
 from tests.helpers.megatron_wheels import VERSIONS, source
 from tests.helpers.processes import run_ranks
 
@@ -43,7 +43,7 @@ def switch(*, rank: int, world_size: int) -> list[bool]:
         before = DistributedOptimizer.state_dict
         optimizer_patches.apply()
         seen.append(DistributedOptimizer.state_dict is before)
-    seen.append(in_force(DistributedOptimizer))
+    seen.append(in_force(DistributedOptimizer) or gloo_reductions._original is not None)
     optimizer_patches.revert()
     return seen
 

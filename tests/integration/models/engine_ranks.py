@@ -14,7 +14,6 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.execution import step_functions
 from megatron_dynapipe.integration.models import specs, t5_stage
 from megatron_dynapipe.integration.models.layers import T5Split
-from megatron_dynapipe.integration.models.padded_rows import decoder_rows, encoder_rows
 from megatron_dynapipe.integration.models.positions import Positions, StackPositions
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
 from megatron_dynapipe.integration.models.t5_stage import T5Options
@@ -136,15 +135,6 @@ def compare(positions: str, changes: dict[str, Any]) -> list[tuple[str, str]]:
         refused = str(error)
     assert "expected rows for the layers of Transformer Engine, got masks" in refused
     return sorted(set(EngineAttention.seen))
-
-
-def offsets(rank: int, world_size: int) -> list[object]:
-    """Offsets of rows, and whether an encoder's keys have those of its queries."""
-    inputs, targets = LENGTHS
-    encoder, decoder = encoder_rows(inputs, 16), decoder_rows(targets, 8, inputs, 16)
-    cross: Any = decoder.cross
-    assert encoder.cu_seqlens_kv is encoder.cu_seqlens_q and decoder.cu_seqlens_q is None
-    return [each.tolist() for each in (encoder.cu_seqlens_q, cross.cu_seqlens_q, cross.cu_seqlens_kv)]
 
 
 def first_backward_adds(rank: int, world_size: int) -> list[bool]:

@@ -94,19 +94,6 @@ def compare(groups: int, *, recompute: bool, dropout: float = 0.0) -> list[float
     return differences
 
 
-def change_later(rank: int, world_size: int) -> list[bool]:
-    """Whether the first piece's result is the same, bit by bit, when the second is another; and the second's."""
-    start()
-    *tensors, _ = inputs([ENDS[-1]], [ENDS[-1]], 4)
-    rest = [inputs([length, 2], [length, 2], 4)[:3] for length in OTHERS]
-    before = in_pieces(attention_of(4), tensors, rest, recompute=False)
-    changed = [tensor.clone() for tensor in tensors]
-    for tensor in changed:
-        tensor[ENDS[1] :] += 1
-    after = in_pieces(attention_of(4), changed, rest, recompute=False)
-    return [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-
-
 def refuse(rank: int, world_size: int) -> dict[str, str]:
     """What is said of pieces without those before them, and that clearing drops an iteration's rest."""
     start()

@@ -108,39 +108,14 @@ def compare(queries: list[int], keys: list[int], causal: bool, groups: int, bias
     return [(a - b).abs().max().item() for a, b in zip(*found, strict=True)]
 
 
-def tails(rank: int, world_size: int, cases: list[tuple[list[int], list[int]]]) -> list[list[list[int]]]:
-    """The segments that attention of queries to keys takes, as offsets."""
-    rows = [row_of(*case) for case in cases]
-    for row in rows:
-        assert row.lengths_q == tuple(row.cu_seqlens_q.diff().tolist()) and row.max_seqlen_q == max(row.lengths_q)
-    return [[row.cu_seqlens_q.tolist(), row.cu_seqlens_kv.tolist()] for row in rows]
-
-
-def refuse(rank: int, world_size: int) -> str:
-    """What is said of segments that do not cover the row."""
+def refuse(rank: int, world_size: int) -> tuple[str, bool]:
+    """What is said of segments that do not cover the row; whether cuDNN is left in the choice."""
     start()
     attention = SdpaCoreAttention(config(), 1, AttnMaskType.causal, "self")
     query, key, value, _ = inputs([5, 4], [5, 4], HEADS)
+    said = "nothing"
     try:
         attention(query, key, value, None, packed_seq_params=row_of([5, 3], [5, 4]))
     except PlanError as error:
-        return str(error)
-    return "nothing"
-
-
-def which(rank: int, world_size: int) -> dict[str, bool]:
-    """What the kernel takes; and that cuDNN is out of the choice."""
-    start()
-    SdpaCoreAttention(config(), 1, AttnMaskType.causal, "self")
-    half, fits = torch.bfloat16, {"on_cuda": True, "dropout": False, "biased": False}
-    takes = packed_attention.kernel_takes
-    return {
-        "half": takes(half, 128, **fits),
-        "fp32": takes(torch.float32, 128, **fits),
-        "on a CPU": takes(half, 128, **fits | {"on_cuda": False}),
-        "dropout": takes(half, 128, **fits | {"dropout": True}),
-        "biases": takes(half, 128, **fits | {"biased": True}),
-        "heads too large": takes(half, 264, **fits),
-        "odd heads": takes(half, 60, **fits),
-        "cuDNN": torch.backends.cuda.cudnn_sdp_enabled(),
-    }
+        said = str(error)
+    return said, torch.backends.cuda.cudnn_sdp_enabled()

@@ -18,11 +18,6 @@ def test_padded_rows_without_masks_train_as_masks_do():
         assert seen == [("cross", "padding"), ("self", "causal"), ("self", "padding")]
 
 
-def test_offsets_are_cumulative_lengths():
-    found = run_ranks(f"{RANKS}:offsets", 1)[0]
-    assert found == [[0, 16, 31, 45], [0, 8, 14, 18], [0, 16, 31, 45]]
-
-
 def test_the_first_backward_adds_to_gradients_too():
     assert run_ranks(f"{RANKS}:first_backward_adds", 1)[0] == [True, False, False]
 

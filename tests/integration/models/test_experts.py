@@ -1,6 +1,5 @@
 """Routers: terms that no partition changes, and that are Megatron's where all samples are of one length."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -23,21 +22,6 @@ def planned(lengths, *, packed: bool, positions: int = 8):
         stored_bytes=(0,),
         peak_bytes=(0,),
     )
-
-
-@pytest.mark.parametrize(
-    ("lengths", "packed", "positions", "expected"),
-    [
-        ((3, 1), False, 4, [[0, 1], [0, 2], [0, 2], [2, 2]]),
-        ((3, 1), True, 8, [[0], [0], [0], [1], [2], [2], [2], [2]]),
-        ((), False, 2, [[0], [0]]),
-        ((), True, 2, [[0], [0]]),
-    ],
-)
-def test_the_numbers_of_samples(lengths, packed, positions, expected):
-    from megatron_dynapipe.integration.models.experts import sample_numbers
-
-    assert sample_numbers(planned(lengths, packed=packed, positions=positions)).tolist() == expected
 
 
 def gradients(rank: int, world_size: int) -> dict[str, list[float]]:

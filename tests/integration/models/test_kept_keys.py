@@ -33,10 +33,6 @@ def test_pieces_attend_as_the_whole_sample_and_others_of_their_rows_as_if_alone(
     assert max(differences()[name]) < 1e-5
 
 
-def test_a_later_piece_moves_nothing_in_an_earlier_one():
-    assert run_ranks(f"{RANKS}:change_later", 1)[0] == [True, False, False]
-
-
 def test_a_piece_without_those_before_it_is_refused_and_a_broken_iteration_is_cleared_away():
     assert run_ranks(f"{RANKS}:refuse", 1)[0] == {
         "first": "expected keys of 7 earlier positions of sample 5, found 0",

@@ -77,32 +77,47 @@ def test_relative_biases_in_one_kernel(lengths, groups, causal, monkeypatch):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_no_queries_are_without_keys():
+@pytest.mark.parametrize(
+    ("queries", "keys", "offsets"),
+    [
+        ([3, 2, 3], [4, 4, 0], [[0, 3, 8], [0, 4, 8]]),
+        ([3, 2, 0], [4, 4, 0], [[0, 3, 5, 5], [0, 4, 8, 8]]),
+        ([3, 2, 3], [4, 4, 1], [[0, 3, 5, 8], [0, 4, 8, 9]]),
+    ],
+)
+def test_no_queries_are_without_keys(queries, keys, offsets):
     """cuDNN before 9.25 gives NaN for them, and NaN times a mask's zero is NaN."""
-    cases = [([3, 2, 3], [4, 4, 0]), ([3, 2, 0], [4, 4, 0]), ([3, 2, 3], [4, 4, 1])]
-    assert run_ranks(f"{RANKS}:tails", 1, {"cases": cases})[0] == [
-        [[0, 3, 8], [0, 4, 8]],
-        [[0, 3, 5, 5], [0, 4, 8, 8]],
-        [[0, 3, 5, 8], [0, 4, 8, 9]],
-    ]
+    from tests.integration.models.packed_ranks import row_of
+
+    row = row_of(queries, keys)
+    assert [row.cu_seqlens_q.tolist(), row.cu_seqlens_kv.tolist()] == offsets
+    assert row.lengths_q == tuple(row.cu_seqlens_q.diff().tolist()) and row.max_seqlen_q == max(row.lengths_q)
 
 
-def test_segments_that_do_not_cover_the_row_are_refused():
-    message = run_ranks(f"{RANKS}:refuse", 1)[0]
-    assert message == "expected segments of 9 queries and 9 keys, got 8 and 9"
+def test_segments_that_do_not_cover_the_row_are_refused_and_cudnn_is_out_of_the_choice():
+    said, takes_cudnn = run_ranks(f"{RANKS}:refuse", 1)[0]
+    assert said == "expected segments of 9 queries and 9 keys, got 8 and 9" and not takes_cudnn
 
 
-def test_what_the_kernel_takes():
-    assert run_ranks(f"{RANKS}:which", 1)[0] == {
-        "half": True,
-        "fp32": False,
-        "on a CPU": False,
-        "dropout": False,
-        "biases": False,
-        "heads too large": False,
-        "odd heads": False,
-        "cuDNN": False,
-    }
+@pytest.mark.parametrize(
+    ("changes", "takes"),
+    [
+        ({}, True),
+        ({"dtype": "float32"}, False),
+        ({"on_cuda": False}, False),
+        ({"dropout": True}, False),
+        ({"biased": True}, False),
+        ({"channels": 264}, False),
+        ({"channels": 60}, False),
+    ],
+)
+def test_what_the_kernel_takes(changes, takes):
+    import torch
+
+    from megatron_dynapipe.integration.models.packed_attention import kernel_takes
+
+    given = {"dtype": "bfloat16", "channels": 128, "on_cuda": True, "dropout": False, "biased": False} | changes
+    assert kernel_takes(getattr(torch, given.pop("dtype")), given.pop("channels"), **given) is takes
 
 
 @pytest.mark.gpu

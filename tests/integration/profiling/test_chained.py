@@ -1,13 +1,7 @@
 """Several layers measured together give one layer's costs, and one alone is measured where they do not fit."""
 
-from dataclasses import replace
-from functools import partial
-
 import pytest
-import torch
 
-from megatron_dynapipe.integration.profiling.layers import Forward, MeasuredModule
-from megatron_dynapipe.integration.profiling.measure import Values, largest_that_fits
 from tests.helpers.processes import run_ranks
 from tests.integration.profiling.chained_ranks import compare
 from tests.integration.profiling.test_command import FLAGS, GPT, T5
@@ -28,19 +22,3 @@ def test_layers_in_a_chain_cost_what_one_does(family: str) -> None:
             assert peak == pytest.approx(alone[1], rel=0.15)
     for name in ("postprocess", "embedding"):
         assert found[f"{name}, 3"] == found[f"{name}, 1"], "what has no layers is not chained"
-
-
-def test_one_layer_is_measured_where_several_do_not_fit() -> None:
-    def prepare(point: object) -> Forward:
-        raise AssertionError("not run")
-
-    one = MeasuredModule(name="encoder", module=torch.nn.Identity(), prepare=prepare)
-    part = replace(one, layers=4, alone=one)
-
-    def run(each: MeasuredModule, *, most: int) -> Values:
-        if each.layers > most:
-            raise torch.OutOfMemoryError("too much")
-        return Values(each.layers, 0, 0, 0)
-
-    fits = {most: largest_that_fits(part, partial(run, most=most), shared=False) for most in (4, 1, 0)}
-    assert fits == {4: (4, 0, 0, 0), 1: (1, 0, 0, 0), 0: None}

@@ -1,5 +1,6 @@
 """Ranks that share no layer measure points of their own; all of them know what was found."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -68,3 +69,15 @@ def test_ranks_take_turns_and_all_know_what_was_found() -> None:
 @pytest.mark.parametrize(("too_large_for", "found"), [(-1, (1, 4, 20, 100)), (1, None)])
 def test_ranks_that_share_a_layer_measure_it_together(too_large_for: int, found: object) -> None:
     assert run_ranks(together, 2, {"too_large_for": too_large_for}) == [[1, found]] * 2
+
+
+def test_one_layer_is_measured_where_several_do_not_fit() -> None:
+    part = replace(PART, layers=4, alone=PART)
+
+    def run(each: MeasuredModule, *, most: int) -> Values:
+        if each.layers > most:
+            raise torch.OutOfMemoryError("too much")
+        return Values(each.layers, 0, 0, 0)
+
+    fits = {most: largest_that_fits(part, partial(run, most=most), shared=False) for most in (4, 1, 0)}
+    assert fits == {4: (4, 0, 0, 0), 1: (1, 0, 0, 0), 0: None}

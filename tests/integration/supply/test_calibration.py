@@ -1,6 +1,7 @@
 """Measured passes of a rank: what counts as a pass, when they are handed in; and model state from real modules."""
 
 import argparse
+from typing import Any
 
 import msgspec
 import pytest
@@ -68,13 +69,19 @@ def test_passes_of_a_packed_row_say_how_long_its_samples_are() -> None:
 
 def test_passes_are_handed_in_when_a_version_is_made_from_them() -> None:
     store = MemoryStore()
-    rule, told = Recalibration(first_iteration=0, look_ahead=2, ranks=1), Republisher(store, "topic")
-    learner = PassPublisher(rule, store, KEYS, rank=0, republisher=told)
+    publisher = publisher_to(store)
     for iteration in range(8):
-        learner.add(entry(iteration), ITERATION)
+        publisher.add(entry(iteration), ITERATION)
     found = [handed_in(store, version) for version in (1, 2)]
     assert [len(each.passes) for each in found] == [3, 4]  # the first iteration starts everything up
     assert [each.tensor_room_bytes for each in found] == [None, None]
+
+
+RULE = Recalibration(first_iteration=0, look_ahead=2, ranks=1)
+
+
+def publisher_to(store: MemoryStore, **more: Any) -> PassPublisher:
+    return PassPublisher(RULE, store, KEYS, rank=0, republisher=more.pop("told", Republisher(store, "topic")), **more)
 
 
 def handed_in(store: MemoryStore, version: int) -> Measurements:
@@ -82,15 +89,8 @@ def handed_in(store: MemoryStore, version: int) -> Measurements:
 
 
 def test_room_for_tensors_is_told_from_the_highest_peaks_so_far() -> None:
-    store, rule = MemoryStore(), Recalibration(first_iteration=0, look_ahead=2, ranks=1)
-    publisher = PassPublisher(
-        rule,
-        store,
-        KEYS,
-        rank=0,
-        republisher=Republisher(store, "topic"),
-        room=lambda peaks: 100 - peaks.reserved_bytes + peaks.allocated_bytes,
-    )
+    store = MemoryStore()
+    publisher = publisher_to(store, room=lambda peaks: 100 - peaks.reserved_bytes + peaks.allocated_bytes)
     for iteration, (tensors, held) in enumerate([(10, 30), (25, 30), (5, 30), (None, None), *[(9, 60)] * 4]):
         counts = None if tensors is None else MemoryCounts(allocated_bytes=tensors, reserved_bytes=held, retries=0)
         publisher.add(entry(iteration), ITERATION, counts)
@@ -124,8 +124,7 @@ def test_state_is_counted_parameter_by_parameter(
 
 def test_a_version_that_has_expired_costs_no_later_one(tmp_path) -> None:
     store = MemoryStore()
-    rule, told = Recalibration(first_iteration=0, look_ahead=2, ranks=1), Republisher(store, "topic")
-    publisher = PassPublisher(rule, store, KEYS, rank=0, republisher=told)
+    publisher = publisher_to(store)
     for version in (1, 3):
         store.put(KEYS.costs(version), b"version %d" % version)
     assert publisher.version(40) == 4
@@ -134,14 +133,14 @@ def test_a_version_that_has_expired_costs_no_later_one(tmp_path) -> None:
 
 
 def test_passes_that_may_be_asked_for_again_come_back_into_an_empty_store() -> None:
-    rule, full = Recalibration(first_iteration=0, look_ahead=2, ranks=1), MemoryStore()
+    full = MemoryStore()
     told = Republisher(full, "topic")
-    publisher = PassPublisher(rule, full, KEYS, rank=0, republisher=told)
+    publisher = publisher_to(full, told=told)
     for iteration in range(16):
         publisher.add(entry(iteration), ITERATION)
     empty = MemoryStore()
     told._store = empty
-    assert rule.version(15) == 2 and rule.measured_until(3) == 16
+    assert RULE.version(15) == 2 and RULE.measured_until(3) == 16
     assert told.restore() == 2
     for version in (2, 3):
         key = KEYS.passes(version, 0)

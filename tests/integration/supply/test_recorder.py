@@ -62,14 +62,6 @@ def store():
     return MemoryStore()
 
 
-def test_a_run_ends_with_a_summary_and_a_picture(store, tmp_path, capsys) -> None:
-    summary = run(recorder(tmp_path, store, world_size=2), recorder(tmp_path, store, rank=1, world_size=2))
-    assert summary is not None and "timeline.png" in summary
-    assert summary.endswith(f"\npage of the run: `megatron-dynapipe report {tmp_path}` writes it")
-    assert (tmp_path / "timeline.png").exists()
-    assert "warning" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("busy", "said"), [(40, True), (95, False)])
 def test_idle_stages_are_said_with_what_shortens_that(busy, said) -> None:
     def stage(number: int) -> tuple[Event, ...]:
