@@ -46,7 +46,7 @@ def read_config(path: Path) -> Any:
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is not a configuration of a known model: {error}") from error
     if config.model_type.startswith("gemma"):
-        raise ConfigError(f"{file}: {config.model_type} is not supported: Megatron's layers do not scale embeddings")
+        raise ConfigError(f"{file}: {config.model_type} is not supported: Megatron scales embeddings only for muP")
     if config.model_type not in KINDS:
         raise ConfigError(f"{file}: expected a model of type {', '.join(KINDS)}, got {config.model_type}")
     return config

@@ -242,7 +242,7 @@ def _check_length_of_training(args: argparse.Namespace) -> None:
     if args.eval_interval is None:
         raise ConfigError(
             "expected --eval-interval N, got none",
-            hint="for example --eval-interval 1000; with --eval-iters 0 nothing is evaluated",
+            hint="for example --eval-interval 1000, also with --eval-iters 0: Megatron divides by it",
         )
 
 
