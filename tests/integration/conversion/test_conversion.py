@@ -19,8 +19,8 @@ REFUSED = {
     "biases of the MLP": "llama: expected mlp_bias False or None, got True",
     "mistral": "mistral: expected a model without sliding windows, got sliding_window 32 of 64 positions",
     "qwen2": "qwen2: expected a model without sliding windows, got sliding_window 32 of 32768 positions",
-    "gemma": "gemma is not supported: Megatron's layers do not scale embeddings",
-    "gemma2": "gemma2 is not supported: Megatron's layers do not scale embeddings",
+    "gemma": "gemma is not supported: Megatron scales embeddings only for muP",
+    "gemma2": "gemma2 is not supported: Megatron scales embeddings only for muP",
 }
 
 
