@@ -102,11 +102,11 @@ def set_args_defaults(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 def _replace(stubs: Iterable[Stub]) -> None:
     for stub in stubs:
-        owner = _resolve(stub.owner)
+        owner = resolve(stub.owner)
         setattr(owner, stub.name, stub.make(getattr(owner, stub.name)))
 
 
-def _resolve(path: str) -> Any:
+def resolve(path: str) -> Any:
     """The module, or the class in a module, at a dotted path."""
     try:
         return importlib.import_module(path)

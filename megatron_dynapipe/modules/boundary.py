@@ -100,11 +100,6 @@ class Part(nn.Module):
         return self.ranks.replica
 
     @property
-    def last(self) -> int:
-        """The last virtual stage."""
-        return self.ranks.stages * self.chunks - 1
-
-    @property
     def device(self) -> torch.device:
         """Where the parameters are; the host for a part without any."""
         tensor = next(itertools.chain(self.parameters(), self.buffers()), None)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.cost.segments import SegmentCosts
@@ -105,11 +105,6 @@ class Pack:
         return tensor
 
 
-def length_of(sample: Any) -> int:
-    """Positions of a sample: the first dimension of its first tensor that has one."""
-    return _positions(sample)
-
-
 def _entries(sample: Any) -> dict[Any, Any]:
     if isinstance(sample, Mapping):
         return dict(sample)
@@ -117,6 +112,7 @@ def _entries(sample: Any) -> dict[Any, Any]:
 
 
 def _positions(sample: Any) -> int:
+    """Positions of a sample: the first dimension of its first tensor that has one."""
     for value in _entries(sample).values():
         if isinstance(value, torch.Tensor) and value.dim():
             return len(value)
@@ -171,7 +167,9 @@ class ModulePlanner:
             transfers = cuda_rules(os.environ) if torch.cuda.is_available() else GLOO_RULES
         settings = msgspec.structs.replace(settings, transfers=transfers)
         self.planner = Planner(settings, costs.of_stages(stage_of))
-        self._alone = self.planner if replicas == 1 else _for_one_replica(self.planner)
+        self._alone = self.planner
+        if replicas > 1:
+            self._alone = Planner(msgspec.structs.replace(settings, data_parallel=1), self.planner.cost_model)
 
     @property
     def digest(self) -> str:
@@ -200,10 +198,6 @@ class ModulePlanner:
         lengths = _lengths(batch)
         plan = self._alone.plan(batch_of_positions(lengths, 0), 0, forward_only=forward_only)
         return [_rows(batch, micro_batch) for micro_batch in plan.replicas[0].micro_batches], plan
-
-
-def _for_one_replica(planner: Planner) -> Planner:
-    return Planner(msgspec.structs.replace(planner.settings, data_parallel=1), planner.cost_model)
 
 
 def _lengths(batch: Batch) -> list[int]:
@@ -307,14 +301,16 @@ class DynaPipeDataLoader:
         batches = self._batches()
         first = self.epoch << 32  # iterations are numbered apart by epoch
         numbered = [(first + number, ids) for number, ids in enumerate(batches)]
-        items = _Iterations(self, numbered[self._skipped :])
+        items: Any = numbered[self._skipped :]
+        make: Any = self._planned  # without batch_size it is called with one item
         self.set_epoch(self.epoch + 1)
-        loader = DataLoader(items, batch_size=None, shuffle=False, collate_fn=_as_it_is, **self._arguments)
+        loader = DataLoader(items, batch_size=None, shuffle=False, collate_fn=make, **self._arguments)
         for micro_batches, plan in loader:
             yield micro_batches, decode_entry(plan)
 
-    def _planned(self, iteration: int, ids: Sequence[int]) -> tuple[list[Any], bytes]:
-        """Micro-batches of this replica and its plan; runs in a worker."""
+    def _planned(self, numbered: tuple[int, Sequence[int]]) -> tuple[list[Any], bytes]:
+        """Micro-batches of this replica and its plan, of an iteration and its samples; runs in a worker."""
+        iteration, ids = numbered
         plan = self._planner.plan([self._lengths[sample] for sample in ids], iteration)
         entry = StageEntry.of(plan, self._replica, self._stage, plan_digest=self._planner.digest)
         micro_batches = [
@@ -342,27 +338,9 @@ class DynaPipeDataLoader:
         return [order[slice(*batches.bounds(number))] for number in range(batches.count or 0)]
 
 
-class _Iterations(Dataset[Any]):
-    """Iterations of an epoch as a dataset, for PyTorch's loader to spread over its workers."""
-
-    def __init__(self, loader: DynaPipeDataLoader, batches: Sequence[tuple[int, Sequence[int]]]) -> None:
-        self._loader, self._batches = loader, batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, index: int) -> tuple[list[Any], bytes]:
-        return self._loader._planned(*self._batches[index])
-
-
-def _as_it_is[T](item: T) -> T:
-    """PyTorch would make lists of tuples."""
-    return item
-
-
 def _all_lengths(dataset: Any, lengths: Sequence[int] | Callable[[Any], int] | None) -> Sequence[int]:
     if lengths is None or callable(lengths):
-        measure = lengths or length_of
+        measure = lengths or _positions
         lengths = [measure(dataset[index]) for index in range(len(dataset))]
     if len(lengths) != len(dataset) or not len(lengths):
         raise DataError(f"expected a length for each of {len(dataset)} samples, at least one, got {len(lengths)}")

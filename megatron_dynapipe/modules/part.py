@@ -193,7 +193,7 @@ class ModelPart(Part):
                 self._place_weight(name, model)
         points, reads = division.trace.points, division.trace.reads
         self._attributes = ReadAttributes(model, skeleton, reads, containers(model, points))
-        self._variants = Variants(skeleton, stage_of, self.mine, self._resolve)
+        self._variants = Variants(skeleton, stage_of, self.mine, self.get_submodule)
         self._variants.add(self._with_kinds([example], None)[0][1], division)
 
     @property
@@ -231,9 +231,6 @@ class ModelPart(Part):
     def _with_kinds(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[tuple[Batch, Kind]]:
         given, settings = map(self.inputs.of_model, batches), (self.training, autocast, self.device, self.state)
         return [(batch, Kind.of(batch, *settings)) for batch in given]
-
-    def _resolve(self, name: str) -> nn.Module:
-        return self.get_submodule(name)
 
     def _holder(self, path: Sequence[str]) -> nn.Module:
         """The module at a path, made of empty ones where there is none yet."""

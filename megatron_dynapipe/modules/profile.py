@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import nn
 
 from megatron_dynapipe.cost.format import UNITS, Link, Table
 from megatron_dynapipe.cost.segments import Segment, SegmentCosts
-from megatron_dynapipe.modules.boundary import Specialization
-from megatron_dynapipe.modules.inputs import Inputs
+from megatron_dynapipe.modules.boundary import Run
+from megatron_dynapipe.modules.inputs import Batch, Inputs
 from megatron_dynapipe.modules.part import Kind, Variants, segment_parameters
 from megatron_dynapipe.modules.program import DividedTrace
 from megatron_dynapipe.modules.split import without_memory
@@ -87,7 +88,7 @@ class _Segments:
         self._kind = Kind.of(named, model.training, None, self.device)
         self._variants = Variants(self._skeleton, segments, segments, model.get_submodule)
         self._variants.add(self._kind, self._division)
-        self._tables = [_Tables() for _ in segments]
+        self._tables: list[dict[str, Table]] = [{} for _ in segments]
 
     def measure(self, size: int, length: int, batch: Any, repeats: int) -> None:
         """Measure all of them with a batch."""
@@ -95,88 +96,73 @@ class _Segments:
         on_device = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in named.items()}
         layout = self._variants.specialize(on_device, self._kind)
         received: Sequence[torch.Tensor] = ()
-        for segment, table in enumerate(self._tables):
-            received = table.add(size, length, _Segment(layout, segment, received, on_device, self.device), repeats)
+        for segment, tables in enumerate(self._tables):
+            wanted = layout.boundaries[segment - 1].differentiable if segment else ()
+            forward = partial(_forward, layout.runs[segment], received, wanted, on_device, self.device)
+            costs, received = _costs(forward, self.device, repeats)
+            for quantity, value in costs.items():
+                tables.setdefault(quantity, {}).setdefault(str(length), []).append((size, round(value, 6)))
 
     def result(self) -> tuple[Segment, ...]:
         """What was measured."""
         names = ("", *self._division.trace.points)
         weights = segment_parameters(self._skeleton, self._division)
-        each = zip(self._tables, names, weights, strict=True)
-        return tuple(table.segment(name, held) for table, name, held in each)
-
-
-class _Segment:
-    """One segment with what it receives, to be run again and again."""
-
-    def __init__(
-        self,
-        layout: Specialization,
-        segment: int,
-        received: Sequence[torch.Tensor],
-        batch: dict[str, Any],
-        device: torch.device,
-    ) -> None:
-        self._run, self._batch, self._received, self._device = layout.runs[segment], batch, received, device
-        self._differentiable = layout.boundaries[segment - 1].differentiable if segment else ()
-
-    def forward(self) -> tuple[StageGraph, Sequence[torch.Tensor]]:
-        """The graph, and what is sent: every tensor of what the model returns at the last segment."""
-        entry = Entry([tensor.clone() for tensor in self._received], self._differentiable)
-        output = self._run(entry.tensors, self._batch, self._device)
-        sent = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        return StageGraph.to_outputs(entry, sent), sent
-
-    @staticmethod
-    def backward(made: tuple[StageGraph, Sequence[torch.Tensor]]) -> None:
-        """The backward pass, from gradients of ones."""
-        graph, sent = made
-        graph.backward([torch.ones_like(tensor) for tensor in sent])
-
-
-class _Tables:
-    """What one segment costs, by shape."""
-
-    def __init__(self) -> None:
-        self._tables: dict[str, Table] = {}
-
-    def add(self, size: int, length: int, segment: _Segment, repeats: int) -> Sequence[torch.Tensor]:
-        """Measure a shape; gives back what the segment sends."""
-        device = segment._device
-        memory = pass_memory(segment.forward, segment.backward, device)
-        times = [_time_once(segment, device) for _ in range(repeats)]
-        _, sent = segment.forward()
-        row = {
-            "forward": median(forward for forward, _ in times),
-            "backward": median(backward for _, backward in times),
-            "stored": memory.stored_bytes / BYTES_PER_MB,
-            "peak": max(memory.peak_bytes, memory.stored_bytes) / BYTES_PER_MB,
-            "boundary": sum(tensor.nbytes for tensor in sent) / BYTES_PER_MB,
-        }
-        for quantity, value in row.items():
-            self._tables.setdefault(quantity, {}).setdefault(str(length), []).append((size, round(value, 6)))
-        return [tensor.detach() for tensor in sent]
-
-    def segment(self, name: str, weights: Sequence[nn.Parameter]) -> Segment:
-        """As the cost model has it."""
-        tables = self._tables
-        return Segment(
-            name=name,
-            parameters=sum(weight.numel() for weight in weights if weight.requires_grad),
-            frozen_mb=sum(weight.nbytes for weight in weights if not weight.requires_grad) / BYTES_PER_MB,
-            time_ms={"forward": tables["forward"], "backward": tables["backward"]},
-            stored_activation_mb=tables["stored"],
-            peak_activation_mb=tables["peak"],
-            boundary_mb=tables["boundary"],
+        return tuple(
+            Segment(
+                name=name,
+                parameters=sum(weight.numel() for weight in held if weight.requires_grad),
+                frozen_mb=sum(weight.nbytes for weight in held if not weight.requires_grad) / BYTES_PER_MB,
+                time_ms={"forward": tables["forward"], "backward": tables["backward"]},
+                stored_activation_mb=tables["stored"],
+                peak_activation_mb=tables["peak"],
+                boundary_mb=tables["boundary"],
+            )
+            for tables, name, held in zip(self._tables, names, weights, strict=True)
         )
 
 
-def _time_once(segment: _Segment, device: torch.device) -> tuple[float, float]:
+_Made = tuple[StageGraph, Sequence[torch.Tensor]]
+"""Of a segment's forward pass: the graph, and what it sends; at the last one every tensor that the model returns."""
+
+
+def _forward(
+    run: Run, received: Sequence[torch.Tensor], differentiable: Sequence[bool], batch: Batch, device: torch.device
+) -> _Made:
+    entry = Entry([tensor.clone() for tensor in received], differentiable)
+    output = run(entry.tensors, batch, device)
+    sent = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return StageGraph.to_outputs(entry, sent), sent
+
+
+def _backward(made: _Made) -> None:
+    """From gradients of ones."""
+    graph, sent = made
+    graph.backward([torch.ones_like(tensor) for tensor in sent])
+
+
+def _costs(
+    forward: Callable[[], _Made], device: torch.device, repeats: int
+) -> tuple[dict[str, float], Sequence[torch.Tensor]]:
+    """Milliseconds and MB of a segment's passes, and what it sends."""
+    memory = pass_memory(forward, _backward, device)
+    times = [_time_once(forward, device) for _ in range(repeats)]
+    _, sent = forward()
+    costs = {
+        "forward": median(forward_ms for forward_ms, _ in times),
+        "backward": median(backward_ms for _, backward_ms in times),
+        "stored": memory.stored_bytes / BYTES_PER_MB,
+        "peak": max(memory.peak_bytes, memory.stored_bytes) / BYTES_PER_MB,
+        "boundary": sum(tensor.nbytes for tensor in sent) / BYTES_PER_MB,
+    }
+    return costs, [tensor.detach() for tensor in sent]
+
+
+def _time_once(forward: Callable[[], _Made], device: torch.device) -> tuple[float, float]:
     """Milliseconds of a forward and its backward."""
     marks = [_now(device)]
-    made = segment.forward()
+    made = forward()
     marks.append(_now(device))
-    segment.backward(made)
+    _backward(made)
     marks.append(_now(device))
     return (marks[1] - marks[0]) / 1e6, (marks[2] - marks[1]) / 1e6
 

@@ -43,11 +43,6 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, enum.Enum)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def is_read_by_user(name: str) -> bool:
-    """Whether an attribute is none of those that every module has."""
-    return name not in _OF_EVERY_MODULE and not hasattr(nn.Module, name)
-
-
 class ReadAttributes:
     """What has been read of a model, and what it is now."""
 
@@ -257,7 +252,8 @@ class _Calls(contextlib.AbstractContextManager[None]):
         del nn.Module.__getattribute__
 
     def _note_read(self, module: nn.Module, name: str) -> None:
-        if not self._recorder.inside and self._names.get(module) in self._divided and is_read_by_user(name):
+        of_user = name not in _OF_EVERY_MODULE and not hasattr(nn.Module, name)
+        if of_user and not self._recorder.inside and self._names.get(module) in self._divided:
             self.reads.add((self._names[module], name))
 
     def check_reached(self) -> None:

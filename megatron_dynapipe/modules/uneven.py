@@ -14,6 +14,7 @@ memory: for models that need no such stages, `Pipeline` sends from the device.
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -21,11 +22,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.modules.inputs import Batch, split_batch
+from megatron_dynapipe.modules.inputs import Batch
+from megatron_dynapipe.modules.pipeline import Pipeline
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.shapes import Structure, TensorMeta
 from megatron_dynapipe.modules.stage import Stage
-from megatron_dynapipe.modules.steps import ModuleSteps, StepWork
+from megatron_dynapipe.modules.steps import StepWork
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import HostStagedTransport, SlicedTransport, TorchTransport, Transport
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -36,7 +38,7 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.
 """`loss_fn(output, target) → (sum, count)` of a slice."""
 
 
-class UnevenPipeline(ModuleSteps):
+class UnevenPipeline:
     """One rank's part in training steps. Every rank makes it at the same point: it makes process groups.
 
     Args:
@@ -63,9 +65,14 @@ class UnevenPipeline(ModuleSteps):
     ) -> None:
         if units < 1:
             raise ConfigError(f"expected at least one unit, got {units}")
-        self._units, self._most = units, max(map(len, stages))
         part = _SlicedStage(module, _UnevenRanks(stages, timeout_s))
-        super().__init__(part, optimizer, lambda out, batch: loss_fn(out, batch["targets"]), timeout_s=timeout_s)
+        self._pipeline = _OfUnits(
+            part,
+            optimizer,
+            lambda output, batch: loss_fn(output, batch["targets"]),
+            micro_batches=units,
+            timeout_s=timeout_s,
+        )
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """Train one batch; the loss, sum over everything / count over everything, on every rank.
@@ -74,15 +81,23 @@ class UnevenPipeline(ModuleSteps):
             DataError: on every rank alike: fewer samples than units, or than a stage's replicas in a unit.
             ConfigError: on every rank alike: a stage cannot run what it receives, or does not return one tensor.
         """
-        return float(self._train(lambda: self._work(inputs, targets), keep_outputs=False).loss)
+        return float(self._pipeline.step({"inputs": inputs, "targets": targets}).loss)
 
-    def _work(self, inputs: torch.Tensor, targets: torch.Tensor) -> StepWork:
-        if len(targets) != len(inputs) or len(inputs) // self._units < self._most:
+
+class _OfUnits(Pipeline):
+    """A pipeline of sliced stages, whose micro-batches are the units."""
+
+    part: "_SlicedStage"
+
+    def _divided(self, batch: Any, *, forward_only: bool = False) -> StepWork:
+        units, most = self._micro_batches or 1, max(map(len, self.part.ranks.ranks_of))
+        inputs, targets = len(batch["inputs"]), len(batch["targets"])
+        if targets != inputs or inputs // units < most:
             raise DataError(
-                f"expected as many targets as inputs, at least {self._units * self._most} for {self._units} units over"
-                f" {self._most} replicas, got {len(inputs)} inputs and {len(targets)} targets"
+                f"expected as many targets as inputs, at least {units * most} for {units} units over {most} replicas, "
+                f"got {inputs} inputs and {targets} targets"
             )
-        return StepWork(split_batch({"inputs": inputs, "targets": targets}, self._units), None)
+        return super()._divided(batch, forward_only=forward_only)
 
 
 class _UnevenRanks(Ranks):

@@ -87,14 +87,9 @@ def parse_instruction(word: str) -> Instruction:
     raise PlanDecodeError(f"expected an instruction such as F3, LOAD3 or SEND_F3>2[64x8x128], got {word!r}")
 
 
-def format_stage(stage: int, instructions: Iterable[Instruction]) -> str:
-    """A stage's list on one line."""
-    return f"stage {stage}: " + " ".join(format_instruction(i) for i in instructions)
-
-
 def format_stages(stages: Iterable[Iterable[Instruction]]) -> str:
     """A pipeline's lists, one line per stage."""
-    return "\n".join(format_stage(stage, instructions) for stage, instructions in enumerate(stages))
+    return "\n".join(f"stage {stage}: {' '.join(map(format_instruction, each))}" for stage, each in enumerate(stages))
 
 
 def parse_stages(text: str) -> tuple[tuple[Instruction, ...], ...]:

@@ -3,12 +3,11 @@
 Nothing here plans: an executor runs a hand-written list as readily as a planned one.
 """
 
-from megatron_dynapipe.runtime.executor import BufferTable, Handler, Handlers, PipelineExecutor
-from megatron_dynapipe.runtime.passes import Entry, PassContext, StageGraph, StageModel, pass_handlers
+from megatron_dynapipe.runtime.executor import BufferTable, PipelineExecutor
+from megatron_dynapipe.runtime.passes import Entry, PassContext, StageGraph, pass_handlers
 from megatron_dynapipe.runtime.platform import CpuPlatform, CudaPlatform, DevicePlatform, platform_of
 from megatron_dynapipe.runtime.scatter_gather import ScatterGatherTransport
 from megatron_dynapipe.runtime.sliced import SlicedTransport
 from megatron_dynapipe.runtime.step import PendingTotals, Step, StepRunner, StepTotals
 from megatron_dynapipe.runtime.trace import Trace
-from megatron_dynapipe.runtime.transfer import GatedTransport, HostStagedTransport, TorchTransport, Transport, Work
-from megatron_dynapipe.runtime.watchdog import ListWatchdog, Watchdog, watched
+from megatron_dynapipe.runtime.transfer import HostStagedTransport, TorchTransport, Transport, Work

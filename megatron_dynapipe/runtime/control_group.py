@@ -3,7 +3,6 @@
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -60,18 +59,19 @@ class ControlGroup:
         rows = self.gather(padded)
         return [bytes(row.numpy().tobytes()[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
-    def find_difference(self, fields: Mapping[str, str]) -> "Difference | None":
-        """The first field, by name, in which a rank differs from the lowest that has it; None if none does.
+    def find_difference(self, fields: Mapping[str, str]) -> str | None:
+        """The first field, by name, in which a rank differs from the lowest that has it, and both values; None if none
+        does.
 
         A field that a rank does not have is not compared there. All ranks find the same.
         """
         ranks = [json.loads(text) for text in self.gather_texts(json.dumps(dict(fields)))]
         for name in sorted({name for rank in ranks for name in rank}):
             having = [rank for rank, held in enumerate(ranks) if name in held]
+            first = ranks[having[0]][name]
             for rank in having[1:]:
-                if ranks[rank][name] != ranks[having[0]][name]:
-                    values = ranks[having[0]][name], ranks[rank][name]
-                    return Difference(field=name, ranks=(having[0], rank), values=values)
+                if (other := ranks[rank][name]) != first:
+                    return f"{name} is {first} on rank {having[0]} and {other} on rank {rank}"
         return None
 
     def start_gather(self, values: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
@@ -124,19 +124,6 @@ class ControlGroup:
             )
 
         return StepAgreement(self, error, identity=bytes.fromhex(plan[: 2 * _IDENTITY]), differ=differ)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """A field in which two ranks differ, and their values."""
-
-    field: str
-    ranks: tuple[int, int]
-    values: tuple[str, str]
-
-    def __str__(self) -> str:
-        (first, second), (one, other) = self.ranks, self.values
-        return f"{self.field} is {one} on rank {first} and {other} on rank {second}"
 
 
 class StepAgreement:

@@ -29,7 +29,7 @@ def test_every_row_names_something_that_torch_has_once():
     rows = [(row.owner, row.name) for row in stub_table.STUBS]
     assert len(set(rows)) == len(rows)
     for row in stub_table.STUBS:
-        assert hasattr(platform._resolve(row.owner), row.name), row
+        assert hasattr(platform.resolve(row.owner), row.name), row
         assert row.why
 
 
@@ -41,7 +41,7 @@ def test_enable_puts_everything_in_force():
         from megatron_dynapipe import cpu
         from megatron_dynapipe.cpu import platform, stub_table
 
-        rows = [(platform._resolve(row.owner), row.name) for row in stub_table.STUBS]
+        rows = [(platform.resolve(row.owner), row.name) for row in stub_table.STUBS]
         before = [vars(owner).get(name) for owner, name in rows]
         assert not set(stub_table.ENVIRONMENT) & set(os.environ)
         assert cpu.enable("cpu") and cpu.is_enabled()

@@ -34,7 +34,8 @@ def printed(but_fences_of: Collection[str]) -> dict[str, str]:
 
 
 def _files(patterns: tuple[str, ...]) -> Iterator[Path]:
-    return (path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.is_file())
+    found = (path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.is_file())
+    return (path for path in found if path.parent.name != "__pycache__")
 
 
 def _in_pages(but_fences_of: Collection[str]) -> Iterator[tuple[str, str]]:

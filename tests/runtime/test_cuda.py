@@ -13,11 +13,11 @@ from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import (
     CudaPlatform,
     HostStagedTransport,
-    ListWatchdog,
     PipelineExecutor,
     ScatterGatherTransport,
     Work,
 )
+from megatron_dynapipe.runtime.watchdog import ListWatchdog
 
 pytestmark = pytest.mark.gpu
 

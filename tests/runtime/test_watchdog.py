@@ -8,7 +8,8 @@ import torch
 
 from megatron_dynapipe.plan.instructions import Backward, Forward, Load
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.runtime import ListWatchdog, PipelineExecutor, Watchdog, watched
+from megatron_dynapipe.runtime import PipelineExecutor
+from megatron_dynapipe.runtime.watchdog import ListWatchdog, Watchdog, watched
 
 LIST = (Load(0), Forward(0), Backward(0))
 PLAN = StagePlan(stage=1, instructions=LIST, predicted=())

@@ -20,8 +20,6 @@ from megatron_dynapipe.integration.models.providers import gpt_provider, t5_prov
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 from megatron_dynapipe.units import ModelFamily
 
-"""Megatron's name of a checkpoint that no training run has saved: it brings weights alone."""
-
 
 @contextlib.contextmanager
 def whole_model(flags: Flags, family: ModelFamily, vocabulary: int, dtype: torch.dtype) -> Iterator[nn.Module]:

@@ -9,7 +9,7 @@ import torch
 
 from megatron_dynapipe import __version__
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.integration.flags.machine import nodes, processor, world_size
+from megatron_dynapipe.integration.flags.machine import nodes, processor_and_cores, world_size
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.patching import find_version
 from megatron_dynapipe.units import amount
@@ -29,7 +29,7 @@ def about(run: RunConfig) -> dict[str, str]:
         layout += f", experts over {parallel.experts} ranks"
     samples = meta.split_samples.get("train", 0)
     size, tokens = run.training.sampler.samples_per_iteration, run.training.sampler.tokens_per_iteration
-    device = processor() if run.on_cpu else torch.cuda.get_device_name(run.device)
+    device = processor_and_cores() if run.on_cpu else torch.cuda.get_device_name(run.device)
     return {
         "command": _command(),
         "model": f"{run.family.value.upper()}, {stacks} layers, hidden {model.hidden}, {model.heads} heads{experts},"

@@ -23,7 +23,7 @@ from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.errors import CostModelError, DynaPipeError
 from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import launch
-from megatron_dynapipe.integration.flags.machine import local_world_size, processor
+from megatron_dynapipe.integration.flags.machine import local_world_size, processor_and_cores
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.repredict import repredicted_ns
@@ -93,7 +93,7 @@ def _identity(run: RunConfig) -> str:
         **run.layer_costs,
         "family": run.family.value,
         "recompute": ",".join(run.recompute),
-        "device": processor() if run.on_cpu else torch.cuda.get_device_name(run.device),
+        "device": processor_and_cores() if run.on_cpu else torch.cuda.get_device_name(run.device),
         "processes": str(_processes(run)),
         "threads": os.environ.get("OMP_NUM_THREADS", "1"),
         "seconds": str(run.calibrate_s),
@@ -174,8 +174,3 @@ def _digest(path: Path) -> str:
         return TableCostModel.load(path).digest
     except CostModelError as error:
         raise CostModelError(error.message, hint=f"remove {path}: it is measured again") from error
-
-
-def record(path: Path, report_folder: Path) -> None:
-    """Leave a copy among the run's records, as version 0 of its cost model."""
-    (report_folder / "cost-model-0.json").write_bytes(path.read_bytes())

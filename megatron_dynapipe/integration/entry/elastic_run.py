@@ -175,7 +175,7 @@ def _resumable_flags() -> list[str]:
     given = [flag for each in sys.argv[1:] if (flag := each.partition("=")[0]) in LAYOUT_FLAGS]
     if given and os.environ["RANK"] == "0":
         print(f"without effect under launch, which chooses the layout: {', '.join(given)}", flush=True)
-    argv = without(argv, LAYOUT_FLAGS)
+    argv = command_line.without(argv, LAYOUT_FLAGS)
     saved = config.value_of(argv, "save", "")
     if not saved:
         raise ConfigError("expected --save DIR under launch, got none", hint="a folder that all nodes see")
@@ -188,18 +188,6 @@ def _resumable_flags() -> list[str]:
     if int(config.value_of(argv, "context-parallel-size", "1")) > 1:
         raise ConfigError("launch knows no layouts with context parallelism", hint="remove --context-parallel-size")
     return [*argv, *resuming(argv, Path(saved))]
-
-
-def without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """A command line without flags that take one value."""
-    kept: list[str] = []
-    left = iter(argv)
-    for each in left:
-        if each in flags:
-            next(left, None)
-        elif each.partition("=")[0] not in flags:
-            kept.append(each)
-    return kept
 
 
 def resuming(argv: Sequence[str], saved: Path) -> list[str]:

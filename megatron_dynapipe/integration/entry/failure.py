@@ -49,7 +49,7 @@ def reported() -> Iterator[None]:
         if not (launch.reports_for_all() or getattr(error, launch.REPORTED_HERE, False)):
             launch.leave_report_to_another_rank(2)
         _print_report(error, "" if rank == 0 else f"[rank {rank}] ")
-        launch.write_error_file(f"none: rank {rank} printed the error above")
+        launch.write_error_file(str(error))
         sys.exit(2)
     except DynaPipeError as error:
         _print_report(error, f"[rank {rank}] ")
@@ -111,41 +111,42 @@ def _print_error(error: BaseException) -> int:
 
 def _explained(error: BaseException) -> BaseException:
     """An error of Megatron's that its users meet and that has a way out; others as they are."""
+    if (explained := _with_a_way_out(error)) is None:
+        return error
+    explained.__cause__ = error
+    return explained
+
+
+def _with_a_way_out(error: BaseException) -> DynaPipeError | None:
     if isinstance(error, AssertionError) and "OptimizerParamScheduler: class input value" in str(error):
         found = re.search(r"value (\S+) and checkpoint ?value (\S+) for (.+) do not match", str(error))
         mine, saved, name = found.groups() if found else ("another", "its own", "a value")
-        explained = ConfigError(
+        name = name.replace("iterations", "samples")  # which its numbers are
+        return ConfigError(
             f"expected the checkpoint's {name}, {saved}, got {mine}",
             hint="--override-opt-param-scheduler trains on with the values of this command line (another --train-iters"
             " or --lr), --use-checkpoint-opt-param-scheduler with the checkpoint's",
         )
-        explained.__cause__ = error
-        return explained
     if "router.expert_shares" in str(error):
-        lacking = ConfigError(
+        return ConfigError(
             "the checkpoint has no shares of experts, from which aux_loss begins: it was saved without"
             " --moe-aux-loss-coeff",
             hint="--dist-ckpt-strictness log_unexpected begins with equal shares, and warns of what else is missing",
         )
-        lacking.__cause__ = error
-        return lacking
     if isinstance(error, RuntimeError) and (waited := re.search(r"gloo.*Timed out waiting (\d+)ms", str(error))):
-        late: DynaPipeError = ExecutionError(
+        late = ExecutionError(
             f"waited {int(waited[1]) / 1000:.0f} s for another rank, which still runs but does not answer",
             hint="look for a process that is stopped or a machine that is overloaded; --dynapipe-timeout-s and"
             " --distributed-timeout-minutes allow more time",
         )
         for note in getattr(error, "__notes__", ()):  # the instruction, which names the stage
             late.add_note(note)
-        late.__cause__ = error
         return late
     frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     is_archive = isinstance(error, RuntimeError) and "inline_container" in str(error)  # which torch writes
     if frames & SAVING and (is_archive or isinstance(error, OSError | CheckpointException)):
-        failed = unwritten(Path(config.value_of(sys.argv[1:], "save", ".")), error)
-        failed.__cause__ = error
-        return failed
-    return error
+        return unwritten(Path(config.value_of(sys.argv[1:], "save", ".")), error)
+    return None
 
 
 def abort() -> None:

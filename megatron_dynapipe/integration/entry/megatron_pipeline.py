@@ -33,6 +33,7 @@ from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.execution.warm_up import warm_up
 from megatron_dynapipe.integration.hooks import fused_kernels, optimizer_patches
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
+from megatron_dynapipe.integration.models.providers import t5_required_fields
 from megatron_dynapipe.integration.models.specs import packing_obstacle
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
 from megatron_dynapipe.plan.codec import digest
@@ -342,11 +343,7 @@ def required_fields_of(models: Sequence[torch.nn.Module]) -> RequiredFields:
     chunks = unwrap_model(list(models))
     stages = [chunk.layers for chunk in chunks if isinstance(chunk, T5Stage)]
     if stages:
-        return RequiredFields(
-            tokens=any(layers.starts_encoder for layers in stages),
-            decoder_tokens=any(layers.starts_decoder for layers in stages),
-            labels=any(layers.ends_decoder for layers in stages),
-        )
+        return t5_required_fields(stages)
     return RequiredFields(
         tokens=any(chunk.pre_process for chunk in chunks), labels=any(chunk.post_process for chunk in chunks)
     )

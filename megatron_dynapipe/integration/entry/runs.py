@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from megatron_dynapipe.integration.flags.layer_split import megatron_layout
 from megatron_dynapipe.integration.flags.plan_inputs import Progress, chosen_layer_split, plan_inputs
 from megatron_dynapipe.integration.flags.preflight import check_data, check_run
 from megatron_dynapipe.integration.flags.resume_record import loaded, resumed, split_to_keep
-from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.flags.run_config import RunConfig, t5_split
 from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
     gpt_provider,
@@ -37,8 +38,6 @@ from megatron_dynapipe.integration.models.providers import (
     t5_required_fields,
 )
 from megatron_dynapipe.units import ModelFamily
-
-EmbeddingRanks = Callable[[Sequence[int]], list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,25 +49,24 @@ class Run:
         session: gives the datasets and the schedule; a context manager around the run.
         model_provider: builds this rank's part of the model.
         forward_step: one micro-batch through it.
-        embedding_ranks: of one pipeline's ranks, those with word embeddings; None is Megatron's own choice.
-        position_embedding_ranks: those with position embeddings, likewise.
+        embedding_ranks: of one pipeline's ranks, those whose copies of word and position embeddings Megatron is told
+            of; None is its own choice.
     """
 
     args: argparse.Namespace
     session: Session
     model_provider: ModelProvider
     forward_step: ForwardStep
-    embedding_ranks: EmbeddingRanks | None = None
-    position_embedding_ranks: EmbeddingRanks | None = None
+    embedding_ranks: Callable[[Sequence[int]], list[int]] | None = None
 
 
 def t5_run() -> Run:
     """A T5 staged over the pipeline, from the command line; raises ConfigError and DataError."""
     args, run = _checked(ModelFamily.T5)
-    split = run.t5_split()
+    split = t5_split(run.model, run.parallel)
 
     def required_fields() -> RequiredFields:
-        return t5_required_fields(split, parallel_state.get_pipeline_model_parallel_rank())
+        return t5_required_fields(split.of_rank(parallel_state.get_pipeline_model_parallel_rank()))
 
     session = Session(
         run,
@@ -82,7 +80,6 @@ def t5_run() -> Run:
         model_provider=t5_provider(run.model, split),
         forward_step=t5_step,
         embedding_ranks=split.embedding_ranks,
-        position_embedding_ranks=split.position_embedding_ranks,
     )
 
 
@@ -131,7 +128,7 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
             run = _plan_layer_split(run)
         _preflight(run)
         if measures and run.rank == 0 and run.cost_model is not None:
-            calibration.record(run.cost_model, run.report_folder)
+            shutil.copyfile(run.cost_model, run.report_folder / "cost-model-0.json")  # before any correction of it
             computed = plan_inputs(replace(run, cost_model=None)).costs
             print(f"cost model: {calibration.gain(plan_inputs(run), computed)}", flush=True)
         return args, run
@@ -219,5 +216,5 @@ def pretrain_arguments(run: Run, session: Session) -> dict[str, Any]:
         "forward_step_func": run.forward_step,
         "model_provider": session.counting(run.model_provider),
         "get_embedding_ranks": run.embedding_ranks,
-        "get_position_embedding_ranks": run.position_embedding_ranks,
+        "get_position_embedding_ranks": run.embedding_ranks,
     }

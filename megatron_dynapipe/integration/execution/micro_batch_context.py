@@ -46,7 +46,8 @@ class MicroBatchContext:
         self._recompute = RecomputeSwitch(models)
         self._routers = routers_of(models)
         self._randomness: LayerRandomness | None = None
-        if has_dropout(get_model_config(models[0])):
+        config = get_model_config(models[0])
+        if config.attention_dropout or config.hidden_dropout:
             self._randomness = LayerRandomness(models, seed=seed)
 
     def begin(self, iteration: int, micro_batch: int, mode: Recompute, planned: MicroBatch | None = None) -> None:
@@ -197,8 +198,3 @@ class LayerRandomness:
     def _derive(self, place: str, whose: object) -> int:
         key = repr((*self._identity, *self._pass, place, whose)).encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) >> 1
-
-
-def has_dropout(config: Any) -> bool:
-    """Whether passes through a model of this configuration draw random numbers at all."""
-    return bool(config.attention_dropout or config.hidden_dropout)

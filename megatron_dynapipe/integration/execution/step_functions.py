@@ -14,14 +14,12 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_dynapipe.data.collate import HostMicroBatch
 from megatron_dynapipe.data.iterator import gathered
-from megatron_dynapipe.data.segments import RowSegments, causal_mask, cross_mask, decoder_mask, encoder_mask
+from megatron_dynapipe.data.segments import RowSegments, causal_mask
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch
 from megatron_dynapipe.integration.execution.task_losses import BY_TASK, sums_by_task
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, attention_row, self_row
-from megatron_dynapipe.integration.models.padded_rows import PaddedRows, decoder_rows, encoder_rows
-from megatron_dynapipe.integration.models.t5_stage import T5StageInputs
-from megatron_dynapipe.units import Shape
+from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
 
 LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -128,8 +126,8 @@ def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowForma
     else:
         lengths = host.input_lengths, host.decoder_lengths
         tokens, decoder_tokens, labels, loss_mask, tasks, *moved = copy_to(device, (*texts, *lengths))
-        make = _masks if row_format is RowFormat.LOCAL else _rows
-        attention = make(host.shape, *moved)
+        input_lengths, decoder_lengths = map(_given, moved)
+        attention = padded_attention(host.shape, input_lengths, decoder_lengths, row_format)
     inputs = T5StageInputs(tokens=tokens, decoder_tokens=decoder_tokens, labels=labels, **attention)
     return {"inputs": inputs, "loss_mask": loss_mask, "tasks": tasks}
 
@@ -140,27 +138,9 @@ def t5_step(batches: Iterator[DeviceBatch], model: torch.nn.Module) -> tuple[Any
     return model(batch["inputs"]), partial(masked_loss, batch["loss_mask"], tasks=batch["tasks"])
 
 
-def _masks(
-    shape: Shape, input_lengths: torch.Tensor | None, decoder_lengths: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    """Masks of a padded T5 micro-batch, by their names in `T5StageInputs`."""
-    assert input_lengths is not None and decoder_lengths is not None, "an encoder–decoder batch"
-    return {
-        "encoder_mask": encoder_mask(input_lengths, shape.input_length),
-        "decoder_mask": decoder_mask(decoder_lengths, shape.target_length),
-        "cross_mask": cross_mask(input_lengths, shape.target_length, shape.input_length),
-    }
-
-
-def _rows(
-    shape: Shape, input_lengths: torch.Tensor | None, decoder_lengths: torch.Tensor | None
-) -> dict[str, PaddedRows]:
-    """Rows of a padded T5 micro-batch, by their names in `T5StageInputs`."""
-    assert input_lengths is not None and decoder_lengths is not None, "an encoder–decoder batch"
-    return {
-        "encoder_row": encoder_rows(input_lengths, shape.input_length),
-        "decoder_row": decoder_rows(decoder_lengths, shape.target_length, input_lengths, shape.input_length),
-    }
+def _given(lengths: torch.Tensor | None) -> torch.Tensor:
+    assert lengths is not None, "an encoder–decoder batch"
+    return lengths
 
 
 def _on_device(segments: RowSegments, moved: Sequence[torch.Tensor | None]) -> DeviceSegments:

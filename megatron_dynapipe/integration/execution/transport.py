@@ -1,7 +1,6 @@
 """How this rank's stage exchanges tensors with its neighbours: groups, and the transports over them."""
 
 import uuid
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -138,11 +137,7 @@ def share_a_device(control: ControlGroup, device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     mine = uuid.UUID(str(torch.cuda.get_device_properties(device).uuid))
-    return has_repeats(control.gather(torch.tensor(list(mine.bytes), dtype=torch.uint8)))
-
-
-def has_repeats(identities: Sequence[torch.Tensor]) -> bool:
-    """Whether two of some ranks' device identities are equal."""
+    identities = control.gather(torch.tensor(list(mine.bytes), dtype=torch.uint8))
     return len({tuple(identity.tolist()) for identity in identities}) < len(identities)
 
 

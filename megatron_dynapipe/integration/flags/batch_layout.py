@@ -7,7 +7,6 @@ padded               padded                padded                padded
 """
 
 import argparse
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,14 +25,6 @@ SPLIT_BACKWARD_FLAG = "--dynapipe-split-backward"
 
 Slices = int | Literal["auto", "off"]
 """Whether long samples are cut, as `PlannerSettings.slices`."""
-
-
-class LayoutChoice(enum.StrEnum):
-    """What `--dynapipe-layout` may say."""
-
-    AUTO = "auto"
-    PADDED = "padded"
-    PACKED = "packed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +51,14 @@ def batch_layouts(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool
     Raises:
         ConfigError: packed rows are asked for, and a part of the model cannot take them.
     """
-    choice = LayoutChoice(args.dynapipe_layout)
-    if choice is LayoutChoice.PADDED:
+    if args.dynapipe_layout == BatchLayout.PADDED:
         return Layouts(allowed=(BatchLayout.PADDED,))
-    impossible = _first(_cannot_pack(args, on_cpu=on_cpu))
-    if choice is LayoutChoice.PACKED:
+    impossible = first_reason(_cannot_pack(args, on_cpu=on_cpu))
+    if args.dynapipe_layout == BatchLayout.PACKED:
         if impossible:
             raise ConfigError(f"{FLAG} packed cannot be honoured: {impossible}", hint=f"pass {FLAG} auto or padded")
         return Layouts(allowed=(BatchLayout.PACKED,))
-    if reason := impossible or _first(_packs_slowly(args, family, on_cpu=on_cpu)):
+    if reason := impossible or first_reason(_packs_slowly(args, family, on_cpu=on_cpu)):
         return Layouts(allowed=(BatchLayout.PADDED,), reason=reason)
     return Layouts(allowed=(BatchLayout.PADDED, BatchLayout.PACKED))
 
@@ -107,7 +97,7 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
         return "off"
     if given != "auto" and not (given.isdecimal() and int(given) >= LENGTH_MULTIPLE):
         raise ConfigError(f"expected {SLICES_FLAG} auto, off or at least {LENGTH_MULTIPLE} positions, got {given}")
-    reason = _first(
+    reason = first_reason(
         (
             (family is ModelFamily.T5, "every position of a T5's encoder attends to all of them"),
             (_engine_attention(args), "Transformer Engine's attention keeps no keys of earlier pieces"),
@@ -141,7 +131,7 @@ def _has_dense_layers_too(args: argparse.Namespace) -> bool:
 
 def undivided_because(args: argparse.Namespace) -> str:
     """Why the model's layers take whole backward passes alone; empty where they need not."""
-    return _first(
+    return first_reason(
         (
             (bool(args.use_dynapipe), "a patched checkout's layers compute all gradients together"),
             (args.transformer_impl != "local", "layers of Transformer Engine compute all gradients together"),
@@ -218,5 +208,6 @@ def _is_half(args: argparse.Namespace) -> bool:
     return bool(args.bf16 or args.fp16)
 
 
-def _first(reasons: Sequence[tuple[bool, str]]) -> str:
+def first_reason(reasons: Sequence[tuple[bool, str]]) -> str:
+    """The first that holds; empty where none does."""
     return next((reason for holds, reason in reasons if holds), "")

@@ -14,7 +14,7 @@ from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import machine, megatron_flags
-from megatron_dynapipe.integration.flags.batch_layout import batch_layouts, slices, split_backward
+from megatron_dynapipe.integration.flags.batch_layout import batch_layouts, first_reason, slices, split_backward
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
@@ -167,31 +167,29 @@ def _check_ranges(args: argparse.Namespace) -> None:
 
 def _check_parallel_sizes(args: argparse.Namespace) -> None:
     """Sizes that do not divide, before Megatron asserts on them."""
-    ranks = machine.world_size()
-    model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    if ranks % model_size:
-        raise ConfigError(
-            f"expected a number of ranks that tensor × pipeline × context parallel sizes divide ({model_size}), "
-            f"got {ranks}",
-            hint="change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes",
-        )
-    of_experts = (
-        args.expert_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-    )
-    if ranks % of_experts:
-        raise ConfigError(
-            f"expected a number of ranks that expert × expert tensor × pipeline parallel sizes divide ({of_experts}), "
-            f"got {ranks}",
-            hint="change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes",
-        )
+    ranks, pipeline, tensor = machine.world_size(), args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    model_size = tensor * pipeline * args.context_parallel_size
+    of_experts = args.expert_model_parallel_size * pipeline * (args.expert_tensor_parallel_size or tensor)
+    for names, size in (
+        ("tensor × pipeline × context", model_size),
+        ("expert × expert tensor × pipeline", of_experts),
+    ):
+        if ranks % size:
+            raise ConfigError(
+                f"expected a number of ranks that {names} parallel sizes divide ({size}), got {ranks}",
+                hint="change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes",
+            )
     replicas = ranks // model_size
-    if args.global_batch_size is None or args.global_batch_size % replicas:
+    if args.global_batch_size is None:
+        raise ConfigError(
+            f"expected --global-batch-size, a multiple of the {replicas} data-parallel replicas, got none",
+            hint="with --tokens-per-global-batch, too: Megatron's learning rates count by it",
+        )
+    if args.global_batch_size % replicas:
         raise ConfigError(
             f"expected --global-batch-size to be a multiple of the {replicas} data-parallel replicas, "
             f"got {args.global_batch_size}",
-            hint=f"for example {replicas * max((args.global_batch_size or 0) // replicas, 1)}",
+            hint=f"for example {replicas * max(args.global_batch_size // replicas, 1)}",
         )
 
 
@@ -213,19 +211,14 @@ def _check_batch(args: argparse.Namespace) -> None:
 def _check_scatter_gather(args: argparse.Namespace) -> None:
     if args.dynapipe_scatter_gather != ScatterGather.ON:
         return
-    reason = next(
+    reason = first_reason(
         (
-            reason
-            for holds, reason in (
-                (args.tensor_model_parallel_size == 1, "there are no tensor-parallel ranks to divide messages over"),
-                (args.sequence_parallel, "under sequence parallelism every rank sends its own part already"),
-                (args.pipeline_model_parallel_size == 1, "one stage sends no messages"),
-            )
-            if holds
-        ),
-        None,
+            (args.tensor_model_parallel_size == 1, "there are no tensor-parallel ranks to divide messages over"),
+            (args.sequence_parallel, "under sequence parallelism every rank sends its own part already"),
+            (args.pipeline_model_parallel_size == 1, "one stage sends no messages"),
+        )
     )
-    if reason is not None:
+    if reason:
         flag = "--dynapipe-scatter-gather on"
         raise ConfigError(f"{flag} cannot be used with DynaPipe: {reason}", hint=f"remove {flag}")
 
@@ -249,7 +242,7 @@ def _check_length_of_training(args: argparse.Namespace) -> None:
     if args.eval_interval is None:
         raise ConfigError(
             "expected --eval-interval N, got none",
-            hint="for example --eval-interval 1000; with --eval-iters 0 nothing is evaluated",
+            hint="for example --eval-interval 1000, also with --eval-iters 0: Megatron divides by it",
         )
 
 

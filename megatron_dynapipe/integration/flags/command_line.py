@@ -23,9 +23,9 @@ from megatron_dynapipe.data.meta import tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import fork
-from megatron_dynapipe.integration.flags.batch_layout import SLICES_FLAG, SPLIT_BACKWARD_FLAG, LayoutChoice
+from megatron_dynapipe.integration.flags.batch_layout import SLICES_FLAG, SPLIT_BACKWARD_FLAG
 from megatron_dynapipe.sampling import LastBatch, LongSamples, TruncationSide
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.units import BatchLayout, ModelFamily
 
 if TYPE_CHECKING:
     from megatron_dynapipe.integration.flags.run_config import RunConfig
@@ -89,7 +89,7 @@ def _add_data_flags(add: Callable[..., Any]) -> None:
         "--tokens-per-global-batch",
         type=int,
         metavar="N",
-        help="tokens (input and target) of an iteration at most, in place of --global-batch-size samples",
+        help="tokens (input and target) of an iteration at most; --global-batch-size still counts for learning rates",
     )
     add("--train-epochs", type=int, metavar="N", help="train so many epochs of the data, in place of --train-iters")
     add(
@@ -161,8 +161,8 @@ def _add_plan_flags(add: Callable[..., Any]) -> None:
     )
     add(
         "--dynapipe-layout",
-        choices=_values(LayoutChoice),
-        default=LayoutChoice.AUTO.value,
+        choices=("auto", *_values(BatchLayout)),
+        default="auto",
         help="micro-batches of padded rows, of samples packed into one row that do not attend to each other, or"
         " whichever plans find faster (default, where a kernel serves)",
     )
@@ -264,6 +264,17 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     from megatron.training.arguments import add_megatron_arguments
 
     return expand(arguments, add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))))
+
+
+def without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """A command line without some flags and their values."""
+    kept, dropping = [], False
+    for argument in arguments:
+        if argument.startswith("--"):
+            dropping = argument.partition("=")[0] in flags
+        if not dropping:
+            kept.append(argument)
+    return kept
 
 
 def parse(family: ModelFamily, arguments: Sequence[str]) -> "tuple[argparse.Namespace, RunConfig]":

@@ -61,7 +61,8 @@ def run_config(args: argparse.Namespace, family: ModelFamily) -> RunConfig:
         DataError: the dataset is missing or damaged.
     """
     limit_mb = args.dynapipe_device_memory_limit
-    device = device_of(args)
+    # Also before it is current: asking for the current one makes a context on GPU 0.
+    device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", int(args.local_rank or 0))
     return RunConfig(
         model=model_config(args, family),
         parallel=parallel_config(args, family),
@@ -98,11 +99,6 @@ def run_config(args: argparse.Namespace, family: ModelFamily) -> RunConfig:
         metrics_interval=args.tensorboard_log_interval,
         checks_losses=args.check_for_nan_in_loss_and_grad,
     )
-
-
-def device_of(args: argparse.Namespace) -> torch.device:
-    """The rank's device, also before it is current: asking for the current one makes a context on GPU 0."""
-    return torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", int(args.local_rank or 0))
 
 
 def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:

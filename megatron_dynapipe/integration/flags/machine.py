@@ -32,10 +32,15 @@ def local_world_size() -> int:
 
 
 def processor() -> str:
-    """Name of the processor here, and how many cores it has."""
+    """Name of the processor here."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if sys.platform == "linux" else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+    return names[0] if names else platform.machine()
+
+
+def processor_and_cores() -> str:
+    """Its name, and how many cores there are."""
+    return f"{processor()}, {os.cpu_count()} cores"
 
 
 def nodes() -> int:

@@ -7,16 +7,15 @@ been decided on: a test holds both against the installed Megatron, so that a new
 import argparse
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
 
 TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's, in the folder of checkpoints: the iteration of the last complete one."""
 RELEASE = "release"
 """What a tracker says of a checkpoint that no run saved, and its folder's name."""
-"""Megatron's, in the folder of checkpoints: the iteration of the last complete one."""
 FILE = Path(__file__).with_suffix(".txt")
 SUPPORTED, WITHOUT_EFFECT = "supported", "without effect: "
 """How the lines of the file begin that say what is done with the flags below them."""
@@ -140,20 +139,13 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
 """Where, why, and which flags; a flag's value other than Megatron's default is an error."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """Why a flag is refused, and where: one of the places above, or empty for everywhere."""
-
-    reason: str
-    where: str
-
-
-REFUSED: dict[str, Refusal] = {
-    flag: Refusal(reason=reason, where=where)
+REFUSED: dict[str, tuple[str, str]] = {
+    flag: (where, reason)
     for where, reasons in _REFUSED.items()
     for reason, flags in reasons.items()
     for flag in flags.split()
 }
+"""By flag, where it is refused (one of the places above, or empty for everywhere), and why."""
 
 
 @functools.cache
@@ -224,8 +216,8 @@ def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpars
     }
     flags = given(args, known)
     for flag in flags:
-        refusal = REFUSED.get(flag)
-        if refusal is not None and holds[refusal.where]:
-            where = f" {refusal.where}" if refusal.where else ""
-            raise ConfigError(f"{flag} cannot be used with DynaPipe{where}: {refusal.reason}", hint=f"remove {flag}")
+        where, why = REFUSED.get(flag, ("", ""))
+        if why and holds[where]:
+            place = f" {where}" if where else ""
+            raise ConfigError(f"{flag} cannot be used with DynaPipe{place}: {why}", hint=f"remove {flag}")
     return [f"{flag} ({reason})" for flag in flags if (reason := others().get(flag))]

@@ -173,10 +173,6 @@ class RunConfig:
             )
         return layout if layout is not None and layout.has_halves else None
 
-    def t5_split(self) -> T5Split:
-        """How a T5 is cut; raises ConfigError where the layers cannot be split so."""
-        return t5_split(self.model, self.parallel)
-
 
 def t5_split(model: ModelConfig, parallel: ParallelConfig) -> T5Split:
     """How a T5 is cut; raises ConfigError where the layers cannot be split so."""

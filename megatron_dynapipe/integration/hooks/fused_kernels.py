@@ -11,7 +11,6 @@ without apex it would raise.
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from megatron.core.parallel_state import get_tensor_model_parallel_group
 from torch import Tensor
 
 from megatron_dynapipe.integration.hooks.cross_entropy import chunked_cross_entropy
+from megatron_dynapipe.integration.hooks.originals import Originals, holders
 
 LINEAR, EXTENSION, AVAILABLE = (
     "megatron.core.tensor_parallel.layers",
@@ -76,7 +76,7 @@ def fuse_adam(optimizer: Any) -> None:
                 state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
 
 
-_replaced: list[tuple[Any, str, Any]] = []
+_originals = Originals()
 
 
 def apply() -> None:
@@ -84,7 +84,7 @@ def apply() -> None:
 
     A second call changes nothing.
     """
-    if _replaced:
+    if _originals:
         return
     module = importlib.import_module(OPTIMIZER)
     original = getattr(module, FACTORY)
@@ -95,15 +95,14 @@ def apply() -> None:
         fuse_adam(optimizer)
         return optimizer
 
-    known = [each for path, each in sys.modules.items() if path.startswith("megatron.") and each is not None]
-    for owner in (each for each in known if vars(each).get(FACTORY) is original):
-        _replace(owner, FACTORY, fused)
+    for owner in holders(FACTORY, original):
+        _originals.replace(owner, FACTORY, fused)
     parallel: Any = importlib.import_module(PARALLEL)
-    _replace(parallel, ENTROPY, _chunked(getattr(parallel, ENTROPY)))
+    _originals.replace(parallel, ENTROPY, _chunked(getattr(parallel, ENTROPY)))
     layers = importlib.import_module(LINEAR)
     if not getattr(layers, AVAILABLE):
-        _replace(layers, EXTENSION, WeightGradients)
-        _replace(layers, AVAILABLE, True)
+        _originals.replace(layers, EXTENSION, WeightGradients)
+        _originals.replace(layers, AVAILABLE, True)
 
 
 def _chunked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -116,16 +115,6 @@ def _chunked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return cross_entropy
 
 
-def _replace(owner: Any, name: str, value: Any) -> None:
-    _replaced.append((owner, name, getattr(owner, name, None)))
-    setattr(owner, name, value)
-
-
 def revert() -> None:
     """Put Megatron's own names back; does nothing if none was replaced."""
-    while _replaced:
-        owner, name, original = _replaced.pop()
-        if original is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
+    _originals.revert()

@@ -6,38 +6,24 @@ for tensors of a GPU, and several ranks on one GPU can only talk over gloo: thei
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _CoalescingManager
+
+from megatron_dynapipe.integration.hooks.originals import Originals
 
 MODULE, NAME = "megatron.core.distributed.param_and_grad_buffer", "_coalescing_manager"
 
-_original: Callable[..., Any] | None = None
-
-
-class Works:
-    """The operations under way."""
-
-    def __init__(self) -> None:
-        self._works: list[Any] = []
-
-    def append(self, work: Any) -> None:
-        """One more; None, of a rank that takes no part, is passed over."""
-        if work is not None:
-            self._works.append(work)
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for work in self._works:
-            work.wait()
+_originals = Originals()
 
 
 @contextlib.contextmanager
-def one_by_one(group: Any, async_ops: bool) -> Iterator[Works]:
+def one_by_one(group: Any, async_ops: bool) -> Iterator[_CoalescingManager]:
     """What PyTorch's manager does, with one operation for each that the block asks for."""
     state = dist.distributed_c10d._world.pg_coalesce_state
-    works, asked = Works(), state.setdefault(group, [])
+    works, asked = _CoalescingManager(), state.setdefault(group, [])
     try:
         yield works
     finally:
@@ -59,23 +45,19 @@ def one_by_one(group: Any, async_ops: bool) -> Iterator[Works]:
 
 def apply() -> None:
     """Replace the manager in Megatron's DDP for groups over gloo; a second call changes nothing."""
-    global _original
-    if _original is not None:
+    if _originals:
         return
     module = importlib.import_module(MODULE)
-    original = _original = getattr(module, NAME)
+    original = getattr(module, NAME)
 
     def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
         if group is not None and dist.get_backend(group) == dist.Backend.GLOO:
             return one_by_one(group, async_ops)
         return original(group, device, async_ops)
 
-    setattr(module, NAME, manager)
+    _originals.replace(module, NAME, manager)
 
 
 def revert() -> None:
     """Put Megatron's own import back; does nothing if it is there."""
-    global _original
-    if _original is not None:
-        setattr(importlib.import_module(MODULE), NAME, _original)
-        _original = None
+    _originals.revert()

@@ -5,14 +5,13 @@ goes when upstream's own code passes `tests/integration/entry/test_checkpoints.p
 """
 
 import functools
-import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_dynapipe.integration.hooks import fused_kernels, gloo_reductions
+from megatron_dynapipe.integration.hooks.originals import Originals, Replacement
 
 
 def with_padding(sharded_state: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,45 +98,32 @@ def _is_pytorchs_adam(optimizer: Any) -> bool:
     return isinstance(optimizer.optimizer, torch.optim.Adam)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MethodPatch:
-    """One replaced method of Megatron's `DistributedOptimizer`.
-
-    Attributes:
-        name: of the method.
-        make: from the original to its replacement.
-        parameters: of the original, in order; tested on every supported version.
-        why: what goes wrong without it.
-    """
-
-    name: str
-    make: Callable[[Callable[..., Any]], Callable[..., Any]]
-    parameters: tuple[str, ...]
-    why: str
-
-
 MODULE, CLASS = "megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"
-PATCHES: tuple[MethodPatch, ...] = (
-    MethodPatch(
+PATCHES: tuple[Replacement, ...] = (
+    Replacement(
+        owner=f"{MODULE}.{CLASS}",
         name="sharded_param_state_fully_reshardable",
         make=with_padding,
         parameters=("self", "model_sharded_state_dict", "is_loading", "metadata"),
         why="saves zeros or another parameter's state behind a bucket that was padded (its own warning: a bug in the"
         " parameter ranges)",
     ),
-    MethodPatch(
+    Replacement(
+        owner=f"{MODULE}.{CLASS}",
         name="state_dict",
         make=with_optimizer_state,
         parameters=("self",),
         why="asserts on the empty state of PyTorch's Adam about to load",
     ),
-    MethodPatch(
+    Replacement(
+        owner=f"{MODULE}.{CLASS}",
         name="load_state_dict",
         make=with_steps_apart,
         parameters=("self", "state_dict"),
         why="shares one count of steps of PyTorch's Adam among all parameters",
     ),
-    MethodPatch(
+    Replacement(
+        owner=f"{MODULE}.{CLASS}",
         name="_set_main_param_and_optimizer_states",
         make=without_step,
         parameters=("self", "model_param", "tensors"),
@@ -146,17 +132,14 @@ PATCHES: tuple[MethodPatch, ...] = (
 )
 """Everything that is patched."""
 
-_originals: dict[str, Callable[..., Any]] = {}
+_originals = Originals()
 
 
 def apply() -> None:
     """Apply the patches, those of reductions over gloo, and fused kernels; a second call changes nothing."""
     if _originals:
         return
-    owner = getattr(importlib.import_module(MODULE), CLASS)
-    for patch in PATCHES:
-        _originals[patch.name] = getattr(owner, patch.name)
-        setattr(owner, patch.name, patch.make(_originals[patch.name]))
+    _originals.install(PATCHES)
     gloo_reductions.apply()
     fused_kernels.apply()
 
@@ -165,7 +148,4 @@ def revert() -> None:
     """Restore Megatron's own methods; does nothing if none is patched."""
     fused_kernels.revert()
     gloo_reductions.revert()
-    owner = getattr(importlib.import_module(MODULE), CLASS) if _originals else None
-    while _originals:
-        name, original = _originals.popitem()
-        setattr(owner, name, original)
+    _originals.revert()

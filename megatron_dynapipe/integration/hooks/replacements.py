@@ -5,35 +5,12 @@ Each replacement calls the function of `active_run` that a patched checkout call
 
 import contextlib
 import functools
-import importlib
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_dynapipe.integration.hooks import active_run, evaluation_line, optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import PlannedRun
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replacement:
-    """One replaced name.
-
-    Attributes:
-        owner: module that defines the name, or the one whose own import of it alone is replaced.
-        name: of a function.
-        make: from the original to its replacement.
-        parameters: those of the original that the replacement relies on; tested on every supported version.
-        everywhere: also rebind it in Megatron's modules that imported it by value.
-        why: what goes through it.
-    """
-
-    owner: str
-    name: str
-    make: Callable[[Callable[..., Any]], Callable[..., Any]]
-    parameters: tuple[str, ...]
-    everywhere: bool
-    why: str
+from megatron_dynapipe.integration.hooks.originals import Originals, Replacement
 
 
 def _planning(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +56,6 @@ TABLE: tuple[Replacement, ...] = (
         name="train_step",
         make=_counting,
         parameters=("forward_step_func", "data_iterator", "model", "forward_backward_func"),
-        everywhere=False,
         why="a nominal number of samples is counted after it",
     ),
     Replacement(
@@ -87,13 +63,12 @@ TABLE: tuple[Replacement, ...] = (
         name="print_rank_last",
         make=_logging,
         parameters=("message",),
-        everywhere=False,
         why="prints the lines of iterations and evaluations",
     ),
 )
 """Everything that is replaced in Megatron while a planned run trains."""
 
-_replaced: list[tuple[Any, str, Any]] = []
+_originals = Originals()
 
 
 def install(run: PlannedRun) -> None:
@@ -104,26 +79,12 @@ def install(run: PlannedRun) -> None:
     """
     active_run.activate(run)
     optimizer_patches.apply()
-    for row in TABLE:
-        owner = importlib.import_module(row.owner)
-        original = getattr(owner, row.name)
-        replacement = row.make(original)
-        for module in [owner, *(_importers(row.name, original) if row.everywhere else ())]:
-            _replaced.append((module, row.name, getattr(module, row.name)))
-            setattr(module, row.name, replacement)
-
-
-def _importers(name: str, original: Any) -> list[Any]:
-    """Megatron's modules that hold the original under its name."""
-    modules = [module for path, module in sys.modules.items() if path.startswith("megatron.") and module is not None]
-    return [module for module in modules if vars(module).get(name) is original]
+    _originals.install(TABLE)
 
 
 def uninstall() -> None:
     """Put Megatron's own names back; nothing happens if none was replaced."""
-    while _replaced:
-        module, name, original = _replaced.pop()
-        setattr(module, name, original)
+    _originals.revert()
     optimizer_patches.revert()
     active_run.deactivate()
 

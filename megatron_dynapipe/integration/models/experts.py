@@ -75,7 +75,7 @@ class PlannedRouter(TopKRouter):
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Attach it to the logits."""
         coefficient = self.config.moe_z_loss_coeff
-        if not coefficient or padding_mask is None or not self._is_learning:
+        if not coefficient or padding_mask is None or not (self.training and torch.is_grad_enabled()):
             return logits
         squares = torch.logsumexp(logits.float(), dim=-1).square() * ~padding_mask
         return self._attach(logits, "z_loss", squares.sum(), coefficient)
@@ -125,10 +125,6 @@ class PlannedRouter(TopKRouter):
             buffer = getattr(self, name, None)
             if buffer is not None and buffer.dtype != torch.float32:
                 buffer.data = buffer.data.to(torch.float32)
-
-    @property
-    def _is_learning(self) -> bool:
-        return self.training and torch.is_grad_enabled()
 
     def _attach(self, activation: Tensor, name: str, loss: Tensor, coefficient: float) -> Tensor:
         place = list(_LOGGED).index(name)

@@ -108,5 +108,3 @@ class T5Split:
         if len(pipeline_ranks) != self.ranks:
             raise ConfigError(f"expected {self.ranks} pipeline ranks, got {len(pipeline_ranks)}")
         return [pipeline_ranks[0]]
-
-    position_embedding_ranks = embedding_ranks

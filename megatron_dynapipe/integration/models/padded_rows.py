@@ -38,19 +38,14 @@ class AttentionRows(PackedSeqParams):
         return rotations
 
 
-@dataclass(eq=False)
-class PaddedRows(AttentionRows):
-    """Padded rows for the layers of Transformer Engine."""
-
-
-def encoder_rows(lengths: Tensor, length: int) -> PaddedRows:
+def encoder_rows(lengths: Tensor, length: int) -> AttentionRows:
     """What an encoder's self-attention takes (mask type "padding"): int[b] tokens of rows of `length` positions."""
     return _attention(lengths, length, lengths, length)
 
 
-def decoder_rows(lengths: Tensor, length: int, encoder_lengths: Tensor, encoder_length: int) -> PaddedRows:
+def decoder_rows(lengths: Tensor, length: int, encoder_lengths: Tensor, encoder_length: int) -> AttentionRows:
     """What a decoder takes: self-attention only what is causal, which hides padding, as it stands at the end."""
-    return PaddedRows(
+    return AttentionRows(
         qkv_format=PADDED_FORMAT,
         max_seqlen_q=length,
         max_seqlen_kv=length,
@@ -58,9 +53,9 @@ def decoder_rows(lengths: Tensor, length: int, encoder_lengths: Tensor, encoder_
     )
 
 
-def _attention(queries: Tensor, query_length: int, keys: Tensor, key_length: int) -> PaddedRows:
+def _attention(queries: Tensor, query_length: int, keys: Tensor, key_length: int) -> AttentionRows:
     offsets = _offsets(queries)
-    return PaddedRows(
+    return AttentionRows(
         qkv_format=PADDED_FORMAT,
         cu_seqlens_q=offsets,
         cu_seqlens_kv=offsets if keys is queries else _offsets(keys),

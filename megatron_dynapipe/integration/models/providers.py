@@ -4,7 +4,7 @@ A provider is called once per chunk as `provider(pre_process=â€¦, post_process=â
 and returns the plain module; Megatron wraps it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.cost import PipelineLayout, StageLayers
 from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.experts import with_planned_experts
@@ -30,9 +30,8 @@ from megatron_dynapipe.integration.models.t5_stage import T5Stage, share_weights
 ModelProvider = Callable[..., Any]
 
 
-def t5_required_fields(split: T5Split, rank: int) -> RequiredFields:
+def t5_required_fields(chunks: Sequence[StageLayers]) -> RequiredFields:
     """Which of a micro-batch's tensors the chunks of a pipeline rank read."""
-    chunks = split.of_rank(rank)
     return RequiredFields(
         tokens=any(layers.starts_encoder for layers in chunks),
         decoder_tokens=any(layers.starts_decoder for layers in chunks),
@@ -41,7 +40,7 @@ def t5_required_fields(split: T5Split, rank: int) -> RequiredFields:
 
 
 def t5_provider(model: ModelConfig, split: T5Split) -> ModelProvider:
-    """A provider of T5 stages; pass `split.embedding_ranks` and `split.position_embedding_ranks` to `pretrain` too."""
+    """A provider of T5 stages; pass `split.embedding_ranks` to `pretrain` too, for words and positions."""
     built: list[T5Stage] = []
 
     def provide(

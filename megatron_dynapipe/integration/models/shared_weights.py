@@ -7,7 +7,7 @@ reduction, and Megatron is told of no copies (`T5Split.embedding_ranks`).
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,18 +25,20 @@ class SharedWeight:
     Attributes:
         name: its name in the whole model, under which the first stage's copy is saved.
         stages: the virtual stages with a copy, in model order.
-        find: the copy of a model chunk, given the chunk; only asked of these stages.
+        name_in: the copy's name in a model chunk; only asked of these stages. None where it is the same.
     """
 
     name: str
     stages: tuple[int, ...]
-    find: Callable[[Any], tuple[str, nn.Parameter]]
-    """Name of the copy in the chunk, and the copy."""
+    name_in: Callable[[Any], str] | None = None
 
-    @classmethod
-    def named(cls, name: str, stages: tuple[int, ...]) -> Self:
-        """A weight that has the same name on every stage."""
-        return cls(name=name, stages=stages, find=lambda chunk: (name, chunk.get_parameter(name)))
+    def own_name(self, chunk: nn.Module) -> str:
+        """The copy's name in a chunk."""
+        return self.name if self.name_in is None else self.name_in(chunk)
+
+    def copy_in(self, chunk: nn.Module) -> nn.Parameter:
+        """The copy of a chunk."""
+        return chunk.get_parameter(self.own_name(chunk))
 
     def mark(self, chunk: nn.Module, stage: int) -> None:
         """Tell Megatron's optimizers of a chunk's copy, before it is wrapped.
@@ -45,14 +47,14 @@ class SharedWeight:
         the distributed optimizer, so that it is divided over the replicas in the same way on every stage.
         """
         if len(self.stages) > 1 and stage in self.stages:
-            copy: Any = self.find(chunk)[1]
+            copy: Any = self.copy_in(chunk)
             copy.shared_embedding = True
             copy.shared = stage != self.stages[0]
 
     def save_once(self, chunk: nn.Module, stage: int, entries: ShardedStateDict, prefix: str) -> None:
         """Put a chunk's copy under the weight's name in its checkpoint entries; all but the first are only loaded."""
         if stage in self.stages:
-            key = prefix + self.find(chunk)[0]
+            key = prefix + self.own_name(chunk)
             entry = entries[key]
             replica = (self.stages.index(stage), *entry.replica_id[1:])
             entries[key] = replace(entry, key=prefix + self.name, replica_id=replica)
@@ -71,7 +73,7 @@ def connect_copies(
         pipeline: the process group of this rank's pipeline.
     """
     held = [
-        WeightCopies(weight.stages, [weight.find(chunks[stage])[1] for stage in weight.stages if stage in chunks])
+        WeightCopies(weight.stages, [weight.copy_in(chunks[stage]) for stage in weight.stages if stage in chunks])
         for weight in weights
         if len(weight.stages) > 1
     ]

@@ -6,6 +6,7 @@ state, at the encoder's end its output, inside the decoder the encoder's output 
 hand the encoder's output on unchanged.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,6 @@ from torch import Tensor
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.layers import T5Split
-from megatron_dynapipe.integration.models.masks import Masks, MegatronMasks, NoMasks, SdpaMasks
 from megatron_dynapipe.integration.models.padded_rows import AttentionRows
 from megatron_dynapipe.integration.models.positions import (
     LEARNED,
@@ -35,36 +35,9 @@ from megatron_dynapipe.integration.models.positions import (
 )
 from megatron_dynapipe.integration.models.shared_weights import SharedWeight, connect_copies
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
+from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs
 from megatron_dynapipe.integration.models.t5_stack import T5Stack
 from megatron_dynapipe.runtime.shared_weights import SharedWeights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class T5StageInputs:
-    """What a stage needs of one micro-batch besides the boundary tensors: b rows, s input and t target positions.
-
-    Masks are True where attention is forbidden. What a stage has no use for may be None; a packed row (b is 1) and the
-    layers of Transformer Engine have no masks.
-
-    Attributes:
-        tokens: int64[b, s], where the encoder starts.
-        decoder_tokens: int64[b, t], where the decoder starts.
-        encoder_mask: bool[b, 1, s, s], with encoder layers.
-        decoder_mask: bool[b, 1, t, t], causal and padding, with decoder layers.
-        cross_mask: bool[b, 1, t, s], with decoder layers.
-        encoder_row, decoder_row: where samples lie, of a packed row, and of all rows for the layers of Transformer
-            Engine; the decoder's has that of cross-attention.
-        labels: int64[b, t], on the last stage; without them it returns logits.
-    """
-
-    tokens: Tensor | None = None
-    decoder_tokens: Tensor | None = None
-    encoder_mask: Tensor | None = None
-    decoder_mask: Tensor | None = None
-    cross_mask: Tensor | None = None
-    encoder_row: AttentionRows | None = None
-    decoder_row: AttentionRows | None = None
-    labels: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +66,30 @@ class T5Options:
         """Whether attention is Transformer Engine's."""
         return self.transformer_engine and self.attention is CoreAttention.MEGATRON
 
-    def masks(self, dtype: torch.dtype) -> Masks:
-        """The form of the layers' masks; `dtype` is that of attention scores."""
+    def mask(self, forbidden: Tensor, dtype: torch.dtype, *, causal: bool = False) -> Tensor | None:
+        """What padded rows give to the layers' attention, made once for all of a stack's layers.
+
+        Megatron's local attention takes the mask as it is. Ours adds 0 or -inf [b, 1, 1, keys], which serves all
+        queries: a boolean mask would be turned into it, and kept, by every layer. A causal kernel needs none, since
+        padding stands at the end.
+
+        Args:
+            forbidden: bool[b, 1, queries, keys], of `data.segments`.
+            dtype: of attention scores.
+            causal: whether later keys are forbidden too.
+
+        Raises:
+            ConfigError: the attention is Transformer Engine's, which takes rows.
+        """
         if self.engine_attention:
-            return NoMasks()
-        return SdpaMasks(dtype) if self.attention is CoreAttention.SDPA else MegatronMasks()
+            raise ConfigError(
+                "expected rows for the layers of Transformer Engine, got masks",
+                hint="give T5StageInputs its encoder_row and decoder_row",
+            )
+        if self.attention is CoreAttention.MEGATRON:
+            return forbidden
+        padding = forbidden[:, :, :1]
+        return None if causal else torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -math.inf)
 
 
 class T5Stage(LanguageModule):
@@ -189,14 +181,15 @@ class T5Stage(LanguageModule):
         """Every weight of the whole model that several stages may hold."""
         split, kind = self.split, self.options.positions.kind
         words = split.word_embedding_stages if self.options.tied else split.embedding_stages
-        sharings = [SharedWeight(name="embedding.word_embeddings.weight", stages=words, find=_find_word_embeddings)]
-        named = []
+        sharings = [SharedWeight(name=_WORDS, stages=words, name_in=_name_of_words)]
         if kind == LEARNED:
-            named.append(("embedding.position_embeddings.weight", split.embedding_stages))
+            name = "embedding.position_embeddings.weight"
+            sharings.append(SharedWeight(name=name, stages=split.embedding_stages))
         if kind == RELATIVE:
-            named.append(("encoder_relative_pos_emb.relative_attention_bias.weight", split.encoder_stages))
-            named.append(("decoder_relative_pos_emb.relative_attention_bias.weight", split.decoder_stages))
-        return (*sharings, *(SharedWeight.named(name, stages) for name, stages in named))
+            for stack, stages in (("encoder", split.encoder_stages), ("decoder", split.decoder_stages)):
+                name = f"{stack}_relative_pos_emb.relative_attention_bias.weight"
+                sharings.append(SharedWeight(name=name, stages=stages))
+        return tuple(sharings)
 
     def set_input_tensor(self, input_tensor: Sequence[Tensor | None]) -> None:
         """Take the boundary tensors for the next `forward`: [encoder state], or [encoder output, decoder state].
@@ -220,15 +213,16 @@ class T5Stage(LanguageModule):
         if self.encoder is not None:
             if self.layers.starts_encoder:
                 encoded = self._embed(batch.tokens, batch.encoder_row)
-            encoded = self.encoder.run(self._encoder_inputs(_given(encoded), batch))
+            given = self._stack_inputs(self._encoder_positions, _given(encoded), batch.encoder_mask, batch.encoder_row)
+            encoded = self.encoder.run(given)
         if self.decoder is None:
             return _given(encoded)
         if self.layers.starts_decoder:
             decoded = self._embed(batch.decoder_tokens, batch.decoder_row)
-        cross = None
-        if batch.decoder_row is None:
-            cross = self._masks.cross(_given(batch.decoder_mask), _given(batch.cross_mask))
-        decoded = self.decoder.run(self._decoder_inputs(_given(decoded), batch), _given(encoded), cross)
+        row = batch.decoder_row
+        given = self._stack_inputs(self._decoder_positions, _given(decoded), batch.decoder_mask, row, causal=True)
+        cross = None if row is not None else self.options.mask(_given(batch.cross_mask), self.config.params_dtype)
+        decoded = self.decoder.run(given, _given(encoded), cross)
         if not self.post_process:
             return _given(encoded), decoded
         weight = self.shared_embedding_or_output_weight() if self.options.tied and self.pre_process else None
@@ -237,17 +231,20 @@ class T5Stage(LanguageModule):
             return torch.as_tensor(logits.transpose(0, 1).contiguous())
         return torch.as_tensor(self.compute_language_model_loss(batch.labels, logits))
 
-    def _encoder_inputs(self, state: Tensor, batch: T5StageInputs) -> StackInputs:
-        if batch.encoder_row is not None:
-            return self._encoder_positions.of(state, None, batch.encoder_row.max_seqlen_q, batch.encoder_row)
-        mask = _given(batch.encoder_mask)
-        return self._encoder_positions.of(state, self._masks.encoder(mask), mask.size(-1))
-
-    def _decoder_inputs(self, state: Tensor, batch: T5StageInputs) -> StackInputs:
-        if batch.decoder_row is not None:
-            return self._decoder_positions.of(state, None, batch.decoder_row.max_seqlen_q, batch.decoder_row)
-        mask = _given(batch.decoder_mask)
-        return self._decoder_positions.of(state, self._masks.decoder(mask), mask.size(-1))
+    def _stack_inputs(
+        self,
+        positions: StackPositions,
+        state: Tensor,
+        forbidden: Tensor | None,
+        row: AttentionRows | None,
+        *,
+        causal: bool = False,
+    ) -> StackInputs:
+        if row is not None:
+            return positions.of(state, None, row.max_seqlen_q, row)
+        forbidden = _given(forbidden)
+        mask = self.options.mask(forbidden, self.config.params_dtype, causal=causal)
+        return positions.of(state, mask, forbidden.size(-1))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -281,7 +278,6 @@ class T5Stage(LanguageModule):
         hide = self.options.biases_hide
         self._encoder_positions = StackPositions(rotary, encoder, self.tp_group, causal=False, biases_hide=hide)
         self._decoder_positions = StackPositions(rotary, decoder, self.tp_group, causal=True, biases_hide=hide)
-        self._masks = self.options.masks(config.params_dtype)
 
     def _stack(self, *, decoder: bool) -> T5Stack | None:
         held = self.layers
@@ -335,9 +331,11 @@ def share_weights(chunks: Sequence[T5Stage]) -> None:
             chunk.shared_weights = shared
 
 
-def _find_word_embeddings(chunk: T5Stage) -> tuple[str, torch.nn.Parameter]:
-    name = "embedding.word_embeddings.weight" if chunk.pre_process else "output_layer.weight"
-    return name, chunk.get_parameter(name)
+_WORDS = "embedding.word_embeddings.weight"
+
+
+def _name_of_words(chunk: T5Stage) -> str:
+    return _WORDS if chunk.pre_process else "output_layer.weight"
 
 
 def _check(options: T5Options, groups: ProcessGroupCollection) -> None:
@@ -352,7 +350,7 @@ def _check(options: T5Options, groups: ProcessGroupCollection) -> None:
             raise ConfigError(
                 f"expected embedding groups of one rank, got one of {group.size()}: Megatron would reduce the gradients"
                 " of a T5's embeddings a second time",
-                hint="give pretrain the split's embedding_ranks and position_embedding_ranks",
+                hint="give pretrain the split's embedding_ranks for words and for positions",
             )
 
 

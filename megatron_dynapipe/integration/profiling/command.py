@@ -14,10 +14,10 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.profiling.division import DivisionProfiler
 from megatron_dynapipe.integration.profiling.layers import build_parts
 from megatron_dynapipe.integration.profiling.measure import Scope, clock_of, sustain
-from megatron_dynapipe.integration.profiling.packed import PackedProfiler, Tables
+from megatron_dynapipe.integration.profiling.packed import PackedProfiler
 from megatron_dynapipe.integration.profiling.profiler import Profiler
 from megatron_dynapipe.integration.profiling.result import cost_file, describe, verdict
-from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
+from megatron_dynapipe.integration.profiling.setup import prepared
 from megatron_dynapipe.outputs import write_file
 from megatron_dynapipe.runtime.links import measure_links
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -70,7 +70,7 @@ def profile(
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
         divider = DivisionProfiler(scope=scope)
         divided, prefix = divider.measure(), divider.prefix() if setup.packs else None
-        packed = _packed(scope, setup, left * SHARE_OF_PACKED)
+        packed = PackedProfiler(scope=scope).run(left * SHARE_OF_PACKED) if setup.packs else {}
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
         _measure(profiler, left, show=is_first)
         if not is_first:
@@ -97,13 +97,6 @@ def _modes(names: Sequence[str]) -> list[Recompute]:
         return [Recompute(name) for name in names]
     except ValueError:
         raise ConfigError(f"expected recompute modes of none, selective, full, got {','.join(names)}") from None
-
-
-def _packed(scope: Scope, setup: ProfileSetup, budget_s: float) -> dict[Recompute, Tables]:
-    """Tables of packed rows by mode; none where the model takes none, or memory holds too few."""
-    if not setup.packs:
-        return {}
-    return PackedProfiler(scope=scope).run(budget_s)
 
 
 def _measure(profiler: Profiler, budget_s: float, *, show: bool) -> None:

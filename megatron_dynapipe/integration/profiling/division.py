@@ -72,7 +72,7 @@ class DivisionProfiler:
             part, points = self.scope.parts[kind], self._points(kind)
             assert part.mlp is not None, "a layer"
             part.set_recompute(Recompute.NONE)
-            asked = [partial(self._at, each, point) for each in (part, part.mlp) for point in points]
+            asked = [partial(self.scope.measure, each, point) for each in (part, part.mlp) for point in points]
             asked += [partial(self._frozen, part, point) for point in points]
             values = self._all(asked)
             if all(values):
@@ -89,7 +89,8 @@ class DivisionProfiler:
         longest = min(longest, self.scope.most_positions)
         pieces = [(round_up(longest * own // 8), round_up(longest * before // 8)) for own, before in _PREFIXES]
         points = [*pieces, *sorted({(own, 0) for own, _ in pieces})]
-        values = self._all([partial(self._at, replace(part, prepare=prepare, alone=None), point) for point in points])
+        part = replace(part, prepare=prepare, alone=None)
+        values = self._all([partial(self.scope.measure, part, point) for point in points])
         if not all(values):
             return None
         found = {point: np.array(each, float) for point, each in zip(points, values, strict=True)}
@@ -105,9 +106,6 @@ class DivisionProfiler:
             lengths = [(inputs, targets), (inputs, round_up(targets // SHARE)), (round_up(inputs // SHARE), targets)]
         most = min(POSITIONS, self.scope.most_positions)
         return [(min(max(most // sum(each), 1), within.size), *each) for each in lengths]
-
-    def _at(self, part: MeasuredModule, point: Point) -> Values | None:
-        return self.scope.measure(part, point)
 
     def _frozen(self, part: MeasuredModule, point: Point) -> Values | None:
         with _frozen(part.module):

@@ -19,22 +19,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_dynapipe.data.segments import CutSegment, RowSegments, causal_mask, cross_mask, decoder_mask, encoder_mask
+from megatron_dynapipe.data.segments import CutSegment, RowSegments, causal_mask
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.packed_rows import (
     DeviceSegments,
-    RowFormat,
     attention_row,
     rotate_by_sample,
     self_row,
 )
-from megatron_dynapipe.integration.models.padded_rows import decoder_rows, encoder_rows
 from megatron_dynapipe.integration.models.providers import gpt_provider
-from megatron_dynapipe.integration.models.t5_stage import T5Stage, T5StageInputs
-from megatron_dynapipe.units import ModelFamily, Recompute, round_up
+from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
+from megatron_dynapipe.integration.models.t5_stage import T5Stage
+from megatron_dynapipe.units import ModelFamily, Recompute, Shape, round_up
 
 Point = tuple[int, ...]
 """(size, length), or (size, input length, target length) for a decoder layer that attends to an encoder."""
@@ -167,10 +166,8 @@ def _t5_parts(
     )
     encoder, decoder, ends = build(split=inner, stage=1), build(split=inner, stage=4), build(split=whole, stage=0)
 
-    def run_encoder(point: Point) -> Forward:
-        b, s = point
-        state = make.state(s, b)
-        batch = make.encoder_batch(b, s)
+    def encode(batch: T5StageInputs, length: int, size: int) -> Forward:
+        state = make.state(length, size)
 
         def forward() -> Tensor:
             encoder.set_input_tensor([state])
@@ -178,10 +175,8 @@ def _t5_parts(
 
         return forward
 
-    def run_decoder(point: Point) -> Forward:
-        b, s, t = point
-        state, encoded = make.state(t, b), make.state(s, b)
-        batch = make.decoder_batch(b, s, t)
+    def decode(batch: T5StageInputs, encoded_length: int, length: int, size: int) -> Forward:
+        state, encoded = make.state(length, size), make.state(encoded_length, size)
 
         def forward() -> Tensor:
             decoder.set_input_tensor([encoded, state])
@@ -189,54 +184,29 @@ def _t5_parts(
 
         return forward
 
+    def encode_row(inputs: Lengths, _targets: Lengths) -> Forward:
+        row = make.row(inputs)
+        return encode(T5StageInputs(encoder_row=self_row(row, make.row_format)), row.positions.size(1), 1)
+
+    def decode_row(inputs: Lengths, targets: Lengths) -> Forward:
+        keys, queries = make.row(inputs), make.row(targets)
+        row = self_row(queries, make.row_format, attention_row(queries, keys, make.row_format))
+        return decode(T5StageInputs(decoder_row=row), keys.positions.size(1), queries.positions.size(1), 1)
+
+    def encode_padded(point: Point) -> Forward:
+        size, length = point
+        return encode(make.padded(Shape(size, length, 1)), length, size)
+
+    def decode_padded(point: Point) -> Forward:
+        size, encoded, length = point
+        return decode(make.padded(Shape(*point)), encoded, length, size)
+
     return [
-        MeasuredModule(
-            name="encoder",
-            module=encoder,
-            prepare=run_encoder,
-            prepare_row=_encoder_row(encoder, make),
-            layers=chained,
-        ),
-        MeasuredModule(
-            name="decoder",
-            module=decoder,
-            prepare=run_decoder,
-            prepare_row=_decoder_row(decoder, make),
-            layers=chained,
-        ),
+        MeasuredModule(name="encoder", module=encoder, prepare=encode_padded, prepare_row=encode_row, layers=chained),
+        MeasuredModule(name="decoder", module=decoder, prepare=decode_padded, prepare_row=decode_row, layers=chained),
         MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
         MeasuredModule(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
     ]
-
-
-def _encoder_row(encoder: T5Stage, make: "_Inputs") -> Callable[[Lengths, Lengths], Forward]:
-    def run(inputs: Lengths, _targets: Lengths) -> Forward:
-        row = make.row(inputs)
-        state, batch = make.state(row.positions.size(1), 1), T5StageInputs(encoder_row=self_row(row, make.row_format))
-
-        def forward() -> Tensor:
-            encoder.set_input_tensor([state])
-            return torch.as_tensor(encoder(batch))
-
-        return forward
-
-    return run
-
-
-def _decoder_row(decoder: T5Stage, make: "_Inputs") -> Callable[[Lengths, Lengths], Forward]:
-    def run(inputs: Lengths, targets: Lengths) -> Forward:
-        keys, queries = make.row(inputs), make.row(targets)
-        state, encoded = make.state(queries.positions.size(1), 1), make.state(keys.positions.size(1), 1)
-        cross = attention_row(queries, keys, make.row_format)
-        batch = T5StageInputs(decoder_row=self_row(queries, make.row_format, cross))
-
-        def forward() -> Tensor:
-            decoder.set_input_tensor([encoded, state])
-            return torch.as_tensor(decoder(batch)[1])
-
-        return forward
-
-    return run
 
 
 def _gpt_parts(
@@ -381,20 +351,7 @@ class _Inputs:
             key_offsets=None if host.key_offsets is None else host.key_offsets.to(device),
         )
 
-    def encoder_batch(self, b: int, s: int) -> T5StageInputs:
-        """What a stage of encoder layers takes, in the form of training."""
-        lengths = self._lengths(b, s)
-        if self.row_format is RowFormat.TRANSFORMER_ENGINE:
-            return T5StageInputs(encoder_row=encoder_rows(lengths, s))
-        return T5StageInputs(encoder_mask=encoder_mask(lengths, s))
-
-    def decoder_batch(self, b: int, s: int, t: int) -> T5StageInputs:
-        """What a stage of decoder layers takes, in the form of training."""
-        inputs, targets = self._lengths(b, s), self._lengths(b, t)
-        if self.row_format is RowFormat.TRANSFORMER_ENGINE:
-            return T5StageInputs(decoder_row=decoder_rows(targets, t, inputs, s))
-        return T5StageInputs(decoder_mask=decoder_mask(targets, t), cross_mask=cross_mask(inputs, t, s))
-
-    def _lengths(self, size: int, length: int) -> Tensor:
-        """[size]: no padding, which costs the same."""
-        return torch.full((size,), length, device=self._device)
+    def padded(self, shape: Shape) -> T5StageInputs:
+        """What a stage's layers take in training; rows are as long as can be, which costs the same as padding."""
+        inputs, targets = (torch.full((shape.size,), length, device=self._device) for length in shape[1:])
+        return T5StageInputs(**padded_attention(shape, inputs, targets, self.row_format))

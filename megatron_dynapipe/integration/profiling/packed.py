@@ -120,7 +120,8 @@ class PackedProfiler:
         Empty where even these do not fit into the device's memory.
         """
         end = time.monotonic() + budget_s
-        surfaces = [_Surface(name, mode, self._wanted(name)) for name, mode in self._surfaces()]
+        limits = self.scope.within, self.scope.most_positions
+        surfaces = [_Surface(name, mode, rows_of(name, *limits)) for name, mode in self._surfaces()]
         turns = itertools.count()
         for done in itertools.count():
             open_ = [surface for surface in surfaces if surface.left]
@@ -141,9 +142,6 @@ class PackedProfiler:
         for name, part in self.scope.parts.items():
             if name != "embedding":
                 yield from ((name, mode) for mode in (self.scope.modes if part.prepare_row is not None else (None,)))
-
-    def _wanted(self, name: str) -> list[Row]:
-        return rows_of(name, self.scope.within, self.scope.most_positions)
 
     def _measure_next(self, surfaces: Sequence["_Surface"], turn: int) -> None:
         """Measure the next row of each surface; one that does not fit rules out all that are as long."""

@@ -3,7 +3,6 @@
 import datetime
 import importlib.metadata
 import json
-import platform
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from megatron_dynapipe.cost.format import (
     key_of,
 )
 from megatron_dynapipe.cost.tabulate import LONGEST_ROW, fitted_entry
+from megatron_dynapipe.integration.flags.machine import processor
 from megatron_dynapipe.integration.profiling.division import Prefix
 from megatron_dynapipe.integration.profiling.layers import LAYERS, MeasuredModule
 from megatron_dynapipe.integration.profiling.packed import Tables as PackedTables
@@ -123,7 +123,7 @@ def verdict(file: CostFile, path: Path) -> str:
 def describe(setup: ProfileSetup) -> Provenance:
     """Machine and versions of the measurement; the same on all ranks."""
     model, cuda = setup.model, setup.device.type == "cuda"
-    device = torch.cuda.get_device_name(setup.device) if cuda else _processor()
+    device = torch.cuda.get_device_name(setup.device) if cuda else processor()
     attention = setup.args.attention_backend.name if model.t5.engine_attention else model.attention.value
     return {
         "device": device,
@@ -215,12 +215,3 @@ def _embedding_times(measurements: Sequence[Measurement]) -> Provenance:
     found = [m.values for m in measurements if m.part == "embedding" and m.values]
     times = [(each.forward_ns + each.backward_ns) / NS_PER_MS for each in found]
     return {"embedding_ms_at_most": round(max(times), 3)} if times else {}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

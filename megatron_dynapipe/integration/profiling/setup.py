@@ -101,21 +101,19 @@ def prepared(
     try:
         groups: dict[str, Any] = {"expert_model_parallel_size": args.expert_model_parallel_size}
         groups["expert_tensor_parallel_size"] = args.expert_tensor_parallel_size
-        if (split := _t5_split(args, family)) is not None:
+        model, split = from_megatron.model_config(args, family), None
+        if family is ModelFamily.T5:
+            split = t5_split(model, from_megatron.parallel_config(args, family))
             groups["get_embedding_ranks"] = split.embedding_ranks
-            groups["get_position_embedding_ranks"] = split.position_embedding_ranks
+            groups["get_position_embedding_ranks"] = split.embedding_ranks
         parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, **groups)
         model_parallel_cuda_manual_seed(args.seed)
         fused_kernels.apply()  # layers as training has them
         yield ProfileSetup(
             args=args,
-            model=from_megatron.model_config(args, family),
+            model=model,
             split=split,
-            within=Shape(
-                size=args.global_batch_size,
-                input_length=args.seq_length,
-                target_length=args.decoder_seq_length if family is ModelFamily.T5 else 0,
-            ),
+            within=Shape(args.global_batch_size, args.seq_length, args.decoder_seq_length if split is not None else 0),
             packs=BatchLayout.PACKED in batch_layouts(args, family, on_cpu=device.type == "cpu").allowed,
             device=device,
             tensor_parallel=tensor_parallel,
@@ -155,7 +153,7 @@ def _parse(
         args.vocab_size = vocabulary or args.padded_vocab_size or _vocabulary(args)
         layer_split.settle(args, family)
 
-    given = [*_without(command_line.expanded(flags), _OTHER_LAYOUTS), *layout]
+    given = [*command_line.without(command_line.expanded(flags), _OTHER_LAYOUTS), *layout]
     kept = sys.argv[1:]
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # a thousand lines of arguments
@@ -166,24 +164,6 @@ def _parse(
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     return args
-
-
-def _t5_split(args: argparse.Namespace, family: ModelFamily) -> T5Split | None:
-    if family is ModelFamily.GPT:
-        return None
-    model, parallel = from_megatron.model_config(args, family), from_megatron.parallel_config(args, family)
-    return t5_split(model, parallel)
-
-
-def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The command line without some flags and their values."""
-    kept, dropping = [], False
-    for argument in arguments:
-        if argument.startswith("--"):
-            dropping = argument.partition("=")[0] in flags
-        if not dropping:
-            kept.append(argument)
-    return kept
 
 
 def _vocabulary(args: argparse.Namespace) -> int:

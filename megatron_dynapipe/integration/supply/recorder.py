@@ -114,7 +114,7 @@ class Recorder:
 
     def add(self, item: PlannedIteration, trace: Trace, losses: Sequence[Mapping[str, torch.Tensor]] = ()) -> None:
         """Keep an iteration that has been issued to the device, and the last stage's loss reports of it."""
-        self._flush()
+        self.flush(last=False)
         self._latest = item, trace, HostLosses(losses)
         self._last_iteration = item.entry.iteration
 
@@ -148,10 +148,6 @@ class Recorder:
             summary = self._summary(records)
         return summary and f"{summary}\npage of the run: `megatron-dynapipe report {self._folder}` writes it"
 
-    def flush(self) -> None:
-        """Write what was added last, as the last of this start; does nothing when called again."""
-        self._flush(last=True)
-
     @contextlib.contextmanager
     def _never_failing(self, doing: str) -> Iterator[None]:
         """Whatever fails in the block, training and its exit status are those of a run without records; warns once."""
@@ -167,8 +163,8 @@ class Recorder:
                 )
             self._has_warned = True
 
-    def _flush(self, *, last: bool = False) -> None:
-        """Write the iteration that was added last, and the evaluations after it."""
+    def flush(self, *, last: bool = True) -> None:
+        """Write the iteration that was added last, by default as this start's last, and the evaluations after it."""
         self._flush_iteration(last=last)
         with self._never_failing("record an evaluation"):
             done = 0 if self._last_iteration is None else self._last_iteration + 1
@@ -205,7 +201,7 @@ class Recorder:
         if self._place.stage == 0:
             records.append(_iteration_record(item, events, version, memory))
         if not self._has_run and self._place.rank == 0:
-            self._file.add_run(self._run)
+            self._file.add(self._run)
             self._has_run = True
         records.append(stage_record(item, events, losses.read(), memory, previous_end_ns=self._end_ns))
         self._end_ns = events[-1].end_ns if events else None
@@ -234,7 +230,7 @@ class Recorder:
                 reserved_bytes=peaks.reserved_bytes,
                 retries=peaks.retries,
             )
-            self._file.add_last(record)
+            self._file.add(record)
 
     def _say_retries(self, memory: MemoryCounts | None) -> None:
         """Warn where the allocator has been out of memory since the last iteration and found some after all."""
@@ -270,7 +266,9 @@ class Recorder:
             timelines = [r for r in records if isinstance(r, TimelineRecord) and r.replica == 0]
             last = max((r.iteration for r in timelines), default=0)
             panels = _panels([r for r in timelines if r.iteration == last])
-            pictures = self._draw(panels)
+            if panels:
+                pictures.append(draw(panels, self._folder / "timeline.png"))
+                pictures.append(write_trace(panels, self._folder / "timeline.trace.json"))
         memory = [record for record in records if isinstance(record, MemoryRecord)]
         summary = summarise(
             iterations,
@@ -280,12 +278,6 @@ class Recorder:
             memory=memory,
         )
         return format_summary(summary) + _idle_hint(panels)
-
-    def _draw(self, panels: Sequence[Panel]) -> list[Path]:
-        """The last iteration as a picture and as a trace."""
-        if not panels:
-            return []
-        return [draw(panels, self._folder / "timeline.png"), write_trace(panels, self._folder / "timeline.trace.json")]
 
 
 def _panels(records: Sequence[TimelineRecord]) -> list[Panel]:

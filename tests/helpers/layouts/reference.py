@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_dynapipe.integration.models.t5_stage import T5StageInputs
+from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.layouts.layout import Layout, samples
 from tests.helpers.layouts.model import build, entries, start, t5_split

@@ -82,9 +82,21 @@ def test_a_data_file_shorter_than_its_index_is_refused(data, tmp_path):
     assert str(len(whole)) in said and str(len(whole) - 10) in said
 
 
-def test_a_run_without_per_token_loss_is_refused(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(entry_scripts, "COMMON", entry_scripts.COMMON.replace("--calculate-per-token-loss", ""))
-    assert "hint: add --calculate-per-token-loss" in refused("", data, tmp_path)
+@pytest.mark.parametrize(
+    ("lacking", "instead", "flags", "said"),
+    [
+        ("--calculate-per-token-loss", "", "", "hint: add --calculate-per-token-loss"),
+        (
+            "--global-batch-size",
+            "--seed",
+            "--tokens-per-global-batch 512",
+            "1 data-parallel replicas, got none\nhint: wi",
+        ),
+    ],
+)
+def test_what_every_run_needs_is_asked_for(lacking, instead, flags, said, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(entry_scripts, "COMMON", entry_scripts.COMMON.replace(lacking, instead))
+    assert said in refused(flags, data, tmp_path)
 
 
 def test_a_store_that_cannot_be_reached(data, tmp_path):

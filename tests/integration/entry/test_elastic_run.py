@@ -13,6 +13,7 @@ import pytest
 from megatron_dynapipe.elastic.job import VARIABLE, Job
 from megatron_dynapipe.errors import CheckpointError, ConfigError
 from megatron_dynapipe.integration.entry import elastic_run
+from megatron_dynapipe.integration.flags import command_line
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.units import ModelFamily
 
@@ -22,7 +23,7 @@ ARGV = ["--lr", "1e-3", "--save", "saved", "--save-interval", "100"]
 
 def test_a_layout_given_by_hand_is_dropped() -> None:
     given = ["--lr", "1", "--pipeline-model-parallel-size", "2", "--dynapipe-layers-per-stage=3,1", "--bf16"]
-    assert elastic_run.without(given, elastic_run.LAYOUT_FLAGS) == ["--lr", "1", "--bf16"]
+    assert command_line.without(given, elastic_run.LAYOUT_FLAGS) == ["--lr", "1", "--bf16"]
 
 
 @pytest.mark.parametrize("folder", ["", "non_persistent"])

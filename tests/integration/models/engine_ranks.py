@@ -11,11 +11,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.execution import step_functions
 from megatron_dynapipe.integration.models import specs, t5_stage
 from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.positions import Positions, StackPositions
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
+from megatron_dynapipe.integration.models.t5_inputs import padded_attention
 from megatron_dynapipe.integration.models.t5_stage import T5Options
 from megatron_dynapipe.units import Shape
 from tests.helpers.layouts.compare import assert_close
@@ -113,9 +114,8 @@ def compare(positions: str, changes: dict[str, Any]) -> list[tuple[str, str]]:
             replace(options, transformer_engine=True, attention=CoreAttention.MEGATRON),
         )
     engine.load_state_dict(local.state_dict())
-    rows = replace(
-        masked, encoder_mask=None, decoder_mask=None, cross_mask=None, **step_functions._rows(SHAPE, *LENGTHS)
-    )
+    made = padded_attention(SHAPE, *LENGTHS, RowFormat.TRANSFORMER_ENGINE)
+    rows = replace(masked, encoder_mask=None, decoder_mask=None, cross_mask=None, **made)
     weights = (torch.arange(8) < LENGTHS[1][:, None]).float()
     losses, gradients = [], []
     for stage, batch in ((local, masked), (engine, rows)):
@@ -187,5 +187,5 @@ def our_attention_in_its_layers(rank: int, world_size: int) -> dict[str, object]
                 cores = {part.submodules.core_attention.__name__ for part in parts}
                 made[f"{attention} {decoder}"] = [norm.__name__, *cores, parts[0].params["attn_mask_type"].name]
             options = T5Options(transformer_engine=True, attention=attention, positions=Positions(kind="relative"))
-            made[f"{attention} hides"] = [options.biases_hide, type(options.masks(torch.float32)).__name__]
+            made[f"{attention} hides"] = [options.biases_hide, options.engine_attention]
     return made

@@ -15,11 +15,8 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
-from megatron_dynapipe.integration.models.t5_stage import (
-    T5Options,
-    T5Stage,
-    T5StageInputs,
-)
+from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs
+from megatron_dynapipe.integration.models.t5_stage import T5Options, T5Stage
 from megatron_dynapipe.units import Shape
 from tests.helpers.layouts.compare import relative_error
 
@@ -59,7 +56,7 @@ def start(split: T5Split, *, tensor_parallel: int = 1) -> ProcessGroupCollection
         split.ranks,
         split.chunks if split.chunks > 1 else None,
         get_embedding_ranks=split.embedding_ranks,
-        get_position_embedding_ranks=split.position_embedding_ranks,
+        get_position_embedding_ranks=split.embedding_ranks,
     )
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(100 + parallel_state.get_pipeline_model_parallel_rank())  # as Megatron: stages draw differently

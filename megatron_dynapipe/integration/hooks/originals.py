@@ -1,0 +1,69 @@
+"""Names that are replaced in Megatron's modules and classes, and put back at a run's end."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dynapipe.cpu.platform import resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """One replaced name.
+
+    Attributes:
+        owner: dotted path of the module or class that defines the name, or of the one module whose import of it is
+            replaced.
+        name: of a function.
+        make: from the original to its replacement.
+        parameters: those of the original that the replacement relies on; tested on every supported version.
+        everywhere: also rebind it in Megatron's modules that imported it by value.
+        why: what goes through it, or what goes wrong without it.
+    """
+
+    owner: str
+    name: str
+    make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    parameters: tuple[str, ...]
+    everywhere: bool = False
+    why: str
+
+
+class Originals:
+    """What stood at the names that were replaced; empty while none is."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Any, str, Any]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def install(self, rows: Sequence[Replacement]) -> None:
+        """Replace what a table says."""
+        for row in rows:
+            owner = resolve(row.owner)
+            original = getattr(owner, row.name)
+            replacement = row.make(original)
+            for each in holders(row.name, original) if row.everywhere else [owner]:
+                self.replace(each, row.name, replacement)
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace a name of a module or class, which need not be there yet."""
+        self._held.append((owner, name, getattr(owner, name, self)))
+        setattr(owner, name, value)
+
+    def revert(self) -> None:
+        """Put everything back, the last first; does nothing if nothing was replaced."""
+        while self._held:
+            owner, name, original = self._held.pop()
+            if original is self:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+def holders(name: str, original: Any) -> list[Any]:
+    """Megatron's modules that hold an object under this name: where it is defined, or imported by value."""
+    modules = [module for path, module in sys.modules.items() if path.startswith("megatron.") and module is not None]
+    return [module for module in modules if vars(module).get(name) is original]
