@@ -158,9 +158,7 @@ def _plan_layer_split(run: RunConfig) -> RunConfig:
         layers = run.model.encoder_layers + run.model.decoder_layers
         kept = split_to_keep(run.checkpoints, layers, run.parallel.stages)
         found = ",".join(map(str, kept or chosen_layer_split(run)))
-        print(
-            f"layers per stage: {found}{' (of the checkpoint, which loads in no others)' if kept else ''}", flush=True
-        )
+        print(f"layers per stage: {found}{' (the checkpoint loads in no others)' if kept else ''}", flush=True)
         return found
 
     split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
