@@ -29,24 +29,18 @@ if TYPE_CHECKING:
     from megatron_dynapipe.runtime import PipelineExecutor
     from megatron_dynapipe.tuning import orchestrate, tune
 
-_MODULES = "megatron_dynapipe.modules"
 _LAZY = {
-    "CutPoint": _MODULES,
-    "DynaPipeDataLoader": _MODULES,
-    "ElasticRun": "megatron_dynapipe.elastic.run",
-    "MegatronPipeline": "megatron_dynapipe.integration.entry.megatron_pipeline",
-    "ModulePlanner": _MODULES,
-    "Pipeline": _MODULES,
-    "PipelineExecutor": "megatron_dynapipe.runtime",
-    "PlannedBatch": "megatron_dynapipe.planning.batch",
-    "SharedModule": _MODULES,
-    "Stage": _MODULES,
-    "layout_for": "megatron_dynapipe.elastic.layout",
-    "orchestrate": "megatron_dynapipe.tuning",
-    "plan_batch": "megatron_dynapipe.planning.batch",
-    "profile_module": _MODULES,
-    "split_model": _MODULES,
-    "tune": "megatron_dynapipe.tuning",
+    name: f"megatron_dynapipe.{module}"
+    for module, names in {
+        "elastic.layout": "layout_for",
+        "elastic.run": "ElasticRun",
+        "integration.entry.megatron_pipeline": "MegatronPipeline",
+        "modules": "CutPoint DynaPipeDataLoader ModulePlanner Pipeline SharedModule Stage profile_module split_model",
+        "planning.batch": "PlannedBatch plan_batch",
+        "runtime": "PipelineExecutor",
+        "tuning": "orchestrate tune",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = [

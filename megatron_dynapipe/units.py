@@ -5,10 +5,7 @@ the same on every machine. Files and people read milliseconds and megabytes (1 M
 """
 
 import enum
-from typing import NamedTuple, NewType
-
-Nanoseconds = NewType("Nanoseconds", int)
-Bytes = NewType("Bytes", int)
+from typing import NamedTuple
 
 NS_PER_MS = 1_000_000
 BYTES_PER_MB = 1_000_000

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dynapipe.cli import positive
 from megatron_dynapipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,47 +14,19 @@ if TYPE_CHECKING:
 BATCHES, SAMPLES, SEED = 8, 64, 1234
 """Batches taken of a dataset, samples of each, and the sampler's seed, which is Megatron's own default."""
 
-MOST = 10**6
-"""Of layers, ranks, widths and lengths: no model has as many, and sums of their costs stay inside 64 bits."""
-
-
-def positive(text: str) -> int:
-    """A number of at least 1, for argparse."""
-    number = int(text)
-    if not 1 <= number <= MOST:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 to {MOST}, got {number}")
-    return number
-
 
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare where lengths come from."""
-    source = parser.add_mutually_exclusive_group(required=True)
+    source, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
     source.add_argument("--batches", type=Path, metavar="FILE", help="lengths of global batches (docs/comparing.md)")
     source.add_argument("--data", type=Path, metavar="DATASET", help="a dataset folder: the sampler's own batches")
-    parser.add_argument(
-        "--global-batch-size", type=positive, metavar="N", help=f"samples of a batch of --data (default: {SAMPLES})"
-    )
-    parser.add_argument(
-        "--tokens-per-global-batch",
-        type=positive,
-        metavar="N",
-        help="most tokens of a batch of --data",
-    )
-    parser.add_argument(
-        "--data-seed", type=int, metavar="N", help=f"of the sampler of --data: a run's --seed (default: {SEED})"
-    )
-    parser.add_argument(
-        "--max-seq-len",
-        type=positive,
-        metavar="N",
-        help="truncate longer inputs and targets (default: those of --data as the run file of --model-config has it)",
-    )
-    parser.add_argument(
-        "--max-target-len", type=positive, metavar="N", help="truncate longer targets (default: as inputs)"
-    )
-    parser.add_argument(
-        "--limit", type=positive, metavar="K", help=f"only the first K batches (default: all; of --data {BATCHES})"
-    )
+    add("--global-batch-size", type=positive, metavar="N", help=f"samples of a batch of --data (default: {SAMPLES})")
+    add("--tokens-per-global-batch", type=positive, metavar="N", help="most tokens of a batch of --data")
+    add("--data-seed", type=int, metavar="N", help=f"of the sampler of --data: a run's --seed (default: {SEED})")
+    of_run = "truncate longer inputs and targets (default: those of --data as the run file of --model-config has it)"
+    add("--max-seq-len", type=positive, metavar="N", help=of_run)
+    add("--max-target-len", type=positive, metavar="N", help="truncate longer targets (default: as inputs)")
+    add("--limit", type=positive, metavar="K", help=f"only the first K batches (default: all; of --data {BATCHES})")
 
 
 def given_batches(args: argparse.Namespace) -> "list[NamedBatch]":

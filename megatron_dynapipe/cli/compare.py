@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.cli import SubParsers, say, with_progress
+from megatron_dynapipe.cli import SubParsers, print_json, say, with_progress
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
 from megatron_dynapipe.cli.planning_arguments import add_arguments, cluster_line, costs_and_settings, describe_cluster
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
@@ -36,8 +36,6 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Predict every batch under every method; 1 if there is a plan for none of them."""
-    import msgspec
-
     from megatron_dynapipe.extras import require
     from megatron_dynapipe.outputs import GENERATOR, check_replaceable, marked
     from megatron_dynapipe.planning.methods import METHODS
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"chart: {draw_comparison(entries, args.output)}", file=sys.stderr)
     if args.json:
         report = {"format": FORMAT, "cluster": described, "methods": over, "batches": entries}
-        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+        print_json(report)
     else:
         if args.cluster is not None:
             print(cluster_line(described))

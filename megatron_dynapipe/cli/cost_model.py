@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.cli import SubParsers
+from megatron_dynapipe.cli import SubParsers, number
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cost.format import CostFile
@@ -27,16 +27,11 @@ def add_parser(subparsers: SubParsers) -> None:
     check = actions.add_parser("check", help="fit on a random share of a file's points, predict the others")
     check.add_argument("file", type=Path, metavar="FILE")
     check.add_argument("--keep", type=float, default=0.25, metavar="SHARE", help="of the points (default 0.25)")
-    check.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the choice (default 0)")
+    check.add_argument(
+        "--seed", type=number(int, 0, 2**64 - 1), default=0, metavar="N", help="of the choice (default 0)"
+    )
     for action in (show, diff, check):
         action.add_argument("--json", action="store_true", help="for a machine to read")
-
-
-def _seed(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < 2**64:
-        raise argparse.ArgumentTypeError(f"expected a seed from 0 to 2^64 - 1, got {number}")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

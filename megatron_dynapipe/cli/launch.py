@@ -3,9 +3,7 @@
 import argparse
 from pathlib import Path
 
-from megatron_dynapipe.cli import SubParsers
-from megatron_dynapipe.cli.batch_arguments import positive
-from megatron_dynapipe.cli.planning_arguments import above_zero
+from megatron_dynapipe.cli import SubParsers, above_zero, not_negative, positive
 from megatron_dynapipe.errors import ConfigError
 
 
@@ -26,14 +24,11 @@ def add_parser(subparsers: SubParsers) -> None:
     add("--last-call", type=positive, default=5, metavar="S", help="to wait for more than enough (%(default)s)")
     add("--max-restarts", type=positive, default=100, metavar="N", help="failures without notice (%(default)s)")
     add("--save-timeout", type=above_zero, default=300, metavar="S", help="for an iteration and a save (%(default)s)")
-    add(
-        "--emergency-every",
-        type=_count,
-        default=50,
-        metavar="N",
-        help="iterations between two checkpoints of which the last is kept, against losses without notice; 0: none"
-        " (%(default)s)",
+    emergency = (
+        "iterations between two checkpoints of which the last is kept, against losses without notice; 0: none"
+        " (%(default)s)"
     )
+    add("--emergency-every", type=not_negative, default=50, metavar="N", help=emergency)
     add("--notice-file", type=Path, metavar="FILE", help="this node leaves once it exists, as on SIGTERM or SIGUSR1")
     add("script", help="training script, such as pretrain_gpt_multitask.py")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments, without a layout, with --save DIR for all nodes")
@@ -83,9 +78,3 @@ def _options(text: str) -> dict[str, str]:
     if not all(name and equals for name, equals, _ in pairs):
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE,…, got {text!r}")
     return {name: value for name, _, value in pairs}
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a number of iterations, got {text!r}")
-    return int(text)

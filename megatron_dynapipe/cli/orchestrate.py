@@ -1,13 +1,11 @@
 """`orchestrate`: stages with different numbers of replicas for a layer profile, as predicted (docs/tuning.md)."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import SubParsers
-from megatron_dynapipe.cli.batch_arguments import positive
-from megatron_dynapipe.cli.planning_arguments import above_zero, add_link_arguments, network_of
+from megatron_dynapipe.cli import SubParsers, above_zero, positive, print_json
+from megatron_dynapipe.cli.planning_arguments import add_link_arguments, network_of
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import BYTES_PER_MB
 
@@ -25,36 +23,22 @@ _COLUMNS = ("stage", "layers", "replicas", "samples each", "memory, MB", "device
 def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("orchestrate", help="stages with different numbers of replicas for a layer profile")
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="a cost model of segments, as profile_module writes it, or a profiled graph as text (PipeDream, DAPPLE)",
-    )
-    parser.add_argument(
-        "--profile-batch-size", type=positive, metavar="N", help="samples of the micro-batch that a text profile is of"
-    )
-    parser.add_argument(
-        "--length",
-        type=positive,
-        metavar="N",
-        help="of the samples, in a cost model of segments (default: the largest)",
-    )
-    parser.add_argument("--micro-batch-size", type=positive, required=True, metavar="N")
-    parser.add_argument("--global-batch-size", type=positive, required=True, metavar="N")
-    parser.add_argument("--devices", type=positive, required=True, metavar="N", help="of the cluster")
-    parser.add_argument("--devices-per-node", type=positive, default=8, metavar="N", help="(%(default)s)")
-    parser.add_argument(
-        "--device-memory-mb", type=above_zero, metavar="N", help="plans whose stages need more are left out"
-    )
-    parser.add_argument(
-        "--fractional-samples",
-        action="store_true",
-        help="divide samples evenly over replicas, as if a sample could be divided (as DAPPLE's planner counts)",
-    )
+    add = parser.add_argument
+    source = "a cost model of segments, as profile_module writes it, or a profiled graph as text (PipeDream, DAPPLE)"
+    add("--profile", type=Path, required=True, metavar="FILE", help=source)
+    profiled = "samples of the micro-batch that a text profile is of"
+    add("--profile-batch-size", type=positive, metavar="N", help=profiled)
+    length = "of the samples, in a cost model of segments (default: the largest)"
+    add("--length", type=positive, metavar="N", help=length)
+    add("--micro-batch-size", type=positive, required=True, metavar="N")
+    add("--global-batch-size", type=positive, required=True, metavar="N")
+    add("--devices", type=positive, required=True, metavar="N", help="of the cluster")
+    add("--devices-per-node", type=positive, default=8, metavar="N", help="(%(default)s)")
+    add("--device-memory-mb", type=above_zero, metavar="N", help="plans whose stages need more are left out")
+    evenly = "divide samples evenly over replicas, as if a sample could be divided (as DAPPLE's planner counts)"
+    add("--fractional-samples", action="store_true", help=evenly)
     add_link_arguments(parser)
-    parser.add_argument("--json", action="store_true", help=f"the plan as {FORMAT}")
+    add("--json", action="store_true", help=f"the plan as {FORMAT}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,8 +86,7 @@ def _print(plan: "Orchestration", profile: "LayerProfile", *, as_json: bool) -> 
     import msgspec
 
     if as_json:
-        report = {"format": FORMAT, "profile": profile.name, **msgspec.structs.asdict(plan)}
-        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+        print_json({"format": FORMAT, "profile": profile.name, **msgspec.structs.asdict(plan)})
         return
     print(_ROW.format(*_COLUMNS))
     for number, stage in enumerate(plan.stages):

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.cli import SubParsers, say, with_progress
+from megatron_dynapipe.cli import SubParsers, print_json, say, with_progress
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
 from megatron_dynapipe.cli.planning_arguments import (
     add_arguments,
@@ -37,8 +37,6 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan every batch; 1 if none of them could be planned."""
-    import msgspec
-
     from megatron_dynapipe.outputs import check_replaceable, write_file
     from megatron_dynapipe.plan.codec import encode, is_plan
     from megatron_dynapipe.plan.timeline import idle_share
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     _hint_of_splits(args.layer_split, idle)
     if args.json:
         report = {"format": FORMAT, "cluster": describe_cluster(args, settings), "iterations": iterations}
-        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+        print_json(report)
     elif args.cluster is not None:
         print(cluster_line(describe_cluster(args, settings)))
     return 0 if any(entry["error"] is None for entry in iterations) else 1

@@ -5,7 +5,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches, positive
+from megatron_dynapipe.cli import MOST_REAL, above_zero, not_negative, number, positive
+from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
 
@@ -22,108 +23,73 @@ if TYPE_CHECKING:
 ANALYTIC = "analytic"
 """The `--cost-model` that is no file."""
 _DEVICES_PER_NODE = 8
-_MOST_REAL = 1e9
-"""Of megabytes, Gbit/s and microseconds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what to plan: lengths, costs, model, parallel layout, memory, links, layer split."""
     add_shared_arguments(parser)
+    add = parser.add_argument
     for name in ("data", "tensor", "pipeline", "expert"):
-        parser.add_argument(f"--{name}-parallel", type=positive, default=1, metavar="N")
-    parser.add_argument("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
-    parser.add_argument(
-        "--layer-split",
-        default="equal",
-        metavar="SPLIT",
-        help="layers per stage: equal, auto (evened by their costs), or numbers like 9,8.5,8,6.5, of which .5 is the"
-        " attention of a layer whose MLP the next stage begins with (default: equal)",
+        add(f"--{name}-parallel", type=positive, default=1, metavar="N")
+    add("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
+    split = (
+        "layers per stage: equal, auto (evened by their costs), or numbers like 9,8.5,8,6.5, of which .5 is the"
+        " attention of a layer whose MLP the next stage begins with (default: equal)"
     )
-    parser.add_argument(
-        "--split-from",
-        type=Path,
-        metavar="BATCHES",
-        help="other lengths to choose an auto split from, in batches as large as those to plan",
-    )
+    add("--layer-split", default="equal", metavar="SPLIT", help=split)
+    other = "other lengths to choose an auto split from, in batches as large as those to plan"
+    add("--split-from", type=Path, metavar="BATCHES", help=other)
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what does not depend on the parallel layout: lengths, costs, model, memory, links, micro-batches."""
     add_batch_arguments(parser)
-    parser.add_argument(
-        "--cost-model",
-        type=Path,
-        required=True,
-        metavar="FILE|analytic",
-        help="what layers cost: a file, or computed from the model's shape and a device's rates",
-    )
+    add = parser.add_argument
+    costs = "what layers cost: a file, or computed from the model's shape and a device's rates"
+    add("--cost-model", type=Path, required=True, metavar="FILE|analytic", help=costs)
     _add_model_arguments(parser)
-    parser.add_argument(
-        "--device", metavar="NAME", help="for --cost-model analytic, as CUDA names it (that of --cluster, else A100)"
+    add("--device", metavar="NAME", help="for --cost-model analytic, as CUDA names it (that of --cluster, else A100)")
+    add("--device-memory-mb", type=above_zero, metavar="N", help="1 MB = 1e6 bytes (that of --cluster)")
+    cluster = (
+        "memory and links, where no flag and no cost model gives them, as training's --dynapipe-cluster; or the "
+        "name of one of the package's, such as h100_80gb"
     )
-    parser.add_argument("--device-memory-mb", type=above_zero, metavar="N", help="1 MB = 1e6 bytes (that of --cluster)")
-    parser.add_argument(
-        "--cluster",
-        type=Path,
-        metavar="FILE",
-        help="memory and links, where no flag and no cost model gives them, as training's --dynapipe-cluster; or the "
-        "name of one of the package's, such as h100_80gb",
+    add("--cluster", type=Path, metavar="FILE", help=cluster)
+    modes = "modes a micro-batch may be given (default: all)"
+    add("--recompute", default=",".join(Recompute), metavar="MODES", help=modes)
+    layout = "samples of a micro-batch padded, packed into one row, or whichever is faster (default: auto)"
+    add("--layout", choices=("auto", *BatchLayout), default="auto", help=layout)
+    slices = (
+        "cut long samples of a gpt model along their sequence: where that is faster, never, or into pieces of at "
+        "most N positions (default: auto)"
     )
-    parser.add_argument(
-        "--recompute",
-        default=",".join(Recompute),
-        metavar="MODES",
-        help="modes a micro-batch may be given (default: all)",
+    add("--slices", type=_slices, default="auto", metavar="auto|off|N", help=slices)
+    halves = (
+        "run backward passes in two halves, the gradients of weights where a stage would wait: where that is "
+        "faster, wherever it can be done, or never (default: auto)"
     )
-    parser.add_argument(
-        "--layout",
-        choices=("auto", *BatchLayout),
-        default="auto",
-        help="samples of a micro-batch padded, packed into one row, or whichever is faster (default: auto)",
-    )
-    parser.add_argument(
-        "--slices",
-        type=_slices,
-        default="auto",
-        metavar="auto|off|N",
-        help="cut long samples of a gpt model along their sequence: where that is faster, never, or into pieces of at "
-        "most N positions (default: auto)",
-    )
-    parser.add_argument(
-        "--split-backward",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="run backward passes in two halves, the gradients of weights where a stage would wait: where that is "
-        "faster, wherever it can be done, or never (default: auto)",
-    )
-    parser.add_argument("--devices-per-node", type=positive, metavar="N", help="(that of --cluster, else 8)")
+    add("--split-backward", choices=("auto", "on", "off"), default="auto", help=halves)
+    add("--devices-per-node", type=positive, metavar="N", help="(that of --cluster, else 8)")
     _add_transfer_arguments(parser)
-    parser.add_argument(
-        "--search-evaluations",
-        type=_count,
-        metavar="N",
-        help="schedules tried per batch; default: fewer where there are more micro-batches",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    tried = "schedules tried per batch; default: fewer where there are more micro-batches"
+    add("--search-evaluations", type=not_negative, metavar="N", help=tried)
+    add("--seed", type=int, default=0, metavar="N", help="of the search")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The model: a file that says all of it, or flags."""
-    parser.add_argument("--model", type=ModelFamily, choices=tuple(ModelFamily), help="kind of model")
-    parser.add_argument(
-        "--model-config",
-        type=Path,
-        metavar="FILE",
-        help="take all of the model from a run file (.yaml) or from a config.json of HuggingFace",
-    )
-    parser.add_argument("--layers", type=positive, metavar="N", help="layers of a gpt model")
-    parser.add_argument("--encoder-layers", type=positive, metavar="N", help="of a t5 model")
-    parser.add_argument("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
+    add = parser.add_argument
+    add("--model", type=ModelFamily, choices=tuple(ModelFamily), help="kind of model")
+    file = "take all of the model from a run file (.yaml) or from a config.json of HuggingFace"
+    add("--model-config", type=Path, metavar="FILE", help=file)
+    add("--layers", type=positive, metavar="N", help="layers of a gpt model")
+    add("--encoder-layers", type=positive, metavar="N", help="of a t5 model")
+    add("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
     for name in ("hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
-        parser.add_argument(f"--{name}", type=positive, metavar="N", help="of the model")
-    help_ = "tokens of the busiest of the ranks that share experts, over their mean (default: %(default)s)"
-    parser.add_argument("--expert-imbalance", type=above_zero, default=1.25, metavar="N", help=help_)
+        add(f"--{name}", type=positive, metavar="N", help="of the model")
+    busiest = "tokens of the busiest of the ranks that share experts, over their mean (default: %(default)s)"
+    add("--expert-imbalance", type=above_zero, default=1.25, metavar="N", help=busiest)
 
 
 def _slices(text: str) -> str | int:
@@ -137,20 +103,16 @@ def _slices(text: str) -> str | int:
 def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     """Links between devices, and when messages over them start."""
     add_link_arguments(parser)
-    parser.add_argument(
-        "--scatter-gather",
-        choices=("off", "auto", "on"),
-        default="off",
-        help="messages between stages divided over tensor-parallel ranks; a run's own default is auto (default: off, "
-        "as the published rules for transfers have it)",
+    shards = (
+        "messages between stages divided over tensor-parallel ranks; a run's own default is auto (default: off, "
+        "as the published rules for transfers have it)"
     )
-    parser.add_argument(
-        "--transfers",
-        choices=("gloo", "gpu"),
-        default="gloo",
-        help="when transfers start: as early as they can, or as in training on GPUs, where receives start right before "
-        "their waits and sends of a channel one after another (default: gloo, as the published rules have it)",
+    parser.add_argument("--scatter-gather", choices=("off", "auto", "on"), default="off", help=shards)
+    starts = (
+        "when transfers start: as early as they can, or as in training on GPUs, where receives start right before "
+        "their waits and sends of a channel one after another (default: gloo, as the published rules have it)"
     )
+    parser.add_argument("--transfers", choices=("gloo", "gpu"), default="gloo", help=starts)
 
 
 def add_link_arguments(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +120,8 @@ def add_link_arguments(parser: argparse.ArgumentParser) -> None:
     for link, gbps, latency_us in (("intra", 4800, 0), ("inter", 100, 4000)):
         default = "(default: the cost model's measured one, else that of --cluster, else %s)"
         parser.add_argument(f"--{link}-node-gbps", type=above_zero, metavar="N", help=default % gbps)
-        parser.add_argument(f"--{link}-node-latency-us", type=_latency, metavar="N", help=default % latency_us)
+        latency = number(float, 0.0, MOST_REAL)
+        parser.add_argument(f"--{link}-node-latency-us", type=latency, metavar="N", help=default % latency_us)
 
 
 def costs_and_settings(args: argparse.Namespace, schedule: str | None = None) -> "tuple[CostModel, PlannerSettings]":
@@ -269,11 +232,10 @@ def network_of(args: argparse.Namespace, links: "Mapping[str, Link]") -> "Networ
 
 
 def _memory_limit_bytes(args: argparse.Namespace) -> int:
-    cluster = _cluster(args)
     if args.device_memory_mb is not None:
         limit_mb: float = args.device_memory_mb
         return round(limit_mb * BYTES_PER_MB)
-    if cluster is None:
+    if (cluster := _cluster(args)) is None:
         raise ConfigError("expected memory of a device, got none", hint="pass --device-memory-mb N, or --cluster FILE")
     return cluster.memory_limit_bytes
 
@@ -371,25 +333,3 @@ def _recompute(modes: str) -> tuple[Recompute, ...]:
         return tuple(Recompute(mode) for mode in modes.split(","))
     except ValueError:
         raise ConfigError(f"expected --recompute among {', '.join(Recompute)}, got {modes!r}") from None
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if not 0 <= number <= _MOST_REAL:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to {_MOST_REAL:g}, got {number}")
-    return number
-
-
-def above_zero(text: str) -> float:
-    """A real number above 0, for argparse."""
-    number = float(text)
-    if not 0 < number <= _MOST_REAL:
-        raise argparse.ArgumentTypeError(f"expected a number above 0 and up to {_MOST_REAL:g}, got {number}")
-    return number
-
-
-def _latency(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= _MOST_REAL:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to {_MOST_REAL:g}, got {number}")
-    return number

@@ -4,13 +4,12 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import SubParsers
-from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches, positive
+from megatron_dynapipe.cli import SubParsers, above_zero, positive, print_json
+from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches
 from megatron_dynapipe.cli.planning_arguments import (
     ANALYTIC,
-    above_zero,
     add_shared_arguments,
     cluster_line,
     complete_model,
@@ -24,7 +23,6 @@ from megatron_dynapipe.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_dynapipe.cost import CostModel
     from megatron_dynapipe.planning.settings import PlannerSettings
-    from megatron_dynapipe.sampling import GlobalBatch
     from megatron_dynapipe.tuning import Space, TunedLayout, Tuning
 
 FORMAT = "dynapipe-tune/1"
@@ -40,34 +38,23 @@ def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("tune", help="which parallel layout of a cluster trains these batches fastest")
     add_shared_arguments(parser)
-    parser.add_argument("--devices", type=positive, required=True, metavar="N", help="of the cluster; all are used")
-    parser.add_argument(
-        "--top", type=positive, default=_TOP, metavar="K", help="best layouts that are found for certain (%(default)s)"
+    add = parser.add_argument
+    add("--devices", type=positive, required=True, metavar="N", help="of the cluster; all are used")
+    add("--top", type=positive, default=_TOP, metavar="K", help="best layouts that are found for certain (%(default)s)")
+    add("--chunks", type=_numbers, default=(1,), metavar="N,…", help="virtual stages per pipeline rank to try (1)")
+    splits = (
+        "layer splits to try: equal, even (least work on the busiest stage), auto (as training chooses it: slow)"
+        " (%(default)s)"
     )
-    parser.add_argument(
-        "--chunks", type=_numbers, default=(1,), metavar="N,…", help="virtual stages per pipeline rank to try (1)"
-    )
-    parser.add_argument(
-        "--layer-splits",
-        default="equal,even",
-        metavar="SPLIT,…",
-        help="layer splits to try: equal, even (least work on the busiest stage), auto (as training chooses it: slow)"
-        " (%(default)s)",
-    )
-    parser.add_argument(
-        "--distributed-optimizer",
-        nargs="?",
-        const="on",
-        default="auto",
-        choices=("auto", "on", "off"),
-        help="optimizer state shared over replicas; auto: wherever there are any (%(default)s)",
-    )
-    parser.add_argument("--sequence-parallel", action="store_true", help="where there is tensor parallelism")
-    parser.add_argument(
-        "--memory-gb-per-s", type=above_zero, metavar="N", help="of a device, for the optimizer step (an A100's 800)"
-    )
-    parser.add_argument("--workers", type=positive, metavar="N", help="processes that plan (default: one per core)")
-    parser.add_argument("--write-config", type=Path, metavar="FILE.yaml", help="write the best layout's flags there")
+    add("--layer-splits", default="equal,even", metavar="SPLIT,…", help=splits)
+    shared = "optimizer state shared over replicas; auto: wherever there are any (%(default)s)"
+    choices = ("auto", "on", "off")
+    add("--distributed-optimizer", nargs="?", const="on", default="auto", choices=choices, help=shared)
+    add("--sequence-parallel", action="store_true", help="where there is tensor parallelism")
+    rate = "of a device, for the optimizer step (an A100's 800)"
+    add("--memory-gb-per-s", type=above_zero, metavar="N", help=rate)
+    add("--workers", type=positive, metavar="N", help="processes that plan (default: one per core)")
+    add("--write-config", type=Path, metavar="FILE.yaml", help="write the best layout's flags there")
     _add_validation_arguments(parser)
 
 
@@ -81,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
     _check_validation(args)
     if args.write_config is not None:
         check_replaceable(args.write_config, mine=marked(LAYOUT_FILE_MARK))
-    with _Bar() as bar:
-        tuning = _tuned(args, bar)
+    tuning = _tuned(args)
     if args.validate and not tuning.interrupted:
         tuning = _validated(tuning, args)
     _print(tuning, args)
@@ -108,22 +94,13 @@ def _choose_cluster(args: argparse.Namespace) -> None:
 
 def _add_validation_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of training the best layouts."""
-    validation = parser.add_argument_group("training the best layouts for a few iterations, here")
-    validation.add_argument(
-        "--validate",
-        type=positive,
-        metavar="K",
-        help="train the K best and rank them by measured time; needs -- SCRIPT",
-    )
-    validation.add_argument(
-        "--validate-iterations", type=positive, default=5, metavar="N", help="the first does not count (%(default)s)"
-    )
-    validation.add_argument(
-        "--validate-rounds", type=positive, default=1, metavar="N", help="times that each is trained (%(default)s)"
-    )
-    validation.add_argument(
-        "--validate-deadline-s", type=above_zero, default=600.0, metavar="S", help="of one run (%(default)g)"
-    )
+    add = parser.add_argument_group("training the best layouts for a few iterations, here").add_argument
+    best = "train the K best and rank them by measured time; needs -- SCRIPT"
+    add("--validate", type=positive, metavar="K", help=best)
+    of_run = "the first does not count (%(default)s)"
+    add("--validate-iterations", type=positive, default=5, metavar="N", help=of_run)
+    add("--validate-rounds", type=positive, default=1, metavar="N", help="times that each is trained (%(default)s)")
+    add("--validate-deadline-s", type=above_zero, default=600.0, metavar="S", help="of one run (%(default)g)")
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- SCRIPT FLAGS", help="for --validate")
 
 
@@ -168,27 +145,34 @@ def _cost_file(args: argparse.Namespace) -> Path | None:
     return None if str(args.cost_model) == ANALYTIC else args.cost_model
 
 
-def _tuned(args: argparse.Namespace, bar: "_Bar") -> "Tuning":
+def _tuned(args: argparse.Namespace) -> "Tuning":
+    from tqdm import tqdm
+
     from megatron_dynapipe.tuning import tune
     from megatron_dynapipe.tuning.evaluate import StepRates
 
     space = _space(args)
     cost_model, rates = costs_and_rates(args, sequence_parallel=args.sequence_parallel)
     memory_rate = rates.bytes_per_second if args.memory_gb_per_s is None else args.memory_gb_per_s * 1e9
-    return tune(
-        _base(args, cost_model),
-        cost_model,
-        _batches(args),
-        space,
-        rates=StepRates(memory_bytes_per_second=memory_rate),
-        top=args.top,
-        workers=args.workers or len(os.sched_getaffinity(0)),
-        progress=bar,
-    )
+    batches = [batch.global_batch(number) for number, batch in enumerate(chosen_batches(args))]
 
+    def progress(plans: int, most: int, best_ms: float | None) -> None:
+        bar.total = most
+        if best_ms is not None:
+            bar.set_postfix_str(f"best {best_ms:.1f} ms", refresh=False)
+        bar.update(plans - bar.n)
 
-def _batches(args: argparse.Namespace) -> "list[GlobalBatch]":
-    return [batch.global_batch(number) for number, batch in enumerate(chosen_batches(args))]
+    with tqdm(desc="planning", unit=" plans", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+        return tune(
+            _base(args, cost_model),
+            cost_model,
+            batches,
+            space,
+            rates=StepRates(memory_bytes_per_second=memory_rate),
+            top=args.top,
+            workers=args.workers or len(os.sched_getaffinity(0)),
+            progress=progress,
+        )
 
 
 def _space(args: argparse.Namespace) -> "Space":
@@ -226,13 +210,11 @@ def _base(args: argparse.Namespace, cost_model: "CostModel") -> "PlannerSettings
 
 
 def _print(tuning: "Tuning", args: argparse.Namespace) -> None:
-    import msgspec
-
     described = describe_cluster(args, tuning.settings[0])
     if args.json:
         report = {"format": FORMAT, "seconds": tuning.seconds, "plans": tuning.plans}
         report |= {"cluster": described, "interrupted": tuning.interrupted, "layouts": tuning.layouts}
-        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+        print_json(report)
         return
     planned = [layout for layout in tuning.layouts if layout.predicted_ms is not None]
     infeasible = [layout for layout in tuning.layouts if layout.error is not None]
@@ -291,26 +273,3 @@ def _by_error(layouts: "list[TunedLayout]") -> "dict[str, list[TunedLayout]]":
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(positive(word) for word in text.split(","))
-
-
-class _Bar:
-    """Plans made, on a terminal's stderr, as a context manager."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def __enter__(self) -> Self:
-        from tqdm import tqdm
-
-        self._bar = tqdm(desc="planning", unit=" plans", file=sys.stderr, disable=not sys.stderr.isatty())
-        return self
-
-    def __call__(self, plans: int, most: int, best_ms: float | None) -> None:
-        """See `tuning.Progress`."""
-        self._bar.total = most
-        if best_ms is not None:
-            self._bar.set_postfix_str(f"best {best_ms:.1f} ms", refresh=False)
-        self._bar.update(plans - self._bar.n)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()

@@ -17,35 +17,3 @@ from megatron_dynapipe.cost.packed import packed_layer_costs
 from megatron_dynapipe.cost.shape import Experts, ModelShape
 from megatron_dynapipe.cost.stages import StageCosts, stage_costs, stage_times
 from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COST, LayerState, LayerTables, PackedTables, Row
-
-__all__ = [
-    "A100_RATES",
-    "ABSENT",
-    "CPU_RATES",
-    "AnalyticCostModel",
-    "CostModel",
-    "DeviceRates",
-    "Experts",
-    "LARGEST_COST",
-    "LayerState",
-    "LayerTables",
-    "Links",
-    "ModelShape",
-    "Network",
-    "PackedTables",
-    "PipelineLayout",
-    "Row",
-    "ScatterGather",
-    "Split",
-    "StageCosts",
-    "StageLayers",
-    "TableCostModel",
-    "boundary_bytes",
-    "even_split",
-    "in_halves",
-    "of_halves",
-    "packed_layer_costs",
-    "parse_split",
-    "stage_costs",
-    "stage_times",
-]

@@ -8,7 +8,7 @@ newer hosts are published, and a run measures its own (`--dynapipe-calibrate`, `
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
@@ -18,10 +18,9 @@ import numpy as np
 
 from megatron_dynapipe.cost.division import Division, Kind, Rates, division_by_flops
 from megatron_dynapipe.cost.format import Link
-from megatron_dynapipe.cost.halves import with_halves
+from megatron_dynapipe.cost.halves import with_parts
 from megatron_dynapipe.cost.shape import ModelShape
 from megatron_dynapipe.cost.tables import ABSENT, EndState, IntArray, LayerState, LayerTables, PackedTables, Row
-from megatron_dynapipe.cost.weights import with_weights
 from megatron_dynapipe.cost.work import Floats, LayerWork, Workload
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -149,15 +148,7 @@ class AnalyticCostModel:
         b = self._sizes[:, None, None].astype(float)
         s = self._lengths[None, :, None].astype(float)
         t = targets[None, None, :].astype(float)
-        values = np.zeros((len(Row), len(self._sizes), len(self._lengths), len(targets)))
-        for first, work in self._layers(layer, b, s, t):
-            values[first : first + 4] = layer_costs(work, self.rates, recompute)
-        if t5:
-            values[Row.ENCODED_STORED] = layer.encoder(b, s).input_bytes
-        q = t if t5 else s
-        head = layer_costs(layer.head(b, q), self.rates, Recompute.NONE)[:2]
-        values[Row.HEAD_FORWARD : Row.HEAD_PEAK + 1] = np.stack(np.broadcast_arrays(*head, *layer.head_memory(b, q)))
-        values = np.rint(_without_last_bits(values))
+        values = self._values(layer, b, s, t, partial(layer_costs, rates=self.rates, recompute=recompute))
         values[:, (values > _FITS_NOWHERE).any(axis=0)] = ABSENT
         tables = LayerTables(
             packed=self._packed(layer, recompute),
@@ -171,7 +162,31 @@ class AnalyticCostModel:
             exchange_bytes=self._exchange_bytes(tensor_parallel),
             division=self._division(recompute),
         )
-        return with_halves(with_weights(tables, recompute))
+        return with_parts(tables, recompute)
+
+    def _values(
+        self,
+        layer: LayerWork,
+        b: Floats,
+        s: Floats,
+        t: Floats,
+        costs: Callable[[Workload], Floats],
+        *,
+        ends: bool = True,
+    ) -> Floats:
+        """Costs of every kind of layer and, with `ends`, of the head and the encoder's output: `[len(Row), …]`."""
+        values = np.zeros((len(Row), *np.broadcast_shapes(b.shape, s.shape, t.shape)))
+        for first, work in self._layers(layer, b, s, t):
+            values[first : first + 4] = costs(work)
+        if ends:
+            t5 = self.family is ModelFamily.T5
+            q = t if t5 else s
+            head = layer_costs(layer.head(b, q), self.rates, Recompute.NONE)[:2]
+            values[Row.HEAD_FORWARD : Row.HEAD_PEAK + 1] = np.stack(
+                np.broadcast_arrays(*head, *layer.head_memory(b, q))
+            )
+            values[Row.ENCODED_STORED] = layer.encoder(b, s).input_bytes if t5 else 0
+        return np.rint(_without_last_bits(values))
 
     def _layers(self, layer: LayerWork, b: Floats, s: Floats, t: Floats) -> list[tuple[Row, Workload]]:
         """Every kind of layer: the first of its rows, and its work."""
@@ -188,19 +203,8 @@ class AnalyticCostModel:
         for inputs, inside in ((rows, False), (self._lengths, True)):
             targets = inputs if t5 else np.zeros(1, np.int64)
             one, s, t = np.ones((1, 1)), inputs[:, None].astype(float), targets[None, :].astype(float)
-            values = np.zeros((len(Row), len(inputs), len(targets)))
-
             costs = partial(_inside if inside else _outside, rates=self.rates, recompute=recompute)
-            for first, work in self._layers(layer, one, s, t):
-                values[first : first + 4] = costs(work)
-            if not inside:
-                q = t if t5 else s
-                head = layer_costs(layer.head(one, q), self.rates, Recompute.NONE)[:2]
-                values[Row.HEAD_FORWARD : Row.HEAD_PEAK + 1] = np.stack(
-                    np.broadcast_arrays(*head, *layer.head_memory(one, q))
-                )
-                values[Row.ENCODED_STORED] = layer.encoder(one, s).input_bytes if t5 else 0
-            values = np.rint(_without_last_bits(values))
+            values = self._values(layer, one, s, t, costs, ends=not inside)
             values[values > _FITS_NOWHERE] = ABSENT
             grids.append((inputs, targets, values.astype(np.int64)))
         (row_inputs, row_targets, linear), (inputs, targets, attention) = grids

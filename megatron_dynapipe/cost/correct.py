@@ -20,13 +20,12 @@ import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost.division import LARGEST_RATE, Division, Kind, Rates
-from megatron_dynapipe.cost.halves import with_halves
+from megatron_dynapipe.cost.halves import with_parts
 from megatron_dynapipe.cost.layout import PipelineLayout
 from megatron_dynapipe.cost.packed import packed_layer_costs
 from megatron_dynapipe.cost.pieces import prefix_of_row
 from megatron_dynapipe.cost.surface import Floats, nonnegative_least_squares
 from megatron_dynapipe.cost.tables import ABSENT, ENCODER_ROWS, IntArray, LayerTables, Row
-from megatron_dynapipe.cost.weights import with_weights
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import Recompute, Shape
 
@@ -156,7 +155,7 @@ def corrected(tables: LayerTables, correction: Correction, packed: Correction | 
         rows = replace(rows, linear=linear, attention=_scaled(rows.attention, own, {}), prefix=prefix)
     scaled = replace(tables, values=values, separate=None, packed=rows, division=_divided(tables.division, correction))
     is_divided = (tables.values[Row.ENCODER_WEIGHT] > 0).any()  # nothing is that is recomputed in full
-    return with_halves(with_weights(scaled, Recompute.NONE if is_divided else Recompute.FULL))
+    return with_parts(scaled, Recompute.NONE if is_divided else Recompute.FULL)
 
 
 def _divided(division: Mapping[Kind, Division], correction: Correction) -> Mapping[Kind, Division]:

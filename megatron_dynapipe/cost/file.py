@@ -15,6 +15,7 @@ from megatron_dynapipe.cost.format import (
     CostFile,
     PackedEntry,
     Points,
+    axes_of,
     decode_file,
     key_of,
     read_file,
@@ -22,7 +23,7 @@ from megatron_dynapipe.cost.format import (
     read_points,
     unit_of,
 )
-from megatron_dynapipe.cost.halves import with_halves
+from megatron_dynapipe.cost.halves import with_parts
 from megatron_dynapipe.cost.shape import Experts
 from megatron_dynapipe.cost.tables import (
     ABSENT,
@@ -35,7 +36,6 @@ from megatron_dynapipe.cost.tables import (
     Row,
     increasing,
 )
-from megatron_dynapipe.cost.weights import with_weights
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute
 
@@ -139,28 +139,11 @@ def _padding(tensor_parallel: int | None) -> int:
 
 
 def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
-    """Put all tables of one key on one grid: the union of their axes, which leaves their interpolation unchanged."""
     t5 = file.family is ModelFamily.T5
     tables = read_points(entry, entry.kinds, where)
-    points = {PARTS[quantity][part]: table for (quantity, part), table in tables.items()}
-    head = [row for row in points if row.name.startswith("HEAD")]
-    sizes = increasing([point[0] for table in points.values() for point in table])
-    by_input = [table for row, table in points.items() if not (t5 and row in head)]
-    inputs = increasing([point[1] for table in by_input for point in table])
-    by_target = [points[row] for row in (*head, Row.DECODER_FORWARD) if t5]
-    of_both = [row for row in points if t5 and row.name.startswith("DECODER")]
-    targets = increasing([point[-1] for table in by_target for point in table] or [0])
-
-    values = np.zeros((len(Row), len(sizes), len(inputs), len(targets)), np.int64)
-    for row, table in points.items():
-        scale = unit_of(row)
-        if row in of_both:
-            values[row] = _resample(table, (sizes, inputs, targets), scale)
-        elif t5 and row in head:
-            values[row] = _resample(table, (sizes, targets), scale)[:, None, :]
-        else:
-            values[row] = _resample(table, (sizes, inputs), scale)[:, :, None]
-    separate = values.copy()
+    grid = _on_one_grid({PARTS[quantity][part]: table for (quantity, part), table in tables.items()}, t5)
+    sizes, inputs, targets, separate = grid
+    values = separate.copy()
     values[:, (values == ABSENT).any(axis=0)] = ABSENT
     packed = _packed_tables(entry.packed, tables.keys(), t5, where) if entry.packed else None
     state = {kind: round(mb * BYTES_PER_MB) for kind, mb in entry.model_state_mb.items()}
@@ -185,40 +168,44 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
         key_value_channels=file.key_value_channels // entry.tp,
         division=entry.division or file.division_by_flops(entry.recompute),
     )
-    return with_halves(with_weights(found, entry.recompute))
+    return with_parts(found, entry.recompute)
 
 
 def _packed_tables(entry: PackedEntry, parts: Collection[tuple[str, str]], t5: bool, where: str) -> PackedTables:
     """Put the packed tables of one key on one grid of a row's positions and one of a sample's."""
     points = {PARTS[quantity][part]: both for (quantity, part), both in read_packed(entry, parts, where).items()}
-    grids: list[tuple[IntArray, IntArray, IntArray]] = []
-    for which in range(2):
-        tables = {row: both[which] for row, both in points.items() if both[which]}
-        by_target = [table for row, table in tables.items() if t5 and row.name.startswith(("DECODER", "HEAD"))]
-        by_input = [table for row, table in tables.items() if not (t5 and row.name.startswith("HEAD"))]
-        inputs = increasing([point[0] for table in by_input for point in table])
-        targets = increasing([point[-1] for table in by_target for point in table] or [0])
-        values = np.zeros((len(Row), len(inputs), len(targets)), np.int64)
-        for row, table in tables.items():
-            if t5 and row.name.startswith("DECODER"):
-                values[row] = _resample(table, (inputs, targets), unit_of(row))
-            elif t5 and row.name.startswith("HEAD"):
-                values[row] = _resample(table, (targets,), unit_of(row))[None, :]
-            else:
-                values[row] = _resample(table, (inputs,), unit_of(row))[:, None]
-        if not len(inputs):
-            raise CostModelError(f"{where}: packed tables without the attention of samples")
-        grids.append((inputs, targets, values))
-    (row_inputs, row_targets, linear), (inputs, targets, attention) = grids
+    (_, row_inputs, row_targets, linear), (_, inputs, targets, attention) = (
+        _on_one_grid({row: both[which] for row, both in points.items() if both[which]}, t5) for which in range(2)
+    )
+    if not len(inputs):
+        raise CostModelError(f"{where}: packed tables without the attention of samples")
     return PackedTables(
         row_inputs=row_inputs,
         row_targets=row_targets,
-        linear=linear,
+        linear=linear[:, 0],
         inputs=inputs,
         targets=targets,
-        attention=attention,
+        attention=attention[:, 0],
         prefix=_prefix(entry, where),
     )
+
+
+def _on_one_grid(points: Mapping[Row, Points], t5: bool) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Sizes, inputs and targets of all tables, and their values there: int64 `[len(Row), sizes, inputs, targets]`.
+
+    The union of their axes leaves their interpolation unchanged.
+    """
+    axes = {row: axes_of(row, t5) for row in points}
+    sizes, inputs, targets = (
+        increasing([x[axes[row].index(d)] for row, table in points.items() if d in axes[row] for x in table])
+        for d in range(3)
+    )
+    whole = sizes, inputs, targets if len(targets) else np.zeros(1, np.int64)
+    values = np.zeros((len(Row), *map(len, whole)), np.int64)
+    for row, table in points.items():
+        own = _resample(table, tuple(whole[d] for d in axes[row]), unit_of(row))
+        values[row] = np.expand_dims(own, tuple(d for d in range(3) if d not in axes[row]))
+    return *whole, values
 
 
 def _prefix(entry: PackedEntry, where: str) -> IntArray | None:

@@ -298,7 +298,7 @@ def _absent_parts(entry: CostEntry | Tables, kinds: Collection[Kind]) -> set[str
 def read_packed(
     entry: PackedEntry, parts: Collection[tuple[str, str]], where: str
 ) -> dict[tuple[str, str], tuple[Points, Points]]:
-    """Every packed part of a key: {(quantity, part): (linear, attention)}, points keyed by positions.
+    """Every packed part of a key: {(quantity, part): (linear, attention)}, as points of size 1.
 
     Args:
         entry: the packed tables.
@@ -317,11 +317,21 @@ def read_packed(
         for part, table in tables.items():
             lengths = 2 if part.startswith("decoder") else 1
             name = f"{where}, packed {quantity}.{part}"
+            linear, attention = (
+                {key: [(1, value)] for key, value in values.items()} for values in (table.linear, table.attention)
+            )
             points[quantity, part] = (
-                _read_positions(table.linear, lengths, f"{name}.linear"),
-                _read_positions(table.attention, lengths, f"{name}.attention") if table.attention else {},
+                _read_table(linear, lengths, f"{name}.linear"),
+                _read_table(attention, lengths, f"{name}.attention") if attention else {},
             )
     return points
+
+
+def axes_of(row: Row, t5: bool) -> tuple[int, ...]:
+    """What a row depends on, by its place among sizes, inputs and targets."""
+    if t5 and row.name.startswith("DECODER"):
+        return 0, 1, 2
+    return (0, 2) if t5 and row.name.startswith("HEAD") else (0, 1)
 
 
 def unit_of(row: Row) -> int:
@@ -356,12 +366,6 @@ def _read_table(table: Table, lengths: int, where: str) -> Points:
     if not points:
         raise CostModelError(f"{where}: the table is empty")
     return points
-
-
-def _read_positions(values: Mapping[str, float], lengths: int, where: str) -> Points:
-    """Values keyed by positions, as points of size 1 without the size."""
-    rows: Table = {key: [(1, value)] for key, value in values.items()}
-    return {point[1:]: value for point, value in _read_table(rows, lengths, where).items()}
 
 
 def _wrap(data: bytes) -> bytes:

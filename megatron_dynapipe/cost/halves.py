@@ -1,15 +1,23 @@
-"""What half a layer costs: the rows of halves, filled in from those of layers by the proportions of `cost.division`.
+"""What parts of a layer cost: its attention, its MLP, and the gradients of its linear layers' weights.
 
-A half layer's share depends on lengths, so it is taken at every point of a grid. In packed rows' own tables what is
-linear in positions is divided by linears, and attention of each sample is attention's.
+Their rows are filled in from those of layers by the proportions of `cost.division`. A share depends on lengths, so it
+is taken at every point of a grid. In packed rows' own tables what is linear in positions is divided by linears, and
+attention of each sample is attention's.
+
+Weight gradients, the second half of a divided backward pass, multiply as often as linear layers' forward pass: they
+take the layer's forward without attention's inside, times what was measured of that. A layer that is recomputed in full
+is not divided.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from megatron_dynapipe.cost.division import Division, Rates
+from megatron_dynapipe.cost.division import Division, Kind, Rates
 from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
+from megatron_dynapipe.cost.work import Floats
+from megatron_dynapipe.units import Recompute
 
 _PARTS = 2**20
 """Shares are integers of this many parts, so that costs are the same on every machine."""
@@ -18,31 +26,30 @@ _Lengths = tuple[IntArray, IntArray]
 """Axes of a grid: input positions and target positions."""
 
 
-def with_halves(tables: LayerTables) -> LayerTables:
-    """The tables with costs of halves, where it is known how a layer's are divided."""
+def with_parts(tables: LayerTables, recompute: Recompute) -> LayerTables:
+    """The tables of a recompute mode with the costs of parts, where it is known how a layer's are divided."""
     if not tables.division:
         return tables
     packed, state, by_kind = tables.packed, tables.state, tables.division
+    divided = recompute is not Recompute.FULL
     if packed is not None:
-        positions = packed.row_inputs, packed.row_targets
+        positions, samples = (packed.row_inputs, packed.row_targets), (packed.inputs, packed.targets)
         packed = replace(
             packed,
-            linear=_filled(packed.linear, tables, positions, linear=True, inside=False),
-            attention=_filled(packed.attention, tables, (packed.inputs, packed.targets), linear=False, inside=True),
+            linear=_filled(packed.linear, by_kind, positions, weights=divided, inside=False),
+            attention=_filled(packed.attention, by_kind, samples, weights=False, linear=False),
         )
-    lengths = tables.inputs, tables.targets
-    separate = tables.separate
+    lengths, separate = (tables.inputs, tables.targets), tables.separate
+    decoder = by_kind.get("decoder", by_kind.get("expert"))
     return replace(
         tables,
-        values=_filled(tables.values, tables, lengths),
-        separate=None if separate is None else _filled(separate, tables, lengths),
+        values=_filled(tables.values, by_kind, lengths, weights=divided),
+        separate=None if separate is None else _filled(separate, by_kind, lengths, weights=divided),
         packed=packed,
         state=replace(
             state,
             encoder_attention_bytes=_attention_bytes(state.encoder_bytes, by_kind["encoder"]),
-            decoder_attention_bytes=_attention_bytes(
-                state.decoder_bytes, by_kind.get("decoder", by_kind.get("expert"))
-            ),
+            decoder_attention_bytes=_attention_bytes(state.decoder_bytes, decoder),
         ),
     )
 
@@ -52,43 +59,68 @@ def _attention_bytes(layer: int, division: Division | None) -> int:
 
 
 def _filled(
-    values: IntArray, tables: LayerTables, lengths: _Lengths, *, linear: bool = True, inside: bool = True
+    values: IntArray,
+    by_kind: Mapping[Kind, Division],
+    lengths: _Lengths,
+    *,
+    weights: bool,
+    linear: bool = True,
+    inside: bool = True,
 ) -> IntArray:
-    """A grid's values with the rows of halves, `ABSENT` where the layer's are.
+    """A grid's values with the rows of parts, `ABSENT` where the layer's are.
 
     Args:
         values: `[len(Row), …, inputs, targets]`.
-        tables: of a layer.
+        by_kind: how layers' costs are divided.
         lengths: the grid's axes.
+        weights: whether to fill in times of weight gradients.
         linear: whether the values hold what is linear in positions.
         inside: whether they hold attention's inside.
     """
     result = values.copy()
-    for kind, division in tables.division.items():
-        prefix = kind.upper()
+    for kind, division in by_kind.items():
+        prefix, is_decoder = kind.upper(), kind == "decoder"
+        if weights:
+            share = _weight_share(division, is_decoder, lengths, inside)
+            result[Row[f"{prefix}_WEIGHT"]] = _part(values[Row[f"{prefix}_FORWARD"]], share)
         for way in ("FORWARD", "BACKWARD"):
-            share = _share(getattr(division, way.lower()), kind == "decoder", lengths, linear, inside)
+            share = _attention_share(getattr(division, way.lower()), is_decoder, lengths, linear, inside)
             result[Row[f"{prefix}_ATTENTION_{way}"]] = _part(values[Row[f"{prefix}_{way}"]], share)
-        linears = _share(division.forward, kind == "decoder", lengths, linear=True, inside=False)
-        result[Row[f"{prefix}_ATTENTION_WEIGHT"]] = _part(values[Row[f"{prefix}_WEIGHT"]], linears)
+        linears = _attention_share(division.forward, is_decoder, lengths, linear=True, inside=False)
+        result[Row[f"{prefix}_ATTENTION_WEIGHT"]] = _part(result[Row[f"{prefix}_WEIGHT"]], linears)
         stored = values[Row[f"{prefix}_STORED"]]
         result[Row[f"{prefix}_ATTENTION_STORED"]] = result[Row[f"{prefix}_MLP_STORED"]] = stored
         if division.stored is not None:
-            kept = _part(stored, _share(division.stored, kind == "decoder", lengths, linear, inside))
+            kept = _part(stored, _attention_share(division.stored, is_decoder, lengths, linear, inside))
             result[Row[f"{prefix}_ATTENTION_STORED"]] = kept
             result[Row[f"{prefix}_MLP_STORED"]] = np.where(stored == ABSENT, ABSENT, stored - kept)
     return result
 
 
-def _share(rates: Rates, is_decoder: bool, lengths: _Lengths, linear: bool, inside: bool) -> IntArray:
+def _attention_share(rates: Rates, is_decoder: bool, lengths: _Lengths, linear: bool, inside: bool) -> IntArray:
     """Attention's share at every point, in parts: `[inputs, targets]`."""
-    inputs, targets = np.broadcast_arrays(lengths[0][:, None].astype(float), lengths[1].astype(float))
+    own, keys, memory = _positions(is_decoder, lengths)
     if not linear and rates.inner:
-        return np.full(inputs.shape, _PARTS, np.int64)
-    own, keys, memory = (targets, targets + inputs, inputs) if is_decoder else (inputs, inputs, 0 * inputs)
+        return np.full(own.shape, _PARTS, np.int64)
     attention = rates.linear * own + rates.memory * memory + inside * rates.inner * own * keys
-    share = attention / np.maximum(attention + rates.mlp * own, 1)
+    return np.asarray(np.rint(attention / np.maximum(attention + rates.mlp * own, 1) * _PARTS), np.int64)
+
+
+def _weight_share(division: Division, is_decoder: bool, lengths: _Lengths, inside: bool) -> IntArray:
+    """Weight gradients' share of a layer's forward, in parts: `[inputs, targets]`."""
+    own, keys, memory = _positions(is_decoder, lengths)
+    if not inside:
+        return np.full(own.shape, _PARTS * division.weight_per_mille // 1000, np.int64)
+    rates = division.forward
+    linears = own * (rates.linear + rates.mlp) + rates.memory * memory
+    share = linears / np.maximum(linears + rates.inner * own * keys, 1) * division.weight_per_mille / 1000
     return np.asarray(np.rint(share * _PARTS), np.int64)
+
+
+def _positions(is_decoder: bool, lengths: _Lengths) -> tuple[Floats, Floats, Floats]:
+    """A layer's own positions, its keys', and the encoder's output's, at every point: `[inputs, targets]` each."""
+    inputs, targets = np.broadcast_arrays(lengths[0][:, None].astype(float), lengths[1].astype(float))
+    return (targets, targets + inputs, inputs) if is_decoder else (inputs, inputs, 0 * inputs)
 
 
 def _part(values: IntArray, share: IntArray) -> IntArray:

@@ -80,27 +80,12 @@ class Network:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
 
     @classmethod
-    def over(
-        cls,
-        measured: Mapping[str, Link],
-        *,
-        devices_per_node: int,
-        intra_node_gbps: float | None = None,
-        inter_node_gbps: float | None = None,
-        intra_node_latency_us: float | None = None,
-        inter_node_latency_us: float | None = None,
-    ) -> "Network":
+    def over(cls, measured: Mapping[str, Link], *, devices_per_node: int, **given: float | None) -> "Network":
         """Every rate and latency that is given; else the one that a cost model file has measured; else the default."""
         numbers: dict[str, float] = {}
         for name, kind in (("intra_node", INTRA_NODE), ("inter_node", INTER_NODE)):
             if (link := measured.get(kind)) is not None:
                 numbers |= {f"{name}_gbps": link.gbps, f"{name}_latency_us": link.latency_us}
-        given = {
-            "intra_node_gbps": intra_node_gbps,
-            "inter_node_gbps": inter_node_gbps,
-            "intra_node_latency_us": intra_node_latency_us,
-            "inter_node_latency_us": inter_node_latency_us,
-        }
         numbers |= {name: value for name, value in given.items() if value is not None}
         return cls(devices_per_node=devices_per_node, **numbers)
 

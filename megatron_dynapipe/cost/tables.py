@@ -241,15 +241,9 @@ class LayerTables:
         return np.stack([self._interpolated(values, inputs, targets) for values in by_stage], axis=1)
 
     def _interpolated(self, values: IntArray, inputs: IntArray, targets: IntArray) -> IntArray:
-        low_i, part_i, width_i = _locate(self.inputs, inputs)
-        low_t, part_t, width_t = _locate(self.targets, targets)
-        along = np.moveaxis(values, 1, -1)  # [rows, inputs, targets, sizes]
-        high_i, high_t = _above(low_i, self.inputs), _above(low_t, self.targets)
-        at_low = _lerp(along[:, low_i, low_t], along[:, high_i, low_t], part_i, width_i)
-        at_high = _lerp(along[:, low_i, high_t], along[:, high_i, high_t], part_i, width_i)
-        costs = np.moveaxis(_lerp(at_low, at_high, part_t, width_t), 0, 1)
-        outside = (inputs > self.inputs[-1]) | (targets > self.targets[-1])
-        return np.where(outside[:, None, None], ABSENT, costs)
+        planes = values.reshape(-1, *values.shape[2:])
+        found = at_point(planes, self.inputs, self.targets, inputs, targets)
+        return found.reshape(len(inputs), *values.shape[:2])
 
     def at_sizes(self, by_size: IntArray, sizes: IntArray) -> IntArray:
         """Costs at the given sizes from `[queries, rows, sizes of the grid]`: `[queries, rows]`, `ABSENT` outside."""
@@ -275,7 +269,7 @@ def _locate(axis: IntArray, x: IntArray) -> tuple[IntArray, IntArray, IntArray]:
 def _lerp(low: IntArray, high: IntArray, part: IntArray, width: IntArray) -> IntArray:
     """low + (high - low) · part / width, rounded to the nearest; `ABSENT` where an end with weight is.
 
-    The ends are `[…, queries, n]`, `part` and `width` `[queries]`.
+    The ends are `[queries, n]`, `part` and `width` `[queries]`.
     """
     part, width = part[:, None], width[:, None]
     value = low + ((high - low) * part + width // 2) // width

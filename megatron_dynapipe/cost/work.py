@@ -10,7 +10,7 @@ A layer is two halves, and its work is their sum:
     norm → feed-forward network, or a router and experts                                              MLP
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -54,17 +54,8 @@ class Workload:
 
     def then(self, other: "Workload") -> "Workload":
         """Both parts, one after the other in a layer, of which full recomputation keeps the first one's input."""
-        return Workload(
-            linear_flops=self.linear_flops + other.linear_flops,
-            core_flops=self.core_flops + other.core_flops,
-            shared_bytes=self.shared_bytes + other.shared_bytes,
-            split_bytes=self.split_bytes + other.split_bytes,
-            ffn_bytes=self.ffn_bytes + other.ffn_bytes,
-            core_bytes=self.core_bytes + other.core_bytes,
-            input_bytes=self.input_bytes,
-            message_bytes=self.message_bytes + other.message_bytes,
-            kernels=self.kernels + other.kernels,
-        )
+        sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        return Workload(**sums | {"input_bytes": self.input_bytes})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from megatron_dynapipe.cost.format import (
     PackedEntry,
     PackedPart,
     Points,
+    axes_of,
     key_of,
     to_table,
     unit_of,
@@ -30,6 +31,8 @@ from megatron_dynapipe.cost.tables import (
     Row,
 )
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute
+
+_ONE = np.ones(1, np.int64)
 
 
 def as_file(
@@ -62,8 +65,9 @@ def as_file(
 def _entry(tp: int, mode: Recompute, grid: LayerTables, family: ModelFamily) -> CostEntry:
     """A grid's tables; those of fewer dimensions are read off where the others are feasible."""
     parts = {quantity: _parts(grid, quantity, family) for quantity in PARTS}
+    axes = grid.sizes, grid.inputs, grid.targets
     padded = {
-        quantity: {part: to_table(_points(grid, row, family)) for part, row in rows.items()}
+        quantity: {part: to_table(_known(grid.values[row], axes, row, family)) for part, row in rows.items()}
         for quantity, rows in parts.items()
     }
     packed = None
@@ -85,9 +89,7 @@ def _entry(tp: int, mode: Recompute, grid: LayerTables, family: ModelFamily) -> 
         packed=packed,
         expert_parallel=grid.state.expert_parallel,
         division=dict(grid.division),
-        time_ms=padded["time_ms"],
-        stored_activation_mb=padded["stored_activation_mb"],
-        peak_activation_mb=padded["peak_activation_mb"],
+        **padded,  # type: ignore[arg-type]  # the parts by name
     )
 
 
@@ -100,24 +102,10 @@ def _parts(grid: LayerTables, quantity: str, family: ModelFamily) -> dict[str, R
     return {part: row for part, row in rows.items() if row not in known or grid.values[known[row]].max() > 0}
 
 
-def _independent_of(row: Row, family: ModelFamily) -> int | None:
-    """0 or 1 for the lengths, inputs or targets, on which a row does not depend."""
-    if row.name.startswith("DECODER") and family is ModelFamily.T5:
-        return None
-    return 0 if row.name.startswith("HEAD") and family is ModelFamily.T5 else 1
-
-
-def _points(grid: LayerTables, row: Row, family: ModelFamily) -> Points:
-    """A row of the padded grid as points (size, *lengths)."""
-    drop = _independent_of(row, family)
-    return _known(grid.values[row], (grid.sizes, grid.inputs, grid.targets), None if drop is None else drop + 1, row)
-
-
 def _packed_part(grid: PackedTables, row: Row, family: ModelFamily) -> PackedPart:
     """A row of the packed grids; attention only where it costs anything."""
-    drop = _independent_of(row, family)
-    linear = _known(grid.linear[row], (grid.row_inputs, grid.row_targets), drop, row)
-    attention = _known(grid.attention[row], (grid.inputs, grid.targets), drop, row)
+    linear = _known(grid.linear[row][None], (_ONE, grid.row_inputs, grid.row_targets), row, family)
+    attention = _known(grid.attention[row][None], (_ONE, grid.inputs, grid.targets), row, family)
     attends = row.name.startswith(("ENCODER_", "DECODER_"))
     prefix = None
     if grid.prefix is not None and row in ENCODER_ROWS:
@@ -129,15 +117,14 @@ def _packed_part(grid: PackedTables, row: Row, family: ModelFamily) -> PackedPar
 
 
 def _by_positions(points: Points) -> dict[str, float]:
-    return {",".join(map(str, point)): value for point, value in sorted(points.items())}
+    return {",".join(map(str, point[1:])): value for point, value in sorted(points.items())}
 
 
-def _known(values: IntArray, axes: tuple[IntArray, ...], drop: int | None, row: Row) -> Points:
-    """The values of a grid that are known, in the file's unit, without the axis `drop`."""
-    if drop is not None:
-        values = values.max(axis=drop)  # ABSENT is below every cost
-        axes = axes[:drop] + axes[drop + 1 :]
-    shapes = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(axes))
+def _known(values: IntArray, axes: tuple[IntArray, ...], row: Row, family: ModelFamily) -> Points:
+    """The values `[sizes, inputs, targets]` of a grid that are known, in the unit of files, by its own axes."""
+    kept = axes_of(row, family is ModelFamily.T5)
+    values = values.max(axis=tuple(d for d in range(3) if d not in kept))  # ABSENT is below every cost
+    shapes = np.stack(np.meshgrid(*(axes[d] for d in kept), indexing="ij"), axis=-1).reshape(-1, len(kept))
     return {
         tuple(shape): value / unit_of(row)
         for shape, value in zip(shapes.tolist(), values.reshape(-1).tolist(), strict=True)

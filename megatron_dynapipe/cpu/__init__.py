@@ -6,5 +6,3 @@ At the top of a script, before Megatron is imported: `quieten()` (to filter star
 
 from megatron_dynapipe.cpu.log_filter import quieten
 from megatron_dynapipe.cpu.platform import Device, enable, is_enabled, set_args_defaults, silence_prints
-
-__all__ = ["Device", "enable", "is_enabled", "quieten", "silence_prints", "set_args_defaults"]

@@ -68,16 +68,8 @@ class ElasticLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def of(cls, best: TunedLayout, ranks: int, reason: str) -> Self:
         """A layout that was planned."""
         assert best.predicted_ms is not None and best.layers_per_stage is not None
-        return cls(
-            ranks=ranks,
-            needed=ranks,
-            data_parallel=best.data_parallel,
-            tensor_parallel=best.tensor_parallel,
-            pipeline_parallel=best.pipeline_parallel,
-            layers_per_stage=best.layers_per_stage,
-            predicted_ms=best.predicted_ms,
-            reason=reason,
-        )
+        taken = {name: getattr(best, name) for name in cls.__struct_fields__ if hasattr(best, name)}
+        return cls(ranks=ranks, needed=ranks, reason=reason, **taken)
 
     def flags(self) -> list[str]:
         """The layout as flags of a Megatron run."""

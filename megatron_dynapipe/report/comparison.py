@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+OURS = "dynapipe"
 COLOUR, OTHERS, DOT = "#4878a8", "#b9c4d0", "#33393f"
 
 Entries = Sequence[dict[str, Any]]
@@ -42,7 +43,7 @@ def geometric_means(entries: Entries) -> dict[str, dict[str, dict[str, float]]]:
     return over
 
 
-def draw_comparison(entries: Entries, path: Path, *, reference: str = "dynapipe") -> Path:
+def draw_comparison(entries: Entries, path: Path) -> Path:
     """Draw every method's tokens/s and padding efficiency as bars, and each batch as a dot: PNG or SVG by the suffix.
 
     Raises:
@@ -57,7 +58,7 @@ def draw_comparison(entries: Entries, path: Path, *, reference: str = "dynapipe"
         method: [entry["methods"][method] for entry in entries if entry["methods"][method]["error"] is None]
         for method in entries[0]["methods"]
     }
-    over = geometric_means(entries).get(reference, {"geomean_over": {}})["geomean_over"]
+    over = geometric_means(entries).get(OURS, {"geomean_over": {}})["geomean_over"]
 
     def _note(method: str) -> str:
         ratio = f" (× {over[method]:.2f})" if method in over else ""
@@ -68,19 +69,19 @@ def draw_comparison(entries: Entries, path: Path, *, reference: str = "dynapipe"
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     speeds = {method: [each["tokens_per_second"] for each in batches] for method, batches in found.items()}
-    _bars(left, speeds, reference, lambda method, mean: f"{mean:,.0f}{_note(method)}", room=1.45)
+    _bars(left, speeds, lambda method, mean: f"{mean:,.0f}{_note(method)}", room=1.45)
     left.set_xlabel("tokens/s, predicted")
     shares = {method: [each["padding_efficiency"] * 100 for each in batches] for method, batches in found.items()}
-    _bars(right, shares, reference, lambda _, mean: f"{mean:.1f}%", room=1.2)
+    _bars(right, shares, lambda _, mean: f"{mean:.1f}%", room=1.2)
     right.set_xlabel("padding efficiency, %")
     figure.suptitle(
-        f"geometric means of {len(entries)} batches; a dot is one batch; × : {reference}'s tokens/s over the method's",
+        f"geometric means of {len(entries)} batches; a dot is one batch; × : {OURS}'s tokens/s over the method's",
         fontsize=10,
     )
     return save(figure, path)
 
 
-def _bars(axis: "Axes", values: dict[str, list[float]], reference: str, label: Any, *, room: float) -> None:
+def _bars(axis: "Axes", values: dict[str, list[float]], label: Any, *, room: float) -> None:
     """A bar for every method, labelled; `room` is how far the axis goes beyond the longest."""
     names = list(values)
     most = max((value for each in values.values() for value in each), default=1.0)
@@ -93,6 +94,6 @@ def _bars(axis: "Axes", values: dict[str, list[float]], reference: str, label: A
             axis.text(most * 0.01, row, "no plan", va="center", fontsize=9, color=DOT)
             continue
         mean = geometric_mean(each)
-        axis.barh(row, mean, height=0.7, color=COLOUR if name == reference else OTHERS)
+        axis.barh(row, mean, height=0.7, color=COLOUR if name == OURS else OTHERS)
         axis.plot(each, [row] * len(each), ".", color=DOT, markersize=4, alpha=0.6)
         axis.text(max(each) + most * 0.015, row, label(name, mean), va="center", fontsize=9)

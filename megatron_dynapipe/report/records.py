@@ -18,9 +18,11 @@ from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.units import Shape
 
 
-class IterationRecord(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="iteration"
-):
+class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+class IterationRecord(_Record, frozen=True, tag="iteration"):
     """One iteration as one replica saw it."""
 
     iteration: int
@@ -46,7 +48,7 @@ class IterationRecord(
     """Times that the allocator has had to give its cache back to find room, since the run began."""
 
 
-class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="run"):
+class RunRecord(_Record, frozen=True, tag="run"):
     """What all iterations of a run, or of one of its starts, have in common."""
 
     world_size: int
@@ -65,7 +67,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """For people: command, model, data, layout, machine, versions, the time at which it began."""
 
 
-class StageRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="stage"):
+class StageRecord(_Record, frozen=True, tag="stage"):
     """Where one stage's time and memory went in one iteration."""
 
     iteration: int
@@ -89,9 +91,7 @@ class StageRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """On the last stage: (sum over tokens, tokens) of this replica, by the loss's name."""
 
 
-class TimelineRecord(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="timeline"
-):
+class TimelineRecord(_Record, frozen=True, tag="timeline"):
     """When one rank was to run its passes, and when it ran its instructions."""
 
     iteration: int
@@ -101,9 +101,7 @@ class TimelineRecord(
     measured: tuple[Event, ...]
 
 
-class MemoryRecord(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="memory"
-):
+class MemoryRecord(_Record, frozen=True, tag="memory"):
     """What one rank's allocator held of its GPU at most, over a whole run that reserved nothing ahead."""
 
     rank: int
@@ -120,9 +118,7 @@ class MemoryRecord(
         return max(self.reserved_bytes - self.allocated_bytes, 0)
 
 
-class EvaluationRecord(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="evaluation"
-):
+class EvaluationRecord(_Record, frozen=True, tag="evaluation"):
     """One evaluation as one replica's last stage saw it; two of one state, as Megatron does at a run's end, are one."""
 
     iteration: int

@@ -12,34 +12,3 @@ from megatron_dynapipe.runtime.step import PendingTotals, Step, StepRunner, Step
 from megatron_dynapipe.runtime.trace import Trace
 from megatron_dynapipe.runtime.transfer import GatedTransport, HostStagedTransport, TorchTransport, Transport, Work
 from megatron_dynapipe.runtime.watchdog import ListWatchdog, Watchdog, watched
-
-__all__ = [
-    "BufferTable",
-    "CpuPlatform",
-    "CudaPlatform",
-    "DevicePlatform",
-    "Entry",
-    "GatedTransport",
-    "Handler",
-    "Handlers",
-    "HostStagedTransport",
-    "ListWatchdog",
-    "PassContext",
-    "PipelineExecutor",
-    "ScatterGatherTransport",
-    "SlicedTransport",
-    "StageGraph",
-    "StageModel",
-    "Step",
-    "StepTotals",
-    "StepRunner",
-    "TorchTransport",
-    "PendingTotals",
-    "Trace",
-    "Transport",
-    "Watchdog",
-    "Work",
-    "pass_handlers",
-    "platform_of",
-    "watched",
-]

@@ -4,17 +4,3 @@ from megatron_dynapipe.sampling.batches import Batches, LastBatch
 from megatron_dynapipe.sampling.lengths import LengthTable, read_task_ids
 from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples, TruncationSide
 from megatron_dynapipe.sampling.sampler import GlobalBatch, Sampler, SamplerSettings, long_by_task
-
-__all__ = [
-    "Batches",
-    "GlobalBatch",
-    "LastBatch",
-    "LengthTable",
-    "LongSampleReport",
-    "LongSamples",
-    "Sampler",
-    "SamplerSettings",
-    "TruncationSide",
-    "long_by_task",
-    "read_task_ids",
-]

@@ -137,13 +137,7 @@ class Sampler:
     ) -> None:
         self.settings = settings
         self.report: LongSampleReport
-        self._usable, self.report = apply_maximum(
-            lengths,
-            family=settings.family,
-            max_input_length=settings.max_input_length,
-            max_target_length=settings.max_target_length,
-            policy=settings.long_samples,
-        )
+        self._usable, self.report = apply_maximum(lengths, settings)
         self._order = self._order_of(lengths, task_ids)
         self.batches = Batches(
             self._order.per_epoch,

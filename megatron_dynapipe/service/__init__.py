@@ -9,14 +9,3 @@ from megatron_dynapipe.service.settings import (
     ServiceSettings,
     SplitSettings,
 )
-
-__all__ = [
-    "AnalyticCosts",
-    "MeasuredCosts",
-    "NodePlanners",
-    "PlanClient",
-    "PlanInputs",
-    "PlannerProcess",
-    "ServiceSettings",
-    "SplitSettings",
-]

@@ -5,6 +5,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Self
 
 import msgspec
@@ -96,37 +97,28 @@ _FULL_S = 0.1
 REPUBLISH_INTERVAL_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
 class PlanClient:
-    """Fetches the plans of one (replica, stage). Safe to use from several threads."""
+    """Fetches the plans of one (replica, stage). Safe to use from several threads.
 
-    def __init__(
-        self,
-        store: PlanStore,
-        keys: PlanKeys,
-        *,
-        replica: int,
-        stage: int,
-        deadline_s: float,
-        late_s: float = float("inf"),
-        on_late: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Keep what is needed; nothing is sent.
+    Attributes:
+        store: where plans come from.
+        keys: names of this job's plans.
+        replica: data-parallel replica of this rank.
+        stage: pipeline stage of this rank.
+        deadline_s: how long one plan is waited for.
+        late_s: after how much of that a plan is late.
+        on_late: called then; the wait goes on.
+    """
 
-        Args:
-            store: where plans come from.
-            keys: names of this job's plans.
-            replica: data-parallel replica of this rank.
-            stage: pipeline stage of this rank.
-            deadline_s: how long one plan is waited for.
-            late_s: after how much of that a plan is late.
-            on_late: called then; the wait goes on.
-        """
-        self._store = store
-        self._keys = keys
-        self._replica = replica
-        self._stage = stage
-        self._deadline_s = deadline_s
-        self._late_s, self._on_late = late_s, on_late
+    store: PlanStore
+    keys: PlanKeys
+    _: KW_ONLY
+    replica: int
+    stage: int
+    deadline_s: float
+    late_s: float = float("inf")
+    on_late: Callable[[], None] = lambda: None
 
     def fetch(self, split: str, iteration: int) -> StageEntry:
         """Share of this rank in `iteration`; blocks until it is there.
@@ -139,34 +131,34 @@ class PlanClient:
             StoreError: the store is gone.
             PlanError: what came is not this plan.
         """
-        key = self._keys.plan(split=split, iteration=iteration, replica=self._replica, stage=self._stage)
-        what = f"the plan of iteration {iteration} of {split} for replica {self._replica}, stage {self._stage}"
-        found, data = self._await([key, self._keys.error], what)
+        key = self.keys.plan(split=split, iteration=iteration, replica=self.replica, stage=self.stage)
+        what = f"the plan of iteration {iteration} of {split} for replica {self.replica}, stage {self.stage}"
+        found, data = self._await([key, self.keys.error], what)
         if found != key:
             raise decode_failure(data).to_error()
         entry = decode_entry(data)
-        expected = (iteration, self._replica, self._stage)
+        expected = (iteration, self.replica, self.stage)
         if (actual := (entry.iteration, entry.replica, entry.stage_plan.stage)) != expected:
             raise PlanError(f"expected the plan of (iteration, replica, stage) {expected} under {key}, got {actual}")
         return entry
 
     def _await(self, keys: list[str], what: str) -> tuple[str, bytes]:
         """One of the keys, and what is there."""
-        left_s = self._deadline_s
-        if self._late_s < left_s:
+        left_s = self.deadline_s
+        if self.late_s < left_s:
             try:
-                return self._store.wait_any(keys, timeout_s=self._late_s, what=what)
+                return self.store.wait_any(keys, timeout_s=self.late_s, what=what)
             except StoreTimeoutError:
-                self._on_late()
-                left_s -= self._late_s
-        return self._store.wait_any(keys, timeout_s=left_s, what=what)
+                self.on_late()
+                left_s -= self.late_s
+        return self.store.wait_any(keys, timeout_s=left_s, what=what)
 
     def announce(self, split: str, iteration: int) -> None:
         """Tell the planners that training has begun `iteration`; called by rank 0 alone."""
-        given_up = time.monotonic() + self._deadline_s
+        given_up = time.monotonic() + self.deadline_s
         while True:
             try:
-                return self._store.announce(self._keys.progress(split), iteration)
+                return self.store.announce(self.keys.progress(split), iteration)
             except StoreFullError:  # a planner that finds it full deletes its last plans again
                 if time.monotonic() > given_up:
                     raise

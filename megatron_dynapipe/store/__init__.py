@@ -3,14 +3,3 @@
 from megatron_dynapipe.store.address import PlanKeys, StoreAddress, find_address, new_job_name
 from megatron_dynapipe.store.redis_store import PlanStore, open_store, renewed_keys
 from megatron_dynapipe.store.server import StoreServer
-
-__all__ = [
-    "PlanKeys",
-    "PlanStore",
-    "StoreAddress",
-    "StoreServer",
-    "find_address",
-    "new_job_name",
-    "open_store",
-    "renewed_keys",
-]

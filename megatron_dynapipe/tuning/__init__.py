@@ -6,6 +6,3 @@ from megatron_dynapipe.tuning.orchestrate import Orchestration, orchestrate
 from megatron_dynapipe.tuning.search import tune, tune_segments
 from megatron_dynapipe.tuning.space import Space, TunedLayout, Tuning
 from megatron_dynapipe.tuning.topology import Topology
-
-__all__ = ["Layer", "LayerProfile", "Orchestration", "Space", "Topology", "TunedLayout", "Tuning"]
-__all__ += ["orchestrate", "tune", "tune_segments"]

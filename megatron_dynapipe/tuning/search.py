@@ -11,6 +11,7 @@ import heapq
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -296,37 +297,25 @@ def _rank(one: _Evaluation) -> tuple[int, int]:
 
 
 def _tuned(one: _Evaluation, tokens: Sequence[int]) -> TunedLayout:
-    candidate, settings, planned = one.candidate, one.settings, len(one.outcomes)
-    allowed = settings.micro_batch_layouts
-    found = TunedLayout(
-        data_parallel=candidate.data_parallel,
-        tensor_parallel=candidate.tensor_parallel,
-        pipeline_parallel=candidate.pipeline_parallel,
-        chunks=candidate.chunks,
-        expert_parallel=candidate.expert_parallel,
-        layers_per_stage=None if one.unsplit or candidate.error else settings.layout.layers_per_stage,
+    settings, planned = one.settings, len(one.outcomes)
+    allowed, known = settings.micro_batch_layouts, dict[str, Any]()
+    if one.error is None:
+        known["reduction_ms"], known["optimizer_ms"] = one.reduction_ns / NS_PER_MS, one.optimizer_ns / NS_PER_MS
+        known["bound_ms"] = one.bound_ns / len(one.bounds) / NS_PER_MS
+    if one.error is None and planned:
+        ends = one.reduction_ns + one.optimizer_ns
+        total_ns = sum(outcome.predicted_ns for outcome in one.outcomes) + ends * planned
+        peaks = zip(*(each.peak_bytes for each in one.outcomes), strict=True)
+        known["predicted_ms"] = total_ns / planned / NS_PER_MS
+        known["tokens_per_second"] = sum(tokens[:planned]) / total_ns * 1e9
+        known["peak_memory_mb"] = tuple(max(stage) / BYTES_PER_MB for stage in peaks)
+    return TunedLayout(
+        **one.candidate.sizes,
+        layers_per_stage=None if one.unsplit or one.candidate.error else settings.layout.layers_per_stage,
         layout="auto" if len(allowed) > 1 else allowed[0].value,
         distributed_optimizer=settings.distributed_optimizer,
         status=one.status,
         batches=planned,
         error=one.error,
-    )
-    if one.error is not None:
-        return found
-    ends = one.reduction_ns + one.optimizer_ns
-    bounded = msgspec.structs.replace(
-        found,
-        reduction_ms=one.reduction_ns / NS_PER_MS,
-        optimizer_ms=one.optimizer_ns / NS_PER_MS,
-        bound_ms=one.bound_ns / len(one.bounds) / NS_PER_MS,
-    )
-    if not planned:
-        return bounded
-    total_ns = sum(outcome.predicted_ns for outcome in one.outcomes) + ends * planned
-    peaks = (max(stage) / BYTES_PER_MB for stage in zip(*(each.peak_bytes for each in one.outcomes), strict=True))
-    return msgspec.structs.replace(
-        bounded,
-        predicted_ms=total_ns / planned / NS_PER_MS,
-        tokens_per_second=sum(tokens[:planned]) / total_ns * 1e9,
-        peak_memory_mb=tuple(peaks),
+        **known,
     )

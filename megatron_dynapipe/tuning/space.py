@@ -3,6 +3,7 @@ virtual stages and layer splits. What a layout cannot be built for is its error;
 
 import enum
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -55,22 +56,31 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One layout of the space.
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How ranks share a model and its data; `chunks` are virtual stages per pipeline rank."""
 
-    Attributes:
-        settings: the planner's; where they cannot be made, those of the model on one device.
-        data_parallel, tensor_parallel, pipeline_parallel, chunks, expert_parallel: the layout.
-        split: how layers are split; those of `EVEN` and `AUTO` are chosen later.
-        error: why there is no such layout.
-    """
-
-    settings: PlannerSettings
     data_parallel: int
     tensor_parallel: int
     pipeline_parallel: int
     chunks: int = 1
     expert_parallel: int = 1
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Those of every kind of parallelism, by name."""
+        return {name: getattr(self, name) for name in Layout.__struct_fields__}
+
+
+class Candidate(Layout, frozen=True, kw_only=True):
+    """One layout of the space.
+
+    Attributes:
+        settings: the planner's; where they cannot be made, those of the model on one device.
+        split: how layers are split; those of `EVEN` and `AUTO` are chosen later.
+        error: why there is no such layout.
+    """
+
+    settings: PlannerSettings
     split: Split = Split.EQUAL
     error: str | None = None
 
@@ -87,11 +97,10 @@ class Status(enum.StrEnum):
     INFEASIBLE = "infeasible"
 
 
-class TunedLayout(msgspec.Struct, frozen=True, kw_only=True):
+class TunedLayout(Layout, frozen=True, kw_only=True):
     """A parallel layout and its predictions, means over the batches that were planned.
 
     Attributes:
-        data_parallel, tensor_parallel, pipeline_parallel, chunks, expert_parallel: the layout.
         layers_per_stage: of every virtual stage; None where they were not chosen.
         layout: auto, padded or packed: what plans may make of a micro-batch.
         distributed_optimizer: whether optimizer state is sharded.
@@ -107,11 +116,6 @@ class TunedLayout(msgspec.Struct, frozen=True, kw_only=True):
         measurement_error: why it was trained without a measurement.
     """
 
-    data_parallel: int
-    tensor_parallel: int
-    pipeline_parallel: int
-    chunks: int = 1
-    expert_parallel: int = 1
     layers_per_stage: tuple[int | float, ...] | None = None
     layout: str
     distributed_optimizer: bool
@@ -149,11 +153,12 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
 
 def candidates(base: PlannerSettings, space: Space, cost_model: CostModel) -> list[Candidate]:
     """Every layout, in a fixed order."""
+    names = Layout.__struct_fields__
     return [
-        _candidate(base, space, cost_model, data, tensor, pipeline, chunks, split, experts)
-        for data, tensor, pipeline in divisions(space.devices)
-        for chunks, split in _variants(base, space, pipeline)
-        for experts in [size for size in space.expert_sizes if data % size == 0] or space.expert_sizes[:1]
+        _candidate(base, space, cost_model, Layout(**dict(zip(names, (*sizes, chunks, experts), strict=True))), split)
+        for sizes in divisions(space.devices)
+        for chunks, split in _variants(base, space, pipeline=sizes[2])
+        for experts in [size for size in space.expert_sizes if sizes[0] % size == 0] or space.expert_sizes[:1]
     ]
 
 
@@ -170,17 +175,8 @@ def _variants(base: PlannerSettings, space: Space, pipeline: int) -> Iterator[tu
         yield from ((chunks, split) for split in (space.splits if pipeline > 1 else [Split.EQUAL]))
 
 
-def _candidate(
-    base: PlannerSettings,
-    space: Space,
-    cost_model: CostModel,
-    data: int,
-    tensor: int,
-    pipeline: int,
-    chunks: int,
-    split: Split,
-    experts: int,
-) -> Candidate:
+def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layout: Layout, split: Split) -> Candidate:
+    data, tensor, experts = layout.data_parallel, layout.tensor_parallel, layout.expert_parallel
     wanted, per_node = space.distributed_optimizer, base.network.devices_per_node
     settings, error = base, None
     try:
@@ -194,27 +190,15 @@ def _candidate(
             raise ConfigError(f"{data} replicas cannot share experts by {experts}")
         if cost_model.tables(tensor_parallel=tensor, recompute=base.recompute[0]).of_stages is not None:
             raise ConfigError("costs of one division into stages say nothing of others: give those of layers")
+        layers, stages = base.encoder_layers + base.decoder_layers, layout.pipeline_parallel * layout.chunks
         settings = msgspec.structs.replace(
             base,
-            data_parallel=data,
-            tensor_parallel=tensor,
-            pipeline_parallel=pipeline,
-            chunks=chunks,
-            expert_parallel=experts,
+            **layout.sizes,
             lockstep=experts > 1 and experts,
-            layers_per_stage=even_split(base.encoder_layers + base.decoder_layers, pipeline * chunks),
+            layers_per_stage=even_split(layers, stages),
             distributed_optimizer=data > 1 if wanted is None else wanted,
             sequence_parallel=base.sequence_parallel and tensor > 1,
         )
     except DynaPipeError as problem:
         error = problem.message
-    return Candidate(
-        settings=settings,
-        data_parallel=data,
-        tensor_parallel=tensor,
-        pipeline_parallel=pipeline,
-        chunks=chunks,
-        expert_parallel=experts,
-        split=split,
-        error=error,
-    )
+    return Candidate(settings=settings, split=split, error=error, **layout.sizes)

@@ -129,21 +129,13 @@ def layout_file(layout: TunedLayout, settings: PlannerSettings, *, cost_model: P
     flags = layout_flags(layout, settings)
     if cost_model is not None:
         flags["dynapipe-cost-model"] = str(cost_model)
+    shared = f", experts over {layout.expert_parallel} replicas" if layout.expert_parallel > 1 else ""
     comment = (
         f"{LAYOUT_FILE_MARK}: {layout.data_parallel} replicas × {layout.tensor_parallel} tensor-parallel ×"
-        f" {layout.pipeline_parallel} stages{_sharing(layout)}, predicted to take {layout.predicted_ms:.1f} ms an"
+        f" {layout.pipeline_parallel} stages{shared}, predicted to take {layout.predicted_ms:.1f} ms an"
         " iteration."
     )
-    return run_file(flags, comment)
-
-
-def _sharing(layout: TunedLayout) -> str:
-    return f", experts over {layout.expert_parallel} replicas" if layout.expert_parallel > 1 else ""
-
-
-def run_file(flags: Flags, comment: str) -> str:
-    """The text of a run file; the comment is its first line."""
-    return "\n".join([f"# {comment}", *(f"{name}: {_yaml(value)}" for name, value in flags.items())]) + "\n"
+    return f"# {comment}\n{msgspec.yaml.encode(flags).decode()}"
 
 
 def layout_flags(layout: TunedLayout, settings: PlannerSettings) -> Flags:
@@ -161,12 +153,6 @@ def layout_flags(layout: TunedLayout, settings: PlannerSettings) -> Flags:
     if layout.pipeline_parallel > 1 and layout.layers_per_stage:  # Says how many chunks there are, too.
         flags["dynapipe-layers-per-stage"] = ",".join(map(str, layout.layers_per_stage))
     return flags
-
-
-def _yaml(value: str | int | bool) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) and "," in value else str(value)
 
 
 def training_command(script: str, flags: Sequence[str], *, devices: int, iterations: int) -> list[str]:

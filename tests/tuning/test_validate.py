@@ -124,7 +124,7 @@ def test_a_layout_as_a_run_file() -> None:
     text = layout_file(layout(2, layers_per_stage=(5, 3)), settings, cost_model=Path("costs.json"))
     assert text.startswith("# Written by `megatron-dynapipe tune`: 1 replicas × 1 tensor-parallel × 2 stages")
     assert text.endswith("dynapipe-cost-model: costs.json\n")
-    assert 'dynapipe-layers-per-stage: "5,3"' in text and "dynapipe-device-memory-limit: 5" in text
+    assert "dynapipe-layers-per-stage: 5,3" in text and "dynapipe-device-memory-limit: 5" in text
     assert "use-distributed-optimizer: false" in text and "num-virtual" not in text
     equal = layout_flags(layout(2, layers_per_stage=(2, 2, 2, 2), chunks=2), settings)
     assert equal["dynapipe-layers-per-stage"] == "2,2,2,2"  # a model's file may say another

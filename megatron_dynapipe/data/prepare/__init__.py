@@ -2,5 +2,3 @@
 
 from megatron_dynapipe.data.prepare.run import prepare_dataset, prepare_mixture
 from megatron_dynapipe.data.prepare.settings import Prepared, PrepareSettings, Skipped, TextSample
-
-__all__ = ["Prepared", "PrepareSettings", "Skipped", "TextSample", "prepare_dataset", "prepare_mixture"]

@@ -5,7 +5,6 @@ Reads the staging files in pieces, so that memory depends on the number of sampl
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +115,16 @@ def write_dataset(
         DataError: no sample is left for training, or a task is in two entries of the mixture.
     """
     names = sorted(staging.checkpoint.names)
-    ranks = np.array([names.index(name) for name in staging.checkpoint.names], np.int16)
-    entries = _tasks_of_entries(staging, ranks, names)
+    tasks = np.array([names.index(name) for name in staging.checkpoint.names], np.int16)[staging.column("tasks")]
+    entries = _tasks_of_entries(staging, tasks, names)
     splits, statuses = decide(staging, mixture.tasks, settings)
-    by_task = partial(_by_task, staging, ranks, names)
-    longest = np.max([_write_split(staging, folder, at, splits, ranks, len(tokenizer)) for at in range(3)], axis=0)
+
+    def by_task(chosen: Array | slice) -> dict[str, int]:
+        """Samples of each task among those that are chosen."""
+        counts = np.bincount(tasks[chosen], minlength=len(names))
+        return {name: int(count) for name, count in zip(names, counts, strict=True) if count}
+
+    longest = np.max([_write_split(staging, folder, at, splits, tasks, len(tokenizer)) for at in range(3)], axis=0)
     files = {path.name: FileDigests.of(path) for split in SPLITS for path in files_of(folder, split)}
     state = hashlib.blake2b(fingerprint.encode(), digest_size=16)
     for name in sorted(files):
@@ -131,7 +135,7 @@ def write_dataset(
         source=settings.source,
         tasks=tuple(names),
         samples=samples,
-        read=by_task(np.ones(len(splits), np.bool_)),
+        read=by_task(slice(None)),
         skipped={reason: count for reason, count in skipped.items() if count},
         truncated=by_task(statuses == TRUNCATED),
         rates={} if mixture.is_even else task_rates(mixture, entries, samples["train"]),
@@ -150,14 +154,12 @@ def write_dataset(
     )
 
 
-def _tasks_of_entries(staging: Staging, ranks: npt.NDArray[np.int16], names: Sequence[str]) -> list[list[str]]:
+def _tasks_of_entries(staging: Staging, tasks: Array, names: Sequence[str]) -> list[list[str]]:
     """The tasks of each entry of the mixture."""
-    tasks, first = staging.column("tasks"), 0
     seen: set[str] = set()
     found = []
-    for count in staging.checkpoint.entries:
-        found.append([names[at] for at in np.unique(ranks[tasks[first : first + count]])])
-        first += count
+    for own in np.split(tasks, np.cumsum(staging.checkpoint.entries)[:-1]):
+        found.append([names[at] for at in np.unique(own)])
         if twice := seen & set(found[-1]):
             raise DataError(
                 f"expected every task in one entry of the mixture, {min(twice)} is in two",
@@ -165,16 +167,6 @@ def _tasks_of_entries(staging: Staging, ranks: npt.NDArray[np.int16], names: Seq
             )
         seen |= set(found[-1])
     return found
-
-
-def _by_task(
-    staging: Staging, ranks: npt.NDArray[np.int16], names: Sequence[str], chosen: npt.NDArray[np.bool_]
-) -> dict[str, int]:
-    """Samples of each task among those that are chosen."""
-    tasks, counts = staging.column("tasks"), np.zeros(len(names), np.int64)
-    for part in _pieces(len(tasks)):
-        counts += np.bincount(ranks[tasks[part][chosen[part]]], minlength=len(names))
-    return {name: int(count) for name, count in zip(names, counts, strict=True) if count}
 
 
 def _histogram(staging: Staging, chosen: npt.NDArray[np.bool_]) -> dict[str, dict[str, int]]:
@@ -186,9 +178,7 @@ def _histogram(staging: Staging, chosen: npt.NDArray[np.bool_]) -> dict[str, dic
     return found
 
 
-def _write_split(
-    staging: Staging, folder: Path, at: int, splits: Array, ranks: npt.NDArray[np.int16], vocabulary: int
-) -> Array:
+def _write_split(staging: Staging, folder: Path, at: int, splits: Array, tasks: Array, vocabulary: int) -> Array:
     """Write the files of the split of this place in `SPLITS`; its longest input and target."""
     prefix, dtype, chosen = folder / SPLITS[at], token_dtype(vocabulary), splits == at
     lengths = staging.column("lengths").reshape(-1, 2)
@@ -201,7 +191,7 @@ def _write_split(
             data.write(tokens[np.repeat(keep, lengths[part].sum(1))].tobytes())
             longest = np.maximum(longest, np.max(lengths[part][keep], axis=0, initial=0))
         sync(data)
-    save_array(task_ids_path(folder, SPLITS[at]), ranks[staging.column("tasks")[chosen]])
+    save_array(task_ids_path(folder, SPLITS[at]), tasks[chosen])
     save_array(checksums_path(prefix), staging.column("checksums")[chosen])
     spans = staging.column("spans").reshape(-1, 3)
     if len(spans) and (kept := chosen[spans[:, 0]]).any():

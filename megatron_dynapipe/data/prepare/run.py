@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -35,6 +34,7 @@ from megatron_dynapipe.data.prepare.text import check_first_rows, make_tokenizer
 from megatron_dynapipe.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, sentinel_ids
 from megatron_dynapipe.errors import DataError, DynaPipeError
 from megatron_dynapipe.outputs import delete_folder, replace_folder, restore_folder, strangers
+from megatron_dynapipe.processes import set_parent_death_signal
 
 _LITTLE_BYTES = 4_000_000
 """Text for which no worker is started."""
@@ -288,16 +288,9 @@ _worker_encoder: Encoder
 def _start_worker(*encoder: Any) -> None:
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    set_parent_death_signal(signal.SIGKILL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker_encoder = Encoder(*encoder)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _encode_in_worker(block: Block, task: int) -> EncodedBlock:

@@ -28,7 +28,7 @@ from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import megatron_layout
 from megatron_dynapipe.integration.flags.plan_inputs import Progress, chosen_layer_split, plan_inputs
 from megatron_dynapipe.integration.flags.preflight import check_data, check_run
-from megatron_dynapipe.integration.flags.resume_record import loaded, resumed
+from megatron_dynapipe.integration.flags.resume_record import loaded, resumed, split_to_keep
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
@@ -155,14 +155,18 @@ def _preflight(run: RunConfig) -> None:
 
 
 def _plan_layer_split(run: RunConfig) -> RunConfig:
-    """The run with the layers per stage that are predicted to be fastest."""
+    """The run with the layers per stage that are predicted to be fastest, or that its checkpoint has."""
 
     def choose() -> str:
-        return ",".join(map(str, chosen_layer_split(run)))
+        layers = run.model.encoder_layers + run.model.decoder_layers
+        kept = split_to_keep(run.checkpoints, layers, run.parallel.stages)
+        found = ",".join(map(str, kept or chosen_layer_split(run)))
+        print(
+            f"layers per stage: {found}{' (of the checkpoint, which loads in no others)' if kept else ''}", flush=True
+        )
+        return found
 
     split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
-    if run.rank == 0:
-        print(f"layers per stage: {split}", flush=True)
     return run.with_layers_per_stage(parse_split(split, expected="numbers of layers"))
 
 

@@ -185,7 +185,8 @@ def _add_plan_flags(add: Callable[..., Any]) -> None:
         metavar="N,N,…|auto|equal",
         help="layers of each (virtual) stage in model order, a T5's encoder layers first, in multiples of 0.5: a stage"
         " that ends at .5 has the attention of its last layer, and the next begins with its MLP; auto: planned from"
-        " costs and lengths, virtual stages too, unless other flags split the layers (default: equal)",
+        " costs and lengths, virtual stages too, unless other flags split the layers (default: equal, as Megatron's"
+        " checkpoints of one layout need it)",
     )
     add(
         "--dynapipe-scatter-gather",

@@ -253,6 +253,7 @@ def _checkpoints(args: argparse.Namespace) -> CheckpointConfig:
         weights["max_position_embeddings"] = str(args.max_position_embeddings)
     folder = getattr(args, "non_persistent_global_ckpt_dir", None)
     kind = getattr(args, "non_persistent_ckpt_type", None)
+    tied = args.use_distributed_optimizer and not getattr(args, "dist_ckpt_optim_fully_reshardable", True)
     return CheckpointConfig(
         save=None if args.save is None else Path(args.save),
         load=None if args.load is None else Path(args.load),
@@ -260,6 +261,7 @@ def _checkpoints(args: argparse.Namespace) -> CheckpointConfig:
         non_persistent=kind == "global",
         non_persistent_folder=None if folder is None else Path(folder),
         local_folder=Path(args.non_persistent_local_ckpt_dir, str(args.rank)) if kind == "local" else None,
+        one_layout=tied or kind == "local" or args.ckpt_format != "torch_dist",
         pretrained=None if args.pretrained_checkpoint is None else Path(args.pretrained_checkpoint),
         allows_other_data=args.dynapipe_allow_other_data or args.finetune,
         weights=weights,

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from megatron_dynapipe import digests
+from megatron_dynapipe.cost import Split, even_split
 from megatron_dynapipe.data.identity import check_files, file_digest, folder_digest
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
@@ -55,6 +56,7 @@ class CheckpointConfig:
         non_persistent: whether Megatron saves checkpoints in between that every layout can load.
         non_persistent_folder: where; None for a folder inside `save`.
         local_folder: where Megatron saves this rank's part of those that one layout can load; else None.
+        one_layout: whether what Megatron saves loads only in the layout that saved it.
         pretrained: Megatron's folder of the checkpoint to begin from where there is none to go on from.
         allows_other_data: whether the data may be other than the checkpoint's.
         weights: arguments that decide which weights a model has and what they mean.
@@ -67,6 +69,7 @@ class CheckpointConfig:
     non_persistent: bool
     non_persistent_folder: Path | None
     local_folder: Path | None
+    one_layout: bool
     pretrained: Path | None
     allows_other_data: bool
     weights: Mapping[str, str]
@@ -264,6 +267,23 @@ def resumed(checkpoints: CheckpointConfig) -> Path | None:
     if other is not None and last is not None and last >= (found or 0):
         return checkpoint_of(other, last)
     return checkpoint_of(own, found)
+
+
+def split_to_keep(checkpoints: CheckpointConfig, layers: int, stages: int) -> Split | None:
+    """The layers per stage in which the checkpoint to go on from has to be loaded; None where any will do.
+
+    Raises:
+        ConfigError: the checkpoint's record cannot be read.
+    """
+    folder = resumed(checkpoints)
+    if not checkpoints.one_layout or folder is None or not folder.is_dir():
+        return None
+    even, record = even_split(layers, stages), _read_record(folder / NAME)
+    with suppress(msgspec.DecodeError):  # "null": equal
+        text = "" if record is None else record.settings.get("planner.layers_per_stage", "")
+        saved = msgspec.json.decode(text, type=tuple[int | float, ...])
+        return saved if len(saved) == stages and sum(saved) == layers else even
+    return even
 
 
 def check_resumed(checkpoints: CheckpointConfig, record: ResumeRecord) -> str | None:

@@ -15,6 +15,7 @@ from megatron_dynapipe.integration.flags.resume_record import (
     ResumeRecord,
     check_resumed,
     loaded,
+    split_to_keep,
 )
 
 RECORD = ResumeRecord(
@@ -42,6 +43,7 @@ def config(checkpoints: Path, **changes: object) -> CheckpointConfig:
     chosen = {
         "save": None, "load": checkpoints, "step": None, "non_persistent": False, "non_persistent_folder": None,
         "allows_other_data": False, "weights": {}, "tokenizer": checkpoints, "local_folder": None, "pretrained": None,
+        "one_layout": False,
     }  # fmt: skip
     return CheckpointConfig(**(chosen | changes))
 
@@ -150,6 +152,20 @@ def test_a_local_checkpoint_resumes_in_its_own_layout_alone(checkpoints: Path) -
     with pytest.raises(ConfigError, match=r"local checkpoint .*local/0.*layers_per_stage null \(was \[2.5,1.5\]\)"):
         resume(checkpoints, RECORD, local_folder=local)
     assert resume(checkpoints, RECORD) is None and resume(checkpoints, RECORD, local_folder=local, step=6) is None
+
+
+def test_a_planned_split_is_that_of_a_checkpoint_which_loads_in_no_other(checkpoints: Path) -> None:
+    fixed = config(checkpoints, one_layout=True)
+    assert split_to_keep(fixed, 4, 2) == (2, 2), "equal, as its record has no numbers"
+    records = CheckpointRecords(checkpoints, replace(RECORD, settings={"planner.layers_per_stage": "[2.5,1.5]"}))
+    save(checkpoints, 6)
+    records.update()
+    assert split_to_keep(fixed, 4, 2) == (2.5, 1.5)
+    assert split_to_keep(fixed, 4, 1) == (4,) and split_to_keep(fixed, 6, 2) == (3, 3), "it cannot be loaded"
+    assert split_to_keep(config(checkpoints), 4, 2) is None
+    save(checkpoints, 9)
+    assert split_to_keep(fixed, 4, 2) == (2, 2), "of a run without a record"
+    assert split_to_keep(config(checkpoints / "none", one_layout=True), 4, 2) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b"[" * 100_000])
