@@ -57,7 +57,9 @@ install_packages() {  # GROUP STEP: the packages under one heading of the lock f
     fi
     touch "$STATE/unpacking"  # pip takes a half-unpacked package for installed: see make_environment
     [[ $1 != run ]] || pip_install --quiet "$(grep '^pip==' <<<"$packages")"
-    pip_install --progress-bar raw --no-deps -r <(echo "$packages") | show_progress "$(wc -l <<<"$packages")"
+    pip_install --progress-bar raw --no-compile --no-deps -r <(echo "$packages") |
+        show_progress "$(wc -l <<<"$packages")"
+    "$PYTHON" -m compileall -qq -j 0 .venv/lib || true  # on all cores, pip's own on one; templates do not compile
     rm -- "$STATE/unpacking"
     mark "$STATE/packages-$1" "$inputs"
 }

@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.common import markdown
 from benchmarks.elastic.nodes import Job, lines_of, start_agent
 from tests.store.servers import free_port
 
 WAYS = {"sync": (), "async": ("--async-save",)}
 SAVED = re.compile(r"saving checkpoint at iteration +(\d+) to \S*non_persistent")
-HEAD = "| model | save | saves | iteration, ms | a save, ms | share | size, MB |"
+COLUMNS = ("model", "save", "saves", "iteration, ms", "a save, ms", "share", "size, MB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=480, help="a job may take (%(default)s)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print(f"{HEAD}\n{'|---' * (HEAD.count('|') - 1)}|", flush=True)
+    print(markdown(COLUMNS, []), flush=True)
     costs = []
     for model in options.models.split(","):
         for save in options.saves.split(","):

@@ -18,6 +18,7 @@ from typing import NamedTuple, Self
 import psutil
 
 from benchmarks.common import ROOT
+from tests.elastic.agents import kill
 from tests.helpers.entry_scripts import SMALL, TRAINING
 from tests.store.servers import free_port
 
@@ -112,16 +113,12 @@ class Cluster:
     def kill_nodes(self, draw: random.Random, nodes: int) -> None:
         """As if their machines had lost power."""
         for agent in self._drawn(draw, nodes):
-            for process in [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]:
-                process.kill()
+            kill(agent)
             agent.wait()
 
     def kill_rank(self, draw: random.Random) -> None:
         """One rank of any node, whose agent lives."""
-        agent = draw.choice(self._alive())
-        for process in psutil.Process(agent.pid).children():
-            if "multitask.py" in " ".join(process.cmdline()):
-                process.kill()
+        kill_ranks(draw.choice(self._alive()))
 
     def kill_while_saving(self) -> None:
         """Every rank, as soon as an emergency checkpoint has been begun that is not complete."""
@@ -130,9 +127,7 @@ class Cluster:
             self._check(deadline, "an emergency checkpoint")
             time.sleep(0.001)
         for agent in self._alive():
-            for process in psutil.Process(agent.pid).children():
-                if "multitask.py" in " ".join(process.cmdline()):
-                    process.kill()
+            kill_ranks(agent)
 
     def _drawn(self, draw: random.Random, nodes: int) -> list[subprocess.Popen]:
         drawn = draw.sample([agent for agent in self._alive() if agent is not self._agents[0]], nodes)
@@ -228,6 +223,12 @@ def start_agent(
     environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     with log.open("w") as file:
         return subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+
+def kill_ranks(agent: subprocess.Popen) -> None:
+    for process in psutil.Process(agent.pid).children():
+        if "multitask.py" in " ".join(process.cmdline()):
+            process.kill()
 
 
 def number_in(path: Path) -> int:

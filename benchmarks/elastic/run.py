@@ -24,12 +24,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.common import markdown
 from benchmarks.elastic.nodes import ITERATION, Cluster, Job
 
 ROUND = ("notice", "kill", "join 2", "notice 3", "join 3", "rank")
 """4 → 3 → 2 → 4 → 1 → 4 → 4 ranks."""
 TOLERANCE = 1e-4
-HEAD = "| event | ranks | last iteration | resumed from | seconds |"
+COLUMNS = ("event", "ranks", "last iteration", "resumed from", "seconds")
 
 
 def main() -> int:
@@ -55,7 +56,7 @@ def campaign(options: argparse.Namespace, folder: Path) -> dict:
     kinds = options.only.split(",") if options.only else ROUND
     events = [kinds[number % len(kinds)] for number in range(options.events)]
     job = Job(model=options.model, data=options.data, nodes=options.nodes, every=options.every)
-    print(f"{HEAD}\n{'|---' * (HEAD.count('|') - 1)}|", flush=True)
+    print(markdown(COLUMNS, []), flush=True)
     rows: list[dict] = []
     with Cluster(job, folder / "disturbed", iterations=None) as cluster:
         cluster.start(options.nodes)

@@ -1,11 +1,13 @@
 """What running a sample in pieces costs: against whole samples of as many positions, and against the sample at once.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.executor.pieces [--pairs 100] [--length 1024] [--micro-batches 4]
+    OMP_NUM_THREADS=1 python -m benchmarks.executor.pieces [--pairs 100] [--length 1024] [--micro-batches 4] [--divided]
 
 One process trains the same GPT on packed rows: a sample of `length` positions in `micro-batches` pieces, whole samples
 of as many positions, and the sample in one row. The pieces attend to earlier keys besides; what that takes is timed by
 itself, in the core attention alone, and taken off. Printed are the ratios of times (pieces without that to whole
 samples, pieces to the sample in one row), with 95% intervals from resampling the pairs.
+With --divided whole samples alone are trained, all backward passes whole or all in halves, a second half right after
+its first: what dividing costs where nothing waits.
 """
 
 from megatron_dynapipe import cpu
@@ -22,7 +24,7 @@ import torch
 
 from benchmarks.common import in_turns, interval
 from benchmarks.executor import overhead
-from benchmarks.executor.pairs import add_arguments, timed
+from benchmarks.executor.pairs import add_arguments, measure, timed
 from megatron_dynapipe.data.segments import CutSegment, RowSegments
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
@@ -104,6 +106,9 @@ def iterations(options: argparse.Namespace, device: torch.device, *, recompute: 
 def compare(options: argparse.Namespace, device: torch.device) -> dict[str, object]:
     length, count = options.length // options.micro_batches, options.micro_batches
     iteration = iterations(options, device)
+    if options.divided:
+        rows = [(length, {})] * count
+        return measure(options, "whole", lambda: iteration(rows), lambda: iteration(rows, divided=True))
     pieces, whole, at_once = pieces_of(length, count), [(length, {})] * count, [(length * count, {})]
     for _ in range(options.warm_up):
         for rows in (pieces, whole, at_once):
@@ -124,6 +129,7 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[str, obje
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, micro_batches=4, length=1024, pairs=100)
+    parser.add_argument("--divided", action="store_true", help="backward passes in halves, over whole ones")
     options = parser.parse_args()
     os.environ |= ALONE
     with overhead.processes() as device:

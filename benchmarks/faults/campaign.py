@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.common import DEMO_DATA
+from benchmarks.common import DEMO_DATA, markdown
 from benchmarks.elastic.nodes import ITERATION
 from benchmarks.faults import elastic
 from benchmarks.faults.disturbances import FAULTS, Scene, can_mount
@@ -67,7 +67,7 @@ def main() -> int:
         flags = f"{SMALL} --train-iters {options.iterations} --dynapipe-lookahead {Scene.ahead}"
         expected = undisturbed(Path(folder) / "undisturbed", data, flags)
         elastic_expected = elastic.undisturbed(Path(folder) / "undisturbed-elastic", data)
-        print("| run | store | faults | ended | seconds | losses |\n|---|---|---|---|---|---|", flush=True)
+        print(markdown(["run", "store", "faults", "ended", "seconds", "losses"], []), flush=True)
         outcomes: dict[str, Counter[str]] = {name: Counter() for name in WHAT}
         number = failed = 0
         while time.monotonic() < (until := began + options.minutes * 60):
@@ -208,10 +208,8 @@ def report(number: int, store: str, counts: Counter[str], ended: Ended, outcomes
 
 
 def print_outcomes(outcomes: dict[str, Counter[str]]) -> None:
-    print(
-        "| fault | what is done | times | in runs that finished with equal losses | that ended with the right error |"
-    )
-    print("|---|---|---|---|---|")
+    ends = ("in runs that finished with equal losses", "that ended with the right error")
+    print(markdown(["fault", "what is done", "times", *ends], []))
     for name, counts in outcomes.items():
         good = f"{counts['equal losses']} | {counts['right error']}"
         bad = f" **otherwise: {counts['otherwise']}**" if counts["otherwise"] else ""

@@ -30,8 +30,7 @@ from benchmarks.paper.clusters import (
 from benchmarks.paper.output import PAPER, arguments, write
 from benchmarks.paper.simulate import METHODS, SAME_LAYOUT, Point, Row, best_rows
 
-PUBLISHED = "published planner"
-SHOWN = (*METHODS[:4], SAME_LAYOUT, *METHODS[4:], PUBLISHED)
+SHOWN = (*METHODS[:4], SAME_LAYOUT, *METHODS[4:], charts.PUBLISHED)
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +83,7 @@ def swept(case: Case, over: str) -> list[Row]:
                     gpus=case.gpus,
                     max_seq_len=length,
                     tokens=tokens,
-                    method=PUBLISHED,
+                    method=charts.PUBLISHED,
                     layout=published.layout,
                     tokens_per_second=published.tokens_per_second,
                     padding_efficiency=published.padding_efficiency,

@@ -131,14 +131,10 @@ def main() -> int:
         write_lengths(folder, samples=60_000, mean=512)
         server = stack.enter_context(StoreServer())
         settings = service_settings(server.address, folder, options.planners)
-        planners = [
-            stack.enter_context(
-                PlannerProcess(
-                    msgspec.structs.replace(settings, planner=planner), log_path=folder / f"planner-{planner}.log"
-                )
-            )
-            for planner in range(options.planners)
-        ]
+        planners = []
+        for number in range(options.planners):
+            own = msgspec.structs.replace(settings, planner=number)
+            planners.append(stack.enter_context(PlannerProcess(own, log_path=folder / f"planner-{number}.log")))
         started = time.time()
         with open_store(server.address, retention_s=None) as store:
             store.wait_progress({settings.keys.done("train", AHEAD): 0}, timeout_s=600, what="the first plans")
@@ -151,9 +147,8 @@ def main() -> int:
         (child,) = psutil.Process(server._guard.pid).children()
         planning_s = sum(used_s) / (options.iterations + AHEAD)
         print(f"planner: {planning_s:.2f} s of processor time per iteration at most, ", end="")
-        print(
-            f"{planning_s / options.seconds:.2f} cores; two cores do for iterations of {planning_s / 2:.1f} s or more"
-        )
+        least_s, cores = planning_s / 2, planning_s / options.seconds
+        print(f"{cores:.2f} cores; two cores do for iterations of {least_s:.1f} s or more")
         print(f"server: {sum(child.cpu_times()[:2]) / options.iterations * 1e3:.0f} ms per iteration, ", end="")
         print(f"{child.memory_info().rss / 1e6:.0f} MB; an iteration's plans: {sum(size.values()) / 1e6:.1f} MB")
     return report(fetches, settings.look_ahead)
@@ -178,8 +173,7 @@ def report(fetches: Sequence[Fetch], warm_up: int) -> int:
     times = sorted(ms for iteration, ms, _ in fetches if iteration >= warm_up)
     waits = sum(waited for iteration, _, waited in fetches if iteration >= warm_up)
     if not times:
-        print(f"no iteration after the warm-up of {warm_up}")
-        return 1
+        sys.exit(f"no iteration after the warm-up of {warm_up}")
     p50, p99 = times[len(times) // 2], times[len(times) * 99 // 100]
     print(f"{len(times):,} fetches after {warm_up} iterations:", end=" ")
     print(f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, most {times[-1]:.1f} ms")

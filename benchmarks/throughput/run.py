@@ -139,8 +139,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 def chosen_methods(args: argparse.Namespace) -> Sequence[str]:
     """Those that were named, else those of the kind of comparison."""
     if args.methods:
-        named: list[str] = args.methods.split(",")
-        return named
+        return args.methods.split(",")
     return DEMO if args.demo else QUICK if args.quick else tuple(METHODS)
 
 

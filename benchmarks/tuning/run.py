@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 
+from benchmarks.common import markdown
 from benchmarks.paper.clusters import (
     LENGTHS,
     USUAL_LENGTH,
@@ -50,8 +51,8 @@ def speed(sets: int) -> None:
 
 def published(models: Sequence[str], lengths: Sequence[int], layouts: tuple[BatchLayout, ...]) -> None:
     """The choice against the best layout on record for the published planner, which was not run on all layouts."""
-    print("| model | length | tuned | ms | published best | ms | tuned / published | best on record by us | its loss |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    columns = "model, length, tuned, ms, published best, ms, tuned / published, best on record by us, its loss"
+    print(markdown(columns.split(", "), []))
     for family, length in itertools.product(models, lengths):
         known = published_best(family, length)
         if known is None:

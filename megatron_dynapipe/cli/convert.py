@@ -12,27 +12,18 @@ from megatron_dynapipe.cli import SubParsers, with_progress
 
 def add_parser(subparsers: SubParsers) -> None:
     """Declare the command and its two directions."""
-    parser = subparsers.add_parser(
-        "convert",
-        help="weights of GPT-2, LLaMA, Mistral, Mixtral, Qwen, T5 v1.1, mT5 between HuggingFace's and Megatron's files",
-    )
+    models = "GPT-2, LLaMA, Mistral, Mixtral, Qwen, T5 v1.1, mT5"
+    parser = subparsers.add_parser("convert", help=f"weights of {models} between HuggingFace's and Megatron's files")
     ways = parser.add_subparsers(dest="way", metavar="WAY", required=True)
-    into = ways.add_parser(
-        "from-hf", help="a HuggingFace folder → checkpoints that training begins from, and model.yaml"
-    )
-    into.add_argument("source", type=Path, metavar="FOLDER", help="with config.json and safetensors, downloaded whole")
-    into.add_argument(
-        "checkpoints", type=Path, metavar="CHECKPOINTS", help="folder to write, for --pretrained-checkpoint"
-    )
-    back = ways.add_parser("to-hf", help="the last checkpoint of a run → a HuggingFace folder")
-    back.add_argument("checkpoints", type=Path, metavar="CHECKPOINTS", help="folder that --save named")
-    back.add_argument("target", type=Path, metavar="FOLDER", help="to write: config.json and safetensors")
-    back.add_argument(
-        "--like",
-        type=Path,
-        metavar="CONFIG",
-        help="a HuggingFace folder or config.json of such a model (default: the one in CHECKPOINTS)",
-    )
+    begin = "a HuggingFace folder → checkpoints that training begins from, and model.yaml"
+    add = ways.add_parser("from-hf", help=begin).add_argument
+    add("source", type=Path, metavar="FOLDER", help="with config.json and safetensors, downloaded whole")
+    add("checkpoints", type=Path, metavar="CHECKPOINTS", help="folder to write, for --pretrained-checkpoint")
+    add = ways.add_parser("to-hf", help="the last checkpoint of a run → a HuggingFace folder").add_argument
+    add("checkpoints", type=Path, metavar="CHECKPOINTS", help="folder that --save named")
+    add("target", type=Path, metavar="FOLDER", help="to write: config.json and safetensors")
+    like = "a HuggingFace folder or config.json of such a model (default: the one in CHECKPOINTS)"
+    add("--like", type=Path, metavar="CONFIG", help=like)
 
 
 def run(args: argparse.Namespace) -> int:

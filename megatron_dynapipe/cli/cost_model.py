@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _contents(file: "CostFile") -> dict[str, Any]:
     """What `show` tells: where the file is from, and the range of each key."""
+    import msgspec
+
     from megatron_dynapipe.cost.check import tables_of
 
     measured = tables_of(file)
@@ -70,20 +72,9 @@ def _contents(file: "CostFile") -> dict[str, Any]:
             "longest": max(max(shape[1:]) for shape in shapes),
             "model_state_mb": entry.model_state_mb,
         }
-    return {
-        "name": file.name,
-        "family": file.family.value,
-        "device": file.device,
-        "source": file.source,
-        "model": json.loads(b"{" + b",".join(_pair(name, raw) for name, raw in file.model.items()) + b"}"),
-        "provenance": dict(file.provenance),
-        "links": {name: {"latency_us": link.latency_us, "gbps": link.gbps} for name, link in file.links.items()},
-        "keys": keys,
-    }
-
-
-def _pair(name: str, raw: Any) -> bytes:
-    return json.dumps(name).encode() + b":" + bytes(raw)
+    names = ("name", "family", "device", "source", "model", "provenance", "links")
+    contents = {name: getattr(file, name) for name in names} | {"keys": keys}
+    return msgspec.json.decode(msgspec.json.encode(contents), type=dict[str, Any])  # numbers for the model's raw JSON
 
 
 def _print(contents: dict[str, Any], *, as_json: bool) -> None:

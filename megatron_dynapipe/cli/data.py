@@ -40,12 +40,8 @@ def _add_prepare(actions: Any) -> None:
         "of a mixture file.",
     )
     add = prepare.add_argument
-    add(
-        "files",
-        nargs="*",
-        metavar="FILE",
-        help="JSON lines with task, input and target (also .gz, .zst), Parquet, Arrow or CSV; a folder or a pattern",
-    )
+    files = "JSON lines with task, input and target (also .gz, .zst), Parquet, Arrow or CSV; a folder or a pattern"
+    add("files", nargs="*", metavar="FILE", help=files)
     add("--mixture", type=Path, metavar="FILE.yaml", help="tasks, their sources and how they mix")
     add("--hub-root", type=Path, metavar="DIR", help="copies of hub datasets, by their names, to read instead")
     add("--output", type=Path, required=True, metavar="DIR", help="folder to write")
@@ -57,17 +53,10 @@ def _add_prepare(actions: Any) -> None:
     add("--max-input-length", type=int, metavar="N", help="longest input, in tokens")
     add("--max-target-length", type=int, metavar="N", help="longest target, in tokens")
     add("--long-samples", choices=("fail", "truncate", "skip"), default="fail", help="longer ones (%(default)s)")
-    add(
-        "--truncate",
-        choices=("right", "left", "middle"),
-        default="right",
-        help="where truncated samples lose tokens (%(default)s)",
-    )
-    add(
-        "--skip-empty",
-        action="store_true",
-        help="leave out samples with an empty input or target, and conversations without a turn of the assistant",
-    )
+    where = "where truncated samples lose tokens (%(default)s)"
+    add("--truncate", choices=("right", "left", "middle"), default="right", help=where)
+    empty = "leave out samples with an empty input or target, and conversations without a turn of the assistant"
+    add("--skip-empty", action="store_true", help=empty)
     add("--workers", type=int, metavar="N", help="processes that tokenise (default: one per core)")
 
 

@@ -36,6 +36,8 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Take part in the job until it ends, or this node leaves it."""
+    import torch
+
     from megatron_dynapipe.elastic.launch import LaunchSettings, launch
 
     if not Path(args.script).is_file():
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     settings = LaunchSettings(
         least_nodes=least,
         most_nodes=most,
-        ranks=args.nproc_per_node or _devices(),
+        ranks=args.nproc_per_node or torch.cuda.device_count() or 1,
         backend=args.rdzv_backend,
         endpoint=args.rdzv_endpoint,
         run_id=args.rdzv_id,
@@ -58,12 +60,6 @@ def run(args: argparse.Namespace) -> int:
         emergency_every=args.emergency_every,
     )
     return launch(settings, [args.script, *args.arguments])
-
-
-def _devices() -> int:
-    import torch
-
-    return torch.cuda.device_count() or 1
 
 
 def _nodes(text: str) -> tuple[int, int]:

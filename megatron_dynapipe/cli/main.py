@@ -11,10 +11,10 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import IO, NoReturn, Protocol, cast, override
+from types import ModuleType
+from typing import IO, NoReturn, override
 
 from megatron_dynapipe import __version__
-from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.extras import missing
 
@@ -113,16 +113,6 @@ EXIT_CANNOT_RUN = 2
 EXIT_INTERRUPTED = 130
 
 
-class Command(Protocol):
-    """A module that is a command."""
-
-    def add_parser(self, subparsers: SubParsers) -> None:
-        """Declare the command's name and arguments; set no defaults of `func`."""
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Do it; the exit code. Raises `DynaPipeError` for what the user can correct."""
-
-
 class UsageError(DynaPipeError):
     """Arguments that cannot be parsed."""
 
@@ -180,8 +170,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(name: str) -> Command:
-    return cast(Command, importlib.import_module(f"megatron_dynapipe.cli.{name}"))
+def _command(name: str) -> ModuleType:
+    return importlib.import_module(f"megatron_dynapipe.cli.{name}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

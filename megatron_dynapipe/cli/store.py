@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.errors import ConfigError, StoreError
@@ -28,15 +28,10 @@ def add_parser(subparsers: SubParsers) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     start = actions.add_parser("start", help="serve until interrupted or stopped; prints the URL, password included")
-    start.add_argument(
-        "--bind", default="127.0.0.1", metavar="ADDRESS", help="this machine's address to listen on (%(default)s)"
-    )
-    start.add_argument(
-        "--url-file",
-        type=Path,
-        metavar="FILE",
-        help="write the URL there, readable by you alone, instead of printing it",
-    )
+    bind = "this machine's address to listen on (%(default)s)"
+    start.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help=bind)
+    file = "write the URL there, readable by you alone, instead of printing it"
+    start.add_argument("--url-file", type=Path, metavar="FILE", help=file)
     start.add_argument("--memory-limit-mb", type=int, default=4000, metavar="N", help="(%(default)s)")
 
     stop = actions.add_parser("stop", help="stop a server that no job uses; what it holds is lost")
@@ -49,12 +44,11 @@ def add_parser(subparsers: SubParsers) -> None:
 
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "url",
-        nargs="?",
-        help="the URL that `store start` printed, or any Redis-compatible server's; its password shows in ps: prefer "
-        "--url-file, or the environment variable DYNAPIPE_STORE_URL",
+    url = (
+        "the URL that `store start` printed, or any Redis-compatible server's; its password shows in ps: prefer "
+        "--url-file, or the environment variable DYNAPIPE_STORE_URL"
     )
+    parser.add_argument("url", nargs="?", help=url)
     parser.add_argument("--url-file", type=Path, metavar="FILE", help="a file that holds the URL")
 
 
@@ -118,18 +112,14 @@ def _inspect(args: argparse.Namespace) -> int:
     address = _address(args)
     report = inspect_server(address)
     if args.json:
-        fields = dataclasses.asdict(report) | {"jobs": [_fields(job) for job in report.jobs]}
+        fields = dataclasses.asdict(report)
+        for job, own in zip(report.jobs, fields["jobs"], strict=True):
+            own |= {"error": _error(job)}
+            del own["failure"]
         print(json.dumps({"format": "dynapipe-store-report/1", **fields}, indent=2))
     else:
         print(f"{address}: {_as_text(report)}")
     return 0
-
-
-def _fields(job: "JobReport") -> dict[str, Any]:
-    """A job's part of the report for machines."""
-    fields = dataclasses.asdict(job)
-    del fields["failure"]
-    return fields | {"error": _error(job)}
 
 
 def _error(job: "JobReport") -> str | None:

@@ -47,7 +47,7 @@ def with_expert_parallel(
         return tables
     kind = "EXPERT" if state.decoder_bytes else "ENCODER"
     elsewhere = state.expert_bytes - state.expert_bytes // ranks
-    layer = {f"{'decoder' if kind == 'EXPERT' else 'encoder'}_bytes": -elsewhere}
+    layer = "decoder_bytes" if kind == "EXPERT" else "encoder_bytes"
     more = _More(kind, parallel, network, tables.exchange_bytes, recompute)
     packed = tables.packed
     if packed is not None:
@@ -60,7 +60,7 @@ def with_expert_parallel(
         packed=packed,
         state=replace(
             state,
-            **{name: getattr(state, name) + change for name, change in layer.items()},
+            **{layer: getattr(state, layer) - elsewhere},
             expert_bytes=state.expert_bytes // ranks,
             expert_parallel=ranks,
         ),

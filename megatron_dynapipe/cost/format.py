@@ -221,11 +221,6 @@ def read_file(path: Path) -> tuple[CostFile, bytes]:
     return decode_file(data, origin=str(path)), data
 
 
-def _is_pickle(data: bytes) -> bool:
-    """By its first byte from protocol 2 on; older ones end with a full stop, as no JSON does."""
-    return data.startswith(b"\x80") or (data[:1] in (b"(", b"c", b"]", b"}") and data.endswith(b"."))
-
-
 def is_cost_file(head: bytes) -> bool:
     """Whether bytes begin as those of a cost model file do, of whatever version."""
     return re.match(rb'\s*\{\s*"format"\s*:\s*"dynapipe-cost-model/', head) is not None
@@ -237,7 +232,8 @@ def decode_file(data: bytes, *, origin: str) -> CostFile:
     Raises:
         CostModelError: they are not one; the message names `origin` and the field that is wrong.
     """
-    if _is_pickle(data):
+    # A pickle, by its first byte from protocol 2 on; older ones end with a full stop, as no JSON does.
+    if data.startswith(b"\x80") or (data[:1] in (b"(", b"c", b"]", b"}") and data.endswith(b".")):
         raise CostModelError(
             f"{origin} is a pickle, the published form of cost models, which runs code when it is loaded",
             hint=f"cost models are JSON here ({FORMAT}): make one with `megatron-dynapipe profile`",
@@ -259,8 +255,9 @@ def decode_file(data: bytes, *, origin: str) -> CostFile:
 
 
 def encode_file(file: CostFile) -> bytes:
-    """The bytes of a cost model file, one table to a line."""
-    return _wrap(msgspec.json.encode(file)) + b"\n"
+    """The bytes of a cost model file, one table to a line, so that two files can be compared by eye."""
+    data = msgspec.json.encode(file)
+    return data.replace(b"]],", b"]],\n").replace(b'"keys":', b'\n"keys":') + b"\n"
 
 
 def read_points(entry: CostEntry | Tables, kinds: Collection[Kind], where: str) -> dict[tuple[str, str], Points]:
@@ -366,8 +363,3 @@ def _read_table(table: Table, lengths: int, where: str) -> Points:
     if not points:
         raise CostModelError(f"{where}: the table is empty")
     return points
-
-
-def _wrap(data: bytes) -> bytes:
-    """Line breaks between tables, so that two files can be compared by eye."""
-    return data.replace(b"]],", b"]],\n").replace(b'"keys":', b'\n"keys":')

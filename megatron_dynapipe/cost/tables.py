@@ -217,14 +217,11 @@ class LayerTables:
         absent = self.values == ABSENT
         if (absent.any(axis=0) != absent.all(axis=0)).any():
             raise CostModelError("a grid point must be absent from all rows or from none")
-        if self.separate is not None and self.separate.shape != expected:
-            raise CostModelError(
-                f"the grid's separate values must have the shape {expected}, got {self.separate.shape}"
-            )
-        if self.of_stages is not None and self.of_stages.shape[1:] != expected:
-            raise CostModelError(
-                f"the grid's values of a stage must have the shape {expected}, got {self.of_stages.shape[1:]}"
-            )
+        separate = None if self.separate is None else self.separate.shape
+        by_stage = None if self.of_stages is None else self.of_stages.shape[1:]
+        for what, shape in (("separate values", separate), ("values of a stage", by_stage)):
+            if shape not in (None, expected):
+                raise CostModelError(f"the grid's {what} must have the shape {expected}, got {shape}")
 
     def at_lengths(self, inputs: IntArray, targets: IntArray, *, separate: bool = False) -> IntArray:
         """Costs at every size of the grid for queries of given lengths: `[queries, len(Row), sizes]`.

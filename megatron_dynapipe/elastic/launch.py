@@ -122,7 +122,7 @@ def launch(settings: LaunchSettings, command: Sequence[str]) -> int:
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _NOTICE_SIGNALS
-    logging.getLogger(SubprocessContext.__module__).addFilter(_is_no_leave)
+    logging.getLogger(SubprocessContext.__module__).addFilter(_is_news)
     adopt_orphans()
     parameters = settings.parameters()
     handler = rendezvous.open_rendezvous(parameters, command)
@@ -260,10 +260,11 @@ class Agent(LocalElasticAgent):
                 rank.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _is_no_leave(record: logging.LogRecord) -> bool:
-    """A filter of torch's log, in which a rank that leaves as it was asked to has failed."""
+def _is_news(record: logging.LogRecord) -> bool:
+    """A filter of torch's log, which repeats that ranks have left, could not start, or are ended: it is said here."""
     said = record.args if isinstance(record.args, tuple) else ()
-    return not (str(record.msg).startswith("failed (exitcode") and said[:1] == (LEFT,))
+    known = str(record.msg).startswith("failed (exitcode") and said[:1] in ((LEFT,), (CANNOT_START,))
+    return not known and not str(record.msg).startswith("Sending process")
 
 
 def _nodes(group: WorkerGroup) -> int:

@@ -58,7 +58,7 @@ def run_charts(run: Run) -> list[Chart]:
     """The charts that the run's records have something for."""
     made = [
         _loss(run),
-        *_task_losses(run),
+        *(_evaluation(split, losses) for split, losses in run.evaluations.items() if any(losses.values())),
         _efficiency(run),
         _prediction(run),
         _stages(run),
@@ -116,12 +116,8 @@ def _loss(run: Run) -> Chart:
     return Chart(name="loss", title="Loss", note="Mean over tokens.", traces=traces, layout=_by_iteration("loss"))
 
 
-def _task_losses(run: Run) -> list[Chart]:
-    """For each split that was evaluated: few tasks as lines, all tasks or the extreme ones as a table."""
-    return [_evaluation(split, losses) for split, losses in run.evaluations.items() if any(losses.values())]
-
-
 def _evaluation(split: str, losses: Mapping[str, Mapping[int, float]]) -> Chart:
+    """Of a split that was evaluated: few tasks as lines, all tasks or the extreme ones as a table."""
     whole = next(iter(losses))
     times = sorted({iteration for values in losses.values() for iteration in values})
     tasks = {name.removeprefix(f"{whole} "): each for name, each in losses.items() if name != whole and each}

@@ -38,15 +38,10 @@ def write_page(run: Run, summary: Summary, path: Path, *, title: str) -> Path:
     }
     text = msgspec.json.encode(data).decode().replace("<", "\\u003c")  # no text of a run ends its script
     template = resources.files("megatron_dynapipe.report").joinpath("page.html").read_text("utf-8")
-    head, between, tail = _split(template, "/*PLOTLY*/", "/*DATA*/")
+    head, _, rest = template.partition("/*PLOTLY*/")
+    between, _, tail = rest.partition("/*DATA*/")
     write_file(path, "".join((head, _plotly(), between, text, tail)), mine=is_page)
     return path
-
-
-def _split(template: str, first: str, second: str) -> tuple[str, str, str]:
-    head, _, rest = template.partition(first)
-    between, _, tail = rest.partition(second)
-    return head, between, tail
 
 
 def _plotly() -> str:

@@ -165,8 +165,8 @@ class RecordFile:
         self._evaluations: list[int] = []
         self._is_begun = False
 
-    def add_run(self, record: RunRecord) -> None:
-        """Add what the run's iterations have in common; raises OSError."""
+    def add(self, record: RunRecord | MemoryRecord) -> None:
+        """Add what the run begins or ends with; raises OSError."""
         self._write(_encoder.encode_lines([record]))
 
     def add_iteration(self, *records: IterationRecord | StageRecord) -> None:
@@ -192,10 +192,6 @@ class RecordFile:
                 self._evaluations = self._evaluations[::2]
                 self._thin_out()
             self._evaluations.append(record.iteration)
-        self._write(_encoder.encode_lines([record]))
-
-    def add_last(self, record: MemoryRecord) -> None:
-        """Add what a run ends with; raises OSError."""
         self._write(_encoder.encode_lines([record]))
 
     def add_timeline(self, record: TimelineRecord) -> None:

@@ -102,8 +102,11 @@ def summarise(
     warm = [run for run in runs if run.iteration not in begins]
     timed = warm or runs
     scale = _scale(timed) if computed_costs else None
-    predicted = {run.iteration: run.predicted_ns * _factor(run, scale) for run in runs}
-    judged = _judged(warm, scale)
+    predicted = {  # corrected costs are this machine's, and are not scaled
+        run.iteration: run.predicted_ns * (1.0 if scale is None or run.cost_model_version else scale) for run in runs
+    }
+    rest = warm if scale is None else warm[SCALING_ITERATIONS:]  # none that the scale is of
+    judged = [run for run in rest if run.predicted_ns > 0 and run.measured_ns > 0]
     tokens = sum(run.totals.real_tokens for run in runs)
     shapes = [shape for run in runs for shape in run.shapes]
     if not shapes:
@@ -123,7 +126,7 @@ def summarise(
         prediction_scale=scale,
         prediction_error=_error(judged, predicted),
         late_prediction_error=_error(judged[len(judged) // 2 :], predicted),
-        plan_wait_share=_wait_share(_prefetched(warm, begins) or runs),
+        plan_wait_share=_wait_share(warm, begins, runs),
         pictures=tuple(pictures),
         memory=max(memory, key=lambda each: each.fragment_bytes, default=None),
     )
@@ -211,24 +214,10 @@ def _scale(runs: Sequence[IterationRecord]) -> float | None:
     return median(r.measured_ns / r.predicted_ns for r in first[:SCALING_ITERATIONS]) if first else None
 
 
-def _factor(run: IterationRecord, scale: float | None) -> float:
-    """Of an iteration's prediction: corrected costs are this machine's, and are not scaled."""
-    return 1.0 if scale is None or run.cost_model_version else scale
-
-
-def _judged(warm: Sequence[IterationRecord], scale: float | None) -> list[IterationRecord]:
-    """The iterations whose predictions are judged: none that the scale is of."""
-    rest = warm if scale is None else warm[SCALING_ITERATIONS:]
-    return [run for run in rest if run.predicted_ns > 0 and run.measured_ns > 0]
-
-
-def _prefetched(warm: Sequence[IterationRecord], begins: Collection[int]) -> list[IterationRecord]:
-    return [run for run in warm if not any(0 < run.iteration - begin < PREFETCHED_ITERATION for begin in begins)]
-
-
-def _wait_share(runs: Sequence[IterationRecord]) -> float:
-    waited, whole = sum(run.plan_wait_ns for run in runs), sum(whole_ns(run) for run in runs)
-    return waited / whole
+def _wait_share(warm: Sequence[IterationRecord], begins: Collection[int], runs: Sequence[IterationRecord]) -> float:
+    late = [run for run in warm if not any(0 < run.iteration - begin < PREFETCHED_ITERATION for begin in begins)]
+    counted = late or runs
+    return sum(run.plan_wait_ns for run in counted) / sum(map(whole_ns, counted))
 
 
 def _error(runs: Sequence[IterationRecord], predicted: Mapping[int, float]) -> float | None:

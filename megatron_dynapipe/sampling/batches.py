@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -245,26 +245,15 @@ _OF_EPOCH, _OF_TASK = 1, 2
 Rows = npt.NDArray[np.int64]
 
 
-class Order(Protocol):
-    """An endless stream of rows."""
-
-    @property
-    def per_epoch(self) -> int:
-        """Draws of an epoch."""
-
-    def rows(self, first: int, stop: int) -> Rows:
-        """The rows at places `first` … `stop - 1` of the stream."""
-
-
 class ShuffledEpochs:
-    """Each epoch is a permutation of all rows."""
+    """Each epoch of `per_epoch` draws is a permutation of all rows."""
 
     def __init__(self, seed: int, rows: int) -> None:
         self._seed, self.per_epoch = seed, rows
         self._epoch = lru_cache(_EPOCHS_KEPT)(self._shuffled)
 
     def rows(self, first: int, stop: int) -> Rows:
-        """See `Order`."""
+        """The rows at places `first` … `stop - 1` of the stream."""
         pieces = []
         while first < stop:
             epoch, offset = divmod(first, self.per_epoch)
@@ -287,7 +276,7 @@ class TaskDraws:
         self.per_epoch = int(self._ends[-1])
 
     def rows(self, first: int, stop: int) -> Rows:
-        """See `Order`."""
+        """As `ShuffledEpochs.rows`."""
         epochs, offsets = np.divmod(np.arange(first, stop), self.per_epoch)
         places = permuted(offsets, self.per_epoch, key_of(self._seed, _OF_EPOCH, epochs))
         tasks = np.searchsorted(self._ends, places, side="right")

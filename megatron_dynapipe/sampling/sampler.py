@@ -10,7 +10,6 @@ from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.sampling.batches import (
     Batches,
     LastBatch,
-    Order,
     ShuffledEpochs,
     TaskDraws,
     TaskRows,
@@ -176,7 +175,7 @@ class Sampler:
         inputs, targets = self._usable.lengths(self._usable.ids(self._order.rows(first, stop)))
         return inputs.astype(np.int64) + targets
 
-    def _order_of(self, table: LengthTable, task_ids: npt.NDArray[np.int16] | None) -> Order:
+    def _order_of(self, table: LengthTable, task_ids: npt.NDArray[np.int16] | None) -> ShuffledEpochs | TaskDraws:
         settings, count = self.settings, len(self._usable)
         if not settings.task_rates:
             is_large = count > MOST_SHUFFLED

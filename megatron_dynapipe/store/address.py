@@ -32,7 +32,7 @@ _FORM = "redis://[user:password@]host[:port][/database], rediss://… or unix://
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """A store's URL. `repr` and `str` show it without the password; only `url` holds it."""
+    """A store's URL. `repr` and `str` show it as errors and logs may, without the password; only `url` holds it."""
 
     url: str = field(repr=False)
     """The whole URL, password included: hand it to a client or through a pipe, never print it."""
@@ -62,18 +62,13 @@ class StoreAddress:
         """Address of a server that listens on TCP and asks for a password."""
         return cls(f"redis://:{quote(password, safe='')}@{f'[{host}]' if ':' in host else host}:{port}/0")
 
-    @property
-    def redacted(self) -> str:
-        """The URL as errors and logs may show it."""
+    def __str__(self) -> str:
         parts = urlsplit(self.url)
         host = parts.netloc.rpartition("@")[2]
         return parts._replace(netloc=f"***@{host}" if "@" in parts.netloc else host).geturl()
 
-    def __str__(self) -> str:
-        return self.redacted
-
     def __repr__(self) -> str:
-        return f"StoreAddress({self.redacted!r})"
+        return f"StoreAddress({str(self)!r})"
 
 
 def find_address(url: str | None, file: Path | None, environ: Mapping[str, str]) -> StoreAddress | None:

@@ -225,7 +225,7 @@ class Connections:
     def _error(self, doing: str, cause: Exception) -> StoreError:
         kind = StoreFullError if isinstance(cause, OutOfMemoryError) else StoreError
         said = "a reply that is nested too deeply" if isinstance(cause, RecursionError) else cause
-        return kind(f"plan store {self.address.redacted} failed while {doing}: {said}", hint=_hint(cause))
+        return kind(f"plan store {self.address} failed while {doing}: {said}", hint=_hint(cause))
 
 
 class _Bounded:

@@ -150,7 +150,7 @@ class PlanStore(Connections):
         if policy == "noeviction":
             return None
         return (
-            f"plan store {self.address.redacted} has the maxmemory-policy {policy}: it may drop plans that ranks wait "
+            f"plan store {self.address} has the maxmemory-policy {policy}: it may drop plans that ranks wait "
             "for; set it to noeviction"
         )
 

@@ -17,10 +17,10 @@ gradient and the parameter in half precision: 30 bytes a parameter.
 import math
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from typing import Self, override
+from typing import Self
 
 import msgspec
 
@@ -86,20 +86,12 @@ def _evaluate(settings: PlannerSettings, batch: int) -> Outcome:
     return _evaluator(settings, batch)
 
 
-class _ThisProcess(Executor):
-    @override
-    def submit[**P, R](self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        future: Future[R] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
-
-
 class Workers:
     """Evaluates as many plans at a time as there are processes; with one, in this process."""
 
     def __init__(self, cost_model: CostModel, batches: Sequence[GlobalBatch], workers: int) -> None:
         evaluator = Evaluator(cost_model, batches)
-        self._executor: Executor = _ThisProcess()
+        self._executor: Executor = ThreadPoolExecutor(1)
         self._evaluate: Callable[[PlannerSettings, int], Outcome] = evaluator
         if workers > 1:
             context = get_context("spawn")

@@ -54,7 +54,7 @@ def test_enable_puts_everything_in_force():
 
         assert torch.cuda.is_available() and torch.cuda.device_count() == 1
         assert type(torch.cuda.current_device()) is int
-        for device in ("cuda", "cuda:0", 0, torch.device("cuda"), torch.cuda.current_device()):
+        for device in ("cuda", "cuda:3", 1, torch.device("cuda"), torch.device("cuda", 1), torch.cuda.current_device()):
             assert torch.zeros(2, device=device).device.type == "cpu"
             assert torch.zeros(2).to(device).device.type == "cpu"
         assert torch.zeros(2, device="meta").device.type == "meta"
@@ -164,14 +164,6 @@ def test_a_missing_megatron_is_refused(monkeypatch):
     with pytest.raises(UnsupportedMegatronError, match="expected megatron-core, found none"):
         platform.enable("cpu")
     assert not platform.is_enabled()
-
-
-@pytest.mark.parametrize(
-    ("device", "expected"),
-    [("cuda", "cpu"), ("cuda:3", "cpu"), (1, "cpu"), (torch.device("cuda", 1), "cpu"), ("meta", "meta")],
-)
-def test_names_of_cuda_devices_mean_the_cpu(device, expected):
-    assert torch.device(cuda_stubs.as_cpu(device)).type == expected
 
 
 def test_what_is_not_a_device_passes_unchanged():

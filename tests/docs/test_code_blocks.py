@@ -154,7 +154,8 @@ def test_the_walk(tmp_path: Path, kind: str) -> None:
         tmp_path / "models" / next(name for name in MODELS if name.startswith("flan") == (kind == "t5"))
     )
     assert mine.keys() == before.keys() and any(not torch.equal(mine[name], before[name]) for name in mine)
-    assert (tmp_path / "models" / "mine" / "tokenizer.json").exists()
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "models" / "mine" / name).exists(), name
 
     written = (tmp_path / "checkpoints" / "start" / "model.yaml").read_text()
     (command,) = re.findall(r"^# (torchrun .*)$", written, re.MULTILINE)

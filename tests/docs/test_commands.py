@@ -40,7 +40,7 @@ NOT_RUN = {
 ON_ONE = ("node0:29400", "localhost:29437")
 RUN = {
     rf"{PROGRAM} (compare --batches|orchestrate)": Runs(swaps=(("--limit 6", "--limit 1"),), slow=False),
-    rf"{PROGRAM} tune --model-config configs/qwen3": Runs(swaps=(("--devices 16", "--devices 16 --limit 1"),)),
+    rf"{PROGRAM} tune --model-config configs/qwen3": Runs(swaps=(("--limit 14", "--limit 1"),)),
     rf"{PROGRAM} plan --data data/mixture": Runs(
         swaps=(("--model gpt …", DEMO), ("FILE.plan", "iteration-0.plan")), slow=False
     ),

@@ -74,6 +74,7 @@ def test_ranks_that_cannot_start_are_not_started_again(nodes: Nodes) -> None:
     (nodes.folder / "status-0").write_text("2")
     assert nodes.start().wait(DEADLINE_S) == 2
     assert nodes.log() == ["start 0/1"]
+    assert all(" launch: " in line for line in nodes.said(0).splitlines()), "nothing of torch's log"
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def write_run(
     for stage in range(stages):
         file = RecordFile(folder / f"rank-{stage}.jsonl")
         if stage == 0:
-            file.add_run(run_record(stages=stages, first=first))
+            file.add(run_record(stages=stages, first=first))
         for iteration in range(first, first + iterations):
             events = measured_events(plan, stage, start_ns=10_000 * MS * iteration)
             spent = time_by_kind(events)

@@ -28,7 +28,7 @@ def test_records_are_appended_and_read_back_and_those_of_an_earlier_run_replaced
     RecordFile(path).add_iteration(record(1))
     file = RecordFile(path)
     file.add_iteration(record(3))
-    file.add_last(timeline)
+    file.add(timeline)
     assert file.read() == path.read_bytes()
     assert read_records(path) == [record(3), timeline]
     assert path.read_text().splitlines()[0].startswith('{"type":"iteration","iteration":3,')

@@ -43,7 +43,7 @@ def test_every_launch_has_a_name_of_its_own() -> None:
 def test_an_address_shows_no_password(url: str, shown: str) -> None:
     address = StoreAddress(url)
     assert address.url == url
-    assert address.redacted == str(address) == shown
+    assert str(address) == shown
     assert repr(address) == f"StoreAddress({shown!r})"
     assert "hunter2" not in f"{[address]} {address}"
 

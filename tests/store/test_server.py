@@ -28,7 +28,7 @@ def server() -> Iterator[StoreServer]:
 
 
 def test_it_listens_on_loopback_and_asks_for_its_password(server: StoreServer) -> None:
-    assert server.address.redacted.startswith("redis://***@127.0.0.1:")
+    assert str(server.address).startswith("redis://***@127.0.0.1:")
     port = server.address.url.rpartition(":")[2].partition("/")[0]
     for url in (f"redis://127.0.0.1:{port}", f"redis://:wrong@127.0.0.1:{port}"):
         with pytest.raises(StoreError, match="hint: check user and password in the store's URL"):
@@ -178,7 +178,7 @@ def test_readers_learn_at_once_that_the_server_was_killed(server: StoreServer) -
     assert len(errors) == 4
     for error in errors:
         assert not isinstance(error, StoreTimeoutError)
-        assert error.message.startswith(f"plan store {server.address.redacted} failed while waiting for the plan of")
+        assert error.message.startswith(f"plan store {server.address} failed while waiting for the plan of")
     with pytest.raises(StoreError, match=r"failed while publishing dynapipe:k: .*Connection refused"):
         store.put("dynapipe:k", b"")
 
@@ -228,7 +228,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
 
 def test_a_name_of_this_machine_is_resolved() -> None:
     with StoreServer(bind="localhost") as server:
-        assert server.address.redacted.startswith(("redis://***@127.0.0.1:", "redis://***@[::1]:"))
+        assert str(server.address).startswith(("redis://***@127.0.0.1:", "redis://***@[::1]:"))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from megatron_dynapipe.integration.flags.resume_record import named
 from megatron_dynapipe.outputs import fresh_folder
 from megatron_dynapipe.units import ModelFamily
 
-RUN_FILE, CONFIG = "model.yaml", "config.json"
+RUN_FILE, CONFIG, GENERATION = "model.yaml", "config.json", "generation_config.json"
 _HEADER = """\
 # {name} in Megatron's flags. The command trains it from its own weights on the samples in data/mixture; copy it
 # without the comment sign. Run files with layout and training go before this one.
@@ -73,7 +73,8 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Pro
     Args:
         folder: of checkpoints, as `--save` names it.
         target: to be written.
-        like: HuggingFace's configuration of the model, a file or a folder, whose tokenizer is copied; None: `folder`.
+        like: HuggingFace's configuration of the model, a file or a folder, whose tokenizer and settings of generation
+            are copied; None: `folder`.
         progress: sees the tensors go by.
 
     Raises:
@@ -93,7 +94,7 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Pro
         save_torch_state_dict({name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}, fresh)
         # As it is: written by transformers, a T5's would read as that of a tied head.
         shutil.copyfile(like / CONFIG if like.is_dir() else like, fresh / CONFIG)
-        for name in TOKENIZER_FILES:
+        for name in (*TOKENIZER_FILES, GENERATION):
             if (like / name).is_file():
                 shutil.copyfile(like / name, fresh / name)
     return target

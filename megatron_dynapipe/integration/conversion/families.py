@@ -18,6 +18,12 @@ KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *OF_EXPERTS, *T5_LIKE)
 _ROWS_MULTIPLE = 128
 """As Megatron pads vocabularies by itself (`--make-vocab-size-divisible-by`)."""
 
+_BIASES = (
+    "Megatron has biases of queries, keys and values alone (Qwen2's), or of every linear layer at once: not of all four"
+    " projections of attention without the MLP's"
+)
+"""Why `attention_bias` has no flags: no checkpoint of Qwen's makers has it."""
+
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What `--use-rope-scaling` has besides its factor."""
 
@@ -91,7 +97,8 @@ def _gpt2(config: Any) -> Flags:
 
 def _llama(config: Any) -> Flags:
     projections = (False, None, config.model_type == "qwen2")  # whose biases are there whatever it says
-    _expect(config, hidden_act=("silu",), attention_bias=projections, mlp_bias=(False, None))
+    _expect(config, hidden_act=("silu",))
+    _expect(config, hint=_BIASES, attention_bias=projections, mlp_bias=(False, None))
     _check_windows(config)
     heads = config.num_attention_heads
     made: Flags = {
@@ -203,9 +210,9 @@ def _t5(config: Any) -> Flags:
     }
 
 
-def _expect(config: Any, **allowed: tuple[object, ...]) -> None:
+def _expect(config: Any, *, hint: str | None = None, **allowed: tuple[object, ...]) -> None:
     for name, values in allowed.items():
         given = getattr(config, name, values[0])
         if given not in values:
             expected = " or ".join(dict.fromkeys(map(str, values)))
-            raise ConfigError(f"{config.model_type}: expected {name} {expected}, got {given}")
+            raise ConfigError(f"{config.model_type}: expected {name} {expected}, got {given}", hint=hint)

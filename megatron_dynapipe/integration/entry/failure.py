@@ -49,7 +49,7 @@ def reported() -> Iterator[None]:
         if not (launch.reports_for_all() or getattr(error, launch.REPORTED_HERE, False)):
             launch.leave_report_to_another_rank(2)
         _print_report(error, "" if rank == 0 else f"[rank {rank}] ")
-        launch.write_error_file(f"none: rank {rank} printed the error above")
+        launch.write_error_file(str(error))
         sys.exit(2)
     except DynaPipeError as error:
         _print_report(error, f"[rank {rank}] ")
@@ -114,6 +114,7 @@ def _explained(error: BaseException) -> BaseException:
     if isinstance(error, AssertionError) and "OptimizerParamScheduler: class input value" in str(error):
         found = re.search(r"value (\S+) and checkpoint ?value (\S+) for (.+) do not match", str(error))
         mine, saved, name = found.groups() if found else ("another", "its own", "a value")
+        name = name.replace("iterations", "samples")  # which its numbers are
         explained = ConfigError(
             f"expected the checkpoint's {name}, {saved}, got {mine}",
             hint="--override-opt-param-scheduler trains on with the values of this command line (another --train-iters"

@@ -116,9 +116,9 @@ def leave_report_to_another_rank(status: int) -> NoReturn:
 
 
 def write_error_file(message: str) -> None:
-    """Give torchrun the message for its summary, in the form in which it reads a worker's error file.
+    """Give torchrun the message for its summary, below its own traceback, which no worker can keep away.
 
-    Its own traceback, of the error that it ends with in any case, stays: no worker can keep it away.
+    It ends with a ChildFailedError whenever a worker's status is not 0, and says there what error files hold.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

@@ -187,11 +187,16 @@ def _check_parallel_sizes(args: argparse.Namespace) -> None:
             hint="change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes",
         )
     replicas = ranks // model_size
-    if args.global_batch_size is None or args.global_batch_size % replicas:
+    if args.global_batch_size is None:
+        raise ConfigError(
+            f"expected --global-batch-size, a multiple of the {replicas} data-parallel replicas, got none",
+            hint="with --tokens-per-global-batch, too: Megatron's learning rates count by it",
+        )
+    if args.global_batch_size % replicas:
         raise ConfigError(
             f"expected --global-batch-size to be a multiple of the {replicas} data-parallel replicas, "
             f"got {args.global_batch_size}",
-            hint=f"for example {replicas * max((args.global_batch_size or 0) // replicas, 1)}",
+            hint=f"for example {replicas * max(args.global_batch_size // replicas, 1)}",
         )
 
 

@@ -89,7 +89,7 @@ def _add_data_flags(add: Callable[..., Any]) -> None:
         "--tokens-per-global-batch",
         type=int,
         metavar="N",
-        help="tokens (input and target) of an iteration at most, in place of --global-batch-size samples",
+        help="tokens (input and target) of an iteration at most; --global-batch-size still counts for learning rates",
     )
     add("--train-epochs", type=int, metavar="N", help="train so many epochs of the data, in place of --train-iters")
     add(

@@ -205,7 +205,7 @@ class Recorder:
         if self._place.stage == 0:
             records.append(_iteration_record(item, events, version, memory))
         if not self._has_run and self._place.rank == 0:
-            self._file.add_run(self._run)
+            self._file.add(self._run)
             self._has_run = True
         records.append(stage_record(item, events, losses.read(), memory, previous_end_ns=self._end_ns))
         self._end_ns = events[-1].end_ns if events else None
@@ -234,7 +234,7 @@ class Recorder:
                 reserved_bytes=peaks.reserved_bytes,
                 retries=peaks.retries,
             )
-            self._file.add_last(record)
+            self._file.add(record)
 
     def _say_retries(self, memory: MemoryCounts | None) -> None:
         """Warn where the allocator has been out of memory since the last iteration and found some after all."""

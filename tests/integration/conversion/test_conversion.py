@@ -15,7 +15,7 @@ REFUSED = {
     "unexpected": "unexpected: score",
     "shape": "of another shape: model.layers.1.mlp.up_proj.weight (3, 64), expected (96, 64)",
     "theta": "expected a whole number of rope_theta, as Megatron's flag has, got 10000.5",
-    "biases": "qwen3: expected attention_bias False or None, got True",
+    "biases": "qwen3: expected attention_bias False or None, got True\nhint: Megatron has biases of queries, keys",
     "biases of the MLP": "llama: expected mlp_bias False or None, got True",
     "mistral": "mistral: expected a model without sliding windows, got sliding_window 32 of 64 positions",
     "qwen2": "qwen2: expected a model without sliding windows, got sliding_window 32 of 32768 positions",

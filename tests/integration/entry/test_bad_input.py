@@ -82,6 +82,14 @@ def test_a_data_file_shorter_than_its_index_is_refused(data, tmp_path):
     assert str(len(whole)) in said and str(len(whole) - 10) in said
 
 
+def test_no_batch_size_is_refused_with_a_number_of_tokens_too(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(entry_scripts, "COMMON", entry_scripts.COMMON.replace("--global-batch-size", "--seed"))
+    said = refused("--tokens-per-global-batch 512", data, tmp_path)
+    assert (
+        "a multiple of the 1 data-parallel replicas, got none" in said and "with --tokens-per-global-batch, too" in said
+    )
+
+
 def test_a_run_without_per_token_loss_is_refused(data, tmp_path, monkeypatch):
     monkeypatch.setattr(entry_scripts, "COMMON", entry_scripts.COMMON.replace("--calculate-per-token-loss", ""))
     assert "hint: add --calculate-per-token-loss" in refused("", data, tmp_path)

@@ -55,7 +55,7 @@ def test_another_schedule_than_the_checkpoints_is_said_in_our_words():
     )
     told = failure._explained(error)
     assert isinstance(told, ConfigError) and told.__cause__ is error
-    assert told.message == "expected the checkpoint's total number of iterations, 80, got 160"
+    assert told.message == "expected the checkpoint's total number of samples, 80, got 160"
     assert told.hint is not None and told.hint.startswith("--override-opt-param-scheduler trains on with the values")
     other = AssertionError("something else")
     assert failure._explained(other) is other

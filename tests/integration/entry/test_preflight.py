@@ -129,7 +129,7 @@ def test_a_loss_that_is_not_a_number_is_logged(skipped, monkeypatch):
 
 
 def test_torchrun_prints_a_refusal_once(tmp_path):
-    """The error and its hint, once; below them what torchrun says of any rank that fails."""
+    """The error and its hint, once; below its traceback, torchrun's summary has them as the root cause."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["pretrain_gpt_multitask.py", "--dynapipe-config", "configs/demo_gpt.yaml", "--dynapipe-datas", "x"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -139,5 +139,7 @@ def test_torchrun_prints_a_refusal_once(tmp_path):
     assert done.returncode != 0
     lines = done.stderr.splitlines()
     assert lines[:2] == ["error: unrecognized arguments: --dynapipe-datas x", "hint: --help lists all flags"]
-    assert "unrecognized" not in "".join(lines[1:]) and "  traceback : none: rank 0 printed the error above" in lines
+    cause = lines.index(f"  traceback : {lines[0].removeprefix('error: ')}")
+    assert cause > lines.index("Root Cause (first observed failure):") and lines[cause + 1] == f"  {lines[1]}"
+    assert done.stderr.count("unrecognized") == 2
     assert done.stderr.count("Traceback") == 1, "torchrun's own, which nothing that a worker does keeps away"
