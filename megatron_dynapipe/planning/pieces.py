@@ -20,8 +20,7 @@ from megatron_dynapipe.planning.samples import Samples, round_up_all
 from megatron_dynapipe.units import Recompute
 
 LEAST_GAIN = 0.01
-"""Of cut samples over whole ones where searches begin, from which both are searched."""
-_FAR_AHEAD = 0.04
+"""Of cut samples over whole ones where searches begin, from which the cut ones are searched, and not the whole ones."""
 _LONG = 0.15
 """Of the mean stage's work: a sample with less of it is never cut."""
 _SHARES = (0.75, 0.5, 1 / 3, 0.25)
@@ -115,11 +114,6 @@ class CutBatch:
     partitioned: OrderedPartitions
     begun_ns: int = 0
     gain: float = 0.0
-
-    @property
-    def is_far_ahead(self) -> bool:
-        """Whether searching for schedules of whole samples is no use."""
-        return self.gain > _FAR_AHEAD
 
 
 def can_cut(problem: BatchProblem) -> bool:

@@ -216,21 +216,20 @@ class Planner:
     def _chosen(
         self, samples: Samples, problem: BatchProblem, orders: list[IntArray], partitioned: OrderedPartitions
     ) -> tuple[CutBatch | None, ScheduledBatch | None]:
-        """What the fastest schedule found has cut, None for whole samples, and the schedule, None where none fits."""
+        """What is cut, None for whole samples, and the fastest schedule found of that, None where none fits.
+
+        Where both would do, the one is searched that is ahead where searches begin.
+        """
         begun = self._begin_pieces(samples, problem, partitioned)
-        if begun is not None and begun.is_far_ahead:
-            scheduled = None
-        else:
-            scheduled = self._schedule_whole(problem, orders, partitioned)
-            if begun is None and scheduled is None:
-                begun = self._begin_pieces(samples, problem, None)
-        if begun is not None:
-            cut = self._schedule(begun.problem, begun.partitioned, searchable=True)
-            if cut is not None and (scheduled is None or cut.makespan_ns < scheduled.makespan_ns):
-                return begun, cut
-            if scheduled is None:
-                scheduled = self._schedule_whole(problem, orders, partitioned)
-        return None, scheduled
+        if begun is None:
+            if (whole := self._schedule_whole(problem, orders, partitioned)) is not None:
+                return None, whole
+            begun = self._begin_pieces(samples, problem, None)
+        if begun is None:
+            return None, None
+        if (cut := self._schedule(begun.problem, begun.partitioned, searchable=True)) is not None:
+            return begun, cut
+        return None, self._schedule_whole(problem, orders, partitioned)
 
     def _schedule_whole(
         self, problem: BatchProblem, orders: list[IntArray], partitioned: OrderedPartitions
