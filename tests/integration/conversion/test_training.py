@@ -68,6 +68,7 @@ def command(run_file: Path) -> list[str]:
         pytest.param("mixtral", SHARED, 2, id="mixtral, shared experts", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", TWO, 2, id="qwen3_moe, 2 stages", marks=pytest.mark.slow),
         pytest.param("qwen3", "--tensor-model-parallel-size 2", 2, id="qwen3, tensor parallel", marks=pytest.mark.slow),
+        pytest.param("qwen3", f"{HALVES} 1.5,1.5", 2, id="qwen3, half layers", marks=pytest.mark.slow),
     ],
 )
 def test_training_begins_where_the_source_is_and_comes_back(tmp_path: Path, name: str, flags: str, ranks: int) -> None:
