@@ -14,7 +14,8 @@ Every setting's batches are planned by `megatron-dynapipe plan --json` in one pr
     bound       mean of bound over plan: for each stage its work and the least fill and drain around it, the largest
                 over stages, for the micro-batches of the plan
 
-With `--split auto` each batch's layer split is chosen from the larger batches of its mixture and maximum length.
+With `--split auto` each batch's layer split is chosen from the larger batches of its mixture and maximum length, and
+every maximum length has a row of its own, too.
 """
 
 import argparse
@@ -63,9 +64,12 @@ def main() -> None:
             == [int(n) for n in layout.split(",")]
         }
         chosen = [b for b in every if b["model"] == model and b["tokens"] == args.tokens and b["id"] in known]
-        planned = [row for group in _groups(chosen, args.split) for row in _plan(args, model, layout, group, every)]
-        for row in planned:
-            row["published"] = known[row["id"]]
+        planned = []
+        for group in _groups(chosen, args.split):
+            part = [{**row, "published": known[row["id"]]} for row in _plan(args, model, layout, group, every)]
+            if len(group) < len(chosen):
+                _row(f"{setting}, {group[0]['max_seq_len']}", part)
+            planned += part
         rows[model] += planned
         _row(setting, planned)
     for model, planned in rows.items():

@@ -19,7 +19,7 @@ class Echo:
     def __init__(self, outcome: int | BaseException) -> None:
         self.outcome = outcome
 
-    def add_parser(self, subparsers: frame.SubParsers) -> None:
+    def add_parser(self, subparsers) -> None:
         parser = subparsers.add_parser("echo", help="does what the test says")
         parser.add_argument("--samples", type=int)
         nested = parser.add_subparsers(dest="what")

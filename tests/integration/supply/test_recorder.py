@@ -95,7 +95,8 @@ def test_what_fails_is_told_once_and_changes_nothing(store, tmp_path, monkeypatc
     assert said.count("warning: rank 0 cannot ") == 1 and "goes on without" in said
     assert said.count("warning: rank 1 cannot ") <= 1
     if name in ("draw", "write_trace"):
-        assert summary is not None and "timeline" not in summary
+        assert summary is not None and "timeline.trace.json" not in summary
+        assert ("timeline.png" in summary) is (name == "write_trace")
 
 
 def test_numbers_that_are_none_do_not_end_a_run(store, tmp_path, monkeypatch, capsys) -> None:
