@@ -56,13 +56,9 @@ def main() -> None:
     rows: dict[str, list[dict]] = {model: [] for model in MODELS}
     for setting in args.settings:
         model, _, layout = setting.partition(":")
-        known = {
-            r["batch"]: r
-            for r in results
-            if r["model"] == model
-            and [r["data_parallel"], r["tensor_parallel"], r["pipeline_parallel"]]
-            == [int(n) for n in layout.split(",")]
-        }
+        data, tensor, pipeline = map(int, layout.split(","))
+        own = {"model": model, "data_parallel": data, "tensor_parallel": tensor, "pipeline_parallel": pipeline}
+        known = {result["batch"]: result for result in results if result.items() >= own.items()}
         chosen = [b for b in every if b["model"] == model and b["tokens"] == args.tokens and b["id"] in known]
         planned = []
         for group in _groups(chosen, args.split):
@@ -79,10 +75,8 @@ def main() -> None:
 
 def _groups(batches: list[dict], split: str) -> list[list[dict]]:
     """Batches that are planned with one layer split."""
-    if split == "equal":
-        return [batches]
-    lengths = sorted({batch["max_seq_len"] for batch in batches})
-    return [[batch for batch in batches if batch["max_seq_len"] == length] for length in lengths]
+    lengths = sorted({batch["max_seq_len"] for batch in batches}) if split == "auto" else [None]
+    return [[batch for batch in batches if length in (None, batch["max_seq_len"])] for length in lengths]
 
 
 def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict], every: list[dict]) -> list[dict]:
