@@ -9,7 +9,7 @@ Queries without keys attend to nothing and come out as zeros; `packed_rows.atten
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,7 +125,8 @@ def attend_by_sample(
             places = slice(start := row.starts()[group.apart], start + group.queries)
             its = query[places], key[places], value[places]
             if scale is not None and not query.is_cuda:
-                attended.append(_attend_parts(*its, kept.before(row.cuts[group.apart]), scale))
+                before = kept.before(row.cuts[group.apart])
+                attended.append(_OverParts.apply(scale, *its, before))  # type: ignore[no-untyped-call]
             else:
                 attended.append(_attend_piece(*its, row, group.apart, kept, attend))
             continue
@@ -150,59 +151,59 @@ def _attend_piece(
         return attend(query[None], joined_keys[None], joined_values[None], row.later_keys(segment, query))[0]
 
 
-def _attend_parts(query: Tensor, key: Tensor, value: Tensor, before: Sequence[KeptPiece], scale: float) -> Tensor:
-    """`_attend_piece` by PyTorch's FlashAttention for CPUs: no mask, and no copy of earlier keys."""
-    parts = [*((piece.key, piece.value) for piece in before), (key, value)]
-    times = query.size(1) // key.size(1)
-    if times > 1:
-        parts = [(k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)) for k, v in parts]
-    keys, values = zip(*parts, strict=True)
-    attended: Tensor = _OverParts.apply(scale, query, *keys, *values)  # type: ignore[no-untyped-call]
-    return attended
-
-
 class _OverParts(torch.autograd.Function):
-    """Attention to keys in parts, of which the last is causal: each by a kernel, weighted by its sum of scores.
+    """Attention of one piece to those before it and itself, part by part: `_attend_piece` without mask or copy.
 
-    Backwards a part's kernel is given the result and the sum over all parts: it computes the part's own share then.
+    Each part has a kernel of its own (PyTorch's FlashAttention for CPUs), weighted by its sum of scores. Backwards a
+    part's kernel is given the result and the sum over all parts: it computes the part's own share then. What is an
+    earlier piece's goes into its leaves at once, since gradients of all parts would take as much memory as the leaves'.
     """
 
     @staticmethod
-    def forward(ctx: Any, scale: float, query: Tensor, *parts: Tensor) -> Tensor:
-        its = [_FLASH(_by_head(query), key, value, 0.0, causal, scale=scale) for key, value, causal in _parts(parts)]
-        total = torch.stack([sums for _, sums in its]).logsumexp(0)
-        out = sum((one * (sums - total).exp()[..., None] for one, sums in its), torch.zeros(())).to(query.dtype)
-        ctx.scale = scale
-        ctx.save_for_backward(query, out, total, *parts)
-        return out[0].transpose(0, 1)
+    def forward(
+        ctx: Any, scale: float, query: Tensor, key: Tensor, value: Tensor, before: Sequence[KeptPiece]
+    ) -> Tensor:
+        times = query.size(1) // key.size(1)
+        out, total = _FLASH(_by_head(query), _by_head(key, times), _by_head(value, times), 0.0, True, scale=scale)
+        for piece in before:
+            keys, values = _by_head(piece.key, times), _by_head(piece.value, times)
+            part, sums = _FLASH(_by_head(query), keys, values, 0.0, False, scale=scale)
+            joined = torch.logaddexp(total, sums)
+            out = out * (total - joined).exp()[..., None] + part * (sums - joined).exp()[..., None]
+            total = joined
+        result: Tensor = out.to(query.dtype)
+        ctx.scale, ctx.before = scale, before
+        ctx.save_for_backward(query, key, value, result, total)
+        return result[0].transpose(0, 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, out, total, *parts = ctx.saved_tensors
-        of_query, of_keys, of_values = None, [], []
-        for key, value, causal in _parts(parts):
-            given = _by_head(gradients[0]), _by_head(query), key, value, out, total
-            found = [each[0].transpose(0, 1) for each in _FLASH_BACKWARD(*given, 0.0, causal, scale=ctx.scale)]
-            of_query = found[0] if of_query is None else of_query + found[0]
-            of_keys.append(found[1])
-            of_values.append(found[2])
-        return (None, of_query, *of_keys, *of_values)
+        query, key, value, out, total = ctx.saved_tensors
+        times = query.size(1) // key.size(1)
+
+        def shares(keys: Tensor, values: Tensor, *, causal: bool) -> list[Tensor]:
+            given = _by_head(gradients[0]), _by_head(query), _by_head(keys, times), _by_head(values, times), out, total
+            of_query, *others = (
+                each[0].transpose(0, 1) for each in _FLASH_BACKWARD(*given, 0.0, causal, scale=ctx.scale)
+            )
+            return [of_query, *(each.unflatten(1, (-1, times)).sum(2) if times > 1 else each for each in others)]
+
+        of_query, of_key, of_value = shares(key, value, causal=True)
+        for piece in ctx.before:
+            part, *found = shares(piece.key, piece.value, causal=False)
+            of_query = of_query + part
+            for leaf, gradient in zip((piece.key, piece.value), found, strict=True):
+                leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+        return None, of_query, of_key, of_value, None
 
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _by_head(tensor: Tensor) -> Tensor:
-    """[1, heads, positions, channels] of [positions, heads, channels]."""
-    return tensor.transpose(0, 1)[None]
-
-
-def _parts(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Keys and values of each part, and whether it is the last."""
-    count = len(parts) // 2
-    for at in range(count):
-        yield _by_head(parts[at]), _by_head(parts[count + at]), at == count - 1
+def _by_head(tensor: Tensor, times: int = 1) -> Tensor:
+    """[1, heads, positions, channels] of [positions, groups, channels], each group for so many heads."""
+    return tensor.repeat_interleave(times, 1).transpose(0, 1)[None] if times > 1 else tensor.transpose(0, 1)[None]
 
 
 def attend_pieces_in_kernel(

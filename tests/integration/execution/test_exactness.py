@@ -159,7 +159,7 @@ def test_a_layout_trains_as_one_process_with_samples_one_by_one(layout):
     whole([result["weights"] for result in results], tolerance=0)  # copies are equal still, those of tied weights too
     counts = results[0]["micro_batches"]
     assert counts.count(0) == layout.idle
-    if max(counts) > 1:
+    if max(counts) > 1 and not layout.slices:  # pieces may all be alike
         assert len({tuple(shape) for shape in results[0]["shapes"]}) > 1, "micro-batches of varying shape"
     if layout.slices:
         assert results[0]["cut"] >= 3
