@@ -22,9 +22,10 @@ struct Links {
 };
 
 // Of a layer's parts (cost/division.py): by position attention's linears and the MLP, by position and key attention's inside,
-// of forward times, backward times and stored bytes; thousandths of the linears' forward that weight gradients take.
-enum PartRate { kLinear, kInner, kMlp, kWeightPerMille = 9, kPartRates };
-constexpr int kOfForward = 0, kOfBackward = 3, kOfStored = 6;
+// of forward times, backward times, and stored bytes and peaks of attention and of the MLP, each against the rest of the
+// layer's; thousandths of the linears' forward that weight gradients take.
+enum PartRate { kLinear, kInner, kMlp, kWeightPerMille = 18, kPartRates };
+constexpr int kOfForward = 0, kOfBackward = 3, kOfStored = 6, kOfPeak = 12, kOfMlp = 3;
 
 enum class Division { kOff, kAuto, kOn, kDivisions };  // of backward passes: where that is faster, or all that can be
 

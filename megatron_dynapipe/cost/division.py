@@ -6,8 +6,12 @@ pieces, too), that is divided in proportion to
     attention   Σ n · (linear + inner · k)          a decoder's, d positions over e of the encoder's output:
     MLP         Σ n · mlp                           attention   Σ d · (linear + inner · (d + e)) + e · memory
 
-Profiles fit these rates to measurements. Without them FLOPs are counted: h hidden, c heads × channels, f feed-forward
-give 8 h c, 4 c, 4 h f; a decoder 12 h c, 4 c, 4 h f, and 4 h c for memory.
+Profiles fit these rates to measurements under every recompute mode, of padded micro-batches and of packed rows.
+Without them FLOPs are counted: h hidden, c heads × channels, f feed-forward give 8 h c, 4 c, 4 h f; a decoder
+12 h c, 4 c, 4 h f, and 4 h c for memory.
+
+Memory of the halves need not add up to the layer's: recomputed in full each keeps its own input, and their peaks are at
+different times. Each half has its own proportion of the layer's, against what the layer takes besides.
 """
 
 import math
@@ -49,19 +53,27 @@ class Rates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return self.linear * positions + self.memory * sum(encoder), self.inner * pairs, self.mlp * positions
 
 
+OfHalves = tuple[Rates, Rates]
+"""Of memory: by the first attention takes its part of what the layer does, by the second the MLP."""
+AS_THE_LAYER: OfHalves = (Rates(1, 0, 0, 0), Rates(0, 0, 1, 0))
+"""Each half takes all that the layer does."""
+
+
 class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of one kind of layer under one recompute mode.
 
     Attributes:
         forward, backward: of times.
-        stored: of activations; None where attention and MLP store what the layer does, each its own input.
+        stored: of activations.
+        peak: of their high-water mark.
         parameters: of attention and of the MLP, in any unit.
         weight_per_mille: time of weight gradients, in thousandths of the forward time of attention's linears and MLP.
     """
 
     forward: Rates
     backward: Rates
-    stored: Rates | None
+    stored: OfHalves
+    peak: OfHalves = AS_THE_LAYER
     parameters: tuple[_Rate, _Rate]
     weight_per_mille: _Rate = 1000
 
@@ -81,12 +93,13 @@ def division_by_flops(
         hidden: width of the model.
         channels: heads × channels of each.
         ffn: width of a feed-forward network of two matrices that multiplies as often.
-        recompute: under full recomputation both halves store their own inputs.
+        recompute: under full recomputation both halves store their own inputs. A half's peak is the layer's.
         key_value_channels: query groups × channels of each; None for as many as `channels`.
         ffn_parameters: width of such a network that has as many parameters; None for `ffn`.
     """
     c, g = channels, channels if key_value_channels is None else key_value_channels
-    stored = None if recompute is Recompute.FULL else Rates(_STORED[0], 0, _STORED[1])
+    kept = Rates(_STORED[0], 0, _STORED[1])
+    stored = AS_THE_LAYER if recompute is Recompute.FULL else (kept, kept)
     encoder = _smallest(4 * hidden * (c + g), 4 * c, 4 * hidden * ffn, 0)
     decoder = _smallest(4 * hidden * (2 * c + g), 4 * c, 4 * hidden * ffn, 4 * hidden * g)
     f = ffn if ffn_parameters is None else ffn_parameters

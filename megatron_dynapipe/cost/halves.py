@@ -33,11 +33,12 @@ def with_parts(tables: LayerTables, recompute: Recompute) -> LayerTables:
     packed, state, by_kind = tables.packed, tables.state, tables.division
     divided = recompute is not Recompute.FULL
     if packed is not None:
+        of_rows = packed.division or by_kind
         positions, samples = (packed.row_inputs, packed.row_targets), (packed.inputs, packed.targets)
         packed = replace(
             packed,
-            linear=_filled(packed.linear, by_kind, positions, weights=divided, inside=False),
-            attention=_filled(packed.attention, by_kind, samples, weights=False, linear=False),
+            linear=_filled(packed.linear, of_rows, positions, weights=divided, inside=False),
+            attention=_filled(packed.attention, of_rows, samples, weights=False, linear=False),
         )
     lengths, separate = (tables.inputs, tables.targets), tables.separate
     decoder = by_kind.get("decoder", by_kind.get("expert"))
@@ -88,12 +89,12 @@ def _filled(
             result[Row[f"{prefix}_ATTENTION_{way}"]] = _part(values[Row[f"{prefix}_{way}"]], share)
         linears = _attention_share(division.forward, is_decoder, lengths, linear=True, inside=False)
         result[Row[f"{prefix}_ATTENTION_WEIGHT"]] = _part(result[Row[f"{prefix}_WEIGHT"]], linears)
-        stored = values[Row[f"{prefix}_STORED"]]
-        result[Row[f"{prefix}_ATTENTION_STORED"]] = result[Row[f"{prefix}_MLP_STORED"]] = stored
-        if division.stored is not None:
-            kept = _part(stored, _attention_share(division.stored, is_decoder, lengths, linear, inside))
-            result[Row[f"{prefix}_ATTENTION_STORED"]] = kept
-            result[Row[f"{prefix}_MLP_STORED"]] = np.where(stored == ABSENT, ABSENT, stored - kept)
+        for what, of_halves in (("STORED", division.stored), ("PEAK", division.peak)):
+            layer = values[Row[f"{prefix}_{what}"]]
+            shares = (_attention_share(rates, is_decoder, lengths, linear, inside) for rates in of_halves)
+            attention, besides = (_part(layer, share) for share in shares)
+            result[Row[f"{prefix}_ATTENTION_{what}"]] = attention
+            result[Row[f"{prefix}_MLP_{what}"]] = np.where(layer == ABSENT, ABSENT, layer - besides)
     return result
 
 

@@ -226,16 +226,11 @@ def _part_rates(tables: LayerTables) -> tuple[int, ...]:
     """By which costs of rows with pieces are divided, as the native core takes them; zeros where nobody knows."""
     division = tables.division.get("encoder")
     if division is None:
-        return (0,) * 10
-    forward, backward, stored = division.forward, division.backward, division.stored
-    stored_rates = (0, 0, 0) if stored is None else (stored.linear, stored.inner, stored.mlp)
+        return (0,) * 19
     has_weights = (tables.values[Row.ENCODER_WEIGHT] > 0).any()  # nothing is divided that is recomputed in full
-    return (
-        *(forward.linear, forward.inner, forward.mlp),
-        *(backward.linear, backward.inner, backward.mlp),
-        *stored_rates,
-        division.weight_per_mille if has_weights else 0,
-    )
+    divided = (division.forward, division.backward, *division.stored, *division.peak)
+    rates = (rate for of in divided for rate in (of.linear, of.inner, of.mlp))
+    return *rates, division.weight_per_mille if has_weights else 0
 
 
 def _packed_mode(tables: LayerTables) -> tuple[IntArray, ...]:
